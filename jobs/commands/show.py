@@ -84,7 +84,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
         store = CycleStore(newest.storage, name, newest.clock)
         closed, records = store.closed(), store.records()
         done = sum(record.state is JobState.SUCCEEDED for record in records)
-        tries = sum(len(leaf.attempts) for record in records for leaf in record.leaves())
+        tries = sum(len(record.tries()) for record in (*store.earlier_records(records), *records))
         at = claim.claimed_at if claim else None
         rows.append(
             (

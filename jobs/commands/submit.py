@@ -97,7 +97,8 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         plan, target = cycle.plan(), cycle.target()
         records = target.records(plan)
         again, round_ = _unfinished(plan, records), max(cycle.store.rounds(), default=0)
-        if cycle.store.closed() or outcome_of(plan, records):
+        has_ended = cycle.store.closed() or outcome_of(plan, records)
+        if has_ended:
             round_ += 1
         elif round_ < 2 or cycle.store.submitted(round_).keys() >= {*again}:
             raise ConfigError(
@@ -105,6 +106,8 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
             )
         if not again:
             raise ConfigError(f"cycle {cycle.name}: no job failed", next_command="trnjobs status")
+        if has_ended:
+            cycle.store.keep_records(round_ - 1, records)
         return _hand_over(cycle, target.name, plan, round_, again)
 
 

@@ -112,8 +112,12 @@ def ledger_of(
     now: float,
     outcome: Outcome | None,
     deadline_at: float | None,
+    earlier: Sequence[JobRecord] = (),
 ) -> CycleLedger:
-    """The ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then."""
+    """The ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then.
+
+    `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
+    """
     found = {record.name: record for record in records}
     ends = {  # a try that still runs counts 0
         record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
@@ -122,10 +126,14 @@ def ledger_of(
     entries: list[Entry] = []
     for job in (job for job in plan.jobs if job.name in found):
         runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
-        for leaf in found[job.name].leaves():
-            entries += _entries(job, leaf, runnable_at, moments, prices, now)
+        rounds = dict[str, list[JobRecord]]()
+        for leaf in (leaf for one in (*earlier, found[job.name]) if one.name == job.name for leaf in one.leaves()):
+            rounds.setdefault(leaf.name, []).append(leaf)
+        for same in rounds.values():
+            entries += _entries(job, same, runnable_at, moments, prices, now)
     leaves = [leaf for record in records for leaf in record.leaves()]
-    stops = [a.stopped_at for record in records for a in record.tries() if a.stopped_at is not None]
+    every = (*earlier, *records)
+    stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
     return CycleLedger(
         cycle=plan.cycle,
@@ -134,7 +142,7 @@ def ledger_of(
         jobs=len(leaves),
         succeeded=sum(leaf.state is JobState.SUCCEEDED for leaf in leaves),
         failed=sum(leaf.state is JobState.FAILED for leaf in leaves),
-        began_at=min((record.created_at for record in records), default=None),
+        began_at=min((record.created_at for record in every), default=None),
         ended_at=ended_at,
         deadline=deadline_of(deadline_at, ended_at, now, done=outcome in ("succeeded", "refused")),
         deadline_at=deadline_at,
@@ -182,14 +190,26 @@ def success_of(ledgers: Iterable[CycleLedger]) -> Success:
 
 
 def _entries(
-    job: JobSpec, leaf: JobRecord, runnable_at: float, moments: Sequence[Moment], prices: Prices, now: float
+    job: JobSpec,
+    rounds: Sequence[JobRecord],
+    runnable_at: float,
+    moments: Sequence[Moment],
+    prices: Prices,
+    now: float,
 ) -> list[Entry]:
-    nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
-    ran = [(number, attempt) for number, attempt in enumerate(leaf.attempts, 1) if attempt.started_at is not None]
-    logs = ":" not in leaf.name or leaf.name.endswith(":0")  # of an array only the first child writes events
-    tries = with_kept_until(_tries(job.stage, [attempt for _, attempt in ran], moments if logs else (), now))
-    ready_ms, made = round(1000 * max(runnable_at, leaf.created_at)), []
-    for (number, attempt), one in zip(ran, tries, strict=True):
+    """`rounds`: one leaf, as it was submitted in each."""
+    nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name
+    ran = [
+        (leaf.created_at, number, attempt)
+        for leaf, after in zip(rounds, (*rounds[1:], None), strict=True)
+        for number, attempt in enumerate(_ended_before(leaf, after), 1)
+        if attempt.started_at is not None
+    ]
+    logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
+    tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
+    ready_ms, made = 0, []
+    for (submitted_at, number, attempt), one in zip(ran, tries, strict=True):
+        ready_ms = max(ready_ms, round(1000 * max(runnable_at, submitted_at)))
         paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
         hours = nodes * paid_ms / MS_PER_HOUR
         if attempt.stopped_at is None:
@@ -201,7 +221,7 @@ def _entries(
             ending = "succeeded" if attempt.exit_code == EXIT_OK else failure
         made.append(
             Entry(
-                job=leaf.name,
+                job=name,
                 stage=job.stage,
                 attempt=number,
                 nodes=nodes,
@@ -214,6 +234,18 @@ def _entries(
         )
         ready_ms = one.stop_ms
     return made
+
+
+def _ended_before(leaf: JobRecord, after: JobRecord | None) -> Sequence[AttemptRecord]:
+    """The tries of a leaf. One whose end is not on record ended when the leaf was submitted again, at the latest."""
+    if after is None:
+        return leaf.attempts
+    return [
+        one
+        if one.stopped_at is not None
+        else one.model_copy(update={"stopped_at": max(one.started_at or 0.0, after.created_at)})
+        for one in leaf.attempts
+    ]
 
 
 def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
@@ -275,6 +307,7 @@ def read_ledger(
         now=now,
         outcome=closed.outcome if closed else None,
         deadline_at=deadline_at,
+        earlier=store.earlier_records(records),
     )
 
 

@@ -4,6 +4,7 @@ claim.json               whose cycle it is: the plan, the target, and who submit
 plan.json, settings.json what was submitted
 submitted/round-<n>/     one file a job, written once; a round is a submission or a `trnjobs retry`
 records.json             what became of the jobs (AWS Batch forgets them after a week)
+records/round-<n>.json   the same of an earlier round, written once, before the next one begins
 blocked.json             which jobs were seen blocked, and since when
 closed.json              the outcome of the newest round; the next cycle may start
 """
@@ -131,6 +132,20 @@ class CycleStore:
 
     def save_records(self, records: tuple[JobRecord, ...]) -> None:
         self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
+
+    def keep_records(self, round_: int, records: Sequence[JobRecord]) -> None:
+        """Before another round begins, whose records take the place of these. The first to write wins."""
+        key = self.key(f"records/round-{round_}.json")
+        self.storage.write_if_absent(key, _RECORDS.dump_json(tuple(records), indent=1))
+
+    def earlier_records(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
+        """Of jobs that were submitted again, in the order of rounds. `records`: the newest of each job."""
+        names = [stat.key.removeprefix(self.key("")) for stat in self.storage.list(self.key("records"))]
+        found = dict[str, JobRecord]()
+        for name in sorted(names, key=lambda name: (len(name), name)):  # round-9 is before round-10
+            found |= {one.id: one for one in self._read(name, _RECORDS.validate_json) or ()}
+        newest = {one.id for one in records}
+        return tuple(one for one in found.values() if one.id not in newest)
 
     def sightings(self) -> tuple[Sighting, ...]:
         return self._read("blocked.json", _SIGHTINGS.validate_json) or ()

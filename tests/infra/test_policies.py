@@ -89,6 +89,7 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/jobs/settings.json": ("driver", "driver"),
     f"{C}/jobs/closed.json": ("driver", "driver"),
     f"{C}/jobs/records.json": ("driver", ""),
+    f"{C}/jobs/records/round-1.json": ("driver", ""),
     f"{C}/jobs/blocked.json": ("driver", ""),
     f"{C}/jobs/submitted/round-1/train.json": ("driver", ""),
     f"{C}/jobs/told/failed-1": ("driver", ""),

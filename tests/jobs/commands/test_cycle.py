@@ -192,6 +192,21 @@ def test_a_job_that_fails_and_is_run_again(trnjobs: Trnjobs) -> None:
     assert "succeeded" in trnjobs("history")[1]
 
 
+def test_the_cost_of_a_round_that_failed_stays_with_the_cycle(trnjobs: Trnjobs) -> None:
+    trnjobs.ends_with("embed:1", 75, 65)
+    assert trnjobs("submit", "--jobs.embed.attempts=2")[0] == 65
+    before = json.loads(trnjobs("cost", "--json")[1])["cycles"][0]
+    trnjobs.ends_with("embed:1", 0)
+    assert trnjobs("retry")[0] == 0
+    after = json.loads(trnjobs("cost", "--json")[1])["cycles"][0]
+    assert (before["total"]["tries"], after["total"]["tries"]) == (5, 8)
+    assert [one for one in after["entries"] if one in before["entries"]] == before["entries"]
+    assert (after["began_at"], after["succeeded"], after["failed"]) == (before["began_at"], 5, 0)
+    assert "5 of 5 jobs in 8 tries" in trnjobs("cost")[1]
+    assert trnjobs("history")[1].splitlines()[1].split()[-1] == "8"
+    assert json.loads(trnjobs.page_file.with_suffix(".json").read_text())["ledger"]["began_at"] == before["began_at"]
+
+
 def test_a_gate_that_refuses_after_a_try_that_was_repeated(trnjobs: Trnjobs) -> None:
     trnjobs.ends_with("prepare", 75, 0)
     trnjobs.ends_with("train", 80)

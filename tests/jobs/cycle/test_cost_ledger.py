@@ -70,6 +70,45 @@ def test_a_gang_that_lost_a_node_and_continued() -> None:
     assert whole.waiting_ms == 160_000
 
 
+def test_tries_of_an_earlier_round_count_and_its_states_do_not() -> None:
+    shape = plan(job("prepare"), job("train", "prepare", resources=TRN1))
+    prepare = record("prepare", attempt(10, 50))
+    first = record("train", attempt(60, 3660, 75), attempt(3660, 7260, 70), id="id1")
+    second = record("train", attempt(8020, 8380), id="id2", created_at=8000.0)
+    found = ledger(shape, [prepare, second], earlier=(first,))
+    tries = [one for one in found.entries if one.job == "train"]
+    assert [(one.attempt, one.ending, one.waiting_ms) for one in tries] == [
+        (1, "exit 75", 10_000),
+        (2, "exit 70", 0),
+        (1, "succeeded", 20_000),
+    ]
+    train = found.stages()[1]
+    assert train.usd == pytest.approx(21.5 * 2.1)
+    assert train.wasted_usd == pytest.approx(43.0)
+    assert (found.jobs, found.succeeded, found.failed, found.began_at, found.took_s) == (2, 2, 0, 0.0, 8380.0)
+
+
+def test_what_an_earlier_round_has_saved_was_not_wasted() -> None:
+    moments = (
+        at(10, EventName.TRAIN_STARTED, step=0),
+        at(90, EventName.TRAIN_STEPS, step=100, losses=[0.0] * 100, seconds=80),
+        at(90, EventName.CHECKPOINT_SAVED, step=100),
+        at(101.5, EventName.TRAIN_STARTED, step=100),
+        at(181, EventName.TRAIN_STEPS, step=200, losses=[0.0] * 100, seconds=79.5),
+    )
+    first = record("train", attempt(0, 100, 70), id="id1")
+    second = record("train", attempt(101, 181), id="id2", created_at=101.0)
+    one, two = ledger(TRAIN, [second], moments, earlier=(first,)).entries
+    assert (one.spent_ms[K.PRODUCTIVE], one.spent_ms[K.WASTED], two.spent_ms[K.PRODUCTIVE]) == (80_000, 10_000, 79_500)
+
+
+def test_a_try_of_an_earlier_round_whose_end_is_unknown_ends_with_the_round() -> None:
+    first = record("train", attempt(0, None, None), state="RUNNING", id="id1")
+    second = record("train", attempt(50, None, None), state="RUNNING", id="id2", created_at=40.0)
+    found = ledger(TRAIN, [second], now=60.0, outcome=None, earlier=(first,))
+    assert [(one.length_ms, one.ending) for one in found.entries] == [(40_000, "no exit code"), (10_000, "running")]
+
+
 def test_waiting_begins_when_the_last_dependency_has_ended() -> None:
     shape = plan(job("prepare"), job("train", "prepare"))
     found = ledger(shape, [record("prepare", attempt(5, 50)), record("train", attempt(80, 100))])

@@ -221,6 +221,21 @@ def test_a_submission_is_written_once(store: CycleStore) -> None:
     assert store.submitted(1) == {"train": first}
 
 
+def test_records_of_earlier_rounds_are_written_once(store: CycleStore) -> None:
+    def of(name: str, id_: str, at: float) -> JobRecord:
+        return JobRecord(name=name, id=id_, state=JobState.FAILED, created_at=at)
+
+    first = [of("prepare", "1", 1.0), of("train", "2", 1.0)]
+    assert store.earlier_records(first) == ()
+    store.keep_records(1, first)
+    store.keep_records(1, [])
+    assert store.earlier_records(first) == ()
+    for round_ in range(2, 11):
+        store.keep_records(round_, [first[0], of("train", f"of-{round_}", 2.0)])
+    newest = (first[0], of("train", "3", 9.0))
+    assert [one.id for one in store.earlier_records(newest)] == ["2", *(f"of-{round_}" for round_ in range(2, 11))]
+
+
 def test_records_sightings_settings_and_the_end(store: CycleStore, storage: Storage) -> None:
     child = JobRecord(name="embed:0", id="1:0", state=JobState.RUNNING, created_at=1.0)
     record = JobRecord(name="embed", id="1", state=JobState.PENDING, created_at=1.0, children=(child,))
