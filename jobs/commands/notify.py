@@ -47,16 +47,18 @@ def make_messages(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], 
     if not settings.jobs.notify.webhooks:
         return
     try:
+        rounds = store.rounds()
         evaluated = load_result(store.storage, store.cycle, "evaluate")
         found = messages_of(
             _about(cycle, store.clock()),
             read_ledger(store, plan, records, settings.jobs, closed=closed),
             records,
             closed=closed,
-            round_=(closed.round if closed else None) or max(store.rounds(), default=1),
+            round_=(closed.round if closed else None) or max(rounds, default=1),
             promoted=bool(evaluated and evaluated.figures.get("promoted")),
             failed_before=_failed_before(store),
             retried_at=settings.jobs.notify.retried_at,
+            rounds={one.id: number for number in rounds if number > 1 for one in store.submitted(number).values()},
         )
         put_messages(store, found)
     except Preempted:

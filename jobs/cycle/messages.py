@@ -76,6 +76,7 @@ def messages_of(
     promoted: bool,
     failed_before: bool,
     retried_at: int,
+    rounds: Mapping[str, int] | None = None,
 ) -> Iterator[Message]:
     """Everything there is to tell of a cycle as it stands.
 
@@ -85,6 +86,7 @@ def messages_of(
         promoted: the gate let a new model into production in this cycle.
         failed_before: the cycle before this one failed.
         retried_at: tries of a job that are worth a message.
+        rounds: in which each job was submitted, by its id; 1 for those that are not there.
     """
 
     def message(event: NotifyEvent, text: str, *, of: str = "", **more: Any) -> Message:
@@ -100,7 +102,9 @@ def messages_of(
                 where = leaf.name.replace(":", "-")
                 text = f"{leaf.name} needed {tries} tries so far"
                 at = leaf.tries()[-1].started_at or about.at
-                yield message("retried", text, of=f"{where}-{tries}", at=at, job=leaf.name, tries=tries)
+                own = (rounds or {}).get(record.id, 1)  # tries count from 1 in each round
+                of = f"{where}-{tries}" + (f"-round-{own}" if own > 1 else "")
+                yield message("retried", text, of=of, at=at, job=leaf.name, tries=tries)
     due, reached = ledger.deadline_at, closed.at if closed else about.at
     if due is not None and reached > due:
         yield message("late", "its deadline has passed", of="deadline", at=due)

@@ -110,6 +110,13 @@ def test_the_ends_of_cycles(told: Told) -> None:
     assert not any(SECRET in path.read_text(errors="replace") for path in told.files())
 
 
+def test_a_job_that_is_tried_again_in_a_later_round_is_told_of_again(told: Told) -> None:
+    told.run.ends_with("train", 75, 75, 1)
+    told("submit", "--jobs.notify.retried-at=2")
+    assert told("retry", "--jobs.notify.retried-at=2")[0] == 1
+    assert told.receiver.ids() == ["retried-train-3", "failed-1", "retried-train-3-round-2", "failed-2"]
+
+
 def test_a_refusal_in_slack_s_form(told: Told) -> None:
     told.run.ends_with("train", 80)
     assert told("submit", "--jobs.notify.page-url=https://pages.example/r/", form="slack")[0] == 80

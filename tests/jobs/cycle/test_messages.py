@@ -50,6 +50,9 @@ def test_while_it_runs() -> None:
     often = bad("train", *[tried(75)] * 3)
     assert [one.id for one in told(often, None)] == ["relevance/c/retried-train-3"]
     assert events(often, None, retried_at=4) == []
+    again = told(often, None, round_=2, rounds={often.id: 2})
+    assert [one.id for one in again] == ["relevance/c/retried-train-3-round-2"]
+    assert [one.id for one in told(often, None, round_=2)] == ["relevance/c/retried-train-3"], "of a job of round 1"
     assert events(GOOD, None, 49.0) == ["late"] and events(GOOD, None, 51.0) == []
     late = told(GOOD, Closed(outcome="succeeded", at=60.0), 0.5, promoted=True)
     assert [one.event for one in late] == ["late", "promoted"] and "deadline MISSED" in late[1].text
