@@ -9,6 +9,7 @@ them itself; here the variables of AWS Batch become them, in jobs/node/sagemaker
     TRNJOBS_NODES    not set: no multi-node job
     TRNJOBS_MAIN     address of the main node, for the others
     TRNJOBS_INDEX    of a child of an array, from 0
+    TRNJOBS_ROUND    how often the job was submitted, from 2; not set: once
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from pipeline.parallel.network import MASTER_PORT
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES, node_from_env
 from pipeline.proc.children import COMMAND_S
 
+ROUND = "TRNJOBS_ROUND"
 LOOPBACK = ("127.0.0.1", "localhost")  # of a gang on one machine, which may have no network
 
 
@@ -42,6 +44,8 @@ class Place:
     """Empty on the main node, which then listens on all interfaces, unless MASTER_ADDR says where it is to listen."""
     port: int
     """Where the main node listens."""
+    round_: int = 1
+    """Of submission; tries count from 1 in each."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
@@ -64,6 +68,7 @@ class Place:
             num_nodes=num_nodes,
             main_address=address,
             port=_whole(env, "MASTER_PORT", MASTER_PORT) + 1,  # beside torchrun's
+            round_=_whole(env, ROUND, 1),
         )
 
     @property
@@ -95,6 +100,11 @@ class Timing:
         """Raises ConfigError for what is no positive number."""
         names = {field.name: f"TRNJOBS_{field.name.upper()}" for field in fields(cls)}
         return cls(**{name: _seconds(env, variable) for name, variable in names.items() if variable in env})
+
+
+def round_variable(round_: int) -> dict[str, str]:
+    """What whoever submits a job tells it of its round; nothing in the first."""
+    return {ROUND: str(round_)} if round_ > 1 else {}
 
 
 def _whole(env: Mapping[str, str], variable: str, default: int) -> int:

@@ -148,8 +148,10 @@ class _Attempt:
     def _write(self, outcome: Outcome, command: Command | None, told: list[str]) -> None:
         try:
             storage = open_storage(self.place.workspace)
-            name = f"{self.place.job}-{self.place.attempt}-node{self.place.node}.json"
-            key = f"cycles/{self.place.cycle}/jobs/post-mortem/{name}"
+            place = self.place
+            name = f"{place.job}-{place.attempt}-node{place.node}"
+            name += f"-round-{place.round_}" if place.round_ > 1 else ""
+            key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
             bundle = self._bundle(outcome, command, storage)
             storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
             told.append(f"post-mortem: {storage.uri(key)}")

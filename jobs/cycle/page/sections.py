@@ -162,7 +162,7 @@ def _gantt(data: PageData) -> str:
     with_failures = {name for name, tries in lanes.items() if any(_failed(one) for one in tries)}
     first = sorted(lanes, key=lambda name: (name not in with_failures and ":" in name, list(lanes).index(name)))
     shown = [name for name in lanes if name in set(first[:MAX_LANES])]
-    known = {re.sub(r"-[0-9]+-node[0-9]+$", "", one.job) for one in data.post_mortems}
+    known = {re.sub(r"-[0-9]+-node[0-9]+(-round-[0-9]+)?$", "", one.job) for one in data.post_mortems}
 
     def drawn(entry: Entry) -> Bar:
         spent = [Part(_kind(kind), ms / 1000, "") for kind, ms in entry.spent_ms.items() if ms]

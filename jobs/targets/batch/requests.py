@@ -6,6 +6,7 @@ A multi-node definition is one open range of nodes (`0:`), so that one definitio
 from collections.abc import Mapping
 from typing import Any
 
+from jobs.node.environment import round_variable
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.placement import placement_of
@@ -40,7 +41,7 @@ def definition_request(plan: Plan, job: JobSpec) -> Request:
     return request | {"tags": {"pipeline": plan.pipeline, "stage": job.stage, "content": fingerprint(request)}}
 
 
-def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[str, str]) -> Request:
+def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[str, str], round_: int = 1) -> Request:
     """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
     where = placement_of(plan, job)
     request: Request = {
@@ -55,6 +56,7 @@ def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[st
     }
     # What differs between cycles is not part of the definition.
     of_cycle = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
+    of_cycle |= round_variable(round_)
     environment = [{"name": name, "value": value} for name, value in sorted(of_cycle.items())]
     override: Request = {"command": [*job.command], "environment": environment}
     if job.num_nodes:

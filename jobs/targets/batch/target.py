@@ -163,7 +163,7 @@ class BatchTarget(Target):
     def _hand_over(self, finder: Finder, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
         definition = ensure_definition(self.client, definition_request(plan, job))
-        request = submit_request(plan, job, definition=definition, ids=ids)
+        request = submit_request(plan, job, definition=definition, ids=ids, round_=round_)
         request["jobName"] = name_in_round(plan, job, round_)
         request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(round_)}
         self.renew()  # nobody else may have taken over when the job is made

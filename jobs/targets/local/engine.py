@@ -258,7 +258,9 @@ class Engine:
         for node in step.start:
             start = NodeStart(
                 command=local_command(leaf.spec.command),
-                environment=node_environment(os.environ, self.plan, leaf, leaf_id, attempt, node, _address()),
+                environment=node_environment(
+                    os.environ, self.plan, leaf, leaf_id, attempt, node, _address(), round_=self.rounds[leaf.name]
+                ),
                 timeout_s=max(0.0, leaf.spec.timeout_s - ran_s),
             )
             self.nodes.start(folders[node], start)

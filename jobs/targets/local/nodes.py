@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jobs.cycle.job_records import JobRecord
 from jobs.cycle.job_states import Leaf
+from jobs.node.environment import round_variable
 from jobs.plan.dag import Plan
 from jobs.targets.local import node_keeper
 from pipeline.core.errors import DataError
@@ -216,7 +217,15 @@ _MODULES = {"trnjobs-entry": "jobs.node", "trnpipe": "pipeline", "trnjobs": "job
 
 
 def node_environment(
-    base: Mapping[str, str], plan: Plan, leaf: Leaf, leaf_id: str, attempt: int, node: int, address: str
+    base: Mapping[str, str],
+    plan: Plan,
+    leaf: Leaf,
+    leaf_id: str,
+    attempt: int,
+    node: int,
+    address: str,
+    *,
+    round_: int = 1,
 ) -> dict[str, str]:
     """`base`: of this process. `leaf_id`: of an array's child `id:index`. `address`: of the main node."""
     spec = leaf.spec
@@ -227,7 +236,7 @@ def node_environment(
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
     environment |= {"TRNPIPE_WORKSPACE": plan.workspace, "TRNPIPE_CYCLE": plan.cycle, "TRNJOBS_JOB": spec.name}
-    environment |= {JOB_ID: leaf_id, ATTEMPT: str(attempt)}
+    environment |= {JOB_ID: leaf_id, ATTEMPT: str(attempt), **round_variable(round_)}
     if leaf.index is not None:
         environment[ARRAY_INDEX] = str(leaf.index)
     if spec.num_nodes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.cycle.job_states import Leaf, leaves_of
-from jobs.node.environment import STARTS
+from jobs.node.environment import STARTS, round_variable
 from jobs.plan.dag import Plan
 from jobs.plan.resources import ml_machine
 from jobs.plan.retry import Retry
@@ -77,7 +77,9 @@ def _dashed(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
 
 
-def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | None, starts: str = "") -> Request:
+def training_job_request(
+    cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | None, starts: str = "", round_: int = 1
+) -> Request:
     """CreateTrainingJob. `attempt`: which try, from 1; None: the nodes count it. `starts`: where they count."""
     plan, job, where = cycle.plan, leaf.spec, sagemaker_placement_of(cycle.plan, leaf.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
@@ -103,7 +105,7 @@ def training_job_request(cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | 
         "OutputDataConfig": {"S3OutputPath": where.output or f"{plan.workspace.rstrip('/')}/sagemaker"},
         "ResourceConfig": resources,
         "StoppingCondition": {"MaxRuntimeInSeconds": job.timeout_s},
-        "Environment": environment(plan, leaf, attempt, starts),
+        "Environment": environment(plan, leaf, attempt, starts, round_),
         "Tags": [{"Key": key, "Value": value} for key, value in tags(plan, leaf).items()],
     }
     if where.subnets:
@@ -120,7 +122,7 @@ def direct_request(cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Reque
     """CreateTrainingJob of one try. With Spot capacity SageMaker starts it again by itself, as often as it likes."""
     starts = cycle.leaf_id(leaf, round_) if sagemaker_placement_of(cycle.plan, leaf.spec).spot_wait_s else ""
     name = cycle.training_job(leaf, round_, attempt)
-    return training_job_request(cycle, leaf, name=name, attempt=attempt, starts=starts)
+    return training_job_request(cycle, leaf, name=name, attempt=attempt, starts=starts, round_=round_)
 
 
 def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
@@ -132,7 +134,7 @@ def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
     where, of_batch = sagemaker_placement_of(plan, job), placement_of(plan, job)
     # What Batch makes names of training jobs of: it needs 40 of their characters for itself.
     payload_name = _name([job.name], [name], MAX_PAYLOAD_NAME)
-    payload = training_job_request(cycle, leaf, name=payload_name, attempt=None, starts=name)
+    payload = training_job_request(cycle, leaf, name=payload_name, attempt=None, starts=name, round_=round_)
     return {
         "jobName": name,
         "jobQueue": where.queue,
@@ -164,13 +166,14 @@ def retry_rules(retry: Retry) -> list[Request]:
     return [*again, {"action": "EXIT", "onStatusReason": "*"}]
 
 
-def environment(plan: Plan, leaf: Leaf, attempt: int | None, starts: str) -> dict[str, str]:
+def environment(plan: Plan, leaf: Leaf, attempt: int | None, starts: str, round_: int) -> dict[str, str]:
     variables = {
         **leaf.spec.environment,
         "TRNPIPE_CYCLE": plan.cycle,
         "TRNPIPE_WORKSPACE": plan.workspace,
         "TRNJOBS_JOB": leaf.spec.name,
         PLAN: plan.plan_id,
+        **round_variable(round_),
     }
     if attempt is not None:
         variables[ATTEMPT] = str(attempt)

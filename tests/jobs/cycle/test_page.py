@@ -208,7 +208,8 @@ def test_a_page_while_the_cycle_runs_and_the_one_of_its_end(storage: Storage) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "is_its_own"), [("train-1-node0", True), ("train-2-1-node0", False), ("x-1-node0", False)]
+    ("name", "is_its_own"),
+    [("train-1-node0", True), ("train-1-node0-round-2", True), ("train-2-1-node0", False), ("x-1-node0", False)],
 )
 def test_a_failed_try_links_to_post_mortems_of_its_own_job(storage: Storage, name: str, is_its_own: bool) -> None:
     store, plan, records, closed = make_cycle(storage, "c")

@@ -55,6 +55,13 @@ def test_settings_that_cannot_be_read(tmp_path: Path) -> None:
     assert "no post-mortem: ConfigError" in err
 
 
+def test_the_post_mortem_of_an_earlier_round_stays(tmp_path: Path) -> None:
+    for env in (job_env(tmp_path), job_env(tmp_path, TRNJOBS_ROUND="2")):
+        entry(*python("import sys; sys.exit(65)"), env=env).finish()
+    folder = tmp_path / "cycles/2026-11-20/jobs/post-mortem"
+    assert sorted(path.name for path in folder.iterdir()) == ["train-1-node0-round-2.json", "train-1-node0.json"]
+
+
 def test_the_exit_code_passes_and_the_post_mortem_explains(tmp_path: Path) -> None:
     events = tmp_path / "cycles/2026-11-20/events.jsonl"
     events.parent.mkdir(parents=True)

@@ -210,6 +210,7 @@ def test_a_later_round_makes_new_jobs_that_wait_for_each_other_only(tmp_path: Pa
     setting.drive(round_=2, jobs=["embed", "verify"])
     embed, verify = setting.batch.submitted[3:]
     assert embed["jobName"] == "relevance-2026-11-20-embed-round-2"
+    assert {"name": "TRNJOBS_ROUND", "value": "2"} in embed["containerOverrides"]["environment"]
     assert embed["dependsOn"] == []
     assert verify["dependsOn"] == [{"jobId": setting.store().submitted(2)["embed"].id}]
     assert setting.store().current()["train"].id == train

@@ -28,6 +28,12 @@ def test_a_container() -> None:
     assert words(environment(job("a"))) == COMMON
 
 
+def test_a_job_that_was_submitted_again() -> None:
+    spec = job("a")
+    found = node_environment({}, plan(spec), Leaf(spec), "id", 2, 0, "10.0.0.7", round_=3)
+    assert words(found) == COMMON | {"TRNJOBS_ROUND": "3"}
+
+
 def test_a_child_of_an_array() -> None:
     found = words(environment(job("a", array_size=3), index=1))
     assert found == COMMON | {"TRNJOBS_JOB_ID": "id:1", "TRNJOBS_INDEX": "1"}

@@ -89,6 +89,12 @@ def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_st
     assert "TRNJOBS_STARTS" not in on_demand["Environment"] and "EnableManagedSpotTraining" not in on_demand
 
 
+def test_a_job_that_is_submitted_again_knows_its_round() -> None:
+    train = job("train")
+    requests = [direct_request(Cycle(ml_plan(train), 0.0), Leaf(train), round_, 1) for round_ in (1, 2)]
+    assert [one["Environment"].get("TRNJOBS_ROUND") for one in requests] == [None, "2"]
+
+
 @pytest.mark.parametrize("setting", [{"poll_s": 5.0}, {"price_factor": 1.2}, {"spot_wait_s": 99}])
 def test_what_no_job_is_placed_by_makes_no_other_plan(setting: dict[str, float]) -> None:
     plan = ml_plan(job("train", num_nodes=2, resources=TRN1))
