@@ -6,7 +6,6 @@ submitted/round-<n>/     one file a job, written once; a round is a submission o
 records.json             what became of the jobs (AWS Batch forgets them after a week)
 records/round-<n>.json   the same of an earlier round, written once, before the next one begins
 blocked.json             which jobs were seen blocked, and since when
-local.json               target local, workspace elsewhere: whose scratch folder has the state of the jobs, until closed
 closed.json              the outcome of the newest round; the next cycle may start
 """
 
@@ -28,7 +27,6 @@ from pipeline.io.requests import run_parallel
 from pipeline.io.storage import KeyNotFound, Storage
 
 LEASE_S = 120.0
-LOCAL_RECORD = "local.json"
 NUM_READ_THREADS = 16
 _RECORDS = TypeAdapter(tuple[JobRecord, ...])
 _SIGHTINGS = TypeAdapter(tuple[Sighting, ...])
@@ -162,9 +160,6 @@ class CycleStore:
         return None if is_earlier else found
 
     def close(self, closed: Closed) -> None:
-        is_newest = closed.round is None or closed.round >= max(self.rounds(), default=0)
-        if is_newest and self.storage.stat(self.key(LOCAL_RECORD)):  # the records are saved: any machine may retry
-            self.storage.delete([self.key(LOCAL_RECORD)])
         self.storage.write_bytes(self.key("closed.json"), closed.model_dump_json(indent=1).encode())
 
     def reopen(self) -> None:

@@ -1,6 +1,5 @@
 """This machine as a target: submit runs the jobs to the end."""
 
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.cycle.cycle_store import LOCAL_RECORD, CycleStore
+from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
@@ -18,10 +17,9 @@ from jobs.targets.base import Known, Target, job_id_of, known_leaves, log_stream
 from jobs.targets.local.engine import Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
-from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
-from pipeline.io.storage import os_errors, read_record
+from pipeline.io.storage import os_errors
 from pipeline.proc.children import PLATFORM_S
 
 MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
@@ -30,13 +28,6 @@ MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
 def this_machine() -> Slots:
     """All of it, one gang at a time."""
     return Slots(vcpus=psutil.cpu_count() or 1, memory_mib=psutil.virtual_memory().total // 2**20, gangs=1)
-
-
-class EngineMachine(Record):
-    """Where the engine of a cycle keeps its state, in `local.json`."""
-
-    host: str
-    folder: str
 
 
 @dataclass(frozen=True)
@@ -66,10 +57,8 @@ class LocalTarget(Target):
         return local_files(self.store.storage, self.scratch, self.store.cycle)
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
-        """Raises ConfigError before anything starts when a job cannot fit, still runs, or another machine has the
-        cycle; Preempted when stopped."""
+        """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         check_fits([plan.job(name) for name in jobs], self.machine)
-        self._check_machine(begins=True)
         with self._only_engine():
             known = self._known(plan)
             unfinished = [leaf.spec for leaf in known.leaves if not known.records[leaf.name].state.is_final]
@@ -91,8 +80,6 @@ class LocalTarget(Target):
             self._run(plan)
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """Raises ConfigError where another machine has the cycle."""
-        self._check_machine()
         known = self._known(plan)
         return known.by_job(plan, known.records)
 
@@ -125,7 +112,6 @@ class LocalTarget(Target):
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if not ids:
             return
-        self._check_machine(begins=True)
         make_dirs(self.files.folder)
         with os_errors("writing", str(self.files.folder)):
             self.files.cancel(ids, reason)
@@ -157,35 +143,8 @@ class LocalTarget(Target):
         return known_leaves(plan, self.store, self._saved())
 
     def _saved(self) -> list[JobRecord]:
-        """Of all leaves in all rounds; where this machine has none, what is on record of those that have ended."""
-        here = [record for round_ in self.store.rounds() for record in self.files.state(round_)]
-        if self._is_all_here:
-            return here
-        leaves = (leaf for record in self.store.records() for leaf in record.leaves())
-        return [*(leaf for leaf in leaves if leaf.state.is_final), *here]
-
-    @property
-    def _is_all_here(self) -> bool:
-        """Whether the state of the jobs is in the workspace itself."""
-        return self.store.storage.local_path("") is not None
-
-    def _check_machine(self, *, begins: bool = False) -> None:
-        """Raises ConfigError where the state of a cycle under way is in another scratch folder. `begins`: it is in ours
-        from now on, unless it is in another."""
-        if self._is_all_here:
-            return
-        storage, key = self.store.storage, self.store.key(LOCAL_RECORD)
-        mine = EngineMachine(host=socket.gethostname(), folder=str(self.files.folder))
-        while not (begins and storage.write_if_absent(key, mine.model_dump_json(indent=1).encode())):
-            found = read_record(storage, key, EngineMachine, "the machine of a cycle", "trnjobs submit")
-            if found is not None and found != mine:
-                raise ConfigError(
-                    f"cycle {self.store.cycle} runs on {found.host}, with its state in {found.folder}",
-                    expected=f"that host and folder; this is {mine.host}, {mine.folder}",
-                    next_command=f"the same command there; or, when that machine is gone: delete {storage.uri(key)}",
-                )
-            if found is not None or not begins:
-                return
+        """Of all leaves in all rounds."""
+        return [record for round_ in self.store.rounds() for record in self.files.state(round_)]
 
     @contextmanager
     def _only_engine(self) -> Iterator[None]:

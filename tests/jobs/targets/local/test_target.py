@@ -15,7 +15,7 @@ from threading import Thread
 import pytest
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
+from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
 from jobs.cycle.job_states import EXITED, INTERRUPTED
 from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
@@ -134,7 +134,6 @@ def test_submitted_again_nothing_runs_again(place: Path) -> None:
     plan = plan_of(work("a"), work("b", "a"))
     first = submit(target(place), plan)
     assert submit(target(place), plan) == first
-    assert not (place / "cycles/c1/jobs/local.json").exists(), "who has a local workspace has the state"
     assert Counter(line.split()[0] for line in journal()) == {"begin": 2, "end": 2}
 
 
@@ -158,54 +157,17 @@ def test_what_can_never_fit_is_refused_before_anything_starts(place: Path) -> No
     assert (to.store.rounds(), journal()) == ([], [])
 
 
-class Elsewhere:
-    """A workspace that is not on this machine, as far as the target sees."""
-
-    def __init__(self, folder: Path) -> None:
-        self._storage = open_storage(str(folder))
-
-    def local_path(self, key: str) -> None:
-        return None
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._storage, name)
-
-
 def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_folder(place: Path) -> None:
-    files = local_files(Elsewhere(place), place / "scratch", "c1")  # type: ignore[arg-type]
+    class Elsewhere:
+        root = "s3://bucket/a"
+
+        def local_path(self, key: str) -> None:
+            return None
+
+    files = local_files(Elsewhere(), place / "scratch", "c1")  # type: ignore[arg-type]
     assert files.folder.is_relative_to(place / "scratch" / "jobs")
     assert files.folder.name == "c1"
     assert files.log_path(files.log_stream("id", 1, 0)) == files.node("id", 1, 0) / "log.txt"
-
-
-def test_one_machine_has_a_cycle_of_a_workspace_elsewhere_until_it_is_closed(place: Path) -> None:
-    plan = plan_of(work("a"), work("b", "a", code="sys.exit(0 if os.path.exists('fixed') else 65)"))
-    store = CycleStore(Elsewhere(place), "c1", time.time)  # type: ignore[arg-type]
-    one, two = (replace(target(place), store=store, scratch=place / name) for name in ("one", "two"))
-    assert two.records(plan) == (), "nobody has it"
-    first = submit(one, plan)
-    ran = journal()
-    for command in (lambda: submit(two, plan), lambda: two.records(plan), lambda: two.cancel(plan, "by hand")):
-        with pytest.raises(ConfigError, match=rf"cycle c1 runs on .*, with its state in {place}/one") as caught:
-            command()
-        assert f"delete {store.storage.uri(store.key('local.json'))}" in str(caught.value)
-    assert submit(one, plan) == first and journal() == ran
-
-    store.save_records(one.records(plan))
-    store.close(Closed(outcome="failed", at=1.0, round=1))
-    assert {record.name: record for record in two.records(plan)} == first
-    Path("fixed").touch()
-    two.submit(plan, 2, ["b"])
-    second = {record.name: record for record in two.records(plan)}
-    assert second["a"] == first["a"] and second["b"].state is SUCCEEDED
-    assert [line.split()[:2] for line in journal()[len(ran) :]] == [["begin", "b"]]
-    with pytest.raises(ConfigError, match=f"{place}/two"):
-        one.records(plan)
-    store.close(Closed(outcome="failed", at=2.0, round=1))  # by somebody who was slow
-    with pytest.raises(ConfigError, match=f"{place}/two"):
-        one.records(plan)
-    store.storage.delete([store.key("local.json")])  # by hand: the machine is gone
-    assert one.records(plan)[0] == first["a"]
 
 
 def test_the_timeout_of_a_gang_ends_all_its_nodes_and_is_final(place: Path) -> None:
