@@ -25,6 +25,7 @@ from pipeline.checkpoint.store import (
 )
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, Preempted, TransientError
 from pipeline.core.manifest import Manifest
+from pipeline.io import atomic
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage
 from pipeline.telemetry.events import EventName
@@ -68,7 +69,7 @@ class CheckpointWriter:
         before_commit: Callable[[], None] = lambda: None,
         in_use: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """`staging` may be shared by the cycles of a machine.
+        """`staging` may be shared by the cycles of a machine: each save has a folder of its own there.
 
         `before_commit` makes durable what must not be lost once the checkpoint is there (the events before it).
 
@@ -121,8 +122,10 @@ class CheckpointWriter:
                 except CheckpointError:
                     store.delete(step)
             if not is_whole:
-                folder = self._staging / f"{store.cycle}-step-{step}"
-                manifest = commit_snapshot(store.storage, snapshot, folder, before_commit=self._before_commit)
+                atomic.make_dirs(self._staging)
+                atomic.sweep_temps(self._staging)
+                with atomic.temp_dir(self._staging / "step") as home:
+                    manifest = commit_snapshot(store.storage, snapshot, home / f"step-{step}", self._before_commit)
                 size_bytes = manifest.size_bytes
         # SafetensorError: how safetensors reports a full disk.
         except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:

@@ -107,10 +107,7 @@ def prepare_share(
     encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, look, events, stop)
     named = name_partitions(encoding, source)
     infos = {one.prefix: info for one in named if (info := committed(encoding, one, workspace, tell))}
-    for one in named:
-        # What a try killed at the end of its commit left: were the folder ever deleted for damage, it proves its files.
-        if one.prefix in infos and (parts := _Parts(workspace, one)).there():
-            workspace.delete_prefix(parts.prefix)
+    _tidy_up(workspace, [one for one in named if one.prefix in infos])
     plan = _Plan(config, workspace, named)
     todo = plan.agree([one.prefix for one in named if one.prefix not in infos])
     shares = _shares([one for one in named if one.prefix in todo], worker, workers)
@@ -196,6 +193,17 @@ def _shares(named: Sequence[NamedPartition], worker: int, workers: int) -> list[
     return [_Share(one, shares[one.prefix]) for one in named if one.prefix in shares]
 
 
+def _tidy_up(workspace: Storage, whole: Sequence[NamedPartition]) -> None:
+    """Take away what a try killed at the end of its commit left of the parts of whole partitions.
+
+    Were a partition ever deleted for damage, they would prove files that are gone.
+    """
+    left = {folder: set(workspace.list_dirs(folder)) for folder in {_Parts(workspace, one).folder for one in whole}}
+    for parts in (_Parts(workspace, one) for one in whole):
+        if parts.named.fingerprint in left[parts.folder]:
+            workspace.delete_prefix(parts.prefix)
+
+
 @dataclass(frozen=True)
 class _Parts:
     """The parts of one partition, beside the token sets."""
@@ -204,9 +212,12 @@ class _Parts:
     named: NamedPartition
 
     @cached_property
+    def folder(self) -> str:
+        return f"{self.named.prefix.rpartition('/')[0]}/share"
+
+    @cached_property
     def prefix(self) -> str:
-        root, _, name = self.named.prefix.rpartition("/")
-        return f"{root}/share/{name}"
+        return f"{self.folder}/{self.named.prefix.rpartition('/')[2]}"
 
     def there(self) -> set[str]:
         return names_in(self.workspace, self.prefix)

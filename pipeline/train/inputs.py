@@ -181,9 +181,9 @@ def identity_parts(
 
     `parent` and `negatives` are manifest digests, or empty.
     """
-    # As they come, batches are those of runs from before there were topics and links.
-    as_ever = {"queries_per_topic": 1, "link_queries": False}
-    unused = _NOT_IDENTITY | {name for name, value in as_ever.items() if getattr(train, name) == value}
+    # With these values batches are those of runs from before the settings were there.
+    before = {"queries_per_topic": 1, "link_queries": False}
+    unused = _NOT_IDENTITY | {name for name, value in before.items() if getattr(train, name) == value}
     fields = train.model_dump(mode="json", exclude=unused) | {"loss": train.loss.used_fields()}
     parts = {f"train.{name}": value for name, value in fields.items()}
     parts |= {f"model.{name}": value for name, value in model.used_fields().items()}

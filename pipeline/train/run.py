@@ -99,8 +99,8 @@ def _announce(run: Run) -> None:
         ctx.console.warn(message)
     if links and links.loose:
         ctx.console.warn(
-            f"{links.loose:,} of {links.queries:,} queries are not linked: more than {MOST_LINKED} meet at texts"
-            " that are both products and queries, so these mean many things"
+            f"{links.loose:,} of {links.queries:,} queries are not linked: more than {MOST_LINKED} hang together by"
+            " texts that are both products and queries, too many to mean the same"
         )
     if selection.late:
         names = ", ".join(p.name for p in selection.late)

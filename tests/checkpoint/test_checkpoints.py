@@ -25,6 +25,7 @@ from pipeline.checkpoint.store import (
 )
 from pipeline.core.errors import CheckpointError, DataError, TransientError, TrnpipeError
 from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.io import atomic
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf_weights import from_hf, to_hf
@@ -358,8 +359,9 @@ def test_a_half_deleted_checkpoint_is_not_taken_for_whole(place: Place, monkeypa
     assert place.path(2, WEIGHTS).exists() and place.store.steps() == [1]
 
 
-def test_leftovers_of_a_killed_attempt_do_no_harm(place: Place) -> None:
-    leftovers = place.folder / "staging" / f"{CYCLE}-step-3"
+def test_leftovers_of_a_killed_attempt_do_no_harm(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", -1.0)
+    leftovers = atomic.temp_beside(place.folder / "staging" / "step")
     leftovers.mkdir(parents=True)
     (leftovers / "half").write_bytes(b"x")
     half_committed = place.path(3, WEIGHTS)

@@ -357,7 +357,7 @@ class Place:
 
     def staged(self) -> set[int]:
         """Steps whose files are being written to the staging folder now."""
-        return _steps_of(self.scratch / "saving")
+        return {step for folder in (self.scratch / "saving").glob("*") for step in _steps_of(folder)}
 
     def half_committed(self) -> set[int]:
         """Steps with files in the workspace but no manifest (file:// only)."""

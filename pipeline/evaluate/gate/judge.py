@@ -146,7 +146,7 @@ def baseline_checks(
 ) -> tuple[list[GateCheck], float]:
     """Every comparison with every baseline, and the confidence of each that gives all together `config.confidence`.
 
-    `first`: no model is in production. A metric of rows that neither side has, such as f1 of more than two labels, is
+    `first`: there is no incumbent. A metric of rows that neither side has, such as f1 of more than two labels, is
     left out; one of retrieval is told.
     """
     action = config.first_baselines if first else config.baselines
