@@ -37,6 +37,7 @@ class Entry(Record):
 
     job: str
     stage: str
+    submission: int = Field(1, description="From 1; `trnjobs retry` submits a job again, and its tries count anew")
     attempt: int = Field(description="From 1")
     nodes: int
     start_ms: int = Field(description="Since 1970")
@@ -48,6 +49,11 @@ class Entry(Record):
     @property
     def length_ms(self) -> int:
         return sum(self.spent_ms.values())
+
+    @property
+    def try_name(self) -> str:
+        """Its number, and of which submission it is where there was more than the first."""
+        return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"
 
 
 class Total(Record):
@@ -200,15 +206,15 @@ def _entries(
     """`rounds`: one leaf, as it was submitted in each."""
     nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name
     ran = [
-        (leaf.created_at, number, attempt)
-        for leaf, after in zip(rounds, (*rounds[1:], None), strict=True)
+        (leaf.created_at, submission, number, attempt)
+        for submission, (leaf, after) in enumerate(zip(rounds, (*rounds[1:], None), strict=True), 1)
         for number, attempt in enumerate(_ended_before(leaf, after), 1)
         if attempt.started_at is not None
     ]
     logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
     tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
     ready_ms, made = 0, []
-    for (submitted_at, number, attempt), one in zip(ran, tries, strict=True):
+    for (submitted_at, submission, number, attempt), one in zip(ran, tries, strict=True):
         ready_ms = max(ready_ms, round(1000 * max(runnable_at, submitted_at)))
         paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
         hours = nodes * paid_ms / MS_PER_HOUR
@@ -223,6 +229,7 @@ def _entries(
             Entry(
                 job=name,
                 stage=job.stage,
+                submission=submission,
                 attempt=number,
                 nodes=nodes,
                 start_ms=one.start_ms,

@@ -173,7 +173,7 @@ def _gantt(data: PageData) -> str:
             start=(entry.start_ms - began_ms) / 1000,
             waited=entry.waiting_ms / 1000,
             parts=spent,
-            text=f"{entry.job}, try {entry.attempt}: {entry.ending}; {words}",
+            text=f"{entry.job}, try {entry.try_name}: {entry.ending}; {words}",
             failed=failed,
             link="post-mortems" if has_more else "",
         )
@@ -245,7 +245,7 @@ def cost(data: PageData) -> str:
     wasted = [
         (
             entry.job,
-            str(entry.attempt),
+            entry.try_name,
             time_text(entry.nodes * entry.spent_ms[Category.WASTED]),
             usd(None if entry.usd is None else entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms),
             entry.ending,
@@ -460,7 +460,7 @@ def everything(data: PageData) -> str:
         rows = [
             (
                 entry.job,
-                str(entry.attempt),
+                entry.try_name,
                 stamp(entry.start_ms / 1000),
                 str(entry.nodes),
                 format_duration(entry.waiting_ms / 1000),

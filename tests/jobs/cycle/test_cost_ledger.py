@@ -99,6 +99,7 @@ def test_what_an_earlier_round_has_saved_was_not_wasted() -> None:
     first = record("train", attempt(0, 100, 70), id="id1")
     second = record("train", attempt(101, 181), id="id2", created_at=101.0)
     one, two = ledger(TRAIN, [second], moments, earlier=(first,)).entries
+    assert (one.try_name, two.try_name) == ("1", "1 (submission 2)")
     assert (one.spent_ms[K.PRODUCTIVE], one.spent_ms[K.WASTED], two.spent_ms[K.PRODUCTIVE]) == (80_000, 10_000, 79_500)
 
 
