@@ -122,9 +122,7 @@ class CheckpointWriter:
                 except CheckpointError:
                     store.delete(step)
             if not is_whole:
-                atomic.make_dirs(self._staging)
-                atomic.sweep_temps(self._staging)
-                with atomic.temp_dir(self._staging / "step") as home:
+                with atomic.staging_dir(self._staging) as home:
                     manifest = commit_snapshot(store.storage, snapshot, home / f"step-{step}", self._before_commit)
                 size_bytes = manifest.size_bytes
         # SafetensorError: how safetensors reports a full disk.

@@ -64,8 +64,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             expected=f"it with {PROGRAMS}",
             next_command=f"leave {idle[0]} out",
         )
-    with open_context(settings, stop) as ctx, atomic.temp_dir(ctx.scratch / "export") as scratch:
-        atomic.sweep_temps(ctx.scratch)
+    with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
         checkpoint, prefix = _checkpoint(settings, ctx, call, ctx.scratch / "exported")
         plan = _plan(settings, ctx, checkpoint, prefix, format_, call)
         check_plan(checkpoint, plan)

@@ -22,8 +22,7 @@ from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Import one model. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
-    with open_context(settings, stop) as ctx, atomic.temp_dir(ctx.scratch / "import") as scratch:
-        atomic.sweep_temps(ctx.scratch)
+    with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
         source = open_source(call.arguments[0], retry=settings.storage, stop=stop)
         given, assumed = _given(settings, ctx, for_file=bool(source.file))
         model = read_model(source, given, scratch)

@@ -104,7 +104,7 @@ class Links:
     """How many there are, by their texts."""
     linked: int
     """How many of them mean the same as another."""
-    loose: int = 0
+    loose: int
     """How many are linked to too many."""
 
     @staticmethod
@@ -119,15 +119,14 @@ class Links:
                 query.append(_text_key(arrays["query"], source.pad_id))
                 product.append(_text_key(arrays["product"], source.pad_id))
                 positive.append(arrays["gain"] >= np.float32(positive_gain))
-        asks, wanted = np.concatenate(query), np.concatenate(product)[np.concatenate(positive)]
-        key, first = np.unique(asks, return_inverse=True)
-        second = _find(key, wanted)
-        first = first[np.concatenate(positive)][second != NONE]
-        lowest = _connected(len(key), first, second[second != NONE])
+        is_positive = np.concatenate(positive)
+        key, asked = np.unique(np.concatenate(query), return_inverse=True)
+        first, second = asked[is_positive], _find(key, np.concatenate(product)[is_positive])
+        lowest = _connected(len(key), first[second != NONE], second[second != NONE])
         size = np.bincount(lowest, minlength=len(key))[lowest]
-        other = (size <= MOST_LINKED) & (lowest != np.arange(len(key)))
-        linked, loose = (size > 1) & (size <= MOST_LINKED), size > MOST_LINKED
-        return Links(key[other], key[lowest[other]], len(key), int(linked.sum()), int(loose.sum()))
+        is_few = size <= MOST_LINKED
+        other = is_few & (lowest != np.arange(len(key)))
+        return Links(key[other], key[lowest[other]], len(key), int((is_few & (size > 1)).sum()), int((~is_few).sum()))
 
     def meanings(self, keys: Int64s) -> Int64s:
         """What texts with these keys mean [N]; one that is not linked means itself."""

@@ -198,9 +198,10 @@ def _tidy_up(workspace: Storage, whole: Sequence[NamedPartition]) -> None:
 
     Were a partition ever deleted for damage, they would prove files that are gone.
     """
-    left = {folder: set(workspace.list_dirs(folder)) for folder in {_Parts(workspace, one).folder for one in whole}}
-    for parts in (_Parts(workspace, one) for one in whole):
-        if parts.named.fingerprint in left[parts.folder]:
+    every = [_Parts(workspace, one) for one in whole]
+    left = set(workspace.list_dirs(every[0].folder)) if every else set()  # the one of a dataset
+    for parts in every:
+        if parts.named.fingerprint in left:
             workspace.delete_prefix(parts.prefix)
 
 
@@ -217,7 +218,7 @@ class _Parts:
 
     @cached_property
     def prefix(self) -> str:
-        return f"{self.folder}/{self.named.prefix.rpartition('/')[2]}"
+        return f"{self.folder}/{self.named.fingerprint}"
 
     def there(self) -> set[str]:
         return names_in(self.workspace, self.prefix)

@@ -41,15 +41,12 @@ def commit_arrays(
     By way of a folder of its own in `scratch`, which the cycles of a machine share.
     """
     home = scratch / "arrays"
-    with os_errors("writing", f"file://{home}"):
-        atomic.make_dirs(home)
-        atomic.sweep_temps(home)
-        with atomic.temp_dir(home / "staged") as folder:
-            try:
-                save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / file)
-            except SafetensorError as error:  # how safetensors reports a full disk
-                raise OSError(str(error)) from error
-            return commit_dir(storage, folder, prefix, kind=kind, fields=fields)
+    with os_errors("writing", f"file://{home}"), atomic.staging_dir(home) as folder:
+        try:
+            save_file({name: np.ascontiguousarray(values) for name, values in arrays.items()}, folder / file)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+        return commit_dir(storage, folder, prefix, kind=kind, fields=fields)
 
 
 def save_arrays(

@@ -71,6 +71,15 @@ def temp_dir(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+@contextmanager
+def staging_dir(folder: Path) -> Iterator[Path]:
+    """A temp folder within `folder`, which writers may share; what dead ones left there is swept first."""
+    make_dirs(folder)
+    sweep_temps(folder)
+    with temp_dir(folder / "staged") as temp:
+        yield temp
+
+
 def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Replace `path` by what `fill` writes. OSError passes through, the temp file removed."""
     with temp_file(path) as (file, temp):

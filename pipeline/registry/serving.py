@@ -199,6 +199,7 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
         return now
     if cycle:
         known = [pair for pair in pairs if pair.vectors.cycle == cycle]
+        known = [pair for pair in known if _has_vectors(workspace, pair)] or known  # those made anew, not those before
     else:
         known = [pair for pair in pairs if pair.is_of != now.is_of and pair.vectors.digest not in gone]
     if not known:
@@ -207,7 +208,7 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
             expected=f"one of {', '.join(sorted({pair.vectors.cycle for pair in pairs}))}",
             next_command="trnpipe serving show",
         )
-    target = next((pair for pair in reversed(known) if cycle and _has_vectors(workspace, pair)), known[-1])
+    target = known[-1]
     if target.is_of == now.is_of:
         return now
     _check_vectors(workspace, target)

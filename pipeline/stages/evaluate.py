@@ -30,7 +30,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     earlier = ctx.earlier(NAME)
     if earlier is not None:
         # Perhaps under another model_name, which is no part of the inputs.
-        promoted = bool(earlier.figures.get("promoted")) and _was_promoted(settings, ctx, models)
+        past = read_history(ctx.workspace, settings.model_name) if earlier.figures.get("promoted") else ()
+        digest = models.candidate.digest
+        promoted = any(entry.digest == digest for entry in changes_of(past))
         # The same question was answered and acted on. What was promoted is the incumbent now, or has been.
         loose = {"code_version"} | ({"incumbent"} if promoted else set())
         before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
@@ -38,7 +40,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
         if before == now and (promoted or not wanted):
             standing = "promoted" if promoted else "passed, and not promoted"
-            if promoted and models.candidate.digest in withdrawn(read_history(ctx.workspace, settings.model_name)):
+            if promoted and digest in withdrawn(past):
                 again = f"trnpipe registry promote {models.candidate.prefix} --force REASON puts it there again"
                 standing = f"promoted, and rolled back since ({again})"
             ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")
@@ -63,12 +65,6 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     for line in table_lines(report):
         ctx.console.info(line)
     return _conclude(settings, ctx, models, report, started)
-
-
-def _was_promoted(settings: Settings, ctx: StageContext, models: Models) -> bool:
-    """The candidate is in production of this model, or has been."""
-    changes = changes_of(read_history(ctx.workspace, settings.model_name))
-    return any(entry.digest == models.candidate.digest for entry in changes)
 
 
 def _report_uri(ctx: StageContext) -> str:
