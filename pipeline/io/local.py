@@ -9,7 +9,7 @@ from typing import BinaryIO
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic, storage
 from pipeline.io.commit import hash_bytes
-from pipeline.io.requests import RequestCounts, run_parallel
+from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Names, ObjectStat, key_not_found, os_errors
 
 # Up to this size an etag is the hash of the content, as for S3; hashing data files at every listing would be slow.
@@ -24,7 +24,6 @@ class LocalStorage:
         self.folder = folder
         self.root = f"file://{folder}"
         self.stop = stop
-        self.requests = RequestCounts()
 
     def uri(self, key: str) -> str:
         return f"file://{self.folder / key}"
@@ -34,13 +33,11 @@ class LocalStorage:
 
     def stat(self, key: str) -> ObjectStat | None:
         path = self.local_path(storage.check_key(key))
-        self.requests.add("head")
         with os_errors("looking at", self.uri(key)):
             return _stat(key, path)
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         folder = storage.folder_key(prefix)
-        self.requests.add("list")
         with os_errors("listing", self.uri(folder)):
             found = {storage.join_key(folder, name): path for name, path in _walk(self.local_path(folder))}
             for key in sorted(found, key=os.fsencode):
@@ -49,7 +46,6 @@ class LocalStorage:
 
     def list_dirs(self, prefix: str) -> Names:
         folder = self.local_path(storage.folder_key(prefix))
-        self.requests.add("list")
         with os_errors("listing", self.uri(prefix)):
             names = [entry.name for entry in _scan(folder) if entry.is_dir()]
             return sorted((name for name in names if any(_walk(folder / name))), key=os.fsencode)
@@ -64,24 +60,21 @@ class LocalStorage:
             return file.read(length)
 
     def open_read(self, key: str) -> BinaryIO:
-        self.requests.add("get")
         with os_errors("reading", self.uri(key)):
             return self.local_path(storage.check_key(key)).open("rb")
 
     def write_bytes(self, key: str, data: bytes) -> None:
-        path = self._path_to_put(key)
+        path = self.local_path(storage.check_key(key))
         with os_errors("writing", self.uri(key)):
             atomic.write_bytes_atomic(path, data)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         path = self.local_path(storage.check_key(key))
-        self.requests.add("put")
         with os_errors("writing", self.uri(key)):
             return False if path.exists() else atomic.create_atomic(path, data)
 
     def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
         path = self.local_path(storage.check_key(key))
-        self.requests.add("put")
         with os_errors("writing", self.uri(key)):
             if not path.parent.is_dir():
                 return False
@@ -94,7 +87,6 @@ class LocalStorage:
 
     def delete(self, keys_: Iterable[str]) -> None:
         for key in keys_:
-            self.requests.add("delete")
             path = self.local_path(storage.check_key(key))
             with os_errors("deleting", self.uri(key)):
                 if path.is_file() or path.is_symlink():
@@ -102,7 +94,6 @@ class LocalStorage:
 
     def delete_prefix(self, prefix: str) -> None:
         folder = self.local_path(storage.check_key(storage.folder_key(prefix)))
-        self.requests.add("delete")
         with os_errors("deleting", self.uri(prefix)), suppress(FileNotFoundError):  # another worker deletes it too
             if folder.is_dir():
                 atomic.remove_tree(folder)
@@ -110,13 +101,12 @@ class LocalStorage:
     def upload(self, local: Path, key: str) -> None:
         with os_errors("reading", f"file://{local}"):
             local.open("rb").close()
-        path = self._path_to_put(key)
+        path = self.local_path(storage.check_key(key))
         with os_errors("writing", self.uri(key)):
             atomic.write_atomic(path, lambda file: atomic.copy_into(local, file, self.stop))
 
     def download(self, key: str, local: Path) -> None:
         source = self.local_path(storage.check_key(key))
-        self.requests.add("get")
         if not source.is_file():
             raise key_not_found(self.uri(key))
         with os_errors("writing", f"file://{local}"):
@@ -130,10 +120,6 @@ class LocalStorage:
 
     def _each(self, call: Callable[[str], None], names: Iterable[str], doing: str) -> None:
         run_parallel(call, list(names), num_threads=NUM_COPY_THREADS, stop=self.stop, doing=doing)
-
-    def _path_to_put(self, key: str) -> Path:
-        self.requests.add("put")
-        return self.local_path(storage.check_key(key))
 
 
 def _stat(key: str, path: Path) -> ObjectStat | None:

@@ -1,9 +1,8 @@
-"""Requests to storage: counted, repeated under one deadline, sent side by side in threads."""
+"""Requests to storage: repeated under one deadline, sent side by side in threads."""
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 import tenacity
 from pydantic import Field, model_validator
@@ -11,28 +10,6 @@ from pydantic import Field, model_validator
 from pipeline.core.progress import Advance, progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-
-# Counts of storage requests: S3 is billed by request, so they are part of a cycle's figures.
-
-Operation = Literal["get", "put", "list", "delete", "head", "retries"]
-
-
-class RequestCounts:
-    """Requests sent, by kind, each attempt counted; `retries` says how many of them were repeats. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {"get": 0, "put": 0, "list": 0, "delete": 0, "head": 0, "retries": 0}
-
-    def add(self, operation: Operation) -> None:
-        with self._lock:
-            self._counts[operation] += 1
-
-    def snapshot(self) -> dict[str, int]:
-        """All counts by name; JSON-ready."""
-        with self._lock:
-            return dict(self._counts)
-
 
 T = TypeVar("T")
 
@@ -58,7 +35,6 @@ def call_with_retry(
     retryable: Callable[[BaseException], bool],
     stop: StopSignal,
     doing: str,
-    on_retry: Callable[[], None],
 ) -> T:
     """The result of `call`, repeated while `retryable(error)` and time is left; then the last error itself.
 
@@ -69,7 +45,6 @@ def call_with_retry(
     def sleep(seconds: float) -> None:
         stop.wait(seconds)
         stop.raise_if_set(doing)
-        on_retry()
 
     stop.raise_if_set(doing)
     retrying = tenacity.Retrying(

@@ -19,7 +19,7 @@ from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import Advance, progress
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic, storage
-from pipeline.io.requests import RequestCounts, RetryPolicy
+from pipeline.io.requests import RetryPolicy
 from pipeline.io.s3_client import (
     S3_ERRORS,
     PartialBody,
@@ -222,10 +222,6 @@ class S3Storage:
     @property
     def stop(self) -> StopSignal:
         return self._client.stop
-
-    @property
-    def requests(self) -> RequestCounts:
-        return self._client.requests
 
     def uri(self, key: str) -> str:
         return f"{self.root}/{key}" if key else self.root

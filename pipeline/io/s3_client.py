@@ -1,4 +1,4 @@
-"""The boto3 client: one place for its settings, its counting and its retries."""
+"""The boto3 client: one place for its settings and its retries."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ from botocore.config import Config
 
 from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.io.requests import Operation, RequestCounts, RetryPolicy, call_with_retry
+from pipeline.io.requests import RetryPolicy, call_with_retry
 from pipeline.io.storage import key_not_found
 
 # Which S3 errors are worth another try, and what the others mean to the user.
@@ -172,11 +172,11 @@ def new_client(service: str, config: Config | None = None) -> Any:
 class S3Client:
     """A boto3 client with its retry policy; `raw` is boto3's. Thread-safe, and usable after a fork.
 
-    Counts every request that is sent. boto3's own retries are off, so that the counts and the deadline are true.
+    boto3's own retries are off, so that the deadline is true.
     """
 
     def __init__(self, policy: RetryPolicy, stop: StopSignal) -> None:
-        self.policy, self.stop, self.requests = policy, stop, RequestCounts()
+        self.policy, self.stop = policy, stop
         self._pid = os.getpid()
         self._raw = self._connect()
 
@@ -202,7 +202,6 @@ class S3Client:
             retryable=is_retryable,
             stop=self.stop,
             doing=f"{doing} {uri}",
-            on_retry=lambda: self.requests.add("retries"),
         )
 
     def _connect(self) -> Any:
@@ -218,25 +217,4 @@ class S3Client:
             s3={"addressing_style": "path"} if custom else None,
             user_agent_extra="trnpipe",
         )
-        raw = new_client("s3", config)
-        raw.meta.events.register("before-send.s3", self._count)
-        return raw
-
-    def _count(self, event_name: str, **_: object) -> None:
-        self.requests.add(_operation(event_name.rsplit(".", 1)[-1]))
-
-
-def _operation(name: str) -> Operation:
-    for prefix, operation in _OPERATIONS:
-        if name.startswith(prefix):
-            return operation
-    return "put"
-
-
-_OPERATIONS: tuple[tuple[str, Operation], ...] = (
-    ("Get", "get"),
-    ("Head", "head"),
-    ("List", "list"),
-    ("Delete", "delete"),
-    ("Abort", "delete"),
-)
+        return new_client("s3", config)

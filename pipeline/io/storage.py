@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.io.requests import RequestCounts, RetryPolicy
+from pipeline.io.requests import RetryPolicy
 
 
 class KeyNotFound(DataError):
@@ -126,8 +126,6 @@ class Storage(Protocol):
     def root(self) -> str: ...
     @property
     def stop(self) -> StopSignal: ...
-    @property
-    def requests(self) -> RequestCounts: ...
 
     def uri(self, key: str) -> str: ...
     def local_path(self, key: str) -> Path | None:

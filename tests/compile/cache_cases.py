@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from pipeline.compile.cache import LOCK_DIR, CompilerProcess, EntryName, EntrySt
 from pipeline.compile.cache_sync import Direction, SyncReport, sync_cache
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
+from tests.counted import counted
 from tests.storages import FAST
 
 VERSION = "neuronxcc-2.24.8799.0+6f62ff7c"
@@ -105,11 +107,11 @@ def moved(report: SyncReport) -> tuple[list[str], list[str]]:
     return [one.entry for one in report.pulled], [one.entry for one in report.pushed]
 
 
-def requests_of(storage: Storage, work: Callable[[], object]) -> dict[str, int]:
+def requests_of(storage: Storage, work: Callable[[], object]) -> Counter[str]:
     """How many requests of each kind `work` sends."""
-    before = storage.requests.snapshot()
-    work()
-    return {kind: number - before[kind] for kind, number in storage.requests.snapshot().items()}
+    with counted(storage) as counts:
+        work()
+    return counts
 
 
 def keys_of(storage: Storage, name: EntryName, ending: str = "") -> list[str]:

@@ -16,7 +16,6 @@ from pipeline.core.errors import Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
-from pipeline.io.requests import Operation
 from pipeline.io.storage import DiskFull, Storage
 from tests.compile.cache_cases import (
     DONE,
@@ -37,6 +36,7 @@ from tests.compile.cache_cases import (
     sync,
     write_entry,
 )
+from tests.counted import watched
 from tests.killing import killed_at, killed_at_byte
 
 ROOT = Path(__file__).parents[2]
@@ -186,11 +186,12 @@ import itertools, os, signal, sys
 from pathlib import Path
 from pipeline.compile.cache_sync import sync_cache
 from tests.compile.cache_cases import local_disk, opened
+from tests.counted import watched
 
 root, uri, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 storage, numbers = opened(uri), itertools.count(1)
-storage.requests.add = lambda _: next(numbers) == last and os.kill(os.getpid(), signal.SIGKILL)
-sync_cache(root, storage, mounts=local_disk)
+with watched(storage, lambda _: next(numbers) == last and os.kill(os.getpid(), signal.SIGKILL)):
+    sync_cache(root, storage, mounts=local_disk)
 """
 
 
@@ -229,18 +230,8 @@ def test_a_sync_that_is_not_killed(s3_uri: str, here: Path) -> None:
     assert len(sync(here, opened(s3_uri)).pushed) == 0
 
 
-def test_a_stop_while_it_uploads_ends_it(
-    storage: Storage, stop: StopSignal, here: Path, storage_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = storage.requests.add
-
-    def stop_at_a_put(operation: Operation) -> None:
-        add(operation)
-        if operation == "put":
-            stop.set("SIGTERM")
-
-    monkeypatch.setattr(storage.requests, "add", stop_at_a_put)
-    with pytest.raises(Preempted):
+def test_a_stop_while_it_uploads_ends_it(storage: Storage, stop: StopSignal, here: Path, storage_uri: str) -> None:
+    with watched(storage, lambda kind: stop.set("SIGTERM") if kind == "put" else None), pytest.raises(Preempted):
         sync(here, storage)
     another_try = opened(storage_uri)
     assert not any(MANIFEST_NAME in stat.key for stat in another_try.list(""))

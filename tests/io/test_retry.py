@@ -13,50 +13,50 @@ from pipeline.io.requests import RetryPolicy, call_with_retry
 FAST = RetryPolicy(first_wait_s=0.001, max_wait_s=0.002, total_deadline_s=60)
 
 
-def run(call: object, policy: RetryPolicy, stop: StopSignal, retries: list[int]) -> object:
+def run(call: object, policy: RetryPolicy, stop: StopSignal) -> object:
     return call_with_retry(
         call,  # type: ignore[arg-type]
         policy,
         retryable=lambda error: isinstance(error, OSError),
         stop=stop,
         doing="testing",
-        on_retry=lambda: retries.append(1),
     )
 
 
-def failing(times: int, error: Exception) -> object:
-    left = [times]
+class Failing:
+    """Raises `error` so many times."""
 
-    def call() -> str:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise error
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times, self.error, self.calls = times, error, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error
         return "done"
-
-    return call
 
 
 def test_repeats_until_it_works() -> None:
-    retries: list[int] = []
-    assert run(failing(3, OSError("x")), FAST, StopSignal(), retries) == "done"
-    assert len(retries) == 3
+    call = Failing(3, OSError("x"))
+    assert run(call, FAST, StopSignal()) == "done"
+    assert call.calls == 4
 
 
 def test_the_last_error_itself_comes_out_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenacity.time", SimpleNamespace(monotonic=count(0.0, 0.005).__next__))
-    retries: list[int] = []
+    call = Failing(10**9, OSError("x"))
     with pytest.raises(OSError, match="x"):
-        run(failing(10**9, OSError("x")), FAST.model_copy(update={"total_deadline_s": 0.02}), StopSignal(), retries)
-    assert retries
+        run(call, FAST.model_copy(update={"total_deadline_s": 0.02}), StopSignal())
+    assert call.calls > 1
     with pytest.raises(OSError, match="x"):
-        run(failing(1, OSError("x")), FAST.model_copy(update={"total_deadline_s": 0}), StopSignal(), [])
+        run(Failing(1, OSError("x")), FAST.model_copy(update={"total_deadline_s": 0}), StopSignal())
 
 
 def test_other_errors_are_not_repeated() -> None:
-    retries: list[int] = []
+    call = Failing(1, KeyError("x"))
     with pytest.raises(KeyError):
-        run(failing(1, KeyError("x")), FAST, StopSignal(), retries)
-    assert not retries
+        run(call, FAST, StopSignal())
+    assert call.calls == 1
 
 
 def test_a_stop_ends_the_wait() -> None:
@@ -68,9 +68,9 @@ def test_a_stop_ends_the_wait() -> None:
         raise OSError("x")
 
     with pytest.raises(Preempted):
-        run(call, patient, stop, [])
+        run(call, patient, stop)
     with pytest.raises(Preempted):
-        run(lambda: pytest.fail("no attempt after a stop"), FAST, stop, [])
+        run(lambda: pytest.fail("no attempt after a stop"), FAST, stop)
 
 
 @pytest.mark.parametrize("values", [{"first_wait_s": 0}, {"first_wait_s": 30, "max_wait_s": 20}, {"tries": 3}])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, names_in, open_storage
+from tests.counted import counted
 
 PARTS = st.lists(st.sampled_from(["a", "b", "dt=2026-01-01", "ä b", "z.txt", "a-"]), min_size=1, max_size=3)
 
@@ -212,16 +213,14 @@ def test_upload_and_download(storage: Storage, tmp_path: Path, tree: Path) -> No
     assert keys_of(storage, "up") == ["up/a.bin"]
 
 
-def test_requests_are_counted(storage: Storage) -> None:
-    before = storage.requests.snapshot()
-    storage.write_bytes("a", b"1")
-    storage.read_bytes("a")
-    storage.stat("a")
-    list(storage.list(""))
-    storage.delete(["a"])
-    after = storage.requests.snapshot()
-    spent = {name: after[name] - before[name] for name in after}
-    assert spent == {"get": 1, "put": 1, "head": 1, "list": 1, "delete": 1, "retries": 0}
+def test_requests_sent(storage: Storage) -> None:
+    with counted(storage) as counts:
+        storage.write_bytes("a", b"1")
+        storage.read_bytes("a")
+        storage.stat("a")
+        list(storage.list(""))
+        storage.delete(["a"])
+    assert counts == {"get": 1, "put": 1, "head": 1, "list": 1, "delete": 1}
 
 
 def test_a_stop_ends_transfers(storage: Storage, stop: StopSignal, tmp_path: Path, tree: Path) -> None:

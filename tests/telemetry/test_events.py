@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.io.storage import DiskFull, Storage, open_storage
 from pipeline.telemetry.events import SEGMENT_BYTES, EventLog, EventName, read_events
+from tests.counted import counted
 from tests.killing import FORK, killed_at
 from tests.s3 import MotoServer, lead_to
 
@@ -138,20 +139,21 @@ def test_a_half_line_is_cut_off(storage: Storage, tmp_path: Path) -> None:
 
 def test_s3_is_put_rarely_unless_durable(s3_storage: Storage, tmp_path: Path) -> None:
     storage = s3_storage
-    now, before = [0.0], storage.requests.snapshot()
-    log = EventLog(storage, KEY, scratch=tmp_path, clock=lambda: now[0])
-    log.emit(EventName.TRAIN_STEPS)
-    log.flush()
-    assert storage.requests.snapshot()["put"] == 0
-    now[0] = 31.0
-    log.flush()
-    assert storage.requests.snapshot()["put"] == 1
-    log.flush(durable=True)
-    assert storage.requests.snapshot()["put"] == 1, "nothing new"
-    log.emit(EventName.TRAIN_STEPS)
-    log.flush(durable=True)
-    log.close()
-    assert storage.requests.snapshot() == before | {"put": 2}, "a writer reads nothing back"
+    now = [0.0]
+    with counted(storage) as counts:
+        log = EventLog(storage, KEY, scratch=tmp_path, clock=lambda: now[0])
+        log.emit(EventName.TRAIN_STEPS)
+        log.flush()
+        assert counts["put"] == 0
+        now[0] = 31.0
+        log.flush()
+        assert counts["put"] == 1
+        log.flush(durable=True)
+        assert counts["put"] == 1, "nothing new"
+        log.emit(EventName.TRAIN_STEPS)
+        log.flush(durable=True)
+        log.close()
+    assert counts == {"put": 2}, "a writer reads nothing back"
 
 
 def bytes_put(storage: Storage, scratch: Path, num_events: int) -> int:
@@ -181,10 +183,9 @@ def test_what_is_put_grows_with_the_events_and_not_with_their_square(s3_storage:
     assert 0 < long <= 3.3 * short
     segments = list(s3_storage.list("cycles/90/events"))
     assert len(segments) <= 90 * 8300 / SEGMENT_BYTES + 1
-    before = s3_storage.requests.snapshot()
-    read_events(s3_storage, "cycles/90/events.jsonl")
-    after = s3_storage.requests.snapshot()
-    assert (after["list"] - before["list"], after["get"] - before["get"]) == (1, len(segments))
+    with counted(s3_storage) as counts:
+        read_events(s3_storage, "cycles/90/events.jsonl")
+    assert (counts["list"], counts["get"]) == (1, len(segments))
 
 
 def lost_writer(storage: Storage, scratch: Path, kill: Callable[[EventLog], object]) -> None:

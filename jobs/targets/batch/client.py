@@ -160,9 +160,7 @@ class AwsClient:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
 
     def repeat(self, work: Callable[[], T], *, doing: str, retryable: Callable[[BaseException], bool]) -> T:
-        return call_with_retry(
-            work, self._policy, retryable=retryable, stop=self._stop, doing=doing, on_retry=lambda: None
-        )
+        return call_with_retry(work, self._policy, retryable=retryable, stop=self._stop, doing=doing)
 
     def call(
         self, doing: str, operation: str, *, accepted: Callable[[BaseException], bool] | None = None, **request: Any
