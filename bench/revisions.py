@@ -1,6 +1,7 @@
 """Today's code beside an earlier revision of it: `python -m bench.revisions --before REVISION`."""
 
 import argparse
+import json
 import re
 import shutil
 import statistics
@@ -9,7 +10,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -24,10 +25,20 @@ METHOD = """
 Both revisions run in the same environment with their own configs/quickstart.toml, as processes of their own that take
 turns; who goes first alternates. step: median time between the lines of a training's steps, the first ten left out.
 start: process start until the figures of the first step. cycle: `trnjobs submit --target local` in a new workspace,
-start to end. A ratio is of neighbours in time: today's over the earlier one's.
+start to end. benches: each bench's own program with --quick, a process a repeat; the samples are few, the repeats many.
+A ratio is of neighbours in time: today's over the earlier one's.
 """
 WARM_UP = 10
+BENCHES = "benches"
 PARTS = ("cpu", "xla", "cycle")
+JUDGED: dict[str, dict[str, str]] = {
+    "host_share": {"host_share": "share", "wall_ms": "ms"},
+    "trainer_ratio": {"ratio": "x", "ours": "samples/s"},
+    "start_up": {"cold_total": "s", "warm_total": "s", "compile_stage": "s"},
+    "resume": {"xla_total": "s", "cpu_total": "s"},
+    "embed": {"ratio": "x", "fp32": "titles/s"},
+}
+"""Figures of each bench that both revisions have, with units. More is better of a rate, and of a ratio to a peer."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +51,17 @@ class Checkout:
 
 @dataclass
 class Times:
-    """Seconds of both sides, one value a repeat."""
+    """Values of both sides, one a repeat."""
 
     before: list[float] = field(default_factory=list)
     now: list[float] = field(default_factory=list)
 
-    def figures(self, name: str, text: str) -> list[Figure]:
+    def figures(self, name: str, text: str, unit: str = "s") -> list[Figure]:
         ratios = [now / before for before, now in zip(self.before, self.now, strict=True)]
         return [
             figure(f"{name}_ratio", ratios, "x", f"today / before, {text}"),
-            figure(f"{name}_before", self.before, "s", f"{text}, before"),
-            figure(f"{name}_now", self.now, "s", f"{text}, today"),
+            figure(f"{name}_before", self.before, unit, f"{text}, before"),
+            figure(f"{name}_now", self.now, unit, f"{text}, today"),
         ]
 
 
@@ -93,6 +104,16 @@ def cycle(folder: Path, checkout: Checkout) -> tuple[float]:
     return (seconds,)
 
 
+def bench_figures(name: str, words: Sequence[str], checkout: Checkout) -> tuple[float, ...]:
+    """What JUDGED names of one quick run of a bench. Raises CalledProcessError."""
+    command = [sys.executable, "-m", f"bench.{name}", *words, "--quick"]
+    env = environment(checkout.root)
+    subprocess.run(command, cwd=checkout.root, check=True, stdout=subprocess.DEVNULL, env=env)
+    found = json.loads((checkout.root / "build" / "bench" / f"{name}.json").read_text(encoding="utf-8"))
+    values = {one["name"]: one["value"] for one in found["figures"]}
+    return tuple(values[figure] for figure in JUDGED[name])
+
+
 def in_turn(
     before: Checkout, now: Checkout, repeats: int, once: Callable[[Checkout], tuple[float, ...]]
 ) -> list[Times]:
@@ -108,15 +129,16 @@ def in_turn(
     return found
 
 
-def run(*, quick: bool, before: str, parts: tuple[str, ...]) -> Result:
-    """Every part in turn. Of some parts alone, the result has their names too."""
+def run(*, quick: bool, before: str, parts: tuple[str, ...], embed: tuple[Path, Path] | None = None) -> Result:
+    """Every part in turn. Of some parts alone, the result has their names too. `embed`: titles and model of that bench,
+    which is left out without them."""
     repeats, steps = (1, WARM_UP + 5) if quick else (5, 120)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         old = Checkout(check_out(before, folder / "before"), folder / "prepared-before")
         today = Checkout(ROOT, folder / "prepared-now")
-        backends = [part for part in parts if part != "cycle"]
+        backends = [part for part in parts if part not in ("cycle", BENCHES)]
         for side in (old, today) if backends else ():
             run_stage("prepare", side.prepared, root=side.root)
         for backend in backends:
@@ -126,6 +148,16 @@ def run(*, quick: bool, before: str, parts: tuple[str, ...]) -> Result:
         if "cycle" in parts:
             (whole,) = in_turn(old, today, min(repeats, 3), partial(cycle, folder / "run"))
             figures += whole.figures("cycle", "a whole cycle")
+        if BENCHES in parts:
+            today = Checkout(check_out("HEAD", folder / "now"), folder / "none")  # it leaves its results there
+            for name, judged in JUDGED.items():
+                if name == "embed" and embed is None:
+                    continue
+                words = [str(path.resolve()) for path in embed or ()] if name == "embed" else []
+                print(name, flush=True)
+                found = in_turn(old, today, repeats, partial(bench_figures, name, words))
+                for (one, unit), times in zip(judged.items(), found, strict=True):
+                    figures += times.figures(f"{name}_{one}", f"{name}: {one}", unit)
     name = "_".join([NAME, before, *([] if parts == PARTS else parts)])
     return finish(name, TITLE, METHOD, figures, quick=quick, settings={"before": before, "steps": steps})
 
@@ -134,6 +166,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
     parser.add_argument("--quick", action="store_true", help="one repeat: proves that the script works")
     parser.add_argument("--before", required=True, type=revision, help="hash of a commit that git knows")
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this one; may be repeated")
+    parser.add_argument("--part", action="append", choices=(*PARTS, BENCHES), help="only this one; may be repeated")
+    parser.add_argument(
+        "--embed", type=Path, nargs=2, metavar=("TITLES", "MODEL"), help="benches: run `embed` with these"
+    )
     flags = parser.parse_args()
-    run(quick=flags.quick, before=flags.before, parts=tuple(flags.part or PARTS))
+    of_embed = tuple(flags.embed) if flags.embed else None
+    run(quick=flags.quick, before=flags.before, parts=tuple(flags.part or PARTS), embed=of_embed)
