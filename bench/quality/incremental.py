@@ -240,7 +240,7 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
     source = _SOURCES[SYNTHETIC if task == SYNTHETIC else "files"].format(queries=queries)
     return Table(
         bench=f"quality_incremental_{task}_{budget.name}",
-        title=f"{task}: nDCG@10 that five daily cycles with replay lose to one training on all, {budget.pairs:,} pairs"
+        title=f"{task}: nDCG@10 that five daily cycles with replay lose to one training on all, {budget.seen}"
         + ("" if runs[0].recipe == ours.recipe(config_of(task), *runs[0].settings) else EARLIER),
         method=METHOD.format(**budget._asdict(), source=source, reads=used, others=reads - used),
         figures=figures,

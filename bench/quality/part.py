@@ -37,6 +37,11 @@ class Budget(NamedTuple):
         precision = "" if self.precision == _USUAL_PRECISION else f"_{self.precision}"
         return f"{self.pairs}{batch}{precision}{'' if self.device == CPU else f'_{self.device}'}"
 
+    @property
+    def seen(self) -> str:
+        """For titles of results."""
+        return f"{self.pairs:,} pairs seen{'' if self.device == CPU else f' on {self.device}'}"
+
 
 class PartResult(BaseModel):
     """What one part found."""

@@ -7,7 +7,7 @@ from bench.quality import ours
 from bench.quality.changes import changes_table
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
-from bench.quality.part import BM25, CPU, EARLIER, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
+from bench.quality.part import BM25, EARLIER, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
 from bench.quality.sides import (
     Incomplete,
     Sides,
@@ -128,10 +128,9 @@ def _of_one_recipe(runs: list[PartResult], recipe: str) -> tuple[list[PartResult
 
 
 def _title(task: str, budget: Budget, best: str, *, searched: bool) -> str:
-    seen = f"{budget.pairs:,} pairs seen{'' if budget.device == CPU else f' on {budget.device}'}"
     if searched:
-        return f"{task}, {seen}: nDCG@10 of retrieval less that of the best peer, {best}"
-    return f"WDC {task}, {seen}: F1 of match less that of boosting on lexical features"
+        return f"{task}, {budget.seen}: nDCG@10 of retrieval less that of the best peer, {best}"
+    return f"WDC {task}, {budget.seen}: F1 of match less that of boosting on lexical features"
 
 
 def _of_sides(sides: Sides, names: Sequence[str]) -> list[Figure]:
