@@ -45,8 +45,9 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
     """Raises ConfigError for a flag that the action does not take."""
     if wrong := sorted((call.switches | call.options.keys()) - fitting):
+        asked = f"trnpipe {tool} {call.action}".strip()
         raise ConfigError(
-            f"{wrong[0]} does not apply to trnpipe {tool} {call.action}",
+            f"{wrong[0]} does not apply to {asked}",
             expected=f"{', '.join(sorted(fitting))} and settings",
             next_command=f"trnpipe {tool} --help",
         )
