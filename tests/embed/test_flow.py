@@ -48,12 +48,8 @@ def test_every_row_gets_its_own_vector(case: Case, catalogue: Path) -> None:
     assert found.keys() == {f"p{number}" for number in range(ROWS)}
     for number in range(ROWS):
         np.testing.assert_allclose(found[f"p{number}"], expected_vector(title(number)), atol=1e-6)
-    assert [part.rows for part in vectors.info.parts] == [len(shard_rows) for shard_rows in _shards(case, catalogue)]
+    assert [part.rows for part in vectors.info.parts] == [shard.rows for shard in case.plan(catalogue).shards]
     assert vectors.info.counts.read == vectors.info.counts.embedded == ROWS
-
-
-def _shards(case: Case, catalogue: Path) -> list[range]:
-    return [range(shard.first_row, shard.first_row + shard.rows) for shard in case.plan(catalogue).shards]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7])
