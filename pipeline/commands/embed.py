@@ -4,7 +4,7 @@ What has passed may be served: the pair of the model and these vectors goes into
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 
@@ -149,7 +149,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             min_cosine=config.min_cosine,
         )
 
-    def previous() -> Check:
+    def drift() -> Check:
         name = vectors.info.previous
         if name is None:
             return skipped("drift", "there was no finished cycle before")
@@ -157,13 +157,9 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             return skipped("drift", f"the vectors of cycle {name} are gone")
         return check_drift(vectors, open_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
 
-    checks: dict[str, Callable[[], Check]] = {
-        "files": lambda: check_files(vectors),
-        "numbers": lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop),
-        "unique": lambda: check_unique(vectors, ctx.scratch, ctx.stop),
-        "catalogue": catalogue,
-        "sample": sample,
-        "drift": previous,
-    }
-    for name, check in checks.items():
-        yield guarded(name, check)
+    yield guarded("files", lambda: check_files(vectors))
+    yield guarded("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))
+    yield guarded("unique", lambda: check_unique(vectors, ctx.scratch, ctx.stop))
+    yield guarded("catalogue", catalogue)
+    yield guarded("sample", sample)
+    yield guarded("drift", drift)
