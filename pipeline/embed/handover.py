@@ -107,10 +107,9 @@ def pieces_of(vectors: VectorSet) -> list[Piece]:
 
 def rows_of(vectors: VectorSet, piece: Piece) -> Iterator[Rows]:
     """The rows of a piece, ROWS_PER_GROUP at a time. Raises DataError."""
-    start = found = 0
+    found = 0
     for ids, values in vectors.blocks(piece.part, piece.start, piece.start + piece.rows):
-        yield Rows(piece.first + start, ids["id"], values)
-        start += len(ids)
+        yield Rows(piece.first + found, ids["id"], values)
         found += len(ids)
     if found != piece.rows:
         raise DataError(

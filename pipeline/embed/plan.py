@@ -5,7 +5,7 @@ or delivered meanwhile. The work shards follow from it alone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -57,8 +57,6 @@ _SCHEMA = pa.schema([("id", pa.large_binary()), ("title", pa.large_binary()), ("
 COLUMNS = CatalogueColumns(id="id", title="title", text="text")
 """What the columns of a gathered catalogue are called."""
 
-Batches = Callable[[], Iterator[RawBatch]]
-
 
 class GatheredInfo(Record):
     """The fields of the manifest. Rows that no reader could make out are in no file."""
@@ -100,7 +98,7 @@ def gather_products(
             start += len(batch.rows)
             yield replace(batch, columns=batch.columns.filter(pa.array(keep)), rows=batch.rows[keep])
 
-    return _gather(workspace, name, distinct)
+    return _gather(workspace, name, distinct())
 
 
 def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> tuple[str, GatheredInfo]:
@@ -117,7 +115,7 @@ def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> 
         for batch in files.read(lambda uri: partial(columns.plan, file=uri), _BATCH_ROWS, "reading the catalogue"):
             yield _as_catalogue(batch, "id", columns.filter)
 
-    return _gather(workspace, name, rows)
+    return _gather(workspace, name, rows())
 
 
 def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> RawBatch:
@@ -162,7 +160,7 @@ def _first_rows(batches: Iterator[RawBatch], folder: Path, num_rows: int | None,
     return is_first
 
 
-def _gather(workspace: Storage, name: str, batches: Batches) -> tuple[str, GatheredInfo]:
+def _gather(workspace: Storage, name: str, batches: Iterator[RawBatch]) -> tuple[str, GatheredInfo]:
     """Write the rows unless they are there: a committed folder of Parquet files with COLUMNS, by its prefix.
 
     Whoever does it comes to the same files, which are never replaced.
@@ -187,7 +185,7 @@ def _gather(workspace: Storage, name: str, batches: Batches) -> tuple[str, Gathe
         files[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
         held.clear()
 
-    for batch in batches():
+    for batch in batches:
         for bad in batch.bad:
             unreadable[bad.reason] += bad.count
         sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])

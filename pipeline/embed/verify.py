@@ -297,13 +297,10 @@ def check_sample(
     stored = []
     for part in sorted({one.part for one in picked}):
         hashes = vectors.hashes(part)[0]
-        order = np.argsort(hashes)
-        mine = [one for one in picked if one.part == part]
-        wanted = np.array([one.id_hash for one in mine], dtype=np.uint64)
-        at = np.minimum(np.searchsorted(hashes, wanted, sorter=order), max(0, len(hashes) - 1))
-        found = hashes[order[at]] == wanted if len(hashes) else np.zeros(len(mine), dtype=np.bool_)
-        there += [one for one, is_there in zip(mine, found.tolist(), strict=True) if is_there]
-        stored.append(from_stored(*vectors.stored(part, order[at[found]])))
+        mine = {one.id_hash: one for one in picked if one.part == part}
+        rows = np.flatnonzero(np.isin(hashes, np.array(list(mine), dtype=np.uint64)))
+        there += [mine[one] for one in hashes[rows].tolist()]
+        stored.append(from_stored(*vectors.stored(part, rows)))
     if not there:
         return skipped("sample", "no text was picked")
     tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in there]), max_tokens, tokenizer.sep_id)
