@@ -4,7 +4,7 @@ What has passed may be served: the pair of the model and these vectors goes into
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 
@@ -19,10 +19,10 @@ from pipeline.embed.config import chunk_of
 from pipeline.embed.digest import Check, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
+from pipeline.embed.texts import judge_again
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
     Picked,
-    VerifyReport,
     check_catalogue,
     check_drift,
     check_files,
@@ -31,9 +31,9 @@ from pipeline.embed.verify import (
     check_unique,
     digest_of,
     guarded,
-    judge_processes,
     skipped,
 )
+from pipeline.proc.pool import run_tasks
 from pipeline.registry.records import Author, who
 from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, offer
 from pipeline.settings import Settings
@@ -51,18 +51,17 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         vectors = open_vectors(ctx.workspace, ctx.cycle)
         checks: list[Check] = []
         for check in _checks(settings, ctx, vectors):
-            checks.append(found := check())
+            checks.append(check)
             if "--json" not in call.switches:
-                say(found.line())
-        report = VerifyReport(cycle=vectors.info.cycle, rows=vectors.info.rows, checks=tuple(checks))
-        digest, key = digest_of(report, vectors), digest_key(ctx.cycle)
+                say(check.line())
+        digest, key = digest_of(checks, vectors), digest_key(ctx.cycle)
         ctx.workspace.write_bytes(key, digest.model_dump_json(indent=1).encode() + b"\n")
         if "--json" in call.switches:
-            say(report.model_dump_json(indent=1))
-        if report.failed:
+            say(digest.model_dump_json(indent=1, include={"cycle", "rows", "checks"}))
+        if not digest.passed:
             raise DataError(
-                f"the vectors of cycle {report.cycle} failed verification: "
-                + "; ".join(f"{check.name}: {check.seen}" for check in report.failed),
+                f"the vectors of cycle {digest.cycle} failed verification: "
+                + "; ".join(f"{check.name}: {check.seen}" for check in checks if check.outcome == "fail"),
                 expected="every check to pass",
                 next_command=f"delete {vectors.storage.uri(vectors.prefix)} and embed again, or embed in a new cycle",
             )
@@ -72,7 +71,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             started,
             inputs={"vectors": digest.vectors_digest, "checkpoint": digest.model_digest},
             outputs={"embeddings": vectors.prefix, "digest": key},
-            figures={"rows": report.rows}
+            figures={"rows": digest.rows}
             | {f"rows_{name}": value for name, value in digest.counts}
             | {f"{one.name}_{name}": value for one in checks for name, value in one.figures.items()}
             | {"checks_skipped": ", ".join(one.name for one in checks if one.outcome == "skipped")},
@@ -102,7 +101,7 @@ def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
     return f"verify: {offer(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
 
 
-def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[Callable[[], Check]]:
+def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
     """The cheap ones first; the sample is picked while the catalogue is read."""
     config = settings.embed.verify
     picked: list[Picked] = []
@@ -118,7 +117,14 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             plan,
             catalogue_storage(plan, settings, ctx),
             sample=config.sample,
-            judged=judge_processes(settings.embed.tokenise_processes, ctx.stop),
+            judged=partial(
+                run_tasks,
+                judge_again,
+                num_workers=settings.embed.tokenise_processes,
+                stop=ctx.stop,
+                doing="reading the catalogue again",
+                in_order=True,
+            ),
         )
         picked.extend(found)
         return check
@@ -143,7 +149,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             min_cosine=config.min_cosine,
         )
 
-    def previous() -> Check:
+    def drift() -> Check:
         name = vectors.info.previous
         if name is None:
             return skipped("drift", "there was no finished cycle before")
@@ -151,12 +157,9 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> list[C
             return skipped("drift", f"the vectors of cycle {name} are gone")
         return check_drift(vectors, open_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
 
-    checks: dict[str, Callable[[], Check]] = {
-        "files": lambda: check_files(vectors),
-        "numbers": lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop),
-        "unique": lambda: check_unique(vectors, ctx.scratch, ctx.stop),
-        "catalogue": catalogue,
-        "sample": sample,
-        "drift": previous,
-    }
-    return [partial(guarded, name, check) for name, check in checks.items()]
+    yield guarded("files", lambda: check_files(vectors))
+    yield guarded("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))
+    yield guarded("unique", lambda: check_unique(vectors, ctx.scratch, ctx.stop))
+    yield guarded("catalogue", catalogue)
+    yield guarded("sample", sample)
+    yield guarded("drift", drift)

@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
+from pipeline.commands.registry import check_flags
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, check_plan, default_shapes, destination, parse_shapes, write_export
 from pipeline.convert.record import Format
@@ -29,7 +30,6 @@ from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
 SHAPES, BATCH_SIZE, FAMILY = "--shapes", "--batch-size", "--family"
-VECTORS, VECTOR_OPTIONS = "vectors", frozenset({"--to", "--out", "--index"})
 FORMATS: tuple[Format, ...] = get_args(Format)
 PROGRAMS = "torchscript"
 MOST = 65_536
@@ -38,10 +38,9 @@ MOST = 65_536
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Export one checkpoint, or vectors. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
-    if call.action == VECTORS:
+    if call.action == "vectors":
         return _export_vectors(settings, stop, say, call)
-    if wrong := sorted((VECTOR_OPTIONS - {"--to"}) & call.options.keys()):
-        raise ConfigError(f"{wrong[0]} does not apply to a checkpoint", next_command="trnpipe export vectors --help")
+    check_flags(call, "export", frozenset({"--to", "--format", "--max-tokens", SHAPES, BATCH_SIZE, FAMILY}))
     to, asked = call.options.get("--to", ""), call.options.get("--format", FORMATS[0])
     if not to:
         raise ConfigError("no folder to export to is given", expected="--to DIR", next_command="trnpipe export --help")
@@ -136,8 +135,7 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
     from pipeline.embed.formats import open_form  # the libraries of other tools
     from pipeline.embed.handover import hand_over
 
-    if wrong := sorted(call.options.keys() - VECTOR_OPTIONS):
-        raise ConfigError(f"{wrong[0]} does not apply to vectors", next_command="trnpipe export vectors --help")
+    check_flags(call, "export", frozenset({"--to", "--out", "--index"}))
     out = call.options.get("--out", "")
     if not out or "://" in out:
         raise ConfigError(
@@ -149,10 +147,10 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
     with open_context(settings, stop) as ctx:
         vectors = _vectors(ctx.workspace, settings.model_name, *call.arguments)
         form = open_form(call.options.get("--to", ""), vectors, call.options.get("--index", ""))
-        done = hand_over(vectors, form, folder, stop)
-    what = f"{done.rows:,} vectors of cycle {vectors.info.cycle} as {form.name}"
-    say(f"export: {what}, {'every id read back' if done.fresh else 'done already'}")
-    say(f"committed: {done.folder}, {format_bytes(done.size_bytes)}; made with {vectors.info.model.place}")
+        done, fresh = hand_over(vectors, form, folder, stop)
+    what = f"{vectors.info.rows:,} vectors of cycle {vectors.info.cycle} as {form.name}"
+    say(f"export: {what}, {'every id read back' if fresh else 'done already'}")
+    say(f"committed: {folder}, {format_bytes(done.size_bytes)}; made with {vectors.info.model.place}")
     return EXIT_OK
 
 

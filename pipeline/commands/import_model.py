@@ -65,10 +65,8 @@ def _lines(
     )
     classes = ", ".join(f"{label}: {gain:.3g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
     features = f"{len(spec.numeric)} numeric and {len(spec.categorical_ids)} categorical features"
-    if model.new_head is None:
-        yield f"  head of {spec.num_classes} classes ({classes}), {features}: came with it"
-    else:
-        yield f"  head of {spec.num_classes} classes ({classes}), {features}: new, from seed {model.new_head}"
+    head = "came with it" if model.new_head is None else f"new, from seed {model.new_head}"
+    yield f"  head of {spec.num_classes} classes ({classes}), {features}: {head}"
     for note in model.notes:
         yield f"  note: {note}"
     if assumed:

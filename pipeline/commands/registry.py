@@ -1,8 +1,8 @@
 """`trnpipe registry`: what is in production, how it came there, and changing it by hand."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import open_storage
+from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, prefix_in
 from pipeline.registry.model import Registry
 from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, who
@@ -39,14 +39,32 @@ VERBS: Mapping[str, str] = {
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """One action on the registry of the workspace. Returns the exit code; raises TrnpipeError."""
     check_flags(call, "registry", FLAGS[call.action])
-    return ACTIONS[call.action](_Asked(open_registry(settings, stop), settings.cycle, call), say)
+    registry, as_json = open_registry(settings, stop), JSON in call.switches
+    if call.action == "list":
+        return _list(registry.workspace, say, as_json=as_json)
+    named = prefix_in(registry.workspace, call.arguments[0]) if call.arguments else ""
+    if call.action == "show":
+        return _show(registry, named, say, as_json=as_json)
+    before = registry.production()
+    if call.action == "promote":
+        forced = call.options.get(FORCE)
+        if forced is not None and not one_line(forced):
+            raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
+        say_change(before, registry.promote(named, cycle=settings.cycle, force=forced or ""), say)
+        return EXIT_OK
+    without, reason = WITHOUT_VECTORS in call.switches, call.options.get(REASON, "")
+    say_change(before, registry.rollback(named, reason=reason, without_vectors=without), say)
+    if served := registry.serving():
+        say(f"{registry.model}: {served_line(served)}")
+    return EXIT_OK
 
 
 def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
     """Raises ConfigError for a flag that the action does not take."""
     if wrong := sorted((call.switches | call.options.keys()) - fitting):
+        asked = f"trnpipe {tool} {call.action}".strip()
         raise ConfigError(
-            f"{wrong[0]} does not apply to trnpipe {tool} {call.action}",
+            f"{wrong[0]} does not apply to {asked}",
             expected=f"{', '.join(sorted(fitting))} and settings",
             next_command=f"trnpipe {tool} --help",
         )
@@ -59,33 +77,16 @@ def open_registry(settings: Settings, stop: StopSignal) -> Registry:
     return Registry(workspace, settings.model_name, author=author)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    registry: Registry
-    cycle: str
-    call: ToolCall
-
-    @property
-    def as_json(self) -> bool:
-        return JSON in self.call.switches
-
-    @property
-    def named(self) -> str:
-        """The checkpoint that was typed, as a prefix; empty when none was."""
-        return prefix_in(self.registry.workspace, self.call.arguments[0]) if self.call.arguments else ""
-
-
-def _list(asked: _Asked, say: Say) -> int:
+def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
     """All models; a damaged pointer does not hide the others, but is the exit code."""
     found: dict[str, Pointer | None] = {}
     damaged: dict[str, str] = {}
-    workspace = asked.registry.workspace
     for model in list_models(workspace):
         try:
             found[model] = Registry(workspace, model).production()
         except CheckpointError as error:
             damaged[model] = error.seen
-    if asked.as_json:
+    if as_json:
         rows = [{"model": model, "production": _dump(pointer)} for model, pointer in found.items()]
         say(json.dumps([*rows, *({"model": model, "damaged": seen} for model, seen in damaged.items())], indent=1))
     else:
@@ -98,9 +99,8 @@ def _list(asked: _Asked, say: Say) -> int:
     return CheckpointError.exit_code if damaged else EXIT_OK
 
 
-def _show(asked: _Asked, say: Say) -> int:
+def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
     """The production of the model, or one checkpoint: with its lineage and what the history says of it."""
-    registry, named = asked.registry, asked.named
     pointer, entries = registry.production(), registry.history()
     prefix = named or (pointer.checkpoint if pointer else "")
     # A checkpoint of production that is gone must not hide the history that leads back to a good one.
@@ -115,7 +115,7 @@ def _show(asked: _Asked, say: Say) -> int:
         raise CheckpointError(lost, expected="a committed checkpoint", next_command="trnpipe registry show")
     if named:
         entries = tuple(entry for entry in entries if entry.digest == ancestors[0].digest)
-    if asked.as_json:
+    if as_json:
         document = {
             "model": registry.model,
             "checkpoint": prefix or None,
@@ -134,35 +134,6 @@ def _show(asked: _Asked, say: Say) -> int:
         if lost:
             say(f"damaged: {lost}")
     return CheckpointError.exit_code if lost else EXIT_OK
-
-
-def _promote(asked: _Asked, say: Say) -> int:
-    forced = asked.call.options.get(FORCE)
-    if forced is not None and not one_line(forced):
-        raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
-    before = asked.registry.production()
-    now = asked.registry.promote(asked.named, cycle=asked.cycle, force=forced or "")
-    say_change(before, now, say)
-    return EXIT_OK
-
-
-def _rollback(asked: _Asked, say: Say) -> int:
-    registry, call = asked.registry, asked.call
-    before = registry.production()
-    without = WITHOUT_VECTORS in call.switches
-    now = registry.rollback(asked.named, reason=call.options.get(REASON, ""), without_vectors=without)
-    say_change(before, now, say)
-    if served := registry.serving():
-        say(f"{registry.model}: {served_line(served)}")
-    return EXIT_OK
-
-
-ACTIONS: Mapping[str, Callable[[_Asked, Say], int]] = {
-    "list": _list,
-    "show": _show,
-    "promote": _promote,
-    "rollback": _rollback,
-}
 
 
 def _dump(entry: Entry | None) -> dict[str, Any] | None:

@@ -54,9 +54,10 @@ LEGACY = {
 
 
 @dataclass(frozen=True)
-class SentenceSettings:
+class FolderSettings:
     """How a text becomes a vector there."""
 
+    format: Literal["sentence-transformers", "transformers"]
     folder: str
     """Where the Hugging Face files lie in the folder, with a slash at its end; mostly ''."""
     pooling: Pooling
@@ -106,10 +107,11 @@ class _Model(Foreign):
     prompts: dict[str, str] = Field(default_factory=dict)
 
 
-def read_sentence_settings(source: Source) -> SentenceSettings | None:
-    """None for a folder without modules.json. Raises ConfigError naming what trnpipe has no counterpart for."""
+def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSettings:
+    """`pooling_of_plain`: of a folder without modules.json. Raises ConfigError naming what has no counterpart here."""
     if not source.has(MODULES):
-        return None
+        notes = (f"pooling {pooling_of_plain}, from model.pooling",)
+        return FolderSettings("transformers", "", pooling_of_plain, None, lowercase=False, notes=notes)
     modules = source.json(MODULES, _Modules).root
     kinds = [module.type.rpartition(".")[2] for module in modules]
     ours = all(module.type.startswith("sentence_transformers.") for module in modules)
@@ -125,11 +127,11 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
     query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
     others = {name: text for name, text in prompts.items() if text and text not in (query, product)}
     used = ", ".join(f"{name} {text!r}" for name, text in sorted(others.items()))
-    notes = [f"sentence-transformers may put further prompts before texts ({used}); trnpipe does not"] if used else []
+    told = [f"sentence-transformers may put further prompts before texts ({used}); trnpipe does not"] if used else []
     if query or product:
-        notes.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
+        told.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
     if "Normalize" not in kinds:
-        notes.append("sentence-transformers leaves these vectors at their length; here they have length one")
+        told.append("sentence-transformers leaves these vectors at their length; here they have length one")
     found = source.json(f"{pooling}config.json", _Pooling)
     extra = found.model_extra or {}
     modes = found.pooling_mode or tuple(mode for key, mode in LEGACY.items() if extra.get(key)) or "mean"
@@ -140,12 +142,13 @@ def read_sentence_settings(source: Source) -> SentenceSettings | None:
             expected="one of " + ", ".join(POOLINGS),
             next_command="import a model with that pooling",
         )
-    return SentenceSettings(
+    return FolderSettings(
+        "sentence-transformers",
         folder,
         POOLINGS[mode],
         sentence.max_seq_length or sentence.processor_kwargs.model_max_length,
         sentence.do_lower_case,
-        tuple(notes),
+        tuple(told),
         query,
         product,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.store import Checkpoint, Origin, TrainState, open_checkpoint, prefix_of
-from pipeline.convert.hugging_face import TOKENIZER, read_sentence_settings, read_tokenizer, settings_of
+from pipeline.convert.hugging_face import TOKENIZER, read_folder_settings, read_tokenizer, settings_of
 from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
 from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source, load_tensors
 from pipeline.core.errors import CheckpointError, ConfigError
@@ -80,8 +80,8 @@ def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
 
 
 def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
-    sentence = read_sentence_settings(source)
-    folder = sentence.folder if sentence else ""
+    there = read_folder_settings(source, given.model.pooling)
+    folder = there.folder
     if not source.has(folder + CONFIG):
         raise ConfigError(
             f"{source.where(folder)} has no {CONFIG}",
@@ -89,13 +89,12 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
             next_command="name the folder that holds it, or the file with the weights",
         )
     described = read_config(source.read(folder + CONFIG, JSON_BYTES), source.where(folder + CONFIG))
-    pooling = sentence.pooling if sentence else given.model.pooling
-    config = settings_of(described, given.model, source.where(folder + CONFIG), pooling=pooling)
-    found = read_tokenizer(source, folder, lowercase=bool(sentence and sentence.lowercase))
-    notes = [*found.notes, *(sentence.notes if sentence else (f"pooling {pooling}, from model.pooling",))]
+    config = settings_of(described, given.model, source.where(folder + CONFIG), pooling=there.pooling)
+    found = read_tokenizer(source, folder, lowercase=there.lowercase)
+    notes = [*found.notes, *there.notes]
     spec = _spec(given.spec, found.tokenizer)
-    if sentence and (sentence.query_prefix or sentence.product_prefix):
-        prefixes = {"query_prefix": sentence.query_prefix, "product_prefix": sentence.product_prefix}
+    if there.query_prefix or there.product_prefix:
+        prefixes = {"query_prefix": there.query_prefix, "product_prefix": there.product_prefix}
         spec = spec.model_copy(update=prefixes)
     if spec.vocab_size > described.vocab_size:
         raise ConfigError(
@@ -130,14 +129,14 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
         }
         notes.append(f"{described.vocab_size - spec.vocab_size} embeddings that no token has are left out")
     weights = _with_new_head(loaded, config, spec, given.seed, source.where(name))
-    longest = (sentence.max_tokens if sentence else None) or found.max_tokens or config.max_positions
+    longest = there.max_tokens or found.max_tokens or config.max_positions
     return ForeignModel(
         config=config,
         spec=spec,
         weights=weights,
         tokenizer=found.tokenizer,
         max_tokens=min(longest, config.max_positions),
-        origin=_origin(source, "sentence-transformers" if sentence else "transformers"),
+        origin=Origin(uri=source.uri, format=there.format, fingerprint=source.fingerprint),
         new_head=given.seed,
         notes=tuple(notes),
     )
@@ -181,7 +180,7 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
         weights=model_from_hf(weights, _template(config, record.inputs), source=source.uri),
         tokenizer=tokenizer,
         max_tokens=record.max_tokens,
-        origin=_origin(source, f"trnpipe {record.format}"),
+        origin=Origin(uri=source.uri, format=f"trnpipe {record.format}", fingerprint=source.fingerprint),
         new_head=None,
         record=record,
     )
@@ -209,7 +208,7 @@ def _bare_file(source: Source, given: Given, scratch: Path) -> ForeignModel:
         weights=weights,
         tokenizer=given.tokenizer,
         max_tokens=None,
-        origin=_origin(source, "file of weights"),
+        origin=Origin(uri=source.uri, format="file of weights", fingerprint=source.fingerprint),
         new_head=None if has_head else given.seed,
         notes=("sizes and pooling are those of the model settings",),
     )
@@ -242,10 +241,6 @@ def _template(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
 
 def _spec(base: InputSpec, tokenizer: TextTokenizer) -> InputSpec:
     return base.model_copy(update={"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id})
-
-
-def _origin(source: Source, format_: str) -> Origin:
-    return Origin(uri=source.uri, format=format_, fingerprint=source.fingerprint)
 
 
 STEP = 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from pydantic import BaseModel
@@ -74,9 +74,9 @@ class Source:
         """A small JSON file. Raises ConfigError naming the field that does not fit."""
         return parse_json(self.read(name, JSON_BYTES), model, self.where(name))
 
-    def local(self, name: str, scratch: Path, limit_bytes: int = WEIGHT_BYTES) -> Path:
-        """A large file as a local one. Raises as `read` does."""
-        self._check_size(name, limit_bytes)
+    def local(self, name: str, scratch: Path) -> Path:
+        """A file of weights as a local one. Raises as `read` does."""
+        self._check_size(name, WEIGHT_BYTES)
         key = join_key(self.folder, name)
         path = self.storage.local_path(key)
         if path is None:
@@ -181,15 +181,26 @@ def _from_torch(path: Path, source: str) -> Mapping[str, Tensor]:
             expected="a state dict saved with torch.save: names and tensors, nothing else",
             next_command=_NEXT,
         ) from error
+    seen = ""
     if not isinstance(content, Mapping):
-        raise _no_state_dict(source, f"holds a {type(content).__name__}")
-    for name, value in content.items():
-        if not isinstance(name, str) or type(value) not in (Tensor, torch.nn.Parameter):
-            raise _no_state_dict(source, f"holds {name!r}, which is a {type(value).__name__}")
-    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
-    if size_bytes > _SHARED * path.stat().st_size:
-        raise _no_state_dict(source, f"unfolds to {format_bytes(size_bytes)} of tensors that share their content")
-    return content
+        seen = f"holds a {type(content).__name__}"
+    elif odd := [
+        f"holds {name!r}, which is a {type(value).__name__}"
+        for name, value in content.items()
+        if not isinstance(name, str) or type(value) not in (Tensor, torch.nn.Parameter)
+    ]:
+        seen = odd[0]
+    else:
+        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
+        if size_bytes > _SHARED * path.stat().st_size:
+            seen = f"unfolds to {format_bytes(size_bytes)} of tensors that share their content"
+    if seen:
+        raise CheckpointError(
+            f"{source} {seen}",
+            expected="a state dict: names and tensors, nothing else",
+            next_command="torch.save(model.state_dict(), FILE)",
+        )
+    return cast(Mapping[str, Tensor], content)
 
 
 def _check_archive(path: Path, source: str) -> None:
@@ -207,14 +218,6 @@ def _check_archive(path: Path, source: str) -> None:
             expected="a file that torch.save wrote",
             next_command=_NEXT,
         )
-
-
-def _no_state_dict(source: str, seen: str) -> CheckpointError:
-    return CheckpointError(
-        f"{source} {seen}",
-        expected="a state dict: names and tensors, nothing else",
-        next_command="torch.save(model.state_dict(), FILE)",
-    )
 
 
 def _checked(name: str, tensor: Tensor, source: str) -> Tensor:

@@ -219,32 +219,23 @@ class RowIndex:
     def __len__(self) -> int:
         return len(self._hash)
 
-    def look_up(self, id_hash: UInt64s, text_hash: UInt64s) -> tuple[Int64s, Bools]:
-        """Places [N] of rows with this id and this text, -1 where there is none; and which ids were found at all [N].
+    def look_up(self, id_hash: UInt64s, text_hash: UInt64s | None = None) -> tuple[Int64s, Bools]:
+        """Places [N] of rows with this id and this text (None: any), -1 where there is none; and which ids were found
+        at all [N].
 
         Both hashes of 64 bits must agree: rows are not compared any further.
         """
-        at, known = self._find(id_hash)
-        same = known.copy()
-        same[known] = self._text[at[known]] == text_hash[known]
-        return self._places(at, same), known
-
-    def find(self, id_hash: UInt64s) -> Int64s:
-        """Places [N] of rows with this id, whatever their text; -1 where there is none."""
-        return self._places(*self._find(id_hash))
-
-    def _find(self, id_hash: UInt64s) -> tuple[Int64s, Bools]:
         at = np.searchsorted(self._hash, id_hash)
         known = at < len(self._hash)
         known[known] = self._hash[at[known]] == id_hash[known]
-        return at, known
-
-    def _places(self, at: Int64s, found: Bools) -> Int64s:
+        same = known.copy()
+        if text_hash is not None:
+            same[known] = self._text[at[known]] == text_hash[known]
         place = np.full(len(at), -1, dtype=np.int64)
-        place[found] = self._place[at[found]]
+        place[same] = self._place[at[same]]
         for one in self._maps:
             one.madvise(mmap.MADV_DONTNEED)
-        return place
+        return place, known
 
     def _open(self, path: Path) -> UInt64s:
         if not path.stat().st_size:

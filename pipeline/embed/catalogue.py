@@ -36,8 +36,6 @@ class WorkShard:
     """Consecutive rows of the catalogue that become one part: the unit of work and of resume."""
 
     index: int
-    first_row: int
-    """Place of its first row in the whole catalogue."""
     pieces: tuple[Piece, ...]
 
     @property
@@ -53,18 +51,18 @@ def plan_shards(groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[W
     """
     shards: list[WorkShard] = []
     held: list[Piece] = []
-    done = rows = 0
+    rows = 0
     for file, group, size in ((f, g, size) for f, sizes in enumerate(groups) for g, size in enumerate(sizes)):
         parts = -(-size // rows_per_shard)
         for part in range(parts):
             start, end = part * size // parts, (part + 1) * size // parts
             if rows + end - start > rows_per_shard:
-                shards.append(WorkShard(len(shards), done, tuple(held)))
-                held, done, rows = [], done + rows, 0
+                shards.append(WorkShard(len(shards), tuple(held)))
+                held, rows = [], 0
             held.append(Piece(file, group, start, end - start))
             rows += end - start
     if held:
-        shards.append(WorkShard(len(shards), done, tuple(held)))
+        shards.append(WorkShard(len(shards), tuple(held)))
     return tuple(shards)
 
 

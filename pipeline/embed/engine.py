@@ -236,7 +236,7 @@ class Embedder:
         self._engine, self._backend, self._stop = engine, backend, stop
         self._limit, self._sep_id, self._chunk = limit, sep_id, chunk or limit
         self.dim = engine.dim
-        self.figures, self._last = EmbedFigures(), time.monotonic()
+        self.figures = EmbedFigures()
 
     def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
         """fp32 [N, D] for each window, in the order of its texts.

@@ -154,8 +154,8 @@ def _finish(
             bad.append(QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content=content))
         dropped += PartCounts(bad=len(rows))
         if earlier is not None:
-            places = RowIndex(index_of(earlier, scratch, stop)).find(draft.hashes(index)[0][rows])
-            dropped += PartCounts(known=-int((places >= 0).sum()))
+            _, known = RowIndex(index_of(earlier, scratch, stop)).look_up(draft.hashes(index)[0][rows])
+            dropped += PartCounts(known=-int(known.sum()))
         records[index] = _without(draft, plan, records[index], rows)
     deleted = None
     if earlier is not None:

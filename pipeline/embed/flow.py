@@ -3,7 +3,6 @@
 Texts stream through the device while the next are tokenised and finished parts written.
 """
 
-import queue
 import threading
 import time
 from collections import Counter, deque
@@ -35,7 +34,6 @@ from pipeline.proc.pool import run_tasks
 from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
 
-_POLL_S = 0.1
 FEED_DEPTH = 2
 """Windows of tokens that wait for the device."""
 FILL_DEPTH = 1
@@ -89,18 +87,16 @@ def embed_shards(
     items = feed(flow, shards)
     with (
         _closed_after(items),
-        PartWriter(write) as writer,
+        ThreadPoolExecutor(1, "part-writer") as writer,  # on leaving, also by an error, what was handed over is written
         prefetched(items, FEED_DEPTH) as ready,
         ThreadPoolExecutor(1, "part-filler") as filler,
     ):
-        line = _Line(ready, writer, filler, flow.stop)
+        line = _Line(ready, write, writer, filler, flow.stop)
         for vectors in embed(line.windows()):
             line.fill(vectors)
             embedded()
             line.settle()
-        line.settle()
-        if line.waiting:
-            raise RuntimeError("the embedder ended before all windows had their vectors")
+        line.finish()
 
 
 @contextmanager
@@ -141,123 +137,65 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete,
     ):
         for shard in shards:
             part = OpenPart(shard.index, plan.layout, shard.rows, plan.quarantine_rows)
-            held = _Held(plan.window_rows)
-            for window in windows:
-                for tokens, rows in held.add(*part.add(window)):
-                    yield Texts(tokens, rows, part)
-                if window.rows.is_last:
-                    break
-            for tokens, rows in held.rest():
-                yield Texts(tokens, rows, part)
+            yield from _texts_of(part, windows, plan.window_rows)
             yield Complete(part)
 
 
-class _Held:
-    """Texts that wait until there are enough for a window."""
+def _texts_of(part: OpenPart, windows: Iterator[Window], limit: int) -> Iterator[Texts]:
+    """The texts of one part, `limit` at a time."""
+    held: list[tuple[Tokens, Int64s]] = []
+    room = limit
 
-    def __init__(self, window_rows: int) -> None:
-        self._limit = window_rows
-        self._tokens: list[Tokens] = []
-        self._rows: list[Int64s] = []
-        self._count = 0
+    def joined() -> Texts:
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([tokens.lengths for tokens, _ in held]))])
+        ids = np.concatenate([tokens.ids for tokens, _ in held])
+        return Texts(Tokens(ids, offsets.astype(np.int64)), np.concatenate([rows for _, rows in held]), part)
 
-    def add(self, tokens: Tokens, rows: Int64s) -> Iterator[tuple[Tokens, Int64s]]:
-        """Every window that is full now."""
+    for window in windows:
+        tokens, rows = part.add(window)
         start = 0
-        while self._count + len(rows) - start >= self._limit:
-            end = start + self._limit - self._count
-            self._hold(tokens, rows, start, end)
+        while start < len(rows):
+            end = min(len(rows), start + room)
+            held.append((tokens.part(start, end), rows[start:end]))
+            room -= end - start
             start = end
-            yield from self.rest()
-        if start < len(rows):
-            self._hold(tokens, rows, start, len(rows))
-
-    def rest(self) -> Iterator[tuple[Tokens, Int64s]]:
-        if self._count:
-            lengths = np.concatenate([tokens.lengths for tokens in self._tokens])
-            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-            yield Tokens(np.concatenate([tokens.ids for tokens in self._tokens]), offsets), np.concatenate(self._rows)
-        self._tokens, self._rows, self._count = [], [], 0
-
-    def _hold(self, tokens: Tokens, rows: Int64s, start: int, end: int) -> None:
-        self._tokens.append(tokens.part(start, end))
-        self._rows.append(rows[start:end])
-        self._count += end - start
+            if not room:
+                yield joined()
+                held, room = [], limit
+        if window.rows.is_last:
+            break
+    if held:
+        yield joined()
 
 
-# Finished parts written behind the device, one at a time; one more may wait.
-
-
-class PartWriter:
-    """Calls `write` for each part in a thread of its own. Use as a context manager.
-
-    What was submitted is written before the context is left, also when it is left by an error or a stop: a part that
-    is complete is not made twice. An error of `write` comes out at the next call, or on leaving.
-    """
-
-    def __init__(self, write: Callable[[OpenPart], None]) -> None:
-        self._write = write
-        self._queue: queue.Queue[OpenPart | None] = queue.Queue(maxsize=1)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="part-writer", daemon=True)
-
-    def __enter__(self) -> "PartWriter":
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._put(None)
-        self._thread.join()
-        if kind is None:
-            self.check()
-
-    def submit(self, part: OpenPart) -> None:
-        """Hand a part over; waits while another one waits."""
-        self.check()
-        self._put(part)
-        self.check()
-
-    def check(self) -> None:
-        """Raise the error of an earlier part, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-    def _put(self, item: OpenPart | None) -> None:
-        while self._error is None:
-            try:
-                self._queue.put(item, timeout=_POLL_S)
-                return
-            except queue.Full:
-                continue
-
-    def _work(self) -> None:
-        while (part := self._queue.get()) is not None:
-            try:
-                self._write(part)
-            except BaseException as error:  # raised again where the parts come from
-                self._error = error
-                return
+# Finished parts are written behind the device, one at a time; one more may wait.
 
 
 class _Line:
     """What the device has been given and not yet answered, in order, with complete parts in between.
 
-    Vectors are converted in the thread of `filler`: the one that drives the device goes on. The embedder may ask for
-    windows in a thread of its own.
+    Vectors are converted in the thread of `filler`, and parts written in that of `writer`: the one that drives the
+    device goes on. The embedder may ask for windows in a thread of its own.
     """
 
     def __init__(
-        self, ready: Iterator[Texts | Complete], writer: PartWriter, filler: ThreadPoolExecutor, stop: StopSignal
+        self,
+        ready: Iterator[Texts | Complete],
+        write: Callable[[OpenPart], None],
+        writer: ThreadPoolExecutor,
+        filler: ThreadPoolExecutor,
+        stop: StopSignal,
     ) -> None:
-        self._ready, self._writer, self._filler, self._stop = ready, writer, filler, stop
-        self.waiting: deque[Texts | Complete] = deque()
+        self._ready, self._write, self._writer, self._filler, self._stop = ready, write, writer, filler, stop
+        self._waiting: deque[Texts | Complete] = deque()
         self._filling: deque[Future[None]] = deque()
+        self._writing: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
     def windows(self) -> Iterator[Tokens]:
         for item in self._ready:
             self._stop.raise_if_set("embedding")
-            self.waiting.append(item)
+            self._waiting.append(item)
             if isinstance(item, Texts):
                 yield item.tokens
             else:
@@ -266,25 +204,42 @@ class _Line:
     def fill(self, vectors: Float32s) -> None:
         """Vectors of the first texts that wait. Raises what went wrong with those before them."""
         with self._lock:
-            first = self.waiting.popleft()
+            first = self._waiting.popleft()
             if not isinstance(first, Texts):
                 raise RuntimeError("the embedder answered more windows than it was given")
             self._filling.append(self._filler.submit(first.part.fill, first.rows, vectors))
-            self._wait_for_all_but(FILL_DEPTH)
+            _wait_for_all_but(FILL_DEPTH, self._filling)
 
     def settle(self) -> None:
-        """Hand over the parts that wait for nothing any more."""
+        """Hand over the parts that wait for nothing any more. Raises what went wrong with one before them."""
         with self._lock:
-            while self.waiting and isinstance(first := self.waiting[0], Complete):
-                self._wait_for_all_but(0)
-                self._writer.submit(first.part)
-                self.waiting.popleft()
-        self._writer.check()
+            while self._waiting and isinstance(first := self._waiting[0], Complete):
+                _wait_for_all_but(0, self._filling)
+                _wait_for_all_but(1, self._writing)
+                before = self._writing[-1] if self._writing else None
+                self._writing.append(self._writer.submit(self._write_after, before, first.part))
+                self._waiting.popleft()
+            if self._writing and self._writing[0].done():
+                _wait_for_all_but(len(self._writing) - 1, self._writing)
 
-    def _wait_for_all_but(self, number: int) -> None:
-        while len(self._filling) > number:
-            self._filling[0].result()  # one that failed stays: no part is handed over after it
-            self._filling.popleft()
+    def finish(self) -> None:
+        """Until every part is written."""
+        self.settle()
+        _wait_for_all_but(0, self._writing)
+        if self._waiting:
+            raise RuntimeError("the embedder ended before all windows had their vectors")
+
+    def _write_after(self, before: Future[None] | None, part: OpenPart) -> None:
+        if before is not None:
+            before.result()  # no part is written after one that failed
+        self._write(part)
+
+
+def _wait_for_all_but(number: int, running: deque[Future[None]]) -> None:
+    """Raises the error of the first that failed. It stays: nothing goes on after it."""
+    while len(running) > number:
+        running[0].result()
+        running.popleft()
 
 
 # How it goes: lines, events, figures, and an early end when too much of the catalogue is bad.

@@ -39,19 +39,8 @@ class HandoverState(Record):
     done: int = Field(0, ge=0, description="Pieces that are on the device")
 
 
-@dataclass(frozen=True)
-class Handover:
-    """What was handed over."""
-
-    folder: Path
-    rows: int
-    size_bytes: int
-    fresh: bool
-    """False where an earlier run had finished it."""
-
-
-def hand_over(vectors: VectorSet, form: Form, folder: Path, stop: StopSignal) -> Handover:
-    """All vectors in `form`, in a local folder that is new, empty, or of an earlier try.
+def hand_over(vectors: VectorSet, form: Form, folder: Path, stop: StopSignal) -> tuple[Manifest, bool]:
+    """All vectors in `form`, in a local folder that is new, empty, or of an earlier try; False where that finished it.
 
     Memory: one piece, and what the form's library makes of it. Raises ConfigError for a folder of others, DataError
     when what is read back is not what was written, DiskFull, TransientError, Preempted.
@@ -71,8 +60,8 @@ def hand_over(vectors: VectorSet, form: Form, folder: Path, stop: StopSignal) ->
         with exclusive(folder, stop):
             sweep_temps(folder)
             state = _begun(folder, asked)
-            if state is None:
-                return Handover(folder, info.rows, sum(path.stat().st_size for path in _files(folder)), fresh=False)
+            if isinstance(state, Manifest):
+                return state, False
             pieces = pieces_of(vectors)
             with progress(f"writing {form.name}", info.rows, "rows") as advance:
                 for number, piece in enumerate(pieces):
@@ -96,11 +85,13 @@ def hand_over(vectors: VectorSet, form: Form, folder: Path, stop: StopSignal) ->
                     advance(piece.rows)
             if form.needs_ids:
                 _write_ids(vectors, folder / IDS)
-            names = {path.relative_to(folder).as_posix(): file_record(path, stop) for path in _files(folder)}
-            manifest = Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=asked, files=names)
+            names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+            files = {name: file_record(folder / name, stop) for name in names if not is_temp(Path(name).name)}
+            del files[STATE]
+            manifest = Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=asked, files=files)
             write_bytes_atomic(folder / MANIFEST_NAME, manifest.to_json())
             (folder / STATE).unlink()
-    return Handover(folder, info.rows, manifest.size_bytes, fresh=True)
+    return manifest, True
 
 
 def pieces_of(vectors: VectorSet) -> list[Piece]:
@@ -116,10 +107,9 @@ def pieces_of(vectors: VectorSet) -> list[Piece]:
 
 def rows_of(vectors: VectorSet, piece: Piece) -> Iterator[Rows]:
     """The rows of a piece, ROWS_PER_GROUP at a time. Raises DataError."""
-    start = found = 0
+    found = 0
     for ids, values in vectors.blocks(piece.part, piece.start, piece.start + piece.rows):
-        yield Rows(piece.first + start, ids["id"], values)
-        start += len(ids)
+        yield Rows(piece.first + found, ids["id"], values)
         found += len(ids)
     if found != piece.rows:
         raise DataError(
@@ -129,41 +119,28 @@ def rows_of(vectors: VectorSet, piece: Piece) -> Iterator[Rows]:
         )
 
 
-def _begun(folder: Path, asked: dict[str, JsonValue]) -> HandoverState | None:
-    """How far an earlier try came; None when it was finished."""
-    storage = open_storage(str(folder))
-    finished, state = read_manifest(storage, ""), None
-    if finished is None:
-        again = "give another folder with --out"
-        state = read_record(
-            storage, STATE, HandoverState, "the state of a hand-over", "trnpipe export vectors", next_command=again
-        )
-        if state is None:
-            others = sorted(path.name for path in folder.iterdir() if not is_temp(path.name))
-            if others:
-                raise _of_others(folder, f"holds {others[0]}")
-            state = HandoverState(asked=asked)
-            write_bytes_atomic(folder / STATE, state.model_dump_json().encode())
-    found = finished.fields if finished is not None else state.asked if state is not None else {}
-    if found != asked or (finished is not None and finished.kind != KIND):
-        differs = sorted(name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name))
-        raise _of_others(folder, f"was begun with another {', '.join(differs)}")
-    if finished is not None:
-        (folder / STATE).unlink(missing_ok=True)  # killed between the two
-    return state
-
-
-def _of_others(folder: Path, seen: str) -> ConfigError:
-    return ConfigError(
-        f"{folder} {seen}",
-        expected="a new or empty folder, or one that the same hand-over began",
-        next_command="give another folder with --out",
+def _begun(folder: Path, asked: dict[str, JsonValue]) -> HandoverState | Manifest:
+    """How far an earlier try came, or what it finished. Raises ConfigError for a folder of others."""
+    storage, again = open_storage(str(folder)), "give another folder with --out"
+    found = read_manifest(storage, "") or read_record(
+        storage, STATE, HandoverState, "the state of a hand-over", "trnpipe export vectors", next_command=again
     )
-
-
-def _files(folder: Path) -> list[Path]:
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (STATE, MANIFEST_NAME))
-    return [path for path in paths if not is_temp(path.name)]
+    wrong = ""
+    if found is None:
+        others = sorted(path.name for path in folder.iterdir() if not is_temp(path.name))
+        wrong, found = f"holds {others[0]}" if others else "", HandoverState(asked=asked)
+    earlier = found.asked if isinstance(found, HandoverState) else found.fields
+    if earlier != asked or (isinstance(found, Manifest) and found.kind != KIND):
+        differs = sorted(name for name in asked.keys() | earlier.keys() if asked.get(name) != earlier.get(name))
+        wrong = f"was begun with another {', '.join(differs)}"
+    if wrong:
+        expected = "a new or empty folder, or one that the same hand-over began"
+        raise ConfigError(f"{folder} {wrong}", expected=expected, next_command=again)
+    if isinstance(found, Manifest):
+        (folder / STATE).unlink(missing_ok=True)  # killed between the two
+    elif not found.done:
+        write_bytes_atomic(folder / STATE, found.model_dump_json().encode())
+    return found
 
 
 def _write_ids(vectors: VectorSet, path: Path) -> None:

@@ -183,7 +183,7 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
         quarantined=quarantined(part.bad),
         seconds=round(seconds, 3),
     )
-    key = _record_key(plan, part.index)
+    key = join_key(records_prefix(plan), f"{part.index:05d}.json")
     if not storage.write_if_absent(key, record.model_dump_json().encode()):
         earlier = _load(storage, key)
         if earlier.files == there:
@@ -242,7 +242,7 @@ def load_records(storage: Storage, plan: EmbedPlan, stop: StopSignal) -> list[Pa
     room = plan.quarantine_rows
     for first in range(0, len(plan.shards), _RECORDS_AT_A_TIME):
         for record in run_parallel(
-            lambda index: _load(storage, _record_key(plan, index)),
+            lambda index: _load(storage, join_key(records_prefix(plan), f"{index:05d}.json")),
             range(first, min(first + _RECORDS_AT_A_TIME, len(plan.shards))),
             num_threads=NUM_READ_THREADS,
             stop=stop,
@@ -251,10 +251,6 @@ def load_records(storage: Storage, plan: EmbedPlan, stop: StopSignal) -> list[Pa
             records.append(record.model_copy(update={"quarantined": record.quarantined[:room]}))
             room -= len(records[-1].quarantined)
     return records
-
-
-def _record_key(plan: EmbedPlan, index: int) -> str:
-    return f"{records_prefix(plan)}/{index:05d}.json"
 
 
 def _load(storage: Storage, key: str) -> PartRecord:

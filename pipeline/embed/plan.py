@@ -5,8 +5,8 @@ or delivered meanwhile. The work shards follow from it alone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -57,8 +57,6 @@ _SCHEMA = pa.schema([("id", pa.large_binary()), ("title", pa.large_binary()), ("
 COLUMNS = CatalogueColumns(id="id", title="title", text="text")
 """What the columns of a gathered catalogue are called."""
 
-Batches = Callable[[], Iterator[RawBatch]]
-
 
 class GatheredInfo(Record):
     """The fields of the manifest. Rows that no reader could make out are in no file."""
@@ -68,15 +66,9 @@ class GatheredInfo(Record):
     sample: tuple[QuarantinedRow, ...]
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """A committed folder of Parquet files with COLUMNS."""
-
-    prefix: str
-    info: GatheredInfo
-
-
-def gather_products(config: DataConfig, workspace: Storage, *, scratch: Path, stop: StopSignal) -> Gathered:
+def gather_products(
+    config: DataConfig, workspace: Storage, *, scratch: Path, stop: StopSignal
+) -> tuple[str, GatheredInfo]:
     """The distinct products of the data input. Raises DataError when it cannot be used."""
     source = open_source(config, scratch=scratch, stop=stop)
     name = fingerprint(
@@ -106,10 +98,10 @@ def gather_products(config: DataConfig, workspace: Storage, *, scratch: Path, st
             start += len(batch.rows)
             yield replace(batch, columns=batch.columns.filter(pa.array(keep)), rows=batch.rows[keep])
 
-    return _gather(workspace, name, distinct)
+    return _gather(workspace, name, distinct())
 
 
-def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> Gathered:
+def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> tuple[str, GatheredInfo]:
     """All rows of files. Raises DataError for a file without the columns."""
     name = fingerprint(
         {
@@ -123,7 +115,7 @@ def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> 
         for batch in files.read(lambda uri: partial(columns.plan, file=uri), _BATCH_ROWS, "reading the catalogue"):
             yield _as_catalogue(batch, "id", columns.filter)
 
-    return _gather(workspace, name, rows)
+    return _gather(workspace, name, rows())
 
 
 def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> RawBatch:
@@ -168,11 +160,14 @@ def _first_rows(batches: Iterator[RawBatch], folder: Path, num_rows: int | None,
     return is_first
 
 
-def _gather(workspace: Storage, name: str, batches: Batches) -> Gathered:
-    """Write the rows unless they are there. Whoever does it comes to the same files, which are never replaced."""
+def _gather(workspace: Storage, name: str, batches: Iterator[RawBatch]) -> tuple[str, GatheredInfo]:
+    """Write the rows unless they are there: a committed folder of Parquet files with COLUMNS, by its prefix.
+
+    Whoever does it comes to the same files, which are never replaced.
+    """
     prefix = f"catalogues/{name}"
     if (there := read_manifest(workspace, prefix)) is not None:
-        return Gathered(prefix, GatheredInfo.model_validate(there.fields))
+        return prefix, GatheredInfo.model_validate(there.fields)
     files: dict[str, FileRecord] = {}
     unreadable = Counter[str]()
     sample: list[QuarantinedRow] = []
@@ -190,7 +185,7 @@ def _gather(workspace: Storage, name: str, batches: Batches) -> Gathered:
         files[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
         held.clear()
 
-    for batch in batches():
+    for batch in batches:
         for bad in batch.bad:
             unreadable[bad.reason] += bad.count
         sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])
@@ -207,28 +202,28 @@ def _gather(workspace: Storage, name: str, batches: Batches) -> Gathered:
     fields = info.model_dump(mode="json")
     manifest = Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
     workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())
-    return Gathered(prefix, info)
+    return prefix, info
 
 
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
     """The files to read; what is no Parquet is brought into the workspace first. Raises DataError."""
     if config.path is None:
-        gathered = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
+        prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
         columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
         if all(name == "parquet" for _, name in files.found):
             return look_at(files.storage, [stat for stat, _ in files.found], columns)
-        gathered = gather_rows(columns, files, ctx.workspace)
-    stats = [stat for stat in ctx.workspace.list(gathered.prefix) if stat.key.endswith(".parquet")]
+        prefix, info = gather_rows(columns, files, ctx.workspace)
+    stats = [stat for stat in ctx.workspace.list(prefix) if stat.key.endswith(".parquet")]
     if not stats:
         raise DataError(
-            f"the catalogue has no row to embed ({sum(gathered.info.unreadable.values())} could not be read)",
+            f"the catalogue has no row to embed ({sum(info.unreadable.values())} could not be read)",
             expected="rows with an id and a title",
             next_command="check --embed.catalogue.path (or --data.path) and the filter",
         )
     found = look_at(ctx.workspace, stats, COLUMNS)
-    update = {"root": "", "unreadable": gathered.info.unreadable, "unreadable_sample": gathered.info.sample}
+    update = {"root": "", "unreadable": info.unreadable, "unreadable_sample": info.sample}
     return found.model_copy(update=update)
 
 

@@ -132,8 +132,12 @@ def part_files(layout: VectorLayout, stem: str, rows: PartRows, metadata: Mappin
         files[names[0]] = stream.getvalue()
     schema = layout.columns(with_vectors=layout.format == "parquet")
     schema = schema.with_metadata({_METADATA + name: value for name, value in sorted(metadata.items())})
-    columns: dict[str, Any] = {"id": rows.ids, "scale": rows.scale, "id_hash": rows.id_hash}
-    columns |= {"text_hash": rows.text_hash}
+    columns: dict[str, Any] = {
+        "id": rows.ids,
+        "scale": rows.scale,
+        "id_hash": rows.id_hash,
+        "text_hash": rows.text_hash,
+    }
     if layout.format == "parquet":
         flat = pa.array(np.ascontiguousarray(rows.vectors).reshape(-1))
         columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, type=schema.field("vector").type)
@@ -227,10 +231,7 @@ class VectorSet:
                 expected="vectors written by this version of trnpipe embed",
                 next_command="trnpipe embed, in a new cycle",
             ) from error
-
-    @property
-    def layout(self) -> VectorLayout:
-        return self.info.layout
+        self.layout = self.info.layout
 
     def key(self, name: str) -> str:
         return join_key(self.prefix, name)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from pipeline.core.arrays import Float32s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
-from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
 from pipeline.embed.carry_over import RowIndex, index_of, take_over
@@ -28,37 +26,24 @@ from pipeline.embed.engine import Embed, counted
 from pipeline.embed.finish import find_duplicates
 from pipeline.embed.parts import id_range
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRows, TextRules, cut_tokens, id_hashes, judge_again
+from pipeline.embed.texts import TextRows, TextRules, cut_tokens, id_hashes
 from pipeline.embed.vectors import VectorSet, from_stored, metadata_of, shorten_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
-from pipeline.proc.pool import run_tasks
 
 MAX_NAMED = 3
 """Problems of one check that are named one by one."""
 
 
-class VerifyReport(Record):
-    """All checks of one cycle's vectors."""
-
-    cycle: str
-    rows: int
-    checks: tuple[Check, ...]
-
-    @property
-    def failed(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.outcome == "fail")
-
-
-def digest_of(report: VerifyReport, vectors: VectorSet) -> VerifyDigest:
-    """The report as others draw it."""
-    found = {check.name: check for check in report.checks}
+def digest_of(checks: Sequence[Check], vectors: VectorSet) -> VerifyDigest:
+    """All checks of one cycle's vectors, as others draw them."""
+    found = {check.name: check for check in checks}
     nothing = skipped("", "")
     drift, sample = (found.get(name, nothing) for name in ("drift", "sample"))
     info, common = vectors.info, drift.figures.get("common_ids")
     return VerifyDigest(
-        cycle=report.cycle,
-        passed=not report.failed,
+        cycle=info.cycle,
+        passed=all(check.outcome != "fail" for check in checks),
         model_digest=info.model.digest,
         vectors_digest=vectors.manifest.digest,
         previous=info.previous,
@@ -73,7 +58,7 @@ def digest_of(report: VerifyReport, vectors: VectorSet) -> VerifyDigest:
         mean_cosine=drift.figures.get("mean_cosine"),
         moved_share=drift.figures.get("moved_share"),
         recompute_min_cosine=sample.figures.get("min_cosine"),
-        checks=report.checks,
+        checks=tuple(checks),
     )
 
 
@@ -126,9 +111,17 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
             ids: list[pa.Array] = []
             for batch, values in vectors.blocks(part):
                 stop.raise_if_set("verifying vectors")
-                distance, wrong = _block_problems(batch, values, norm_tolerance)
-                worst = max(worst, distance)
-                problems += [f"{name}: {problem}" for problem in wrong]
+                names = batch["id"].to_pylist()
+                with np.errstate(invalid="ignore"):
+                    distance = np.nan_to_num(np.abs(np.linalg.norm(values.astype(np.float64), axis=1) - 1.0))
+                worst = max(worst, float(distance.max(initial=0.0)))
+                infinite, far = ~np.isfinite(values).all(axis=1), distance > norm_tolerance
+                for bad, what in ((infinite, "are not finite"), (far, "are not of length one")):
+                    if bad.any():
+                        others = int(bad.sum()) - 1
+                        problems.append(f"{name}: the vector of {names[bad.argmax()]!r} and {others} others {what}")
+                if (wrong := id_hashes(names) != batch["id_hash"].to_numpy()).any():
+                    problems.append(f"{name}: the hash of id {names[wrong.argmax()]!r} is wrong")
                 ids.append(batch["id"])
                 advance(len(batch))
             rows = sum(map(len, ids))
@@ -138,23 +131,6 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
                 problems.append(f"{name}: its ids are not from {info.id_min!r} to {info.id_max!r}")
     seen = f"{vectors.info.rows:,} vectors finite, length at most {worst:.1e} from 1"
     return judge("numbers", problems, seen, {"max_norm_distance": worst})
-
-
-def _block_problems(batch: pa.RecordBatch, values: Float32s, norm_tolerance: float) -> tuple[float, list[str]]:
-    """Largest distance of a length from one, and what is wrong."""
-    ids, problems = batch["id"].to_pylist(), []
-    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-    if len(bad):
-        problems.append(f"the vector of {ids[bad[0]]!r} and {len(bad) - 1} others are not finite")
-    with np.errstate(invalid="ignore"):
-        distance = np.nan_to_num(np.abs(np.linalg.norm(values.astype(np.float64), axis=1) - 1.0))
-    far = np.flatnonzero(distance > norm_tolerance)
-    if len(far):
-        problems.append(f"the vector of {ids[far[0]]!r} and {len(far) - 1} others are not of length one")
-    wrong = np.flatnonzero(id_hashes(ids) != batch["id_hash"].to_numpy())
-    if len(wrong):
-        problems.append(f"the hash of id {ids[wrong[0]]!r} is wrong")
-    return float(distance.max(initial=0.0)), problems
 
 
 def check_unique(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Check:
@@ -203,9 +179,9 @@ def check_drift(
         for part in range(len(vectors.info.parts)):
             stop.raise_if_set("comparing with the previous cycle")
             hashes = vectors.hashes(part)[0]
-            place = index.find(hashes)
-            common += int((place >= 0).sum())
-            rows = np.flatnonzero((place >= 0) & (hashes % step == 0))
+            place, known = index.look_up(hashes)
+            common += int(known.sum())
+            rows = np.flatnonzero(known & (hashes % step == 0))
             ours, theirs = from_stored(*vectors.stored(part, rows)), from_stored(*take_over(previous, place[rows]))
             cosines.append(cosine(ours, theirs))
             advance(len(hashes))
@@ -243,14 +219,7 @@ class Picked:
 
 
 JudgeWindows = Callable[[tuple[TextRules, int], Iterator[RawWindow]], Generator[TextRows, None, None]]
-"""Runs judge_again for each, in order."""
-
-
-def judge_processes(num_workers: int, stop: StopSignal) -> JudgeWindows:
-    """Worker processes, one per core for 0."""
-    return partial(
-        run_tasks, judge_again, num_workers=num_workers, stop=stop, doing="reading the catalogue again", in_order=True
-    )
+"""Runs texts.judge_again for each, in order."""
 
 
 def check_catalogue(
@@ -328,13 +297,10 @@ def check_sample(
     stored = []
     for part in sorted({one.part for one in picked}):
         hashes = vectors.hashes(part)[0]
-        order = np.argsort(hashes)
-        mine = [one for one in picked if one.part == part]
-        wanted = np.array([one.id_hash for one in mine], dtype=np.uint64)
-        at = np.minimum(np.searchsorted(hashes, wanted, sorter=order), max(0, len(hashes) - 1))
-        found = hashes[order[at]] == wanted if len(hashes) else np.zeros(len(mine), dtype=np.bool_)
-        there += [one for one, is_there in zip(mine, found.tolist(), strict=True) if is_there]
-        stored.append(from_stored(*vectors.stored(part, order[at[found]])))
+        mine = {one.id_hash: one for one in picked if one.part == part}
+        rows = np.flatnonzero(np.isin(hashes, np.array(list(mine), dtype=np.uint64)))
+        there += [mine[one] for one in hashes[rows].tolist()]
+        stored.append(from_stored(*vectors.stored(part, rows)))
     if not there:
         return skipped("sample", "no text was picked")
     tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in there]), max_tokens, tokenizer.sep_id)

@@ -40,7 +40,7 @@ def promote(
     found = read_pointer(workspace, model)
     current, etag = found or (None, "")
     candidate = read_checkpoint(workspace, prefix, every_byte=True)
-    past = _completed(workspace, model, current)
+    past = append(workspace, model, current)  # whoever wrote the pointer may have died before its entry
     if current is not None and candidate.place == current.place:
         return current
     if current != expected:
@@ -77,7 +77,7 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
     Raises ConfigError when there is no such checkpoint or no reason, CheckpointError when it does not verify or is not
     what was promoted then, TransientError when production changes meanwhile.
     """
-    current, etag, past, target = _rollback(workspace, model, to, reason)
+    current, etag, past, target = rollback_target(workspace, model, to, reason=reason)
     if target is None:
         return current
     restored = read_checkpoint(workspace, target.checkpoint, every_byte=True)
@@ -100,27 +100,41 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
     return _put(workspace, current, etag, entry)
 
 
-def rollback_target(workspace: Storage, model: str, to: str, *, reason: str) -> Production | None:
-    """What a rollback would put into production; None: it is there already. Raises ConfigError as roll_back does."""
-    return _rollback(workspace, model, to, reason)[3]
-
-
-def _rollback(
-    workspace: Storage, model: str, to: str, reason: str
+def rollback_target(
+    workspace: Storage, model: str, to: str, *, reason: str
 ) -> tuple[Pointer, str, tuple[Entry, ...], Production | None]:
-    """The pointer with its etag, the history, and where a rollback leads."""
+    """The pointer with its etag, the history, and what a rollback would put into production; None: it is there already.
+
+    Raises ConfigError as roll_back does.
+    """
     if not one_line(reason):
         raise ConfigError(
             "no reason is given", expected="why, in a few words", next_command="trnpipe registry rollback --reason TEXT"
         )
-    found = read_pointer(workspace, model)
-    if found is None:
+    pointer = read_pointer(workspace, model)
+    if pointer is None:
         raise ConfigError(f"nothing is in production of {model}", expected="a promoted checkpoint to roll back from")
-    current, etag = found
-    past = _completed(workspace, model, current)
+    current, etag = pointer
+    past = append(workspace, model, current)  # whoever wrote the pointer may have died before its entry
     if to and check_prefix(to) == current.checkpoint:
         return current, etag, past, None
-    return current, etag, past, _target(current, changes_of(past), to)
+    if to:
+        changes = changes_of(past)
+        found = next((entry for entry in reversed(changes) if entry.checkpoint == to), None)
+        if found is None:
+            raise ConfigError(
+                f"{to} was never in production",
+                expected=f"one of {', '.join(sorted({entry.checkpoint for entry in changes}))}",
+                next_command=f"trnpipe registry promote {to}",
+            )
+        return current, etag, past, found.production
+    if current.previous is None:
+        raise ConfigError(
+            f"{current.checkpoint} has nothing before it to roll back to",
+            expected="an earlier production checkpoint",
+            next_command="trnpipe registry rollback TO, or trnpipe registry promote CHECKPOINT --force REASON",
+        )
+    return current, etag, past, current.previous
 
 
 def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> Entry:
@@ -137,7 +151,7 @@ def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decisi
         figures=decision.figures,
         verdict=decision.verdict,
     )
-    append(workspace, model, *([current] if current else []), entry)
+    append(workspace, model, current, entry)
     return entry
 
 
@@ -180,33 +194,9 @@ def _refusal(decision: Decision, candidate: Known, past: Iterable[Entry]) -> tup
     return ()
 
 
-def _target(current: Pointer, changes: tuple[Pointer, ...], to: str) -> Production:
-    if not to:
-        if current.previous is None:
-            raise ConfigError(
-                f"{current.checkpoint} has nothing before it to roll back to",
-                expected="an earlier production checkpoint",
-                next_command="trnpipe registry rollback TO, or trnpipe registry promote CHECKPOINT --force REASON",
-            )
-        return current.previous
-    found = next((entry for entry in reversed(changes) if entry.checkpoint == to), None)
-    if found is None:
-        raise ConfigError(
-            f"{to} was never in production",
-            expected=f"one of {', '.join(sorted({entry.checkpoint for entry in changes}))}",
-            next_command=f"trnpipe registry promote {to}",
-        )
-    return found.production
-
-
 def _generation(current: Pointer | None, past: Iterable[Entry]) -> int:
     """Of the last change; that of the history when the pointer was removed by hand."""
     return max([current.generation if current else 0, *(entry.generation for entry in past)])
-
-
-def _completed(workspace: Storage, model: str, current: Pointer | None) -> tuple[Entry, ...]:
-    """The log, after adding the entry of the pointer: whoever wrote it may have died before that."""
-    return append(workspace, model, *([current] if current else []))
 
 
 def _put(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer) -> Pointer:

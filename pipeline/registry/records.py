@@ -12,7 +12,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Self
 
@@ -29,14 +29,9 @@ Action = Literal["promoted", "forced", "rolled_back", "refused"]
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def is_model(name: str) -> bool:
-    """True for a name that a model may have: it becomes part of a key."""
-    return _MODEL.fullmatch(name) is not None
-
-
 def check_model(name: str) -> str:
-    """The name itself. ConfigError when it is none."""
-    if is_model(name):
+    """The name itself, which becomes part of a key. ConfigError when it is none."""
+    if _MODEL.fullmatch(name):
         return name
     raise ConfigError(
         f"model name {name!r}",
@@ -175,7 +170,8 @@ def parse_entry(data: bytes | str) -> Entry:
     return entry if entry.action == "refused" else Pointer.model_validate_json(data)
 
 
-def changes_of(entries: Sequence[Entry]) -> tuple[Pointer, ...]:
+def changes_of(entries: Iterable[Entry]) -> tuple[Pointer, ...]:
+    """Without the refusals."""
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
 
 
@@ -311,29 +307,28 @@ def history_key(model: str) -> str:
 
 def list_models(workspace: Storage) -> list[str]:
     """Names of the models that the registry knows, sorted."""
-    return [name for name in workspace.list_dirs(FOLDER) if is_model(name)]
+    return [name for name in workspace.list_dirs(FOLDER) if _MODEL.fullmatch(name)]
 
 
 def read_history(workspace: Storage, model: str) -> tuple[Entry, ...]:
     """Every entry, the pointer's own included. Raises DataError for a damaged log, CheckpointError for the pointer."""
     found = read_pointer(workspace, model)  # first: whatever came before this pointer is in the log by now
-    log = _parse(workspace, history_key(model), _read(workspace, history_key(model)))
+    _, log = _read_log(workspace, history_key(model))
     missing = found is not None and found[0].id not in {entry.id for entry in log}
     return (*log, found[0]) if found is not None and missing else log
 
 
-def append(workspace: Storage, model: str, *entries: Entry) -> tuple[Entry, ...]:
-    """Add those entries that the log lacks, and return all of it.
+def append(workspace: Storage, model: str, *entries: Entry | None) -> tuple[Entry, ...]:
+    """Add those entries that the log lacks (None: nothing), and return all of it.
 
     Raises DataError for a damaged log, TransientError, Preempted.
     """
     key, deadline, wait_s = history_key(model), time.monotonic() + APPEND_DEADLINE_S, 0.01
     while True:
         stat = workspace.stat(key)  # before the content: then an etag that still fits is of no older content
-        data = _read(workspace, key)
-        log = _parse(workspace, key, data)
+        data, log = _read_log(workspace, key)
         known = {entry.id for entry in log}
-        missing = tuple(entry for entry in entries if entry.id not in known)
+        missing = tuple(entry for entry in entries if entry is not None and entry.id not in known)
         if not missing:
             return log
         gap = b"" if not data or data.endswith(b"\n") else b"\n"
@@ -351,14 +346,12 @@ def append(workspace: Storage, model: str, *entries: Entry) -> tuple[Entry, ...]
         wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
-def _read(workspace: Storage, key: str) -> bytes:
+def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[Entry, ...]]:
+    """All of it, and the entries it holds. Raises DataError for a damaged one."""
     try:
-        return workspace.read_bytes(key)
+        data = workspace.read_bytes(key)
     except KeyNotFound:
-        return b""
-
-
-def _parse(workspace: Storage, key: str, data: bytes) -> tuple[Entry, ...]:
+        return b"", ()
     entries = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -371,7 +364,7 @@ def _parse(workspace: Storage, key: str, data: bytes) -> tuple[Entry, ...]:
                 expected="one JSON object a line, as trnpipe wrote it",
                 next_command="put the file back as it was, or take that line out",
             ) from error
-    return tuple(entries)
+    return data, tuple(entries)
 
 
 # Checkpoints that retention must leave alone.

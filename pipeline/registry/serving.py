@@ -113,7 +113,12 @@ def offer(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
         if pointer is None or pointer[0].digest != pair.digest:
             there = pointer[0].checkpoint if pointer else "nothing"
             return f"serving.json stays: {there} is in production, the vectors are of {pair.checkpoint}"
-        if now is not None and now.digest == pair.digest and _age(now) > _age(pair):
+        # Those of one cycle are equal: made anew, they are served.
+        if (
+            now is not None
+            and now.digest == pair.digest
+            and (now.vectors.generation, now.vectors.cycle) > (pair.vectors.generation, pair.vectors.cycle)
+        ):
             return f"serving.json stays: it names newer vectors of this model, cycle {now.vectors.cycle}"
         if pair.vectors.digest in _withdrawn(past_pairs(workspace, pair.model)):
             again = f"trnpipe serving rollback {pair.vectors.cycle} serves them all the same"
@@ -147,7 +152,7 @@ def promote_challenger(workspace: Storage, model: str, *, reason: str, author: A
             " trnpipe serving promote --reason TEXT",
         )
     _check_vectors(workspace, pair)
-    return _put(workspace, pair.model_copy(update=_said("promoted", reason, author)), found, SERVING)
+    return _put(workspace, pair, found, SERVING, action="promoted", reason=one_line(reason), author=author)
 
 
 def roll_back_model(
@@ -160,7 +165,7 @@ def roll_back_model(
     Raises ConfigError when no vectors of that checkpoint were ever served.
     """
     served = read_pair(workspace, model)
-    target = rollback_target(workspace, model, to, reason=reason)
+    *_, target = rollback_target(workspace, model, to, reason=reason)
     if target is None or served is None or without_vectors:
         return roll_back(workspace, model, to, reason=reason, author=author)
     pairs = past_pairs(workspace, model)
@@ -215,20 +220,16 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     if target.digest != now.digest and _has_to_follow(workspace, produced, target):
         _roll_both(workspace, target, served, reason, author)
     else:
-        _put(workspace, target.model_copy(update=_said("rolled_back", reason, author)), served, SERVING)
+        _put(workspace, target, served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
     after = read_pair(workspace, model)
     return after[0] if after else target
 
 
-def _age(pair: Pair) -> tuple[int, str]:
-    """By which vectors of a model are newer than others, as embed/carry_over has it. Those of one cycle are equal: made
-    anew, they are served."""
-    return pair.vectors.generation, pair.vectors.cycle
-
-
 def _has_to_follow(workspace: Storage, produced: str | None, pair: Pair) -> bool:
     """Whether production is at another model (its digest) than that of a pair, which was in production too."""
-    return produced not in (None, pair.digest) and _was_in_production(workspace, pair.model, pair)
+    if produced in (None, pair.digest):
+        return False
+    return pair.digest in {entry.digest for entry in changes_of(read_history(workspace, pair.model))}
 
 
 def _roll_both(workspace: Storage, pair: Pair, served: tuple[Pair, str], reason: str, author: Author) -> Pointer:
@@ -236,15 +237,18 @@ def _roll_both(workspace: Storage, pair: Pair, served: tuple[Pair, str], reason:
     read_checkpoint(workspace, checkpoint, every_byte=True)  # before anything moves
     _check_vectors(workspace, pair)
     if served[0].is_of != pair.is_of:
-        _put(workspace, pair.model_copy(update=_said("rolled_back", reason, author)), served, SERVING)
+        _put(workspace, pair, served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
     return roll_back(workspace, pair.model, checkpoint, reason=reason, author=author)
 
 
-def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: Role) -> Pair:
-    """Write what was there into the history, then the pair in its place. Raises TransientError when another did."""
+def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: Role, **changes: object) -> Pair:
+    """Write what was there into the history, then the pair in its place, with `changes` in its fields.
+
+    Raises TransientError when another did.
+    """
     now, etag = found or (None, "")
-    generation = (now.generation if now else 0) + 1
-    written = pair.model_copy(update={"generation": generation, "replaced": now.vectors.digest if now else None})
+    changes["generation"] = (now.generation if now else 0) + 1
+    written = pair.model_copy(update=changes | {"replaced": now.vectors.digest if now else None})
     key, data = pair_key(pair.model, role), written.model_dump_json(indent=1).encode() + b"\n"
     if now is not None and role == SERVING:
         past = f"{FOLDER}/{pair.model}/pairs/{now.generation:08d}.json"
@@ -258,10 +262,6 @@ def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: R
     return written
 
 
-def _said(action: Literal["promoted", "rolled_back"], reason: str, author: Author) -> dict[str, object]:
-    return {"action": action, "reason": one_line(reason), "author": author}
-
-
 def _withdrawn(pairs: Iterable[Pair]) -> frozenset[str]:
     """Digests of vectors that were rolled back from and were not served again since."""
     gone: set[str] = set()
@@ -270,10 +270,6 @@ def _withdrawn(pairs: Iterable[Pair]) -> frozenset[str]:
             gone.add(pair.replaced)
         gone.discard(pair.vectors.digest)
     return frozenset(gone)
-
-
-def _was_in_production(workspace: Storage, model: str, pair: Pair) -> bool:
-    return pair.digest in {entry.digest for entry in changes_of(read_history(workspace, model))}
 
 
 def _has_vectors(workspace: Storage, pair: Pair) -> bool:

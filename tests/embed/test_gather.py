@@ -42,7 +42,7 @@ def test_the_synthetic_catalogue_is_the_default(ctx: StageContext) -> None:
     found = rows(ctx, CatalogueConfig(), data)
     assert sorted(row[0] for row in found) == sorted(f"p{q}-{n}".encode() for q in range(30) for n in range(12))
     first = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
-    assert first.info.rows == 360
+    assert first[1].rows == 360
     assert gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop) == first
 
 

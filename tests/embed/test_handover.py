@@ -121,11 +121,11 @@ def check_all(folder: Path, form: str, vectors: VectorSet) -> None:
 
 @EACH
 def test_all_rows_are_there_once(vectors: VectorSet, tmp_path: Path, form: str) -> None:
-    done = hand_over(vectors, open_form(form, vectors), tmp_path / "out", STOP)
-    assert done.fresh and done.rows == 108
+    done, fresh = hand_over(vectors, open_form(form, vectors), tmp_path / "out", STOP)
+    assert fresh and done.fields["rows"] == 108
     check_all(tmp_path / "out", form, vectors)
     verify_dir(open_storage(str(tmp_path)), "out", deep=True)
-    assert not hand_over(vectors, open_form(form, vectors), tmp_path / "out", STOP).fresh
+    assert hand_over(vectors, open_form(form, vectors), tmp_path / "out", STOP) == (done, False)
 
 
 @EACH
@@ -166,7 +166,7 @@ def test_a_try_that_was_broken_off_goes_on(
         broken.setattr(made, "check", lambda *given: (_ for _ in ()).throw(Preempted("enough")))
         with pytest.raises(Preempted):
             hand_over(vectors, made, out, STOP)
-    assert hand_over(vectors, made, out, STOP).fresh
+    assert hand_over(vectors, made, out, STOP)[1]
     check_all(out, form, vectors)
 
 

@@ -23,7 +23,6 @@ from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRows, TextRules, judge_again
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.embed.verify import (
-    VerifyReport,
     check_catalogue,
     check_drift,
     check_files,
@@ -233,8 +232,7 @@ def test_drift(case: Case, tmp_path: Path) -> None:
     assert check.figures["moved_share"] == pytest.approx(1 / 90)
     assert check.histogram is not None and len(check.histogram.edges) == len(check.histogram.counts) + 1
     assert sum(check.histogram.counts) == 90 and check.histogram.counts[-1] == 89, "89 have not moved"
-    report = VerifyReport(cycle="c2", rows=vectors.info.rows, checks=(check,))
-    digest = VerifyDigest.model_validate_json(digest_of(report, vectors).model_dump_json())
+    digest = VerifyDigest.model_validate_json(digest_of([check], vectors).model_dump_json())
     assert (digest.counts.new, digest.counts.gone, digest.previous) == (5, 10, "c1")
     assert digest.drift == check.histogram and digest.moved_share == check.figures["moved_share"]
     assert check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9999, STOP).outcome == "fail"
