@@ -7,7 +7,6 @@ the account of the partition needs. So the last step reads no rows.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from safetensors import safe_open
@@ -69,50 +68,43 @@ class Encoding:
     labels: LabelSet
 
 
-@dataclass(frozen=True)
-class NamedPartition:
-    """A partition, and where its shards belong. `prefix` ends in the fingerprint of all that its bytes depend on."""
-
-    partition: Partition
-    prefix: str
-    settings: EncodeSettings
-
-    @property
-    def fingerprint(self) -> str:
-        return self.prefix.rsplit("/", 1)[-1]
-
-
 def file_name(number: int) -> str:
     return f"file-{number:05d}.json"
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of one partition, beside the token sets. `scratch`: a local folder of this worker and partition."""
+class NamedPartition:
+    """A partition, where its shards belong in the workspace, and where their parts lie beside until all are there.
 
+    `prefix` ends in the fingerprint of all that its bytes depend on. `scratch`: a local folder of this worker.
+    """
+
+    partition: Partition
+    settings: EncodeSettings
     workspace: Storage
-    named: NamedPartition
+    prefix: str
     scratch: Path
 
-    @cached_property
-    def folder(self) -> str:
-        return f"{self.named.prefix.rpartition('/')[0]}/share"
+    @property
+    def fingerprint(self) -> str:
+        return self.prefix.rpartition("/")[2]
 
-    @cached_property
-    def prefix(self) -> str:
-        return f"{self.folder}/{self.named.fingerprint}"
+    @property
+    def parts(self) -> str:
+        dataset, _, name = self.prefix.rpartition("/")
+        return f"{dataset}/share/{name}"
 
     def there(self) -> set[str]:
-        return names_in(self.workspace, self.prefix)
+        return names_in(self.workspace, self.parts)
 
     def note(self, number: int, read: FileRead) -> None:
         """A file was read to its end. Every worker that does so writes the same."""
-        self.workspace.write_bytes(join_key(self.prefix, file_name(number)), read.model_dump_json().encode())
+        self.workspace.write_bytes(join_key(self.parts, file_name(number)), read.model_dump_json().encode())
 
     def read_of(self, number: int) -> FileRead:
         """Raises KeyNotFound when nobody has read the file to its end, DataError."""
-        key = join_key(self.prefix, file_name(number))
-        again = f"delete {self.workspace.uri(self.prefix)} and run trnpipe prepare again"
+        key = join_key(self.parts, file_name(number))
+        again = f"delete {self.workspace.uri(self.parts)} and run trnpipe prepare again"
         found = read_record(self.workspace, key, FileRead, "the count of a file", "trnpipe prepare", next_command=again)
         if found is None:
             raise KeyNotFound(self.workspace.uri(key))
@@ -121,41 +113,41 @@ class Parts:
     def publish(self, name: str, files: Sequence[str]) -> None:
         """The shards of a chunk, then what proves them."""
         shards, part = self.scratch / SHARDS, self.scratch / part_name(name)
-        self.workspace.upload_dir(self.named.prefix, shards, files)
-        self.workspace.upload(part, join_key(self.prefix, part.name))
+        self.workspace.upload_dir(self.prefix, shards, files)
+        self.workspace.upload(part, join_key(self.parts, part.name))
         with os_errors("deleting", f"file://{self.scratch}"):
             for path in (*(shards / file for file in files), part):
                 path.unlink()
 
 
 def committed(
-    encoding: Encoding, named: NamedPartition, workspace: Storage, events: Callable[..., object] | None = None
+    encoding: Encoding, named: NamedPartition, events: Callable[..., object] | None = None
 ) -> TokenSetInfo | None:
     """What a partition says of itself that is there already. Raises DataError above the share of bad rows."""
-    manifest = read_manifest(workspace, named.prefix)
+    manifest = read_manifest(named.workspace, named.prefix)
     if manifest is None:
         return None
     info = TokenSetInfo.model_validate(manifest.fields)
-    refuse_bad_share(encoding.config, info, [], workspace)
+    refuse_bad_share(encoding.config, info, [], named.workspace)
     if events is not None:
         events(EventName.PARTITION_REUSED, partition=info.partition, prefix=named.prefix, rows=info.rows)
     return info
 
 
-def commit(encoding: Encoding, parts: Parts, events: Callable[..., object]) -> TokenSetInfo | None:
+def commit(encoding: Encoding, named: NamedPartition, events: Callable[..., object]) -> TokenSetInfo | None:
     """What a partition says of itself, once all its parts are there; else None. Raises DataError for too many bad rows.
 
     Several workers may find so at once: they write the same.
     """
-    workspace, named = parts.workspace, parts.named
-    if info := committed(encoding, named, workspace):
-        workspace.delete_prefix(parts.prefix)  # made here again, after another worker had taken them away
+    workspace = named.workspace
+    if info := committed(encoding, named):
+        workspace.delete_prefix(named.parts)  # made here again, after another worker had taken them away
         return info
-    there, numbers = parts.there(), range(len(named.partition.files))
+    there, numbers = named.there(), range(len(named.partition.files))
     if not all(file_name(number) in there for number in numbers):
-        return None
+        return committed(encoding, named)  # maybe meanwhile, and the parts are gone
     try:
-        reads = [parts.read_of(number) for number in numbers]
+        reads = [named.read_of(number) for number in numbers]
         names = [
             part_name(chunk_name(number, place))
             for number, read in enumerate(reads)
@@ -163,15 +155,15 @@ def commit(encoding: Encoding, parts: Parts, events: Callable[..., object]) -> T
         ]
         if not there.issuperset(names):
             return None
-        folder = workspace.local_path(parts.prefix)
+        folder = workspace.local_path(named.parts)
         if folder is None:
-            folder = parts.scratch / "account"
-            workspace.download_dir(parts.prefix, folder, names)
+            folder = named.scratch / "account"
+            workspace.download_dir(named.parts, folder, names)
         found = read_parts(folder, names, encoding.config.quarantine_rows, workspace.stop)
         judged = _judged(folder, names, found, len(encoding.labels.gains), workspace.stop)
     except DataError:
         # Another worker found the same at once, was faster, and took the parts away.
-        if info := committed(encoding, named, workspace):
+        if info := committed(encoding, named):
             return info
         raise
     records = [part.chunk for part in found]
@@ -185,7 +177,7 @@ def commit(encoding: Encoding, parts: Parts, events: Callable[..., object]) -> T
     for part in found:
         files |= part.files
     commit_files(workspace, named.prefix, kind=KIND, fields=info.model_dump(mode="json"), files=files)
-    workspace.delete_prefix(parts.prefix)
+    workspace.delete_prefix(named.parts)
     if info.rows_bad:
         events(EventName.ROWS_QUARANTINED, partition=info.partition, rows=info.rows_bad, reasons=info.reasons)
     events(EventName.PARTITION_PREPARED, partition=info.partition, prefix=named.prefix, rows=info.rows)

@@ -24,7 +24,7 @@ from pipeline.data.chunks import ChunkTask, EncodeSettings, chunk_name, encode_c
 from pipeline.data.config import DataConfig
 from pipeline.data.labels import decide_labels
 from pipeline.data.lexical import LEXICAL_NAMES
-from pipeline.data.partition import Encoding, FileCount, FileRead, NamedPartition, Parts, commit, committed, file_name
+from pipeline.data.partition import Encoding, FileCount, FileRead, NamedPartition, commit, committed, file_name
 from pipeline.data.rows import RawBatch, cut_chunks
 from pipeline.data.sources import Partition, Source, listed, open_source, reading
 from pipeline.data.survey import FileShare, Survey, share_files
@@ -38,6 +38,8 @@ from pipeline.telemetry.events import EventName
 Tell = Callable[[RawBatch | None], None]
 Emit = Callable[..., object]
 """Writes one event: its name, and its fields by keyword."""
+Share = tuple[NamedPartition, dict[int, FileShare]]
+"""What one worker does of a partition: of its files, by their number."""
 _UPLOADS = 4
 
 
@@ -86,7 +88,11 @@ def prepare(
         config, workspace, worker=0, workers=1, scratch=scratch, tokenizer=tokenizer, events=events, stop=stop
     )
     if isinstance(result, int):
-        raise RuntimeError(f"{result} partition(s) are not done, and there is nobody else to do them")
+        raise TransientError(
+            f"parts of {result} partition(s) are gone",
+            expected="no other prepare of this input at the same time",
+            next_command="the same command again: it finds what is done",
+        )
     return result
 
 
@@ -114,20 +120,19 @@ def prepare_share(
     source = open_source(config, scratch=scratch, stop=stop)
     survey = Survey(source, config, workspace, worker, workers, stop)
     encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, survey, events, stop)
-    named = name_partitions(encoding, source)
-    parts = [Parts(workspace, one, scratch / "parts" / one.fingerprint) for one in named]
+    named = name_partitions(encoding, source, workspace, scratch / "parts")
     # What all workers find is told once.
     tell = events if worker == 0 else None
-    infos = {one.prefix: info for one in named if (info := committed(encoding, one, workspace, tell))}
-    _tidy_up(workspace, [one for one in parts if one.named.prefix in infos])
+    infos = {one.prefix: info for one in named if (info := committed(encoding, one, tell))}
+    _tidy_up(workspace, [one for one in named if one.prefix in infos])
     plan = f"tokens/{config.name}/share/{fingerprint([one.prefix for one in named])}.json"
     todo = _agree(workspace, plan, [one.prefix for one in named if one.prefix not in infos])
-    shares = _shares([one for one in parts if one.named.prefix in todo], worker, workers)
-    shares = [(one, share) for one, share in shares if one.named.prefix not in infos]
+    shares = _shares([one for one in named if one.prefix in todo], worker, workers)
+    shares = [(one, share) for one, share in shares if one.prefix not in infos]
     infos |= _encode(encoding, source, shares, events, stop)
-    for one in parts:
-        if one.named.prefix not in infos and (info := commit(encoding, one, events)):
-            infos[one.named.prefix] = info
+    for one in named:
+        if one.prefix not in infos and (info := commit(encoding, one, events)):
+            infos[one.prefix] = info
     if missing := len(named) - len(infos):
         if listed(config, stop) != files:
             raise TransientError(
@@ -210,7 +215,7 @@ def decide(
     return Encoding(config, found, label_set), store_tokenizer(config, trained_on, workspace, found, scratch)
 
 
-def name_partitions(encoding: Encoding, source: Source) -> list[NamedPartition]:
+def name_partitions(encoding: Encoding, source: Source, workspace: Storage, scratch: Path) -> list[NamedPartition]:
     """Every partition of the input, in order, with the name that its shards have or will have."""
     config, labels, named = encoding.config, encoding.labels, list[NamedPartition]()
     for partition in source.partitions:
@@ -235,7 +240,8 @@ def name_partitions(encoding: Encoding, source: Source) -> list[NamedPartition]:
             product_prefix=config.product_prefix,
             quarantine_rows=config.quarantine_rows,
         )
-        named.append(NamedPartition(partition, f"tokens/{config.name}/{name}", settings))
+        prefix = f"tokens/{config.name}/{name}"
+        named.append(NamedPartition(partition, settings, workspace, prefix, scratch / name))
     return named
 
 
@@ -269,15 +275,16 @@ def _token_set_fingerprint(config: DataConfig, partition: Partition, rules: RowR
 # What is shared by all workers, and the share of one: of each file, all chunks or every n-th.
 
 
-def _tidy_up(workspace: Storage, whole: Sequence[Parts]) -> None:
+def _tidy_up(workspace: Storage, whole: Sequence[NamedPartition]) -> None:
     """Take away what a try killed at the end of its commit left of the parts of whole partitions.
 
     Were a partition ever deleted for damage, they would prove files that are gone.
     """
-    left = set(workspace.list_dirs(whole[0].folder)) if whole else set()  # the one of a dataset
-    for parts in whole:
-        if parts.named.fingerprint in left:
-            workspace.delete_prefix(parts.prefix)
+    folder = whole[0].parts.rpartition("/")[0] if whole else ""  # the one of a dataset
+    left = set(workspace.list_dirs(folder)) if whole else set()
+    for one in whole:
+        if one.fingerprint in left:
+            workspace.delete_prefix(one.parts)
 
 
 def _agree(workspace: Storage, key: str, missing: Sequence[str]) -> frozenset[str]:
@@ -299,14 +306,14 @@ def _agree(workspace: Storage, key: str, missing: Sequence[str]) -> frozenset[st
     return frozenset(missing)
 
 
-def _shares(parts: Sequence[Parts], worker: int, workers: int) -> list[tuple[Parts, dict[int, FileShare]]]:
-    """Partitions of which a worker has something to do, and its files by their number in the partition."""
-    files = [(one, number) for one in parts for number in range(len(one.named.partition.files))]
-    sizes = [one.named.partition.files[number].size_bytes for one, number in files]
-    shares: dict[str, tuple[Parts, dict[int, FileShare]]] = {}
+def _shares(named: Sequence[NamedPartition], worker: int, workers: int) -> list[Share]:
+    """Of partitions of which a worker has something to do."""
+    files = [(one, number) for one in named for number in range(len(one.partition.files))]
+    sizes = [one.partition.files[number].size_bytes for one, number in files]
+    shares: dict[str, Share] = {}
     for place, share in share_files(sizes, worker, workers).items():
         one, number = files[place]
-        shares.setdefault(one.named.prefix, (one, {}))[1][number] = share
+        shares.setdefault(one.prefix, (one, {}))[1][number] = share
     return list(shares.values())
 
 
@@ -314,24 +321,20 @@ def _shares(parts: Sequence[Parts], worker: int, workers: int) -> list[tuple[Par
 
 
 def _encode(
-    encoding: Encoding,
-    source: Source,
-    shares: Sequence[tuple[Parts, Mapping[int, FileShare]]],
-    events: Emit,
-    stop: StopSignal,
+    encoding: Encoding, source: Source, shares: Sequence[Share], events: Emit, stop: StopSignal
 ) -> dict[str, TokenSetInfo]:
     """Encode and publish the chunks of a share that nobody has published; returns what is whole by then, by prefix."""
-    files = [parts.named.partition.files[number] for parts, share in shares for number in share]
+    files = [named.partition.files[number] for named, share in shares for number in share]
     if not files:
         return {}
-    by_name = {parts.named.partition.name: parts for parts, _ in shares}
+    by_name = {named.partition.name: named for named, _ in shares}
     under_way, read, infos = Counter[str](), set[str](), dict[str, TokenSetInfo]()
     uploads, pending = ThreadPoolExecutor(_UPLOADS, "upload"), deque[tuple[str, Future[None]]]()
 
     def tasks(tell: Tell) -> Iterator[ChunkTask]:
-        for parts, share in shares:
-            name = parts.named.partition.name
-            for task in _tasks(encoding.config, source, parts, share, tell, stop):
+        for named, share in shares:
+            name = named.partition.name
+            for task in _tasks(encoding.config, source, named, share, tell, stop):
                 under_way[name] += 1
                 yield task
             read.add(name)
@@ -343,7 +346,7 @@ def _encode(
             future.result()
             under_way[name] -= 1
             if name in read and not under_way[name] and (info := commit(encoding, by_name[name], events)):
-                infos[by_name[name].named.prefix] = info
+                infos[by_name[name].prefix] = info
 
     try:
         with reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
@@ -369,17 +372,17 @@ def _encode(
 def _tasks(
     config: DataConfig,
     source: Source,
-    parts: Parts,
+    named: NamedPartition,
     share: Mapping[int, FileShare],
     tell: Tell,
     stop: StopSignal,
 ) -> Iterator[ChunkTask]:
     """The chunks of a share that are not there yet. A file of which all are there is not read."""
-    partition, there = parts.named.partition, parts.there()
+    partition, there = named.partition, named.there()
     for number, mine in share.items():
         if file_name(number) in there:
             try:
-                num_chunks = parts.read_of(number).num_chunks
+                num_chunks = named.read_of(number).num_chunks
             except KeyNotFound:  # another worker has committed the partition meanwhile, and tidied up
                 continue
             if all(part_name(chunk_name(number, place)) in there for place in mine.chunks(num_chunks)):
@@ -390,8 +393,8 @@ def _tasks(
             stop.raise_if_set("preparing data")
             name, num_chunks = chunk_name(number, place), place + 1
             if mine.has(place) and part_name(name) not in there:
-                yield ChunkTask(partition.name, name, chunk, parts.named.settings, parts.scratch)
-        parts.note(number, FileRead(count=counts[0], num_chunks=num_chunks))
+                yield ChunkTask(partition.name, name, chunk, named.settings, named.scratch)
+        named.note(number, FileRead(count=counts[0], num_chunks=num_chunks))
 
 
 def count_rows(batches: Iterable[RawBatch], counted: Callable[[FileCount], None], tell: Tell) -> Iterator[RawBatch]:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
-from pipeline.data.partition import Parts
+from pipeline.data.partition import NamedPartition
 from pipeline.proc import pool
 from tests.pool_worker import PoolWorker
 
@@ -82,15 +82,15 @@ def _wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
 
 def _finish_and_compare(place: Any, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run again: finished chunks are skipped, and every byte equals that of a run that was left alone."""
-    there, made, publish = {path.stem for path in parts(place.folder)}, list[str](), Parts.publish
+    there, made, publish = {path.stem for path in parts(place.folder)}, list[str](), NamedPartition.publish
 
-    def spy(self: Parts, name: str, files: Any) -> None:
+    def spy(self: NamedPartition, name: str, files: Any) -> None:
         made.append(name)
         publish(self, name, files)
 
     monkeypatch.setattr(pool, "_start", PoolWorker)
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "publish", spy)
+        patch.setattr(NamedPartition, "publish", spy)
         again = place.prepare(CONFIG)
     assert there and not there & set(made) and len(there) + len(made) == NUM_CHUNKS
     assert again == other.prepare(CONFIG)

@@ -24,7 +24,7 @@ from pipeline.data import prepare as prepare_module
 from pipeline.data import survey
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.labels import LabelCount, add_counts, count_labels
-from pipeline.data.partition import Parts
+from pipeline.data.partition import NamedPartition
 from pipeline.data.prepare import PreparedData, prepare_share
 from pipeline.data.rows import text_characters
 from pipeline.data.sources import open_source
@@ -125,15 +125,15 @@ def test_another_number_of_workers_goes_on_where_the_last_ones_stopped(
     for worker in (1, 3):
         assert isinstance(work(shared, config, worker, 5), int)
     published: list[str] = []
-    publish = Parts.publish
+    publish = NamedPartition.publish
 
-    def noted(parts: Parts, name: str, files: Any) -> None:
-        published.append(f"{parts.named.partition.name}/{name}")
-        publish(parts, name, files)
+    def noted(named: NamedPartition, name: str, files: Any) -> None:
+        published.append(f"{named.partition.name}/{name}")
+        publish(named, name, files)
 
     there = {path.stem for path in (shared.folder / "workspace/tokens/catalogue/share").rglob("*.safetensors")}
     assert there
-    monkeypatch.setattr(Parts, "publish", noted)
+    monkeypatch.setattr(NamedPartition, "publish", noted)
     assert isinstance(work(shared, config, 1, 2), int)
     assert work(shared, config, 0, 2) == expected
     assert len(published) == len(set(published)) < sum("/train-" in name for name in tokens)
