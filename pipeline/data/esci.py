@@ -66,18 +66,12 @@ class ProductIndex:
             return [None] * len(ids), [None] * len(ids), np.zeros(len(ids), dtype=np.bool_)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         found = self._keys[places] == keys
-        titles: list[bytes | None] = []
-        texts: list[bytes | None] = []
-        for place, start, title_size, text_size in zip(
-            found.tolist(),
-            self._starts[places].tolist(),
-            self._title_sizes[places].tolist(),
-            self._text_sizes[places].tolist(),
-            strict=True,
-        ):
-            middle = start + title_size
-            titles.append(self._texts[start:middle] if place else None)
-            texts.append(self._texts[middle : middle + text_size] if place else None)
+        starts = self._starts[places]
+        middles = starts + self._title_sizes[places]
+        ends = middles + self._text_sizes[places]
+        rows = list(zip(found.tolist(), starts.tolist(), middles.tolist(), ends.tolist(), strict=True))
+        titles = [self._texts[start:middle] if is_found else None for is_found, start, middle, _ in rows]
+        texts = [self._texts[middle:end] if is_found else None for is_found, _, middle, end in rows]
         return titles, texts, found
 
 

@@ -14,10 +14,10 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -185,49 +185,38 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
                 told_bytes = position
 
 
-class _Builder:
-    """Collects parsed rows of a text format into batches."""
+_Parsed = list[bytes | None] | tuple[str | bytes, int]
+"""The values of a row, or what is malformed with the number of rows in it."""
 
-    def __init__(self, source: _Source, plan: ColumnPlan, position: Callable[[], int]) -> None:
-        self._source, self._plan, self._position = source, plan, position
-        self._values: list[list[bytes | None]] = [[] for _ in plan.inputs]
-        self._rows, self._bad = list[int](), list[BadRow]()
-        self._size = self._told_blank = self._told_bytes = 0
 
-    def add(self, row: int, values: list[bytes | None]) -> None:
-        self._rows.append(row)
-        for column, value in zip(self._values, values, strict=True):
-            column.append(value)
-            self._size += len(value) if value else 0
-
-    def add_bad(self, row: int, content: str | bytes, count: int = 1) -> None:
-        self._bad.append(BadRow(self._source.key, row, MALFORMED, shorten(content), count))
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._rows) + len(self._bad) >= self._source.num_rows or self._size >= _BATCH_BYTES
-
-    @property
-    def has_anything(self) -> bool:
-        return bool(self._rows or self._bad or self._told_blank != self._source.blank)
-
-    def take(self) -> RawBatch:
-        """What was collected; the builder is empty then."""
-        arrays = (pa.array(values, pa.large_binary()) for values in self._values)
-        position = self._position()
-        batch = RawBatch(
-            to_fields(dict(zip(self._plan.inputs, arrays, strict=True)), self._plan),
-            np.array(self._rows, dtype=np.int64),
-            tuple(self._bad),
-            blank=self._source.blank - self._told_blank,
-            input_bytes=position - self._told_bytes,
-        )
-        for column in self._values:
-            column.clear()
-        self._rows.clear()
-        self._bad.clear()
-        self._size, self._told_blank, self._told_bytes = 0, self._source.blank, position
-        return batch
+def _batches(
+    source: _Source, plan: ColumnPlan, position: Callable[[], int], rows: Iterable[_Parsed]
+) -> Iterator[RawBatch]:
+    """The rows of a text format in batches. `position`: bytes of the file that were read."""
+    columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], list[int](), list[BadRow]()
+    size = told_blank = told_bytes = 0
+    for row, parsed in enumerate(chain(rows, [None])):
+        if isinstance(parsed, tuple):
+            bad.append(BadRow(source.key, row, MALFORMED, shorten(parsed[0]), parsed[1]))
+        elif parsed is not None:
+            numbers.append(row)
+            for column, value in zip(columns, parsed, strict=True):
+                column.append(value)
+                size += len(value) if value else 0
+        is_full = len(numbers) + len(bad) >= source.num_rows or size >= _BATCH_BYTES
+        if is_full or (parsed is None and (numbers or bad or told_blank != source.blank)):
+            arrays = (pa.array(values, pa.large_binary()) for values in columns)
+            fields = to_fields(dict(zip(plan.inputs, arrays, strict=True)), plan)
+            blank, read_bytes = source.blank, position()
+            yield RawBatch(
+                fields,
+                np.array(numbers, dtype=np.int64),
+                tuple(bad),
+                blank=blank - told_blank,
+                input_bytes=read_bytes - told_bytes,
+            )
+            columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], [], []
+            size, told_blank, told_bytes = 0, blank, read_bytes
 
 
 @contextmanager
@@ -255,99 +244,88 @@ def _read_csv(source: _Source) -> Iterator[RawBatch]:
     with _open_text(source) as (raw, position):
         text = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="")
         is_tsv = source.key.lower().removesuffix(".gz").endswith(".tsv")
-        records = _CsvRecords(source, text, "\t" if is_tsv else ",")
-        names = records.header()
-        if not names:
+        records = _csv_records(source, text, "\t" if is_tsv else ",")
+        header, _ = next(records, ([], 0))
+        if not header:
             return
-        builder = _Builder(source, plan := source.planner(names), position)
+        names = [name.strip() for name in header]
+        plan = source.planner(names)
         places = [names.index(column) for column in plan.inputs]
-        row = -1
-        for record, lines in records:
-            row += 1
-            if len(record) == len(names):
-                builder.add(row, [record[place].encode("utf-8", "surrogateescape") or None for place in places])
-            else:
-                builder.add_bad(row, ",".join(record), lines)
-            if builder.is_full:
-                yield builder.take()
-        if builder.has_anything:
-            yield builder.take()
+
+        def rows() -> Iterator[_Parsed]:
+            for record, lines in records:
+                if len(record) == len(names):
+                    yield [record[place].encode("utf-8", "surrogateescape") or None for place in places]
+                else:
+                    yield ",".join(record), lines
+
+        yield from _batches(source, plan, position, rows())
 
 
-class _CsvRecords:
-    """(fields, lines) of each record that is not blank. One with another number of fields than the header is bad.
+def _csv_records(source: _Source, text: io.TextIOWrapper, delimiter: str) -> Iterator[tuple[list[str], int]]:
+    """The header, then (fields, lines) of each record that is not blank. One with another number of fields is bad.
 
     Strict about quotes over several lines: text after a closing quote means that an earlier quote was never closed, and
     that the rows between became one; so does a field of which the lines look like rows. On a single line nothing was
-    swallowed, and such text is taken as it is.
+    swallowed, and such text is taken as it is. Raises csv.Error for the header.
     """
+    num_lines = num_fields = 0
+    held = ""
 
-    def __init__(self, source: _Source, text: io.TextIOWrapper, delimiter: str) -> None:
-        self._source, self._delimiter = source, delimiter
-        # In texts a comma is followed by a space, between columns it is not.
-        self._between = re.compile("\t" if delimiter == "\t" else ",(?! )")
-        self._num_lines = self._num_fields = 0
-        self._held = ""
+    def noted() -> Iterator[str]:
+        nonlocal num_lines, held
+        for line in text:
+            num_lines += 1
+            if len(held) < _HELD_CHARACTERS:
+                held += line
+            yield line
 
-        def noted() -> Iterator[str]:
-            for line in text:
-                self._num_lines += 1
-                if len(self._held) < _HELD_CHARACTERS:
-                    self._held += line
-                yield line
-
-        self._parser = csv.reader(noted(), delimiter=delimiter, strict=True)
-
-    def header(self) -> list[str]:
-        """Names of the columns; none of an empty file. Raises csv.Error."""
-        while (names := self._next()) == []:
-            self._source.blank += 1
-        self._num_fields = len(names or [])
-        return [name.strip() for name in names or []]
-
-    def __iter__(self) -> Iterator[tuple[list[str], int]]:
-        while True:
-            before = self._num_lines
-            try:
-                record = self._next()
-            except csv.Error:  # quotes, or a field over the size limit: most likely a quote that is never closed
-                record = self._malformed
-                if self._num_lines - before == 1:
-                    with suppress(csv.Error):
-                        record = next(csv.reader([self._held], delimiter=self._delimiter))
-            if record is None:
-                return
-            lines = self._num_lines - before
-            if lines > 1 and len(record) == self._num_fields > 1 and self._swallowed_rows(record):
-                record = self._malformed
-            if not record:
-                self._source.blank += 1
-                continue
-            self._source.rows += 1 if len(record) == self._num_fields else lines
-            yield record, lines
-
-    @property
-    def _malformed(self) -> list[str]:
+    def malformed() -> list[str]:
         """What was read, in a number of fields that no row has."""
-        return [self._held] if self._num_fields > 1 else [self._held, ""]
+        return [held] if num_fields > 1 else [held, ""]
 
-    def _swallowed_rows(self, record: list[str]) -> bool:
-        """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
+    parser = csv.reader(noted(), delimiter=delimiter, strict=True)
+    while True:
+        before, held = num_lines, ""
+        try:
+            record = next(parser, None)
+        except csv.Error:  # quotes, or a field over the size limit: most likely a quote that is never closed
+            if not num_fields:
+                raise
+            record = malformed()
+            if num_lines - before == 1:
+                with suppress(csv.Error):
+                    record = next(csv.reader([held], delimiter=delimiter))
+        if record is None:
+            return
+        lines = num_lines - before
+        if lines > 1 and len(record) == num_fields > 1 and _swallowed_rows(record, delimiter):
+            record = malformed()
+        if not record:
+            source.blank += 1
+            continue
+        if num_fields:
+            source.rows += 1 if len(record) == num_fields else lines
+        else:
+            num_fields = len(record)
+        yield record, lines
 
-        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
-        """
-        for place, value in enumerate(record):
-            first, *rest = (len(self._between.split(line)) for line in re.split(r"\r\n?|\n", value))
-            if not rest or (first, rest[-1]) != (self._num_fields - place, place + 1):
-                continue
-            between = rest[:-1]
-            if self._delimiter == "\t" or 2 * between.count(self._num_fields) > len(between):
-                return True
-        return False
 
-    def _next(self) -> list[str] | None:
-        self._held = ""
-        return next(self._parser, None)
+def _swallowed_rows(record: list[str], delimiter: str) -> bool:
+    """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
+
+    Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
+    """
+    # In texts a comma is followed by a space, between columns it is not.
+    columns = re.compile("\t" if delimiter == "\t" else ",(?! )")
+    for place, value in enumerate(record):
+        first, *rest = (len(columns.split(line)) for line in re.split(r"\r\n?|\n", value))
+        if not rest or (first, rest[-1]) != (len(record) - place, place + 1):
+            continue
+        between = rest[:-1]
+        if delimiter == "\t" or 2 * between.count(len(record)) > len(between):
+            return True
+    return False
 
 
 def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
@@ -357,29 +335,26 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
         names = dict.fromkeys(name for line in head for name in (_parse(line) or {}))
         if not head:
             return
-        builder = _Builder(source, plan := source.planner(list(names)), position)
-        row = -1
-        for part in (head, lines):
-            for line in part:
-                row += 1
+        plan = source.planner(list(names))
+
+        def rows() -> Iterator[_Parsed]:
+            for row, line in enumerate(chain(head, lines)):
                 record = _parse(line)
                 if record is None:
-                    builder.add_bad(row, line)
-                else:
-                    if late := [name for name in record if name not in names]:
-                        names.update(dict.fromkeys(late))
-                        if source.planner(list(names)) != plan:  # it should have been read in the rows before
-                            raise DataError(
-                                f"{source.storage.uri(source.key)} has {', '.join(map(repr, late))} for the first time "
-                                f"in row {row}",
-                                expected=f"every column that is read in one of the first {_PEEK_LINES} rows",
-                                next_command="write it as null in the first row",
-                            )
-                    builder.add(row, [_json_bytes(record.get(column)) for column in plan.inputs])
-                if builder.is_full:
-                    yield builder.take()
-        if builder.has_anything:
-            yield builder.take()
+                    yield line, 1
+                    continue
+                if late := [name for name in record if name not in names]:
+                    names.update(dict.fromkeys(late))
+                    if source.planner(list(names)) != plan:  # it should have been read in the rows before
+                        raise DataError(
+                            f"{source.storage.uri(source.key)} has {', '.join(map(repr, late))} for the first time "
+                            f"in row {row}",
+                            expected=f"every column that is read in one of the first {_PEEK_LINES} rows",
+                            next_command="write it as null in the first row",
+                        )
+                yield [_json_bytes(record.get(column)) for column in plan.inputs]
+
+        yield from _batches(source, plan, position, rows())
 
 
 def _lines(raw: BinaryIO, source: _Source) -> Iterator[bytes]:

@@ -4,14 +4,15 @@ Behind its judged rows a group has slots for mined negatives of its query, where
 group lie in one row of tokens, one after the other, so that next to nothing of a batch is padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int32s, Int64s
-from pipeline.core.batching import EMPTY, Groups, deal_groups, locate, place_among_equals
+from pipeline.core.batching import EMPTY, Groups, deal_groups, first_rows, locate, place_among_equals
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
@@ -19,9 +20,9 @@ from pipeline.data.shards import Arrays, TokenRows
 NONE = -1
 MOST_LINKED = 64
 """Queries that may mean the same. Offers of one product are some 20 at most in WDC's sets."""
-_NO_KEYS: Int64s = np.zeros(0, dtype=np.int64)
+_NOTHING: Int64s = np.zeros(0, dtype=np.int64)
 _BLOCK_ROWS = 65_536
-"""Rows whose texts are measured at a time."""
+"""Rows whose texts are read at a time."""
 _REPLAY, _FIRST = 3, 5  # purposes of streams of random numbers, apart from those of core/batching and train/loop
 _PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
 
@@ -110,12 +111,9 @@ class Links:
     @staticmethod
     def of(sources: Sequence[RowSource], positive_gain: float) -> "Links":
         """Reads the texts and gains of every row once. Memory: some 70 bytes a row while linking."""
-        query, product, positive = [_NO_KEYS], [_NO_KEYS], [np.zeros(0, dtype=np.bool_)]
+        query, product, positive = [_NOTHING], [_NOTHING], [np.zeros(0, dtype=np.bool_)]
         for source in sources:
-            total, largest = sum(source.sizes), len(source.sizes) - 1
-            for start in range(0, total, _BLOCK_ROWS):
-                rows = np.arange(start, min(total, start + _BLOCK_ROWS), dtype=np.int64)
-                arrays = source.read(*locate(source.sizes, rows), largest, ("query", "product", "gain"))
+            for arrays in _blocks(source, _all_rows(source), ("query", "product", "gain")):
                 query.append(_text_key(arrays["query"], source.pad_id))
                 product.append(_text_key(arrays["product"], source.pad_id))
                 positive.append(arrays["gain"] >= np.float32(positive_gain))
@@ -168,42 +166,37 @@ def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
 
 @dataclass(frozen=True)
 class MinedGroups:
-    """Mined products of groups, all by length of the group's row and [G]."""
+    """Mined products of groups [G], the shortest rows' first."""
 
     products: MinedProducts
-    place: tuple[Int64s, ...]
+    starts: Int64s
+    """The first group of each length."""
+    place: Int64s
     """Of the group's query in `products`."""
-    first: tuple[Int64s, ...]
+    first: Int64s
     """Which of its query's groups this is."""
-    every: tuple[Int64s, ...]
+    every: Int64s
     """How many groups its query has."""
 
     @staticmethod
     def of(products: MinedProducts, query_id: Sequence[Int64s]) -> "MinedGroups":
         """`query_id`: of each group, an array a length."""
-        ends = np.cumsum([len(ids) for ids in query_id])[:-1]
         together = np.concatenate(list(query_id))
-        columns = (products.places(together), *place_among_equals(together))
-        place, first, every = (tuple(np.split(column, ends)) for column in columns)
-        return MinedGroups(products, place, first, every)
+        starts = first_rows([len(ids) for ids in query_id])
+        return MinedGroups(products, starts, products.places(together), *place_among_equals(together))
 
     def choose(self, pools: Int64s, numbers: Int64s, epoch: int) -> Int64s:
         """Products [N, slots] of groups `numbers[i]` of pool `pools[i]` in an epoch."""
-        places, visits = np.empty_like(numbers), np.empty_like(numbers)
-        for pool in np.unique(pools):
-            here = pools == pool
-            chosen = numbers[here]
-            places[here] = self.place[pool][chosen]
-            visits[here] = self.first[pool][chosen] + epoch * self.every[pool][chosen]
-        return self.products.choose(places, visits)
+        here = self.starts[pools] + numbers
+        return self.products.choose(self.place[here], self.first[here] + epoch * self.every[here])
 
     @property
     def fill(self) -> float:
         """Share of the slots for mined products that hold one."""
-        place, products = np.concatenate(self.place), self.products
-        if not len(place) or not products.product.size:
+        products = self.products
+        if not len(self.place) or not products.product.size:
             return 0.0
-        found = np.where(place == NONE, 0, (products.product != NONE).sum(axis=1)[place])
+        found = np.where(self.place == NONE, 0, (products.product != NONE).sum(axis=1)[self.place])
         return float(np.minimum(found, products.slots).mean()) / products.slots
 
 
@@ -238,18 +231,14 @@ class GroupedRows:
         `lengths`: ascending, the last holds the longest texts there can be. `by_topic`: in the order of their queries'
         first tokens, so that neighbours are alike; all queries stand there once before any comes again.
         """
-        ids, gains = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.float32)]
-        for bucket, size in enumerate(source.sizes):
-            if size:
-                rows, pools = np.arange(size, dtype=np.int64), np.full(size, bucket, dtype=np.int64)
-                judged = source.read(pools, rows, bucket, ("query_id", "gain"))
-                ids.append(judged["query_id"])
-                gains.append(judged["gain"])
-        query_id, is_positive = np.concatenate(ids), np.concatenate(gains) >= np.float32(positive_gain)
+        every = _all_rows(source)
+        judged = list(_blocks(source, every, ("query_id", "gain")))
+        query_id = np.concatenate([_NOTHING, *(block["query_id"] for block in judged)])
+        positive = (block["gain"] >= np.float32(positive_gain) for block in judged)
+        is_positive = np.concatenate([np.zeros(0, dtype=np.bool_), *positive])
         members = deal_groups(query_id, is_positive, slots=slots, seed=seed)
         if by_topic:
             members = members[_topic_order(source, query_id, members[:, 0])]
-        every = np.arange(len(query_id), dtype=np.int64)
         query, product = (text_lengths(source, source.pad_id, field, every) for field in ("query", "product"))
         first = members[:, 0]
         tokens = query[first] + np.where(members == EMPTY, 0, product[members]).sum(axis=1)
@@ -342,18 +331,16 @@ class TrainingPools:
         """
         links = Links.of([new] if old is None else [new, old], positive_gain) if link_queries else None
 
-        def grouped_from(rows: TokenRows) -> GroupedRows:
-            return GroupedRows.of(
-                rows,
-                slots=slots,
-                lengths=lengths,
-                positive_gain=positive_gain,
-                seed=seed,
-                mined=mined,
-                by_topic=topic > 1,
-                links=links,
-            )
-
+        grouped_from = partial(
+            GroupedRows.of,
+            slots=slots,
+            lengths=lengths,
+            positive_gain=positive_gain,
+            seed=seed,
+            mined=mined,
+            by_topic=topic > 1,
+            links=links,
+        )
         grouped = grouped_from(new)
         if old is None or replay_share == 0.0:
             return TrainingPools(grouped, None, (0,) * len(grouped.sizes), seed, topic)
@@ -396,14 +383,22 @@ class TrainingPools:
         return result
 
 
-def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> Int64s:
-    """Tokens of the text in `field` of rows [N], which are numbered over all buckets."""
-    found = [np.zeros(0, dtype=np.int64)]
+def _all_rows(source: RowSource) -> Int64s:
+    """Numbers of all rows, over all buckets."""
+    return np.arange(sum(source.sizes), dtype=np.int64)
+
+
+def _blocks(source: RowSource, rows: Int64s, fields: Sequence[str]) -> Iterator[Arrays]:
+    """Fields of rows [N], a block at a time, whose texts are as wide as the block's largest bucket."""
     for start in range(0, len(rows), _BLOCK_ROWS):
         pools, numbers = locate(source.sizes, rows[start : start + _BLOCK_ROWS])
-        texts = source.read(pools, numbers, int(pools.max()), (field,))[field]
-        found.append((texts != pad_id).sum(axis=1))
-    return np.concatenate(found)
+        yield source.read(pools, numbers, int(pools.max()), fields)
+
+
+def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> Int64s:
+    """Tokens of the text in `field` of rows [N], which are numbered over all buckets."""
+    lengths = ((texts[field] != pad_id).sum(axis=1) for texts in _blocks(source, rows, (field,)))
+    return np.concatenate([_NOTHING, *lengths])
 
 
 _TOPIC_TOKENS = 12
@@ -418,16 +413,12 @@ def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
     `first` [G]: a row of each.
     """
     place, _ = place_among_equals(query_id[first])
-    keys = np.zeros((_TOPIC_TOKENS // 3, len(first)), dtype=np.int64)
-    for start in range(0, len(first), _BLOCK_ROWS):
-        pools, numbers = locate(source.sizes, first[start : start + _BLOCK_ROWS])
-        query = source.read(pools, numbers, int(pools.max()), ("query",))["query"]
-        tokens = np.zeros((len(query), _TOPIC_TOKENS), dtype=np.int64)
-        shown = query[:, 1 : 1 + _TOPIC_TOKENS]  # the first one begins every text
-        tokens[:, : shown.shape[1]] = shown
-        words = tokens.reshape(len(query), -1, 3) << (np.arange(3)[::-1] * _TOKEN_BITS)
-        keys[:, start : start + len(query)] = words.sum(axis=2).T
-    return np.lexsort((*keys[::-1], place))
+    keys = [np.zeros((0, _TOPIC_TOKENS // 3), dtype=np.int64)]
+    for texts in _blocks(source, first, ("query",)):
+        shown = texts["query"][:, 1 : 1 + _TOPIC_TOKENS]  # the first one begins every text
+        tokens = np.pad(shown.astype(np.int64), ((0, 0), (0, _TOPIC_TOKENS - shown.shape[1])))
+        keys.append((tokens.reshape(len(tokens), -1, 3) << (np.arange(3)[::-1] * _TOKEN_BITS)).sum(axis=2))
+    return np.lexsort((*np.concatenate(keys).T[::-1], place))
 
 
 def _lined_up(

@@ -266,9 +266,14 @@ def input_rows(config: DataConfig, stop: StopSignal) -> int | None:
     if _is_esci(config, stats):
         return None
     found = choose_files(storage, stats, config.format, config.path).found
-    if any(name != "parquet" for _, name in found) or len(found) > _MAX_FOOTERS:
+    return _footer_rows(storage, [(stat.key, name) for stat, name in found])
+
+
+def _footer_rows(storage: Storage, files: Sequence[tuple[str, str]]) -> int | None:
+    """Rows of files with these keys and formats, unless that is much to read."""
+    if any(name != "parquet" for _, name in files) or len(files) > _MAX_FOOTERS:
         return None
-    return sum(parquet_rows(storage, stat.key) for stat, _ in found)
+    return sum(parquet_rows(storage, key) for key, _ in files)
 
 
 class SyntheticSource:
@@ -304,10 +309,8 @@ class FileSource:
         self._config, self._storage, self.partitions = config, storage, partitions
 
     def num_rows(self) -> int | None:
-        files = [file for partition in self.partitions for file in partition.files]
-        if any(file.format != "parquet" for file in files) or len(files) > _MAX_FOOTERS:
-            return None
-        return sum(parquet_rows(self._storage, file.key) for file in files)
+        files = [(file.key, file.format) for partition in self.partitions for file in partition.files]
+        return _footer_rows(self._storage, files)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         uri = self._storage.uri(file.key)

@@ -10,7 +10,6 @@ from pydantic import Field, JsonValue, ValidationError
 
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
-from pipeline.core.manifest import Manifest
 from pipeline.core.record import Record
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
@@ -66,13 +65,20 @@ def commit_negatives(
     np.save(empty / _QUERIES, negatives.query_id)
     np.save(empty / _PRODUCTS, negatives.product)
     manifest = commit_dir(workspace, empty, prefix, kind=KIND, fields=info.model_dump(mode="json"))
-    return _set_of(workspace, prefix, manifest)
+    return NegativeSet(prefix, info, manifest.digest)
 
 
 def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
     """What is committed there, None when nothing is. Raises DataError."""
     manifest = read_manifest(workspace, prefix)
-    return None if manifest is None else _set_of(workspace, prefix, manifest)
+    if manifest is None:
+        return None
+    if manifest.kind != KIND:
+        raise _damaged(workspace, prefix, f"a folder of {manifest.kind}")
+    try:
+        return NegativeSet(prefix, NegativesInfo.model_validate(manifest.fields), manifest.digest)
+    except ValidationError as error:
+        raise _damaged(workspace, prefix, f"{error.errors(include_url=False)[0]['loc']}") from error
 
 
 def check_negatives(found: NegativeSet, token_sets: Sequence[str], workspace: Storage) -> None:
@@ -103,15 +109,6 @@ def open_negatives(workspace: Storage, found: NegativeSet, rows: Sequence[int], 
     if found.info.rows != tuple(rows) or product.shape[:1] != query_id.shape or product.ndim != 2:
         raise _damaged(workspace, found.prefix, f"{product.shape} products of {found.info.rows} rows")
     return Negatives(query_id, product)
-
-
-def _set_of(workspace: Storage, prefix: str, manifest: Manifest) -> NegativeSet:
-    if manifest.kind != KIND:
-        raise _damaged(workspace, prefix, f"a folder of {manifest.kind}")
-    try:
-        return NegativeSet(prefix, NegativesInfo.model_validate(manifest.fields), manifest.digest)
-    except ValidationError as error:
-        raise _damaged(workspace, prefix, f"{error.errors(include_url=False)[0]['loc']}") from error
 
 
 def _damaged(workspace: Storage, prefix: str, seen: str) -> DataError:
