@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.compile.hlo import distance
+from pipeline.compile.hlo import difference
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage, read_record
@@ -60,13 +60,14 @@ class GraphManifest(Record):
         """Where it lies in a workspace."""
         return f"{FOLDER}/{self.plan_id}.json"
 
-    def find(self, key: str) -> GraphRecord | None:
-        return next((graph for graph in self.graphs if graph.key == key), None)
-
     def nearest(self, phase: str, op_counts: Mapping[str, int]) -> GraphRecord | None:
         """The graph with the fewest operations more or fewer; one of the same phase when there is any."""
         same = [graph for graph in self.graphs if graph.phase == phase] or list(self.graphs)
-        return min(same, key=lambda graph: distance(graph.op_counts, op_counts), default=None)
+
+        def distance(graph: GraphRecord) -> int:
+            return sum(map(abs, difference(graph.op_counts, op_counts).values()))
+
+        return min(same, key=distance, default=None)
 
 
 def graph_key(stable_key: str, plan: Plan) -> str:
