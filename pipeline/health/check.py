@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import PurePath
@@ -144,27 +144,20 @@ def store_report(workspace: Storage, cycle: str, report: NodeReport) -> str:
 
 def show(report: NodeReport, stream: TextIO) -> None:
     """`node 0 (i-0abc): retry`, then a line for each check, and what to do about those that are no plain pass."""
-    stream.writelines(f"{line}\n" for line in report_lines(report))
-    stream.flush()
-
-
-def report_lines(report: NodeReport) -> Iterator[str]:
-    yield f"node {report.node_rank} ({report.host}): {report.verdict.text}"
+    lines = [f"node {report.node_rank} ({report.host}): {report.verdict.text}"]
     width = max((len(result.name) for result in report.results), default=0)
     for result in report.results:
-        parts = (f"  {result.verdict.text:<5}  {result.name:<{width}}", result.seen or _figures(result))
-        yield f"{'  '.join(part for part in parts if part)} ({format_duration(result.seconds)})"
-        if result.verdict is not Verdict.PASS and result.expected:
-            yield f"         expected: {result.expected}"
-        if result.verdict is not Verdict.PASS and result.next_command:
-            yield f"         next: {result.next_command}"
-
-
-def _figures(result: CheckResult) -> str:
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in result.figures.items()
-    )
+        figures = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in result.figures.items()
+        )
+        parts = (f"  {result.verdict.text:<5}  {result.name:<{width}}", result.seen or figures)
+        lines.append(f"{'  '.join(part for part in parts if part)} ({format_duration(result.seconds)})")
+        if result.verdict is not Verdict.PASS:
+            lines += [f"         expected: {result.expected}"] if result.expected else []
+            lines += [f"         next: {result.next_command}"] if result.next_command else []
+    stream.writelines(f"{line}\n" for line in lines)
+    stream.flush()
 
 
 BOTH: frozenset[Profile] = frozenset(("quick", "full"))
@@ -291,13 +284,13 @@ def _failed(name: str, error: BaseException) -> CheckResult:
 
 def _clean(result: CheckResult) -> CheckResult:
     """What tools of a sick machine print may be no text: it must not spoil a terminal or the report."""
-    figures = {name: _printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
-    return replace(result, seen=_printable(result.seen), expected=_printable(result.expected), figures=figures)
 
+    def printable(text: str) -> str:
+        """One line of it, not too long, with a ? for each character that is none."""
+        return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
 
-def _printable(text: str) -> str:
-    """One line of it, not too long, with a ? for each character that is none."""
-    return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
+    figures = {name: printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
+    return replace(result, seen=printable(result.seen), expected=printable(result.expected), figures=figures)
 
 
 def one_line(text: str) -> str:

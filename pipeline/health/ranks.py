@@ -124,10 +124,6 @@ Collective = Callable[["Ranks", int, int], Prepared]
 """Makes one ready of (ranks, count, turn). count: numbers in each buffer, or chunk of one; turn: for new contents."""
 
 
-def _from_all(ranks: Ranks, turn: int, count: int) -> Tensor:
-    return torch.cat([contents(source, turn, count) for source in ranks.ranks])
-
-
 def _sum_of_all(ranks: Ranks, turn: int, count: int) -> Tensor:
     total = torch.zeros(count)
     for source in ranks.ranks:  # one by one: all of a large size at once fill a host with many ranks
@@ -153,7 +149,8 @@ def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
 def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
     found = torch.zeros(count * len(ranks.ranks), device=ranks.device)
     mine = contents(ranks.rank, turn, count).to(ranks.device)
-    return _run(ranks, found, all_gather_single, found, mine), _from_all(ranks, turn, count)
+    expected = torch.cat([contents(source, turn, count) for source in ranks.ranks])
+    return _run(ranks, found, all_gather_single, found, mine), expected
 
 
 COLLECTIVES: dict[str, Collective] = {"all-gather": all_gather, "all-reduce": all_reduce}
@@ -182,7 +179,7 @@ def in_graph(backend: Backend) -> dict[str, Collective]:
             (found,) = backend.to_host([backend.all_gather(mine)])
             return found
 
-        return run, _from_all(ranks, turn, count)
+        return run, torch.cat([contents(source, turn, count) for source in ranks.ranks])
 
     return {"all-gather": all_gather, "all-reduce": all_reduce}
 
@@ -335,39 +332,27 @@ class RankChecks:
     """This rank among the others, once it has joined them."""
     _open: list[Backend] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        patience = self.config.patience(on_neuron=on_neuron(self.backend_name, self.env))
+        self._is_quick = self.config.profile == "quick"
+        self._limit_s = self.config.check_limit_s * patience
+        self._meeting_s = self.config.collective_limit_s * patience
+        """To join the others, and for the first collective of each shape on the device."""
+
     def checks(self) -> tuple[Check, ...]:
-        config = self.config
+        config, join_s = self.config, self._meeting_s if self.world.world_size > 1 else 0.0
         repeats, burn_s = (2, config.burn_s) if self._is_quick else (10, 10 * config.burn_s)
+        operations = partial(check_operations, seed=self.seed, repeats=repeats, tolerances=config.tolerances)
         alone = (
-            Check(DEVICE, self._device, time_limit_s=self._limit_s + self._join_limit_s, cost_s=0.0),
-            self._on_device(
-                OPERATIONS_CHECK,
-                1.0,
-                partial(check_operations, seed=self.seed, repeats=repeats, tolerances=config.tolerances),
-            ),
+            Check(DEVICE, self._device, time_limit_s=self._limit_s + join_s, cost_s=0.0),
+            self._on_device(OPERATIONS_CHECK, 1.0, operations),
             self._on_device("device memory", 2.0, self._memory),
             self._on_device(BURN, 3.0, partial(check_burn, seconds=burn_s)),
         )
         if self.world.world_size == 1:
             return alone
-        limit_s = self._limit_s + 2 * config.collective_limit_s * self._patience  # to name who hangs in one
+        limit_s = self._limit_s + 2 * self._meeting_s  # to name who hangs in one
         return (*alone, Check("collectives", self._collectives, "collectives", time_limit_s=limit_s, cost_s=4.0))
-
-    @property
-    def _is_quick(self) -> bool:
-        return self.config.profile == "quick"
-
-    @property
-    def _patience(self) -> int:
-        return self.config.patience(on_neuron=on_neuron(self.backend_name, self.env))
-
-    @property
-    def _limit_s(self) -> float:
-        return self.config.check_limit_s * self._patience
-
-    @property
-    def _join_limit_s(self) -> float:
-        return self.config.collective_limit_s * self._patience if self.world.world_size > 1 else 0.0
 
     def _device(self, ctx: CheckContext) -> Iterator[CheckResult]:
         if self.world.world_size > 1:
@@ -387,7 +372,7 @@ class RankChecks:
         everyone, cpu = range(self.world.world_size), torch.device("cpu")
         ranks = Ranks(self.world.rank, everyone, store, cpu, self.config.collective_limit_s, stop)
         beside = process_group(self.backend_name)
-        if problem := join(ranks, f"cpu:gloo,{beside}" if beside else "gloo", self._join_limit_s):
+        if problem := join(ranks, f"cpu:gloo,{beside}" if beside else "gloo", self._meeting_s):
             return problem
         self._ranks.append(ranks)
         return None
@@ -416,7 +401,6 @@ class RankChecks:
         backend, world, config = self._open[0], self.world, self.config
         device = backend.device if process_group(self.backend_name) else torch.device("cpu")
         ranks = replace(self._ranks[0], device=device, stop=ctx.stop)
-        first_limit_s = config.collective_limit_s * self._patience
         sizes = SIZES_BYTES if self._is_quick else FULL_SIZES_BYTES
         minimum_gb_s = 0.0 if backend.reduces_in_graph else config.min_bus_gb_s
         check = partial(check_collectives, sizes_bytes=sizes)
@@ -435,8 +419,8 @@ class RankChecks:
             return
         if backend.reduces_in_graph:
             ctx.doing = "in a collective of the device"
-            ranks = replace(ranks, name="device collectives", device=backend.device, first_limit_s=first_limit_s)
-            yield check(ranks, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
+            of_device = replace(ranks, name="device collectives", device=backend.device, first_limit_s=self._meeting_s)
+            yield check(of_device, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
         if process_group(self.backend_name):
             dist.destroy_process_group()  # nccl warns of a leak where a process ends without
 
