@@ -63,11 +63,7 @@ class GraphManifest(Record):
     def nearest(self, phase: str, op_counts: Mapping[str, int]) -> GraphRecord | None:
         """The graph with the fewest operations more or fewer; one of the same phase when there is any."""
         same = [graph for graph in self.graphs if graph.phase == phase] or list(self.graphs)
-
-        def distance(graph: GraphRecord) -> int:
-            return sum(map(abs, difference(graph.op_counts, op_counts).values()))
-
-        return min(same, key=distance, default=None)
+        return min(same, key=lambda one: sum(map(abs, difference(one.op_counts, op_counts).values())), default=None)
 
 
 def graph_key(stable_key: str, plan: Plan) -> str:

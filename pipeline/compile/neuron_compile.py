@@ -25,6 +25,7 @@ from pipeline.compile.cache import (
     NEFF_NAME,
     Compilers,
     EntryState,
+    canonical_root,
     compilers_of,
     list_storage,
     refuse_network_root,
@@ -60,7 +61,7 @@ from pipeline.core.errors import (
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.progress import Say, progress
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import open_storage
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import NUM_NODES, TRACE_FILE
 from pipeline.proc.children import TOOL_S
@@ -91,11 +92,6 @@ def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[s
     alive = compilers or (lambda: compilers_of(root))
     report = repair(open_storage(root, stop=StopSignal()), stale_lock_s=0.0, compilers=alive)
     return report.lines() if report.actions else []
-
-
-def parallel_compilers(memory_bytes: int) -> int:
-    """Compilers at once on a host with this much memory: one for every 64 GiB begun."""
-    return max(1, math.ceil(memory_bytes / BYTES_PER_COMPILER))
 
 
 # What one run came to, decided from everything it left.
@@ -214,7 +210,9 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 expected=f"graphs that neuronx-cc accepts; each was tried {config.max_retries + 1} times",
                 next_command=f"less {attempt.folder}/MODULE_*.log, and: trnpipe doctor --hlo",
             )
-        case Verdict.LOCKED if attempt.log.cache_path and _plain(attempt.log.cache_path) != _plain(cache_root):
+        case Verdict.LOCKED if attempt.log.cache_path and canonical_root(attempt.log.cache_path) != canonical_root(
+            cache_root
+        ):
             return ConfigError(
                 f"the trial run used the cache {attempt.log.cache_path}",
                 expected=cache_root,
@@ -248,12 +246,6 @@ def _names(entries: Sequence[str]) -> str:
     return (", ".join(names[:NUM_NAMED]) + more) or "no graph named"
 
 
-def _plain(root: str) -> str:
-    """The tools know s3:// and paths, and start in a folder of their own."""
-    path = root.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else str(Path(path).expanduser().absolute())
-
-
 # The runs.
 
 
@@ -268,15 +260,12 @@ class NeuronCompileResult:
     graph_seconds: Mapping[str, float]
     """Compile seconds by graph key."""
     seconds: float
-    num_retries: int
     parallel: int
-    actions: tuple[str, ...]
-    log: Path
 
 
 @dataclass
 class NeuronCompile:
-    """Traces `command` and compiles every graph it shows into `cache_root` (a folder or s3://...).
+    """Traces `command` and compiles every graph it shows into `cache_root` (an absolute path or s3://...).
 
     The command starts in `cwd` and gets all of its options. `scratch` is a local folder for logs and work files.
     `repair` runs between tries and whenever this ends early, when no process of ours is left. `peers`: other nodes,
@@ -298,10 +287,11 @@ class NeuronCompile:
     attempts: list[Attempt] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.cache_root, self.scratch = _plain(self.cache_root), self.scratch.absolute()
+        self.scratch = self.scratch.absolute()
+        self.storage = open_storage(self.cache_root, stop=self.stop)
         self.started = time.monotonic()
         self.deadline = self.started + self.config.time_limit_s
-        self.parallel = self.config.parallel or parallel_compilers(self.memory_bytes)
+        self.parallel = self.config.parallel or max(1, math.ceil(self.memory_bytes / BYTES_PER_COMPILER))
         self.num_repairs = 0
 
     def run(self) -> NeuronCompileResult:
@@ -338,16 +328,12 @@ class NeuronCompile:
             raise
         graphs = {path: one for past in self.attempts for path, one in (past.log.report or {}).items()}
         compiled = {entry_key(path): one.compile_time for path, one in graphs.items() if one.status}
-        retries = sum(one.retry for past in self.attempts for one in (past.log.report or {}).values())
         return NeuronCompileResult(
             graphs=attempt.log.wanted,
             num_succeeded=len(compiled.keys() & set(attempt.log.wanted)),
             graph_seconds={entry: seconds for entry, seconds in compiled.items() if seconds is not None},
             seconds=time.monotonic() - self.started,
-            num_retries=len(self.attempts) - 1 + retries,
             parallel=self.parallel,
-            actions=tuple(self.actions),
-            log=attempt.folder / LOG_NAME,
         )
 
     def _attempt(self) -> Attempt:
@@ -367,10 +353,9 @@ class NeuronCompile:
         with process_tree(tool, cwd=folder, env=env, log=log_file) as tree:
             watch = LogWatch(log_file, is_local=is_local, compilers=lambda: compilers_of(self.cache_root))
             exit_code = self._watch(tree, watch, exit_file)
-        log, storage = read_log(folder), self._cache()
-        done = frozenset(
-            key for key in log.wanted if storage.stat(f"{key}/{DONE_NAME}") and storage.stat(f"{key}/{NEFF_NAME}")
-        )
+        log = read_log(folder)
+        ends = (DONE_NAME, NEFF_NAME)
+        done = frozenset(key for key in log.wanted if all(self.storage.stat(f"{key}/{end}") for end in ends))
         try:
             trial_code = int(exit_file.read_text())
         except (OSError, ValueError):  # missing or empty, as after a kill
@@ -433,11 +418,10 @@ class NeuronCompile:
         ):
             self.num_repairs += 1
         else:
-            storage = self._cache()
             for entry in attempt.missing:  # the compiler's own message on each goes beside our log: repair removes it
-                if storage.stat(f"{entry}/{COMPILER_LOG}"):
+                if self.storage.stat(f"{entry}/{COMPILER_LOG}"):
                     target = attempt.folder / f"{graph_name(entry)}.log"
-                    target.write_bytes(storage.read_bytes(f"{entry}/{COMPILER_LOG}"))
+                    target.write_bytes(self.storage.read_bytes(f"{entry}/{COMPILER_LOG}"))
             raise verdict_error(verdict, attempt, cache_root=self.cache_root, config=self.config)
         if not self._repair() and verdict is Verdict.LOCKED:
             self._wait_for_locks(attempt)
@@ -451,16 +435,12 @@ class NeuronCompile:
 
     def _wait_for_locks(self, attempt: Attempt) -> None:
         """Until the other processes that compile what is missing are done, whatever came of it."""
-        storage = self._cache()
         self.say(f"waiting for {len(attempt.missing)} graphs that another process compiles")
-        while any(stat.key.endswith(LOCK_SUFFIX) for entry in attempt.missing for stat in storage.list(entry)):
+        while any(stat.key.endswith(LOCK_SUFFIX) for entry in attempt.missing for stat in self.storage.list(entry)):
             if self.stop.wait(OTHERS_POLL_S):
                 self.stop.raise_if_set("waiting for graphs that another process compiles")
             if time.monotonic() > self.deadline:
                 raise verdict_error(Verdict.LOCKED, attempt, cache_root=self.cache_root, config=self.config)
-
-    def _cache(self) -> Storage:
-        return open_storage(self.cache_root, stop=self.stop)
 
     def _act(self, line: str) -> None:
         self.actions.append(line)
@@ -486,7 +466,7 @@ def compile_on_neuron(
         node.exchange("pull")
         parts = scoring if ctx.world.node_rank == 0 else {}
         known = [load_manifest(ctx.workspace, one) for one in (plan, *parts.values())]
-        done = node.done()
+        done = {one.name.key for one in list_storage(open_storage(node.root)) if one.state is EntryState.DONE}
         # A manifest without entries is not one of Neuron's tool.
         warm = all(one is not None and one.cache_entries and one.cache_entries.keys() <= done for one in known)
         if not node.nodes.any("cold", not warm, timeout_s=ALL_THERE_S):
@@ -522,10 +502,6 @@ class _Node:
             report = sync_cache(Path(self.root), storage, direction=direction, compiler_versions=versions or None)
             for line in report.lines():
                 self.say(line)
-
-    def done(self) -> set[str]:
-        entries = list_storage(open_storage(self.root))
-        return {entry.name.key for entry in entries if entry.state is EntryState.DONE}
 
     def compile(
         self, plan: Plan, flags: list[str], env: dict[str, str], scratch: Path, peers: Nodes | None

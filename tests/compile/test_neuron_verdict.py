@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile.neuron_compile import Attempt, Verdict, judge, parallel_compilers
+from pipeline.compile.neuron_compile import Attempt, Verdict, judge
 from pipeline.compile.neuron_tool import parse_log
 
-GIB = 2**30
 A, B = "neuronxcc-2.24.1.0+ab/MODULE_1+11111111", "neuronxcc-2.24.1.0+ab/MODULE_2+11111111"
 SHOWN = f"Extracting graphs (/c/{A}/model.hlo_module.pb)\nExtracting graphs (/c/{B}/model.hlo_module.pb)\n"
 REFUSED = f'{{"compilation_summary": {{"false": 1}}, "compilation_report": {{"/c/{B}/x.pb": {{"status": false}}}}}}\n'
@@ -51,10 +50,3 @@ def test_what_we_ended_ourselves_broke_off() -> None:
     """Its trial run may still tell of an error, depending on who gets the signal first."""
     log = parse_log("There was an error in the training script.")
     assert judge(Attempt(1, 143, log, frozenset(), Path(), ended_early=True)) is Verdict.CRASHED
-
-
-@pytest.mark.parametrize(
-    ("memory_gib", "compilers"), [(0.5, 1), (32, 1), (64, 1), (65, 2), (511.5, 8), (512, 8), (2048, 32)]
-)
-def test_one_compiler_for_every_64_gib(memory_gib: float, compilers: int) -> None:
-    assert parallel_compilers(int(memory_gib * GIB)) == compilers
