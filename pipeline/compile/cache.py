@@ -27,7 +27,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.storage import Storage, is_temp, os_errors
 
-NEURON_COMPILER = "neuronxcc"
 HLO_NAMES = ("model.hlo_module.pb", "model.hlo.pb")  # the second up to about SDK 2.17
 NEFF_NAME = "model.neff"
 DONE_NAME = "model.done"  # an empty marker, written last
@@ -37,7 +36,7 @@ LOCK_SUFFIX = ".lock"
 # With no compiler alive a lock can only be right in the moments before one starts and after it ended.
 STALE_LOCK_S = 600.0
 
-_VERSION = re.compile(r"(?P<compiler>[A-Za-z][A-Za-z0-9_]*)-(?P<version>[0-9][^+/]*)(?:\+(?P<build>[^/]+))?")
+_VERSION = re.compile(r"neuronxcc-(?P<version>[0-9][^+/]*)(?:\+[^/]+)?")
 # The graph hash is a decimal integer (training) or 20 hex digits (torch_neuronx.trace).
 _MODULE = re.compile(r"MODULE_[0-9A-Za-z_]+\+(?P<flags>[0-9a-f]{8})")
 _PUBLISHED_FILE = re.compile(r"[0-9a-f]{32}/.+")
@@ -60,7 +59,6 @@ class EntryName:
     """`<version folder>/<module folder>`, its place below the root, and the parts of the names that are asked for."""
 
     key: str
-    compiler: str
     version: str
     flags: str
 
@@ -70,8 +68,8 @@ class EntryName:
 
     def is_of(self, compiler_versions: Collection[str]) -> bool:
         """True when one of them names its compiler: `neuronxcc-2.24.8799.0+6f62ff7c`, or the version alone."""
-        folder = self.version_dir
-        return not {folder, self.version, folder.removeprefix(f"{self.compiler}-")}.isdisjoint(compiler_versions)
+        names = {self.version_dir, self.version_dir.removeprefix("neuronxcc-"), self.version}
+        return not names.isdisjoint(compiler_versions)
 
 
 def parse_entry(key: str) -> EntryName | None:
@@ -80,25 +78,22 @@ def parse_entry(key: str) -> EntryName | None:
     version, module = _VERSION.fullmatch(version_dir), _MODULE.fullmatch(module_dir)
     if version is None or module is None:
         return None
-    return EntryName(key, version["compiler"], version["version"], module["flags"])
+    return EntryName(key, version["version"], module["flags"])
 
 
-def entry_state(file_names: Collection[str], *, compiler: str = NEURON_COMPILER) -> EntryState:
+def entry_state(file_names: Collection[str]) -> EntryState:
     """The state told by the names of an entry's files.
 
-    Only neuronx-cc leaves a NEFF; for another compiler the marker and the graph are the whole result. A finished
-    result counts even beside a lock, which then only waits to be removed.
+    A finished result counts even beside a lock, which then only waits to be removed.
     """
     names = frozenset(file_names)
-    has_graph = not names.isdisjoint(HLO_NAMES)
-    has_result = NEFF_NAME in names if compiler == NEURON_COMPILER else has_graph
-    if DONE_NAME in names and has_result:
+    if {DONE_NAME, NEFF_NAME} <= names:
         return EntryState.DONE
     if any(name.endswith(LOCK_SUFFIX) for name in names):
         return EntryState.LOCKED
     if LOG_NAME in names and DONE_NAME not in names:
         return EntryState.FAILED
-    if has_graph and NEFF_NAME not in names and DONE_NAME not in names:
+    if not names.isdisjoint(HLO_NAMES) and names.isdisjoint({DONE_NAME, NEFF_NAME}):
         return EntryState.COLLECTED
     return EntryState.INCOMPLETE
 
@@ -130,7 +125,7 @@ class CacheEntry:
         if self.is_published:
             return EntryState.DONE if sizes.get(MANIFEST_NAME) else EntryState.INCOMPLETE
         torn = {NEFF_NAME} if sizes.get(NEFF_NAME) == 0 else set()  # a power cut keeps a name and loses the bytes
-        return entry_state(sizes.keys() - torn, compiler=self.name.compiler)
+        return entry_state(sizes.keys() - torn)
 
     @property
     def size_bytes(self) -> int:
@@ -386,7 +381,7 @@ def scan(
     texts = _flags_texts(root, entries) if root is not None else {}
     where = storage.uri("") if root is None else f"file://{root}"
     warning = ""
-    names = [entry.name for entry in entries if entry.name.compiler == NEURON_COMPILER]
+    names = [entry.name for entry in entries]
     if flags is not None and names:  # told when no entry has the hash that its compiler version gives to them
         wanted = {name.version: flags_hash(flags.tokens(), compiler=name.version, target=target) for name in names}
         if not any(name.flags == wanted[name.version] for name in names):

@@ -228,7 +228,10 @@ class _Reader:
         if self._number >= len(self._lines):
             return None
         line = self._take()
-        while _depth(line) > 0 and not _COMPUTATION.match(line) and self._number < len(self._lines):
+        while self._number < len(self._lines):
+            plain = re.sub(_QUOTED, "", line) if '"' in line else line
+            if sum(map(plain.count, "([{")) <= sum(map(plain.count, ")]}")) or _COMPUTATION.match(line):
+                break
             line = f"{line} {self._take()}"
         return line
 
@@ -275,11 +278,6 @@ def _pairs(parts: list[str]) -> tuple[tuple[str, str], ...]:
 def _metadata(text: str) -> dict[str, str]:
     """`{op_type="aten__add" source_line=3}` to its values, without quotes."""
     return {key: value.strip('"') for key, value in re.findall(rf"(\w+)=({_QUOTED}|[^\s}}]+)", text)}
-
-
-def _depth(line: str) -> int:
-    plain = re.sub(_QUOTED, "", line) if '"' in line else line
-    return sum(plain.count(mark) for mark in "([{") - sum(plain.count(mark) for mark in ")]}")
 
 
 def _closing(text: str, start: int) -> int:

@@ -191,13 +191,6 @@ def _integer_before(one: Instruction, scope: Scope) -> str:
     return ""
 
 
-def _large_exchange(one: Instruction, scope: Scope) -> str:
-    """Above it AWS's own trainer met NaN (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB")."""
-    parts = [part for whole in (one, *scope.operands(one)) for part in whole.shape.arrays()]
-    bits = max(math.prod(part.dims) * sum(_numbers(part.dtype)[:1]) for part in parts)
-    return f"{one.opcode} of {bits / 8e6:,.0f} MB" if bits > 8 * LARGEST_EXCHANGE_BYTES else ""
-
-
 def _unlisted_operator(one: Instruction, scope: Scope) -> str:
     if one.opcode in ("dynamic-slice", "dynamic-update-slice"):
         starts = scope.operands(one)[1 if one.opcode == "dynamic-slice" else 2 :]
@@ -300,8 +293,12 @@ def _doubtful(one: Instruction, scope: Scope) -> Iterator[Finding]:
         remedy = "exact below 2^24 only: use float32, or keep the values small"
         yield Finding("HLO004", f"{one.opcode} of {', '.join(dtypes)}", remedy, "warning")
     if one.opcode in ("all-gather", "reduce-scatter"):
-        remedy = "NaN was seen above 140 MB: exchange it in parts"
-        yield Finding("HLO007", _large_exchange(one, scope), remedy, "warning")
+        # Above it AWS's own trainer met NaN (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB").
+        parts = [part for whole in (one, *scope.operands(one)) for part in whole.shape.arrays()]
+        num_bytes = max(math.prod(part.dims) * sum(_numbers(part.dtype)[:1]) for part in parts) / 8
+        if num_bytes > LARGEST_EXCHANGE_BYTES:
+            remedy = "NaN was seen above 140 MB: exchange it in parts"
+            yield Finding("HLO007", f"{one.opcode} of {num_bytes / 1e6:,.0f} MB", remedy, "warning")
 
 
 HOST_READ = "HLO006"

@@ -11,6 +11,7 @@ from pipeline.core.record import Record
 from pipeline.io.storage import Storage, read_record
 
 FOLDER = "compile-cache/graphs"
+_WORDS = ("a graph manifest", "trnpipe compile")
 PlanValue = None | bool | int | float | str | list[int] | list[str] | dict[str, str]
 Plan = Mapping[str, PlanValue]
 """Everything that decides the graphs of a run, by name; two runs with the same plan share their graphs."""
@@ -83,12 +84,13 @@ def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
 
 def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
     """The manifest of exactly this plan, None when it was never compiled. Raises DataError for one that is damaged."""
-    return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
+    return read_record(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json", GraphManifest, *_WORDS)
 
 
 def load_manifests(workspace: Storage) -> list[GraphManifest]:
     """Every manifest of the workspace."""
-    found = (_read(workspace, stat.key) for stat in workspace.list(FOLDER) if stat.key.endswith(".json"))
+    keys = [stat.key for stat in workspace.list(FOLDER) if stat.key.endswith(".json")]
+    found = (read_record(workspace, key, GraphManifest, *_WORDS) for key in keys)
     return [manifest for manifest in found if manifest is not None]
 
 
@@ -99,7 +101,3 @@ def plan_differences(wanted: Plan, manifests: Sequence[GraphManifest]) -> list[s
         names = sorted(name for name in plan.keys() | wanted.keys() if plan.get(name) != wanted.get(name))
         tables.append([f"{name}: compiled {plan.get(name)}, now {wanted.get(name)}" for name in names])
     return min(tables, key=len, default=[])
-
-
-def _read(workspace: Storage, key: str) -> GraphManifest | None:
-    return read_record(workspace, key, GraphManifest, "a graph manifest", "trnpipe compile")

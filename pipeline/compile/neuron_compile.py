@@ -97,7 +97,7 @@ def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[s
 # What one run came to, decided from everything it left.
 
 
-class Verdict(StrEnum):
+class CompileVerdict(StrEnum):
     """DONE needs nothing more. MEMORY, POISONED, CRASHED and LOCKED are worth another run; the others are not."""
 
     DONE = "every graph is compiled"
@@ -129,25 +129,25 @@ class Attempt:
         return tuple(key for key in self.log.wanted if key not in self.done)
 
 
-def judge(attempt: Attempt) -> Verdict:
+def judge(attempt: Attempt) -> CompileVerdict:
     """The verdict; the first reason that explains what is missing counts."""
     log, missing = attempt.log, set(attempt.missing)
     if attempt.ended_early:
-        return Verdict.CRASHED
+        return CompileVerdict.CRASHED
     if attempt.trial_code not in (0, None) or log.trial_failed or log.redirected:
         # A cached failure is raised in the program itself, like a failed compile.
-        return Verdict.POISONED if log.cached_failures else Verdict.TRIAL_FAILED
+        return CompileVerdict.POISONED if log.cached_failures else CompileVerdict.TRIAL_FAILED
     if log.wanted and not missing and attempt.trial_code == 0:
-        return Verdict.DONE
+        return CompileVerdict.DONE
     if log.num_killed or attempt.exit_code in SIGKILLED:
-        return Verdict.MEMORY
+        return CompileVerdict.MEMORY
     if missing & {entry_key(path) for path in log.cached_failures}:
-        return Verdict.POISONED
+        return CompileVerdict.POISONED
     if not missing:
-        return Verdict.NOTHING_SEEN if attempt.exit_code == 0 else Verdict.CRASHED
+        return CompileVerdict.NOTHING_SEEN if attempt.exit_code == 0 else CompileVerdict.CRASHED
     if log.has_crashed or (log.report is None and not log.nothing_to_do):
-        return Verdict.CRASHED
-    return Verdict.FAILED if missing & log.failed else Verdict.LOCKED
+        return CompileVerdict.CRASHED
+    return CompileVerdict.FAILED if missing & log.failed else CompileVerdict.LOCKED
 
 
 # Of the classes with an exit code; the trial run is this program too. Preempted without a stop of ours is a lost peer.
@@ -157,24 +157,24 @@ _BY_EXIT_CODE: dict[int, type[TrnpipeError]] = {
 }
 
 
-def verdict_text(verdict: Verdict, attempt: Attempt) -> str:
+def verdict_text(verdict: CompileVerdict, attempt: Attempt) -> str:
     """One line for the record: the verdict with its figures."""
     missing = _names(attempt.missing)
-    if verdict is Verdict.TRIAL_FAILED:
+    if verdict is CompileVerdict.TRIAL_FAILED:
         return f"{verdict} with exit code {attempt.trial_code}"
-    if verdict is Verdict.MEMORY:
+    if verdict is CompileVerdict.MEMORY:
         return f"{verdict}; {attempt.log.num_killed} compilers were killed, without a result: {missing}"
-    if verdict is Verdict.NOTHING_SEEN:
+    if verdict is CompileVerdict.NOTHING_SEEN:
         return str(verdict)
     return f"{verdict} (exit code {attempt.exit_code}); not compiled: {missing}"
 
 
-def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config: CompileConfig) -> TrnpipeError:
+def verdict_error(verdict: CompileVerdict, attempt: Attempt, *, cache_root: str, config: CompileConfig) -> TrnpipeError:
     """The error for a verdict that nothing more can be done about."""
     log = attempt.folder / LOG_NAME
     seen = f"{verdict}: {_names(attempt.missing)}; log: {log}"
     match verdict:
-        case Verdict.TRIAL_FAILED:
+        case CompileVerdict.TRIAL_FAILED:
             code = attempt.trial_code
             killed = code in SIGKILLED or code in (143, -15)
             kind = TransientError if killed else _BY_EXIT_CODE.get(code or 0, TrnpipeError)
@@ -184,13 +184,13 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 expected="a run of the program to its end, with exit code 0",
                 next_command=f"less {log}" + ("; dmesg | grep -i kill  # host memory?" if killed else ""),
             )
-        case Verdict.NOTHING_SEEN:
+        case CompileVerdict.NOTHING_SEEN:
             return ConfigError(
                 f"{verdict}, neither a new one nor one from the cache\n{log_tail(log)}",
                 expected="'Extracting graphs (...)' on its standard output, which must not be redirected",
                 next_command=f"less {log}  # is the program on the Neuron device (PJRT_DEVICE=NEURON)?",
             )
-        case Verdict.MEMORY:
+        case CompileVerdict.MEMORY:
             lower = "" if config.flags.optlevel == 1 else "set compile.flags.optlevel to 1 (least memory), or "
             return ConfigError(
                 f"{seen}\n  compilers were killed (-9) even with one at a time",
@@ -198,7 +198,7 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 next_command=f"{lower}use smaller or fewer graphs (smaller micro-batch), or compile on a machine with"
                 " more memory",
             )
-        case Verdict.FAILED | Verdict.POISONED:
+        case CompileVerdict.FAILED | CompileVerdict.POISONED:
             # What the compiler said last, without its long command line, which comes first.
             said = [
                 line.partition("Failed compilation with [")[2].partition("]: ")[2] or line
@@ -210,15 +210,15 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 expected=f"graphs that neuronx-cc accepts; each was tried {config.max_retries + 1} times",
                 next_command=f"less {attempt.folder}/MODULE_*.log, and: trnpipe doctor --hlo",
             )
-        case Verdict.LOCKED if attempt.log.cache_path and canonical_root(attempt.log.cache_path) != canonical_root(
-            cache_root
-        ):
+        case CompileVerdict.LOCKED if attempt.log.cache_path and canonical_root(
+            attempt.log.cache_path
+        ) != canonical_root(cache_root):
             return ConfigError(
                 f"the trial run used the cache {attempt.log.cache_path}",
                 expected=cache_root,
                 next_command="remove --cache_dir from NEURON_CC_FLAGS in the program; it goes before the setting",
             )
-        case Verdict.LOCKED:
+        case CompileVerdict.LOCKED:
             return TransientError(
                 seen,
                 expected="the other process to finish, or its lock to be stale",
@@ -302,9 +302,7 @@ class NeuronCompile:
         limit is over, a crash repeats or a peer failed; Preempted when stopped, at most about 10 s later.
         """
         self.stop.raise_if_set("starting to compile")
-        if warning := flags_warning(
-            self.env.get("NEURON_CC_FLAGS", self.config.flags.text()), self.config.flags.text()
-        ):
+        if warning := flags_warning(self.env, self.config):
             self._act(warning)
         memory = "" if self.config.parallel else f" ({format_bytes(self.memory_bytes)} of memory)"
         self.say(f"compiling at most {self.parallel} graphs at once{memory}")
@@ -313,7 +311,7 @@ class NeuronCompile:
             while again:
                 attempt = self._attempt()
                 verdict = judge(attempt)
-                mine = verdict is not Verdict.DONE
+                mine = verdict is not CompileVerdict.DONE
                 if mine:
                     self._act(f"attempt {len(self.attempts)}: {verdict_text(verdict, attempt)}")
                     self._cure(verdict, attempt)
@@ -408,14 +406,16 @@ class NeuronCompile:
                     )
         return exit_code
 
-    def _cure(self, verdict: Verdict, attempt: Attempt) -> None:
+    def _cure(self, verdict: CompileVerdict, attempt: Attempt) -> None:
         """Change what made an attempt fail, or raise the error that says why nothing would."""
-        if verdict is Verdict.MEMORY and self.parallel > 1:
+        if verdict is CompileVerdict.MEMORY and self.parallel > 1:
             self.parallel //= 2
             self._act(f"compiling at most {self.parallel} graphs at once from now on")
-        elif verdict in (Verdict.POISONED, Verdict.CRASHED, Verdict.LOCKED) and self.num_repairs < max(
-            1, self.config.max_retries
-        ):
+        elif verdict in (
+            CompileVerdict.POISONED,
+            CompileVerdict.CRASHED,
+            CompileVerdict.LOCKED,
+        ) and self.num_repairs < max(1, self.config.max_retries):
             self.num_repairs += 1
         else:
             for entry in attempt.missing:  # the compiler's own message on each goes beside our log: repair removes it
@@ -423,7 +423,7 @@ class NeuronCompile:
                     target = attempt.folder / f"{graph_name(entry)}.log"
                     target.write_bytes(self.storage.read_bytes(f"{entry}/{COMPILER_LOG}"))
             raise verdict_error(verdict, attempt, cache_root=self.cache_root, config=self.config)
-        if not self._repair() and verdict is Verdict.LOCKED:
+        if not self._repair() and verdict is CompileVerdict.LOCKED:
             self._wait_for_locks(attempt)
 
     def _repair(self) -> bool:
@@ -440,7 +440,7 @@ class NeuronCompile:
             if self.stop.wait(OTHERS_POLL_S):
                 self.stop.raise_if_set("waiting for graphs that another process compiles")
             if time.monotonic() > self.deadline:
-                raise verdict_error(Verdict.LOCKED, attempt, cache_root=self.cache_root, config=self.config)
+                raise verdict_error(CompileVerdict.LOCKED, attempt, cache_root=self.cache_root, config=self.config)
 
     def _act(self, line: str) -> None:
         self.actions.append(line)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
-from pipeline.health.config import Group, HealthConfig, Profile
+from pipeline.health.config import Group, HealthConfig
 from pipeline.io.storage import Storage
 
 
@@ -160,7 +160,6 @@ def show(report: NodeReport, stream: TextIO) -> None:
     stream.flush()
 
 
-BOTH: frozenset[Profile] = frozenset(("quick", "full"))
 POLL_S = 0.05
 LEAVE_S = 5.0  # for a check that is asked to stop, of the 15 s that a stopped process has
 EXPENSIVE_S = 10.0
@@ -184,7 +183,6 @@ class Check:
     run: Callable[[CheckContext], CheckResult | Iterable[CheckResult]]
     group: Group | None = None
     """None: what others need, run always."""
-    profiles: frozenset[Profile] = BOTH
     time_limit_s: float | None = None
     """None: as in the settings."""
     cost_s: float = 1.0
@@ -201,12 +199,12 @@ def run_checks(
     clock: Callable[[], float] = time.monotonic,
     seen: Callable[[CheckResult], object] = lambda result: None,
 ) -> NodeReport:
-    """Run the checks of profile and groups; `seen` gets each result as it comes. Only Preempted is raised.
+    """Run the checks of the chosen groups; `seen` gets each result as it comes. Only Preempted is raised.
 
     A check that fails or hangs is a verdict like any other; later checks still run, except expensive ones.
     """
     results: list[CheckResult] = []
-    chosen = [check for check in checks if config.profile in check.profiles and config.wants(check.group)]
+    chosen = [check for check in checks if config.wants(check.group)]
     for check in sorted(chosen, key=lambda one: one.cost_s):
         stop.raise_if_set(f"before health check {check.name}")
         if check.cost_s >= EXPENSIVE_S and any(result.verdict >= Verdict.RETRY for result in results):

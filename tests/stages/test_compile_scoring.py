@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.compile import neuron_compile
-from pipeline.compile.cache import DONE_NAME, NEFF_NAME, NEURON_COMPILER, CacheEntry, CacheFile, EntryName
+from pipeline.compile.cache import DONE_NAME, NEFF_NAME, CacheEntry, CacheFile, EntryName
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
 from pipeline.compile.neuron_compile import NeuronCompileResult
 from pipeline.compile.neuron_tool import SCORING
@@ -67,7 +67,7 @@ def make_settings(workspace: Path) -> Settings:
 
 def entry(key: str) -> CacheEntry:
     files = (CacheFile(NEFF_NAME, 1), CacheFile(DONE_NAME, 0))
-    return CacheEntry(EntryName(key, NEURON_COMPILER, "2.0", ""), files)
+    return CacheEntry(EntryName(key, "2.0", ""), files)
 
 
 @pytest.fixture
