@@ -116,15 +116,14 @@ def contents(source: int, turn: int, count: int) -> Tensor:
     return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * turn) % 4093).to(torch.float32)
 
 
-Prepared = tuple[Callable[[], Tensor], Tensor]
-"""What runs a collective and gives what arrived here; and what should have arrived."""
+Collective = Callable[["Ranks", Tensor], Callable[[], Tensor]]
+"""Makes one ready of (ranks, what this rank gives [count], on its device): what runs it and gives what arrived."""
 
 
-Collective = Callable[["Ranks", int, int], Prepared]
-"""Makes one ready of (ranks, count, turn). count: numbers in each buffer, or chunk of one; turn: for new contents."""
-
-
-def _sum_of_all(ranks: Ranks, turn: int, count: int) -> Tensor:
+def expected_of(name: str, ranks: Ranks, turn: int, count: int) -> Tensor:
+    """What should arrive, on the host."""
+    if name == "all-gather":
+        return torch.cat([contents(source, turn, count) for source in ranks.ranks])
     total = torch.zeros(count)
     for source in ranks.ranks:  # one by one: all of a large size at once fill a host with many ranks
         total += contents(source, turn, count)
@@ -141,16 +140,13 @@ def _run(ranks: Ranks, found: Tensor, call: Callable[..., dist.Work | None], *te
     return run
 
 
-def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
-    mine = contents(ranks.rank, turn, count).to(ranks.device)
-    return _run(ranks, mine, dist.all_reduce, mine), _sum_of_all(ranks, turn, count)
+def all_reduce(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
+    return _run(ranks, mine, dist.all_reduce, mine)
 
 
-def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
-    found = torch.zeros(count * len(ranks.ranks), device=ranks.device)
-    mine = contents(ranks.rank, turn, count).to(ranks.device)
-    expected = torch.cat([contents(source, turn, count) for source in ranks.ranks])
-    return _run(ranks, found, all_gather_single, found, mine), expected
+def all_gather(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
+    found = torch.zeros(len(mine) * len(ranks.ranks), device=ranks.device)
+    return _run(ranks, found, all_gather_single, found, mine)
 
 
 COLLECTIVES: dict[str, Collective] = {"all-gather": all_gather, "all-reduce": all_reduce}
@@ -162,24 +158,16 @@ def in_graph(backend: Backend) -> dict[str, Collective]:
     For a backend that reduces in the graph, over all ranks.
     """
 
-    def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
-        mine = contents(ranks.rank, turn, count).to(backend.device)
-
+    def all_reduce(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
         def run() -> Tensor:
             backend.reduce([mine], _no_host_mean)
             (mean,) = backend.to_host([mine])
             return torch.round(mean * len(ranks.ranks))  # these are sums of whole numbers, the mean is rounded
 
-        return run, _sum_of_all(ranks, turn, count)
+        return run
 
-    def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
-        mine = contents(ranks.rank, turn, count).to(backend.device)
-
-        def run() -> Tensor:
-            (found,) = backend.to_host([backend.all_gather(mine)])
-            return found
-
-        return run, torch.cat([contents(source, turn, count) for source in ranks.ranks])
+    def all_gather(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
+        return lambda: backend.to_host([backend.all_gather(mine)])[0]
 
     return {"all-gather": all_gather, "all-reduce": all_reduce}
 
@@ -249,7 +237,9 @@ def _timed(ranks: Ranks, collective: Collective, place: str, count: int, turn: i
     """Seconds of one call with right results. Raises _Fault, Preempted."""
     ranks.stop.raise_if_set(f"checking {place}")
     with device_guard(ranks.device):
-        run, expected = collective(ranks, count, turn)
+        run = collective(ranks, contents(ranks.rank, turn, count).to(ranks.device))
+    name = place.partition("/")[0]
+    expected = expected_of(name, ranks, turn, count)
     _sign_in(ranks, place, limit_s)
     started = time.monotonic()
     try:
@@ -264,7 +254,7 @@ def _timed(ranks: Ranks, collective: Collective, place: str, count: int, turn: i
     wrong = (found != expected).nonzero().reshape(-1)
     first = int(wrong[0])
     source = ranks.ranks[first * len(ranks.ranks) // len(expected)]
-    whose = f" (from rank {source})" if place.startswith("all-gather") else ""
+    whose = f" (from rank {source})" if name == "all-gather" else ""
     raise _Fault(
         f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "
         f"the first at {first}{whose}: {float(found[first]):g} for {float(expected[first]):g}",
