@@ -41,33 +41,35 @@ SICK: Mapping[Treatment, str] = {
 
 
 @dataclass(frozen=True)
-class Host:
+class CacheHost:
+    """What this machine says of its compilers, mounts and time."""
+
     compilers: Compilers = live_compilers
     mounts: Mounts = mounted
     clock: Clock = time.time
 
 
-def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall, *, host: Host | None = None) -> int:
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall, *, host: CacheHost | None = None) -> int:
     """One action on the live cache. The exit code: that of DataError when the doctor finds something wrong, else 0.
 
     Raises ConfigError for settings that do not allow the action, DiskFull, TransientError, Preempted.
     """
     live = open_storage(settings.compile.cache_root(settings.workspace), retry=settings.storage, stop=stop)
     if call.action == "status":
-        return _status(settings, live, say, host or Host())
+        return _status(settings, live, say, host or CacheHost())
     from pipeline.telemetry.console import Console  # takes a while to import, and a look at the cache needs none
 
     with shown_on(Console().progress):
-        return ACTIONS[call.action](settings, live, say, host or Host())
+        return ACTIONS[call.action](settings, live, say, host or CacheHost())
 
 
-def _status(settings: Settings, live: Storage, say: Say, host: Host) -> int:
+def _status(settings: Settings, live: Storage, say: Say, host: CacheHost) -> int:
     for warning in _say_report(settings, live, say, host).warnings:
         say(f"warning: {warning}")
     return EXIT_OK
 
 
-def _doctor(settings: Settings, live: Storage, say: Say, host: Host) -> int:
+def _doctor(settings: Settings, live: Storage, say: Say, host: CacheHost) -> int:
     """What a repair would do, and what it cannot mend, each with the next command."""
     report = _say_report(settings, live, say, host)
     treatment = repair(live, dry_run=True, compilers=host.compilers, clock=host.clock)
@@ -85,7 +87,7 @@ def _doctor(settings: Settings, live: Storage, say: Say, host: Host) -> int:
     return DataError.exit_code if problems else EXIT_OK
 
 
-def _problems(live: Storage, treatment: RepairReport, flags_warning: str, host: Host) -> Iterator[TrnpipeError]:
+def _problems(live: Storage, treatment: RepairReport, flags_warning: str, host: CacheHost) -> Iterator[TrnpipeError]:
     root = live.local_path("")
     try:
         if root is not None:
@@ -108,7 +110,7 @@ def _problems(live: Storage, treatment: RepairReport, flags_warning: str, host: 
         )
 
 
-def _repair(settings: Settings, live: Storage, say: Say, host: Host) -> int:
+def _repair(settings: Settings, live: Storage, say: Say, host: CacheHost) -> int:
     root, keep = live.local_path(""), settings.compile.keep_versions or None
     if root is not None:  # the lock of a compiler on another machine would look stale
         refuse_network_root(root, mounts=host.mounts)
@@ -117,7 +119,7 @@ def _repair(settings: Settings, live: Storage, say: Say, host: Host) -> int:
     return EXIT_OK
 
 
-def _sync(settings: Settings, live: Storage, say: Say, host: Host) -> int:
+def _sync(settings: Settings, live: Storage, say: Say, host: CacheHost) -> int:
     config, root = settings.compile, live.local_path("")
     if not config.sync_url:
         raise ConfigError(
@@ -139,7 +141,7 @@ def _sync(settings: Settings, live: Storage, say: Say, host: Host) -> int:
     return EXIT_OK
 
 
-ACTIONS: Mapping[str, Callable[[Settings, Storage, Say, Host], int]] = {
+ACTIONS: Mapping[str, Callable[[Settings, Storage, Say, CacheHost], int]] = {
     "status": _status,
     "doctor": _doctor,
     "repair": _repair,
@@ -147,7 +149,7 @@ ACTIONS: Mapping[str, Callable[[Settings, Storage, Say, Host], int]] = {
 }
 
 
-def _say_report(settings: Settings, live: Storage, say: Say, host: Host) -> CacheReport:
+def _say_report(settings: Settings, live: Storage, say: Say, host: CacheHost) -> CacheReport:
     """What is there; in place of Neuron entries, where there are none, the graphs that another device has compiled."""
     config = settings.compile
     report = scan(live, compilers=host.compilers, flags=config.flags, target=config.target, clock=host.clock)

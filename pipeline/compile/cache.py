@@ -27,7 +27,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.storage import Storage, is_temp, os_errors
 
-NEURON_COMPILER = "neuronxcc"
 HLO_NAMES = ("model.hlo_module.pb", "model.hlo.pb")  # the second up to about SDK 2.17
 NEFF_NAME = "model.neff"
 DONE_NAME = "model.done"  # an empty marker, written last
@@ -37,7 +36,7 @@ LOCK_SUFFIX = ".lock"
 # With no compiler alive a lock can only be right in the moments before one starts and after it ended.
 STALE_LOCK_S = 600.0
 
-_VERSION = re.compile(r"(?P<compiler>[A-Za-z][A-Za-z0-9_]*)-(?P<version>[0-9][^+/]*)(?:\+(?P<build>[^/]+))?")
+_VERSION = re.compile(r"neuronxcc-(?P<version>[0-9][^+/]*)(?:\+[^/]+)?")
 # The graph hash is a decimal integer (training) or 20 hex digits (torch_neuronx.trace).
 _MODULE = re.compile(r"MODULE_[0-9A-Za-z_]+\+(?P<flags>[0-9a-f]{8})")
 _PUBLISHED_FILE = re.compile(r"[0-9a-f]{32}/.+")
@@ -60,7 +59,6 @@ class EntryName:
     """`<version folder>/<module folder>`, its place below the root, and the parts of the names that are asked for."""
 
     key: str
-    compiler: str
     version: str
     flags: str
 
@@ -70,8 +68,8 @@ class EntryName:
 
     def is_of(self, compiler_versions: Collection[str]) -> bool:
         """True when one of them names its compiler: `neuronxcc-2.24.8799.0+6f62ff7c`, or the version alone."""
-        folder = self.version_dir
-        return not {folder, self.version, folder.removeprefix(f"{self.compiler}-")}.isdisjoint(compiler_versions)
+        names = {self.version_dir, self.version_dir.removeprefix("neuronxcc-"), self.version}
+        return not names.isdisjoint(compiler_versions)
 
 
 def parse_entry(key: str) -> EntryName | None:
@@ -80,25 +78,22 @@ def parse_entry(key: str) -> EntryName | None:
     version, module = _VERSION.fullmatch(version_dir), _MODULE.fullmatch(module_dir)
     if version is None or module is None:
         return None
-    return EntryName(key, version["compiler"], version["version"], module["flags"])
+    return EntryName(key, version["version"], module["flags"])
 
 
-def entry_state(file_names: Collection[str], *, compiler: str = NEURON_COMPILER) -> EntryState:
+def entry_state(file_names: Collection[str]) -> EntryState:
     """The state told by the names of an entry's files.
 
-    Only neuronx-cc leaves a NEFF; for another compiler the marker and the graph are the whole result. A finished
-    result counts even beside a lock, which then only waits to be removed.
+    A finished result counts even beside a lock, which then only waits to be removed.
     """
     names = frozenset(file_names)
-    has_graph = not names.isdisjoint(HLO_NAMES)
-    has_result = NEFF_NAME in names if compiler == NEURON_COMPILER else has_graph
-    if DONE_NAME in names and has_result:
+    if {DONE_NAME, NEFF_NAME} <= names:
         return EntryState.DONE
     if any(name.endswith(LOCK_SUFFIX) for name in names):
         return EntryState.LOCKED
     if LOG_NAME in names and DONE_NAME not in names:
         return EntryState.FAILED
-    if has_graph and NEFF_NAME not in names and DONE_NAME not in names:
+    if not names.isdisjoint(HLO_NAMES) and names.isdisjoint({DONE_NAME, NEFF_NAME}):
         return EntryState.COLLECTED
     return EntryState.INCOMPLETE
 
@@ -110,10 +105,6 @@ class CacheFile:
     name: str
     size_bytes: int
     modified_s: float | None = None
-
-    @property
-    def is_lock(self) -> bool:
-        return self.name.endswith(LOCK_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,7 @@ class CacheEntry:
         if self.is_published:
             return EntryState.DONE if sizes.get(MANIFEST_NAME) else EntryState.INCOMPLETE
         torn = {NEFF_NAME} if sizes.get(NEFF_NAME) == 0 else set()  # a power cut keeps a name and loses the bytes
-        return entry_state(sizes.keys() - torn, compiler=self.name.compiler)
+        return entry_state(sizes.keys() - torn)
 
     @property
     def size_bytes(self) -> int:
@@ -142,10 +133,10 @@ class CacheEntry:
 
     @property
     def locks(self) -> tuple[CacheFile, ...]:
-        return tuple(file for file in self.files if file.is_lock)
+        return tuple(file for file in self.files if file.name.endswith(LOCK_SUFFIX))
 
     def without_locks(self) -> "CacheEntry":
-        return CacheEntry(self.name, tuple(file for file in self.files if not file.is_lock))
+        return CacheEntry(self.name, tuple(file for file in self.files if not file.name.endswith(LOCK_SUFFIX)))
 
     def age_s(self, now_s: float) -> float | None:
         """Since its newest file changed."""
@@ -177,8 +168,7 @@ def list_local(root: Path) -> list[CacheEntry]:
     """Entries below a local root, by name. Files that vanish meanwhile are left out."""
     with os_errors("listing", f"file://{root}"):
         keys = [f"{outer}/{inner}" for outer in _folders(root) for inner in _folders(root / outer)]
-        names = [name for key in keys if (name := parse_entry(key)) is not None]
-        return [CacheEntry(name, tuple(_files(root / name.key))) for name in names]
+    return [list_entry(root, name) for key in keys if (name := parse_entry(key)) is not None]
 
 
 def list_entry(root: Path, name: EntryName) -> CacheEntry:
@@ -251,26 +241,25 @@ def compilers_of(root: str) -> list[CompilerProcess]:
 
     One whose environment cannot be read may be at work on any.
     """
-
     found = []
     for compiler in live_compilers():
         try:
-            if _canonical(named_cache(psutil.Process(compiler.pid).environ())) == _canonical(root):
-                found.append(compiler)
+            env = psutil.Process(compiler.pid).environ()
         except psutil.NoSuchProcess:
             continue
         except (OSError, psutil.Error):  # another user's
             found.append(compiler)
+            continue
+        # --cache_dir in its flags goes before the variable.
+        folders = [word.partition("=")[2] for word in env.get("NEURON_CC_FLAGS", "").split() if "--cache_dir=" in word]
+        named = [env.get("NEURON_COMPILE_CACHE_URL", DEFAULT_ROOT), *folders][-1]
+        if canonical_root(named) == canonical_root(root):
+            found.append(compiler)
     return found
 
 
-def named_cache(env: Mapping[str, str]) -> str:
-    """The cache a compiler with this environment works on: --cache_dir in its flags goes before the variable."""
-    folders = [word.partition("=")[2] for word in env.get("NEURON_CC_FLAGS", "").split() if "--cache_dir=" in word]
-    return folders[-1] if folders else env.get("NEURON_COMPILE_CACHE_URL", DEFAULT_ROOT)
-
-
-def _canonical(root: str) -> str:
+def canonical_root(root: str) -> str:
+    """One spelling for a root that is written as a folder, with file:// or through a link."""
     path = root.removeprefix("file://")
     return path.rstrip("/") if "://" in path else str(Path(path).expanduser().resolve())
 
@@ -392,7 +381,7 @@ def scan(
     texts = _flags_texts(root, entries) if root is not None else {}
     where = storage.uri("") if root is None else f"file://{root}"
     warning = ""
-    names = [entry.name for entry in entries if entry.name.compiler == NEURON_COMPILER]
+    names = [entry.name for entry in entries]
     if flags is not None and names:  # told when no entry has the hash that its compiler version gives to them
         wanted = {name.version: flags_hash(flags.tokens(), compiler=name.version, target=target) for name in names}
         if not any(name.flags == wanted[name.version] for name in names):
@@ -490,12 +479,11 @@ def repair(
             next_command="trnpipe cache status",
         )
     doctor = _Doctor(live, root, keep_versions, dry_run, stale_lock_s, compilers, clock)
-    notes: list[Action] = []
     if root is None or dry_run or not entries:
-        notes = list(doctor.treat_all(entries))
+        notes = [note for entry in entries for note in doctor.treat(entry)]
     else:
         with cache_lock(root, live.stop):
-            notes = list(doctor.treat_all(entries))
+            notes = [note for entry in entries for note in doctor.treat(entry)]
             for folder in {root / entry.name.version_dir for entry in entries}:
                 atomic.sweep_temps(folder)
                 with os_errors("deleting", f"file://{folder}"):
@@ -518,15 +506,13 @@ class _Doctor:
     compilers: Compilers
     clock: Clock
 
-    def treat_all(self, entries: Collection[CacheEntry]) -> Iterator[Action]:
-        for entry in entries:
-            self.live.stop.raise_if_set("repairing the compile cache")
-            yield from self.treat(entry if self.root is None else list_entry(self.root, entry.name))
-
     def treat(self, entry: CacheEntry) -> Iterator[Action]:
+        self.live.stop.raise_if_set("repairing the compile cache")
+        if self.root is not None:
+            entry = list_entry(self.root, entry.name)  # as it is now
         key, is_old = entry.name.key, self.keep_versions is not None and not entry.name.is_of(self.keep_versions)
         if entry.locks:
-            if busy := self._lock_is_live(entry):
+            if busy := self._is_live(entry, "locked"):
                 if entry.state is EntryState.LOCKED or is_old:
                     yield Action("left alone", key, busy)
                 return
@@ -535,7 +521,7 @@ class _Doctor:
                 self.live.delete(f"{key}/{lock.name}" for lock in entry.locks)
             yield Action("unlock", key, "stale lock: no compiler is alive", freed_bytes)
             entry = entry.without_locks()
-        if entry.state is EntryState.INCOMPLETE and (busy := self._half_is_live(entry)):
+        if entry.state is EntryState.INCOMPLETE and (busy := self._is_live(entry, "incomplete")):
             yield Action("left alone", key, busy)
         elif is_old:
             reason = f"{entry.state}, of compiler {entry.name.version_dir}, which is not to be kept"
@@ -545,27 +531,21 @@ class _Doctor:
         elif entry.state is EntryState.INCOMPLETE:
             yield self._remove(entry, "drop incomplete", "what a dead writer left; compiled again when needed")
 
-    def _lock_is_live(self, entry: CacheEntry) -> str:
-        """Why a lock must stay; '' for a stale one."""
+    def _is_live(self, entry: CacheEntry, state: Literal["locked", "incomplete"]) -> str:
+        """Why a lock, or a half entry, must stay; '' for what a dead compiler left."""
         if self.root is None:
-            return "locked: another node may be at work on it"
+            return f"{state}: another node may be at work on it"
         if alive := self.compilers():
-            return f"locked while {alive[0]} is alive"
-        if not entry.is_lock_older(self.clock(), self.stale_s):
+            return f"{state} while {alive[0]} is alive"
+        now_s = self.clock()
+        if state == "incomplete":
+            age_s = entry.age_s(now_s)
+            is_young = age_s is not None and age_s < self.stale_s
+            return f"incomplete, changed less than {self.stale_s:.0f} s ago" if is_young else ""
+        if not entry.is_lock_older(now_s, self.stale_s):
             return f"locked less than {self.stale_s:.0f} s ago"
-        if any(_is_held(self.root / entry.name.key / lock.name) for lock in entry.locks):
-            return "a process holds the lock"
-        return ""
-
-    def _half_is_live(self, entry: CacheEntry) -> str:
-        """Why a half entry must stay; '' for what a dead writer left."""
-        if self.root is None:
-            return "incomplete: another node may be at work on it"
-        if alive := self.compilers():
-            return f"incomplete while {alive[0]} is alive"
-        age_s = entry.age_s(self.clock())
-        is_young = age_s is not None and age_s < self.stale_s
-        return f"incomplete, changed less than {self.stale_s:.0f} s ago" if is_young else ""
+        is_held = any(_is_held(self.root / entry.name.key / lock.name) for lock in entry.locks)
+        return "a process holds the lock" if is_held else ""
 
     def _remove(self, entry: CacheEntry, kind: Treatment, reason: str) -> Action:
         """Take the entry away, unless it has changed since it was judged."""

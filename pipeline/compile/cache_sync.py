@@ -188,7 +188,7 @@ class _Sync:
             manifest = Manifest.from_json((fetched / MANIFEST_NAME).read_bytes(), source=str(fetched))
             content = next(iter(manifest.files), "").partition("/")[0]
             names = {file.removeprefix(f"{content}/") for file in manifest.files}
-            is_whole = entry_state(names, compiler=name.compiler) is EntryState.DONE
+            is_whole = entry_state(names) is EntryState.DONE
             if manifest.fields.get("entry") != name.key or not is_whole or any("/" in file for file in names):
                 uri = self.storage.uri(_marker(name))
                 raise bad_file(uri, "is not that of this entry, finished", "its files")

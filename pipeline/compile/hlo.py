@@ -4,7 +4,6 @@ The text form is XLA's `HloModule::ToString` (github.com/openxla/xla, xla/hlo/ir
 (`%name`, operand shapes) and the short one are read.
 """
 
-import gzip
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,6 @@ from graphlib import TopologicalSorter
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
-from pipeline.io.storage import Storage
 
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _QUOTED_OR_COMMENT = re.compile(rf"{_QUOTED}|/\*.*?\*/")
@@ -219,20 +217,21 @@ class _Reader:
     def _source(self, metadata: dict[str, str]) -> str:
         if "source_file" in metadata:
             return f"{metadata['source_file']}:{metadata.get('source_line', '?')}"
-        frame = self._row("StackFrames", metadata.get("stack_frame_id"))  # how later versions of XLA print it
-        location = self._row("FileLocations", frame.get("file_location_id"))
-        file = self._tables.get("FileNames", {}).get(int(location.get("file_name_id", 0)), "").strip('"')
-        return f"{file}:{location.get('line', '?')}" if file else ""
-
-    def _row(self, table: str, number: str | None) -> dict[str, str]:
-        return _metadata(self._tables.get(table, {}).get(int(number or 0), ""))
+        row = metadata  # as later versions of XLA print it
+        for table, number in (("StackFrames", "stack_frame_id"), ("FileLocations", "file_location_id")):
+            row = _metadata(self._tables.get(table, {}).get(int(row.get(number, 0)), ""))
+        file = self._tables.get("FileNames", {}).get(int(row.get("file_name_id", 0)), "").strip('"')
+        return f"{file}:{row.get('line', '?')}" if file else ""
 
     def _next(self) -> str | None:
         """The next line without comments, joined with what follows while a bracket is open."""
         if self._number >= len(self._lines):
             return None
         line = self._take()
-        while _depth(line) > 0 and not _COMPUTATION.match(line) and self._number < len(self._lines):
+        while self._number < len(self._lines):
+            plain = re.sub(_QUOTED, "", line) if '"' in line else line
+            if sum(map(plain.count, "([{")) <= sum(map(plain.count, ")]}")) or _COMPUTATION.match(line):
+                break
             line = f"{line} {self._take()}"
         return line
 
@@ -281,11 +280,6 @@ def _metadata(text: str) -> dict[str, str]:
     return {key: value.strip('"') for key, value in re.findall(rf"(\w+)=({_QUOTED}|[^\s}}]+)", text)}
 
 
-def _depth(line: str) -> int:
-    plain = re.sub(_QUOTED, "", line) if '"' in line else line
-    return sum(plain.count(mark) for mark in "([{") - sum(plain.count(mark) for mark in ")]}")
-
-
 def _closing(text: str, start: int) -> int:
     """Where the bracket that opens at `start` is closed; the end of the text when it is not."""
     depth = 0
@@ -327,22 +321,12 @@ def difference(known: Mapping[str, int], seen: Mapping[str, int]) -> dict[str, i
     return {op: changes[op] for op in order if changes[op]}
 
 
-def distance(known: Mapping[str, int], seen: Mapping[str, int]) -> int:
-    """Operations to add or take away to get from one graph to the other: the nearest known graph has the smallest."""
-    return sum(map(abs, difference(known, seen).values()))
-
-
 def describe(changes: Mapping[str, int], limit: int = 8) -> str:
     """`-1 parameter f32[64,2], +3 dot f32[64,256] and 12 more`; `the same operations` when there is none."""
     if not changes:
         return "the same operations, in another order or with other constants"
     more = f" and {len(changes) - limit} more" if len(changes) > limit else ""
     return ", ".join([f"{change:+d} {op}" for op, change in changes.items()][:limit]) + more
-
-
-def first_source(module: Module, op: str) -> str:
-    """Where in our code (file:line) the first operation counted as `op` came from; empty when the trace has none."""
-    return next((found.source for found in module.instructions if found.signature == op and found.source), "")
 
 
 # The key of a graph.
@@ -407,12 +391,3 @@ def _in_order(computation: Computation) -> Iterator[Instruction]:
             if instruction.name not in done:
                 done.add(instruction.name)
                 yield instruction
-
-
-FOLDER = "compile-cache/hlo"
-
-
-def store_texts(workspace: Storage, texts: Mapping[str, str]) -> None:
-    """Keep the HLO text of each graph under its key, for devices that keep no compiled ones; what is there stays."""
-    for key, text in texts.items():
-        workspace.write_if_absent(f"{FOLDER}/{key}.txt.gz", gzip.compress(text.encode(), mtime=0))

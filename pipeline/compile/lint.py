@@ -8,7 +8,7 @@ as refused is an error; what is dated, heuristic or wrong only for some values i
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -48,8 +48,7 @@ USED_TODAY = _words(
     "shift-right-arithmetic sort topk while",
 )
 
-# Refused by name on an error code page; and of the same family, or a transfer to the host, but not named there.
-REFUSED = _words("triangular-solve")
+# Of the family of triangular-solve, which is refused by name on an error code page, or a transfer to the host.
 DOUBTFUL = _words("cholesky fft infeed outfeed send send-done recv recv-done map")
 DYNAMIC = _words("set-dimension-size get-dimension-size dynamic-reshape")
 
@@ -78,19 +77,25 @@ class Scope:
         return [self.module.by_name[name] for name in instruction.called]
 
 
-Check = Callable[[Instruction, Scope], str]
-"""What is wrong with an instruction; an empty text when nothing is."""
-
-
 @dataclass(frozen=True)
-class Rule:
-    """`opcodes`: the operators it looks at; all when empty."""
+class Finding:
+    """One problem, however often it occurs at one place; none with an empty `message`."""
 
     code: str
-    severity: Severity
-    opcodes: frozenset[str]
-    check: Check
+    message: str
     remedy: str
+    severity: Severity = "error"
+    instruction: str = ""
+    """Name, operation and shape of the first one; empty for what is no instruction."""
+    source: str = ""
+    """file:line; empty when the trace was made without XLA_HLO_DEBUG=1 XLA_IR_DEBUG=1."""
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        where = f"\n  at: {self.source}" if self.source else ""
+        what = f"\n  in: {self.instruction}" if self.instruction else ""
+        return f"{self.severity} {self.code}: {self.message}{times}{what}{where}\n  remedy: {self.remedy}"
 
 
 def _numbers(text: str) -> list[int]:
@@ -98,83 +103,30 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"-?\d+", text)]
 
 
-def _operator(one: Instruction, scope: Scope) -> str:
-    return f"operator {one.opcode}"
-
-
-def _of_dtype(bad: Callable[[str], bool], what: str) -> Check:
-    def check(one: Instruction, scope: Scope) -> str:
-        dtypes = sorted({shape.dtype for shape in one.shape.arrays() if bad(shape.dtype)})
-        return f"{what.format(one.opcode)} ({', '.join(dtypes)})" if dtypes and one.opcode != "tuple" else ""
-
-    return check
-
-
-def _windowed(what: str, *keys: str) -> Check:
-    """All of these sizes of its window are above one somewhere."""
-
-    def check(one: Instruction, scope: Scope) -> str:
-        return what if all(any(size > 1 for size in one.window.get(key, ())) for key in keys) else ""
-
-    return check
-
-
-def _random_distribution(one: Instruction, scope: Scope) -> str:
-    distribution = one.attribute("distribution")
-    return f"operator rng with {distribution}" if distribution != "rng_uniform" else ""
-
-
-def _random_algorithm(one: Instruction, scope: Scope) -> str:
-    algorithm = one.attribute("algorithm")
-    return f"random numbers by {algorithm}" if algorithm not in ("", "rng_default") else ""
-
-
-def _target(one: Instruction) -> str:
-    return one.attribute("custom_call_target").strip('"')
-
-
-def _unknown_custom_call(one: Instruction, scope: Scope) -> str:
-    return f"custom call {_target(one)}" if _target(one) not in CUSTOM_CALLS else ""
-
-
 def _integer_keys(one: Instruction, scope: Scope) -> str:
     """Keys of a sort are the operands its comparator looks at: parameters 2k and 2k + 1 belong to operand k."""
-    keys: list[Instruction | None] = []
-    if one.opcode == "topk" or _target(one) in ("TopK", "AwsNeuronTopK"):
-        keys = [scope.operand(one, 0)]
-    elif one.opcode == "sort":
-        for comparator in scope.called(one):
-            used, pending = set[str](), [comparator.root]
-            while pending:
-                used.add(name := pending.pop())
-                pending += [operand for operand in comparator.by_name[name].operands if operand not in used]
-            numbers = {int(p.literal) // 2 for p in comparator.parameters if p.name in used}
-            keys += [scope.operand(one, number) for number in sorted(numbers)]
+    keys = [] if one.opcode == "sort" else [scope.operand(one, 0)]
+    for comparator in scope.called(one) if one.opcode == "sort" else ():
+        used, pending = set[str](), [comparator.root]
+        while pending:
+            used.add(name := pending.pop())
+            pending += [operand for operand in comparator.by_name[name].operands if operand not in used]
+        numbers = {int(p.literal) // 2 for p in comparator.parameters if p.name in used}
+        keys += [scope.operand(one, number) for number in sorted(numbers)]
     dtypes = {key.dtype for key in keys if key is not None} & INTEGERS
     return f"{one.opcode} by keys of {', '.join(sorted(dtypes))}" if dtypes else ""
 
 
 def _integer_scatter(one: Instruction, scope: Scope) -> str:
     """A scatter whose combiner is not plain overwriting (its second half of parameters returned as they are)."""
-
-    def overwrites(combiner: Computation) -> bool:
+    dtypes = {shape.dtype for shape in one.shape.arrays()} & (INTEGERS | {"pred"})
+    for combiner in scope.called(one) if dtypes else ():
         root = combiner.by_name[combiner.root]
         returned = [root] if root.opcode != "tuple" else [combiner.by_name[name] for name in root.operands]
         half = len(combiner.parameters) // 2
-        return all(value.opcode == "parameter" and int(value.literal) >= half for value in returned)
-
-    dtypes = {shape.dtype for shape in one.shape.arrays()} & (INTEGERS | {"pred"})
-    if not dtypes or all(map(overwrites, scope.called(one))):
-        return ""
-    return f"scatter that combines {', '.join(sorted(dtypes))}"
-
-
-def _window_inputs(one: Instruction, scope: Scope) -> str:
-    return f"reduce-window over {len(one.operands) // 2} inputs" if len(one.operands) > 2 else ""
-
-
-def _arithmetic_shift(one: Instruction, scope: Scope) -> str:
-    return f"shift-right-arithmetic of {one.dtype}" if one.dtype not in ("s32", "u32") else ""
+        if not all(value.opcode == "parameter" and int(value.literal) >= half for value in returned):
+            return f"scatter that combines {', '.join(sorted(dtypes))}"
+    return ""
 
 
 def _index_out_of_range(one: Instruction, scope: Scope) -> str:
@@ -211,24 +163,6 @@ def _largest(one: Instruction, scope: Scope) -> int | None:
     return None
 
 
-def _wide_unsigned_constant(one: Instruction, scope: Scope) -> str:
-    wide = [number for number in _numbers(one.literal) if one.dtype == "u64" and number >= 2**32]
-    return f"u64 constant {wide[0]}" if wide else ""
-
-
-def _wide_signed_constant(one: Instruction, scope: Scope) -> str:
-    """The two ends of the range are what reductions start from, and are left out."""
-    ends = (-(2**63), 2**63 - 1)
-    wide = [n for n in _numbers(one.literal) if one.dtype == "s64" and not -(2**31) <= n < 2**31 and n not in ends]
-    return f"s64 constant {wide[0]}" if wide else ""
-
-
-def _dynamic_dimension(one: Instruction, scope: Scope) -> str:
-    if one.opcode in DYNAMIC:
-        return _operator(one, scope)
-    return "a dimension known only at run time" if any(shape.dynamic for shape in one.shape.arrays()) else ""
-
-
 def _division_through_float(one: Instruction, scope: Scope) -> str:
     """convert(integer) -> divide -> floor or the like -> convert back. Reported at the way back."""
     pending, seen = scope.operands(one) if one.dtype in INTEGERS else [], set[str]()
@@ -257,18 +191,6 @@ def _integer_before(one: Instruction, scope: Scope) -> str:
     return ""
 
 
-def _integers(one: Instruction, scope: Scope) -> str:
-    dtypes = {shape.dtype for shape in one.shape.arrays()} & INTEGERS
-    return f"{one.opcode} of {', '.join(sorted(dtypes))}" if dtypes else ""
-
-
-def _large_exchange(one: Instruction, scope: Scope) -> str:
-    """Above it AWS's own trainer met NaN (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB")."""
-    parts = [part for whole in (one, *scope.operands(one)) for part in whole.shape.arrays()]
-    bits = max(math.prod(part.dims) * sum(_numbers(part.dtype)[:1]) for part in parts)
-    return f"{one.opcode} of {bits / 8e6:,.0f} MB" if bits > 8 * LARGEST_EXCHANGE_BYTES else ""
-
-
 def _unlisted_operator(one: Instruction, scope: Scope) -> str:
     if one.opcode in ("dynamic-slice", "dynamic-update-slice"):
         starts = scope.operands(one)[1 if one.opcode == "dynamic-slice" else 2 :]
@@ -276,137 +198,111 @@ def _unlisted_operator(one: Instruction, scope: Scope) -> str:
     if one.opcode == "reduce" and len(one.operands) == 2:
         odd = {reducer.by_name[reducer.root].opcode for reducer in scope.called(one)} - REDUCERS
         return f"reduce by {', '.join(sorted(odd))}" if odd else ""
-    return "" if one.opcode in LISTED | USED_TODAY | REFUSED | DOUBTFUL | DYNAMIC else _operator(one, scope)
+    return (
+        ""
+        if one.opcode in LISTED | USED_TODAY | DOUBTFUL | DYNAMIC | {"triangular-solve"}
+        else f"operator {one.opcode}"
+    )
 
 
-ANY = frozenset[str]()
-COMPLEX = _of_dtype(lambda dtype: dtype in ("c64", "c128"), "complex numbers")
-# fnuz and b11 flavours anywhere; f8e4m3fn on trn1 and trn2, which are all we aim at.
-BAD_F8 = _of_dtype(
-    lambda dtype: dtype.startswith("f8") and ("fnuz" in dtype or "b11" in dtype or dtype == "f8e4m3fn"),
-    "an 8-bit float that trn1 and trn2 do not have",
-)
-F4 = _of_dtype(lambda dtype: dtype.startswith("f4"), "a 4-bit float")
-F64 = _of_dtype(lambda dtype: dtype == "f64", "double precision in {}")
-BOTH_DILATED = _windowed("convolution that dilates both sides", "lhs_dilate", "rhs_dilate")
-STRIDED_DILATED = _windowed("convolution with a stride and a dilated input", "lhs_dilate", "stride")
-CONV, WINDOW = _words("convolution"), _words("reduce-window")
-KEYED, INDEXED, SUMS = (
-    _words("topk custom-call sort"),
-    _words("gather scatter"),
-    _words("dot all-reduce reduce-scatter"),
-)
-DOUBTFUL_REMEDY = "compile this graph alone on a Trainium host before relying on it"
-NARROW = "exact below 2^24 only: use float32, or keep the values small"
+def _refused(one: Instruction, scope: Scope) -> Iterator[Finding]:
+    """Operators that are documented as refused, or refused in this form."""
+    above_one = {key for key, sizes in one.window.items() if any(size > 1 for size in sizes)}
+    target = one.attribute("custom_call_target").strip('"')
+    if one.opcode in ("topk", "sort") or target in ("TopK", "AwsNeuronTopK"):
+        remedy = "convert the keys to float32 (exact below 2^24) before sort or topk"
+        yield Finding("EVRF013", _integer_keys(one, scope), remedy)
+    if one.opcode in ("gather", "scatter"):
+        remedy = "a larger table, such as model.max_positions, or shorter buckets"
+        yield Finding("EVRF031", _index_out_of_range(one, scope), remedy)
+    match one.opcode:
+        case "triangular-solve":
+            yield Finding("EVRF001", f"operator {one.opcode}", "solve or factor on the host, before or after training")
+        case "rng-bit-generator" if (algorithm := one.attribute("algorithm")) not in ("", "rng_default"):
+            remedy = "unset XLA_RNG_BIT_GENERATOR: only rng_default is implemented"
+            yield Finding("EVRF006", f"random numbers by {algorithm}", remedy)
+        case "convolution":
+            if {"lhs_dilate", "rhs_dilate"} <= above_one:
+                remedy = "no dilation in a transposed convolution"
+                yield Finding("EVRF010", "convolution that dilates both sides", remedy)
+            if {"lhs_dilate", "stride"} <= above_one:
+                yield Finding("EVRF011", "convolution with a stride and a dilated input", "stride 1, then a slice")
+        case "custom-call" if target not in CUSTOM_CALLS:
+            yield Finding("EVRF015", f"custom call {target}", "write it with plain operators, or on the host")
+        case "scatter":
+            remedy = "scatter float32 and convert back (exact below 2^24)"
+            yield Finding("EVRF016", _integer_scatter(one, scope), remedy)
+        case "reduce-window":
+            if "lhs_dilate" in above_one:
+                yield Finding("EVRF017", "reduce-window over a dilated input", "pad with explicit values first")
+            if "rhs_dilate" in above_one:
+                remedy = "pooling with dilation 1, or slices with a stride"
+                yield Finding("EVRF018", "reduce-window with a dilated window", remedy)
+            if (num := len(one.operands)) > 2:
+                yield Finding("EVRF019", f"reduce-window over {num // 2} inputs", "max pooling without indices")
+        case "shift-right-arithmetic" if one.dtype not in ("s32", "u32"):
+            message = f"shift-right-arithmetic of {one.dtype}"
+            yield Finding("EVRF022", message, "convert to int32 before the shift")
+        case "constant" if one.dtype == "u64":
+            if wide := [number for number in _numbers(one.literal) if number >= 2**32]:
+                remedy = "keep constants below 2^32, or build them from two halves"
+                yield Finding("ESFH002", f"u64 constant {wide[0]}", remedy)
 
-RULES: tuple[Rule, ...] = (
-    Rule("EVRF001", "error", REFUSED, _operator, "solve or factor on the host, before or after training"),
-    Rule("EVRF001", "warning", DOUBTFUL, _operator, DOUBTFUL_REMEDY),
-    Rule("EVRF001", "warning", _words("rng"), _random_distribution, DOUBTFUL_REMEDY),
-    Rule("EVRF004", "error", ANY, COMPLEX, "keep real and imaginary part in two tensors"),
-    Rule("EVRF005", "error", ANY, BAD_F8, "bf16, or f8e5m2 / f8e4m3 where the compiler names them"),
-    Rule(
-        "EVRF006",
-        "error",
-        _words("rng-bit-generator"),
-        _random_algorithm,
-        "unset XLA_RNG_BIT_GENERATOR: only rng_default is implemented",
-    ),
-    Rule("EVRF010", "error", CONV, BOTH_DILATED, "no dilation in a transposed convolution"),
-    Rule("EVRF011", "error", CONV, STRIDED_DILATED, "stride 1, then a slice"),
-    Rule(
-        "EVRF013", "error", KEYED, _integer_keys, "convert the keys to float32 (exact below 2^24) before sort or topk"
-    ),
-    Rule(
-        "EVRF015", "error", _words("custom-call"), _unknown_custom_call, "write it with plain operators, or on the host"
-    ),
-    Rule(
-        "EVRF016", "error", _words("scatter"), _integer_scatter, "scatter float32 and convert back (exact below 2^24)"
-    ),
-    Rule(
-        "EVRF017",
-        "error",
-        WINDOW,
-        _windowed("reduce-window over a dilated input", "lhs_dilate"),
-        "pad with explicit values first",
-    ),
-    Rule(
-        "EVRF018",
-        "error",
-        WINDOW,
-        _windowed("reduce-window with a dilated window", "rhs_dilate"),
-        "pooling with dilation 1, or slices with a stride",
-    ),
-    Rule("EVRF019", "error", WINDOW, _window_inputs, "max pooling without indices"),
-    Rule("EVRF022", "error", _words("shift-right-arithmetic"), _arithmetic_shift, "convert to int32 before the shift"),
-    Rule(
-        "EVRF031",
-        "error",
-        INDEXED,
-        _index_out_of_range,
-        "a larger table, such as model.max_positions, or shorter buckets",
-    ),
-    Rule(
-        "ESFH002",
-        "error",
-        _words("constant"),
-        _wide_unsigned_constant,
-        "keep constants below 2^32, or build them from two halves",
-    ),
-    Rule("ESPP004", "error", ANY, F4, "bf16"),
-    Rule("ESPP004", "warning", ANY, F64, "float32: compare with tensors, not with Python floats"),
-    Rule("EMOD025", "error", ANY, _dynamic_dimension, "fixed shapes: a mask instead of indexing by condition"),
-    Rule(
-        "HLO001", "warning", ANY, _unlisted_operator, "not in the published list: compile it on a Trainium host first"
-    ),
-    Rule(
-        "HLO002",
-        "warning",
-        _words("convert"),
-        _division_through_float,
-        "exact below 2^24 only: shift, multiply, or divide on the host",
-    ),
-    Rule(
-        "HLO003",
-        "warning",
-        _words("constant"),
-        _wide_signed_constant,
-        "int64 is cut to 32 bits: keep constants below 2^31",
-    ),
-    Rule("HLO004", "warning", SUMS, _integers, NARROW),
-    Rule(
-        "HLO007",
-        "warning",
-        _words("all-gather reduce-scatter"),
-        _large_exchange,
-        "NaN was seen above 140 MB: exchange it in parts",
-    ),
-)
+
+def _refused_types(one: Instruction) -> Iterator[Finding]:
+    """Dtypes and dimensions, of any operator."""
+    dtypes = [] if one.opcode == "tuple" else sorted({shape.dtype for shape in one.shape.arrays()})
+    if found := [dtype for dtype in dtypes if dtype in ("c64", "c128")]:
+        message = f"complex numbers ({', '.join(found)})"
+        yield Finding("EVRF004", message, "keep real and imaginary part in two tensors")
+    # fnuz and b11 flavours anywhere; f8e4m3fn on trn1 and trn2, which are all we aim at.
+    eights = [dtype for dtype in dtypes if dtype.startswith("f8")]
+    if found := [dtype for dtype in eights if "fnuz" in dtype or "b11" in dtype or dtype == "f8e4m3fn"]:
+        message = f"an 8-bit float that trn1 and trn2 do not have ({', '.join(found)})"
+        yield Finding("EVRF005", message, "bf16, or f8e5m2 / f8e4m3 where the compiler names them")
+    if found := [dtype for dtype in dtypes if dtype.startswith("f4")]:
+        yield Finding("ESPP004", f"a 4-bit float ({', '.join(found)})", "bf16")
+    if "f64" in dtypes:
+        remedy = "float32: compare with tensors, not with Python floats"
+        yield Finding("ESPP004", f"double precision in {one.opcode} (f64)", remedy, "warning")
+    is_dynamic = one.opcode in DYNAMIC
+    if is_dynamic or any(shape.dynamic for shape in one.shape.arrays()):
+        message = f"operator {one.opcode}" if is_dynamic else "a dimension known only at run time"
+        yield Finding("EMOD025", message, "fixed shapes: a mask instead of indexing by condition")
+
+
+def _doubtful(one: Instruction, scope: Scope) -> Iterator[Finding]:
+    """Operators that may be refused, or computed wrongly for some values."""
+    distribution = one.attribute("distribution")
+    if one.opcode in DOUBTFUL or (one.opcode == "rng" and distribution != "rng_uniform"):
+        message = f"operator rng with {distribution}" if one.opcode == "rng" else f"operator {one.opcode}"
+        remedy = "compile this graph alone on a Trainium host before relying on it"
+        yield Finding("EVRF001", message, remedy, "warning")
+    remedy = "not in the published list: compile it on a Trainium host first"
+    yield Finding("HLO001", _unlisted_operator(one, scope), remedy, "warning")
+    if one.opcode == "convert":
+        remedy = "exact below 2^24 only: shift, multiply, or divide on the host"
+        yield Finding("HLO002", _division_through_float(one, scope), remedy, "warning")
+    if one.opcode == "constant" and one.dtype == "s64":
+        ends = (-(2**63), 2**63 - 1)  # of the range, which reductions start from
+        if wide := [n for n in _numbers(one.literal) if not -(2**31) <= n < 2**31 and n not in ends]:
+            remedy = "int64 is cut to 32 bits: keep constants below 2^31"
+            yield Finding("HLO003", f"s64 constant {wide[0]}", remedy, "warning")
+    dtypes = sorted({shape.dtype for shape in one.shape.arrays()} & INTEGERS)
+    if one.opcode in ("dot", "all-reduce", "reduce-scatter") and dtypes:
+        remedy = "exact below 2^24 only: use float32, or keep the values small"
+        yield Finding("HLO004", f"{one.opcode} of {', '.join(dtypes)}", remedy, "warning")
+    if one.opcode in ("all-gather", "reduce-scatter"):
+        # Above it AWS's own trainer met NaN (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB").
+        parts = [part for whole in (one, *scope.operands(one)) for part in whole.shape.arrays()]
+        num_bytes = max(math.prod(part.dims) * sum(_numbers(part.dtype)[:1]) for part in parts) / 8
+        if num_bytes > LARGEST_EXCHANGE_BYTES:
+            remedy = "NaN was seen above 140 MB: exchange it in parts"
+            yield Finding("HLO007", f"{one.opcode} of {num_bytes / 1e6:,.0f} MB", remedy, "warning")
 
 
 HOST_READ = "HLO006"
 """Code of a value that was read on the host."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One problem, however often it occurs at one place."""
-
-    code: str
-    severity: Severity
-    message: str
-    remedy: str
-    instruction: str = ""
-    """Name, operation and shape of the first one; empty for what is no instruction."""
-    source: str = ""
-    """file:line; empty when the trace was made without XLA_HLO_DEBUG=1 XLA_IR_DEBUG=1."""
-    count: int = 1
-
-    def __str__(self) -> str:
-        times = f" ({self.count} times)" if self.count > 1 else ""
-        where = f"\n  at: {self.source}" if self.source else ""
-        what = f"\n  in: {self.instruction}" if self.instruction else ""
-        return f"{self.severity} {self.code}: {self.message}{times}{what}{where}\n  remedy: {self.remedy}"
 
 
 def lint(*modules: Module) -> tuple[Finding, ...]:
@@ -416,12 +312,11 @@ def lint(*modules: Module) -> tuple[Finding, ...]:
         for computation in module.computations:
             scope = Scope(module, computation)
             for one in computation.instructions:
-                for rule in RULES:
-                    if (not rule.opcodes or one.opcode in rule.opcodes) and (message := rule.check(one, scope)):
-                        key = (rule.code, message, one.source)
-                        where = f"{one.name} = {one.signature}"
-                        new = Finding(rule.code, rule.severity, message, rule.remedy, where, one.source, count=0)
-                        before = found.get(key, new)
+                where = f"{one.name} = {one.signature}"
+                for finding in (*_refused(one, scope), *_refused_types(one), *_doubtful(one, scope)):
+                    if finding.message:
+                        key = (finding.code, finding.message, one.source)
+                        before = found.get(key, replace(finding, instruction=where, source=one.source, count=0))
                         found[key] = replace(before, count=before.count + 1)
     return tuple(sorted(found.values(), key=lambda finding: finding.severity != "error"))
 
@@ -432,7 +327,6 @@ def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
     findings = [
         Finding(
             "HLO005",
-            "error",
             f"{name} ran on the host: the graph is cut there, and its result goes back to the device",
             "another operator, or move this part into the data preparation",
             count=count,
@@ -442,6 +336,7 @@ def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
     ]
     if reads := counters.get(read, 0):
         message = "a value was read on the host (.item(), float(), bool() of a tensor): the graph is cut there"
-        remedy = "keep it on the device and read it every N steps"
-        findings.append(Finding(HOST_READ, "warning", message, remedy, count=reads))
+        findings.append(
+            Finding(HOST_READ, message, "keep it on the device and read it every N steps", "warning", count=reads)
+        )
     return tuple(findings)

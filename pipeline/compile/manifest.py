@@ -5,12 +5,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.compile.hlo import distance
+from pipeline.compile.hlo import difference
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage, read_record
 
 FOLDER = "compile-cache/graphs"
+_WORDS = ("a graph manifest", "trnpipe compile")
 PlanValue = None | bool | int | float | str | list[int] | list[str] | dict[str, str]
 Plan = Mapping[str, PlanValue]
 """Everything that decides the graphs of a run, by name; two runs with the same plan share their graphs."""
@@ -60,13 +61,10 @@ class GraphManifest(Record):
         """Where it lies in a workspace."""
         return f"{FOLDER}/{self.plan_id}.json"
 
-    def find(self, key: str) -> GraphRecord | None:
-        return next((graph for graph in self.graphs if graph.key == key), None)
-
     def nearest(self, phase: str, op_counts: Mapping[str, int]) -> GraphRecord | None:
         """The graph with the fewest operations more or fewer; one of the same phase when there is any."""
         same = [graph for graph in self.graphs if graph.phase == phase] or list(self.graphs)
-        return min(same, key=lambda graph: distance(graph.op_counts, op_counts), default=None)
+        return min(same, key=lambda one: sum(map(abs, difference(one.op_counts, op_counts).values())), default=None)
 
 
 def graph_key(stable_key: str, plan: Plan) -> str:
@@ -86,12 +84,13 @@ def store_manifest(workspace: Storage, manifest: GraphManifest) -> None:
 
 def load_manifest(workspace: Storage, plan: Plan) -> GraphManifest | None:
     """The manifest of exactly this plan, None when it was never compiled. Raises DataError for one that is damaged."""
-    return _read(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json")
+    return read_record(workspace, f"{FOLDER}/{fingerprint(dict(plan))}.json", GraphManifest, *_WORDS)
 
 
 def load_manifests(workspace: Storage) -> list[GraphManifest]:
     """Every manifest of the workspace."""
-    found = (_read(workspace, stat.key) for stat in workspace.list(FOLDER) if stat.key.endswith(".json"))
+    keys = [stat.key for stat in workspace.list(FOLDER) if stat.key.endswith(".json")]
+    found = (read_record(workspace, key, GraphManifest, *_WORDS) for key in keys)
     return [manifest for manifest in found if manifest is not None]
 
 
@@ -102,7 +101,3 @@ def plan_differences(wanted: Plan, manifests: Sequence[GraphManifest]) -> list[s
         names = sorted(name for name in plan.keys() | wanted.keys() if plan.get(name) != wanted.get(name))
         tables.append([f"{name}: compiled {plan.get(name)}, now {wanted.get(name)}" for name in names])
     return min(tables, key=len, default=[])
-
-
-def _read(workspace: Storage, key: str) -> GraphManifest | None:
-    return read_record(workspace, key, GraphManifest, "a graph manifest", "trnpipe compile")

@@ -25,6 +25,7 @@ from pipeline.compile.cache import (
     NEFF_NAME,
     Compilers,
     EntryState,
+    canonical_root,
     compilers_of,
     list_storage,
     refuse_network_root,
@@ -60,7 +61,7 @@ from pipeline.core.errors import (
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.progress import Say, progress
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import open_storage
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import NUM_NODES, TRACE_FILE
 from pipeline.proc.children import TOOL_S
@@ -93,15 +94,10 @@ def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[s
     return report.lines() if report.actions else []
 
 
-def parallel_compilers(memory_bytes: int) -> int:
-    """Compilers at once on a host with this much memory: one for every 64 GiB begun."""
-    return max(1, math.ceil(memory_bytes / BYTES_PER_COMPILER))
-
-
 # What one run came to, decided from everything it left.
 
 
-class Verdict(StrEnum):
+class CompileVerdict(StrEnum):
     """DONE needs nothing more. MEMORY, POISONED, CRASHED and LOCKED are worth another run; the others are not."""
 
     DONE = "every graph is compiled"
@@ -133,25 +129,25 @@ class Attempt:
         return tuple(key for key in self.log.wanted if key not in self.done)
 
 
-def judge(attempt: Attempt) -> Verdict:
+def judge(attempt: Attempt) -> CompileVerdict:
     """The verdict; the first reason that explains what is missing counts."""
     log, missing = attempt.log, set(attempt.missing)
     if attempt.ended_early:
-        return Verdict.CRASHED
+        return CompileVerdict.CRASHED
     if attempt.trial_code not in (0, None) or log.trial_failed or log.redirected:
         # A cached failure is raised in the program itself, like a failed compile.
-        return Verdict.POISONED if log.cached_failures else Verdict.TRIAL_FAILED
+        return CompileVerdict.POISONED if log.cached_failures else CompileVerdict.TRIAL_FAILED
     if log.wanted and not missing and attempt.trial_code == 0:
-        return Verdict.DONE
+        return CompileVerdict.DONE
     if log.num_killed or attempt.exit_code in SIGKILLED:
-        return Verdict.MEMORY
+        return CompileVerdict.MEMORY
     if missing & {entry_key(path) for path in log.cached_failures}:
-        return Verdict.POISONED
+        return CompileVerdict.POISONED
     if not missing:
-        return Verdict.NOTHING_SEEN if attempt.exit_code == 0 else Verdict.CRASHED
+        return CompileVerdict.NOTHING_SEEN if attempt.exit_code == 0 else CompileVerdict.CRASHED
     if log.has_crashed or (log.report is None and not log.nothing_to_do):
-        return Verdict.CRASHED
-    return Verdict.FAILED if missing & log.failed else Verdict.LOCKED
+        return CompileVerdict.CRASHED
+    return CompileVerdict.FAILED if missing & log.failed else CompileVerdict.LOCKED
 
 
 # Of the classes with an exit code; the trial run is this program too. Preempted without a stop of ours is a lost peer.
@@ -161,24 +157,24 @@ _BY_EXIT_CODE: dict[int, type[TrnpipeError]] = {
 }
 
 
-def verdict_text(verdict: Verdict, attempt: Attempt) -> str:
+def verdict_text(verdict: CompileVerdict, attempt: Attempt) -> str:
     """One line for the record: the verdict with its figures."""
     missing = _names(attempt.missing)
-    if verdict is Verdict.TRIAL_FAILED:
+    if verdict is CompileVerdict.TRIAL_FAILED:
         return f"{verdict} with exit code {attempt.trial_code}"
-    if verdict is Verdict.MEMORY:
+    if verdict is CompileVerdict.MEMORY:
         return f"{verdict}; {attempt.log.num_killed} compilers were killed, without a result: {missing}"
-    if verdict is Verdict.NOTHING_SEEN:
+    if verdict is CompileVerdict.NOTHING_SEEN:
         return str(verdict)
     return f"{verdict} (exit code {attempt.exit_code}); not compiled: {missing}"
 
 
-def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config: CompileConfig) -> TrnpipeError:
+def verdict_error(verdict: CompileVerdict, attempt: Attempt, *, cache_root: str, config: CompileConfig) -> TrnpipeError:
     """The error for a verdict that nothing more can be done about."""
     log = attempt.folder / LOG_NAME
     seen = f"{verdict}: {_names(attempt.missing)}; log: {log}"
     match verdict:
-        case Verdict.TRIAL_FAILED:
+        case CompileVerdict.TRIAL_FAILED:
             code = attempt.trial_code
             killed = code in SIGKILLED or code in (143, -15)
             kind = TransientError if killed else _BY_EXIT_CODE.get(code or 0, TrnpipeError)
@@ -188,13 +184,13 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 expected="a run of the program to its end, with exit code 0",
                 next_command=f"less {log}" + ("; dmesg | grep -i kill  # host memory?" if killed else ""),
             )
-        case Verdict.NOTHING_SEEN:
+        case CompileVerdict.NOTHING_SEEN:
             return ConfigError(
                 f"{verdict}, neither a new one nor one from the cache\n{log_tail(log)}",
                 expected="'Extracting graphs (...)' on its standard output, which must not be redirected",
                 next_command=f"less {log}  # is the program on the Neuron device (PJRT_DEVICE=NEURON)?",
             )
-        case Verdict.MEMORY:
+        case CompileVerdict.MEMORY:
             lower = "" if config.flags.optlevel == 1 else "set compile.flags.optlevel to 1 (least memory), or "
             return ConfigError(
                 f"{seen}\n  compilers were killed (-9) even with one at a time",
@@ -202,7 +198,7 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 next_command=f"{lower}use smaller or fewer graphs (smaller micro-batch), or compile on a machine with"
                 " more memory",
             )
-        case Verdict.FAILED | Verdict.POISONED:
+        case CompileVerdict.FAILED | CompileVerdict.POISONED:
             # What the compiler said last, without its long command line, which comes first.
             said = [
                 line.partition("Failed compilation with [")[2].partition("]: ")[2] or line
@@ -214,13 +210,15 @@ def verdict_error(verdict: Verdict, attempt: Attempt, *, cache_root: str, config
                 expected=f"graphs that neuronx-cc accepts; each was tried {config.max_retries + 1} times",
                 next_command=f"less {attempt.folder}/MODULE_*.log, and: trnpipe doctor --hlo",
             )
-        case Verdict.LOCKED if attempt.log.cache_path and _plain(attempt.log.cache_path) != _plain(cache_root):
+        case CompileVerdict.LOCKED if attempt.log.cache_path and canonical_root(
+            attempt.log.cache_path
+        ) != canonical_root(cache_root):
             return ConfigError(
                 f"the trial run used the cache {attempt.log.cache_path}",
                 expected=cache_root,
                 next_command="remove --cache_dir from NEURON_CC_FLAGS in the program; it goes before the setting",
             )
-        case Verdict.LOCKED:
+        case CompileVerdict.LOCKED:
             return TransientError(
                 seen,
                 expected="the other process to finish, or its lock to be stale",
@@ -248,12 +246,6 @@ def _names(entries: Sequence[str]) -> str:
     return (", ".join(names[:NUM_NAMED]) + more) or "no graph named"
 
 
-def _plain(root: str) -> str:
-    """The tools know s3:// and paths, and start in a folder of their own."""
-    path = root.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else str(Path(path).expanduser().absolute())
-
-
 # The runs.
 
 
@@ -268,15 +260,12 @@ class NeuronCompileResult:
     graph_seconds: Mapping[str, float]
     """Compile seconds by graph key."""
     seconds: float
-    num_retries: int
     parallel: int
-    actions: tuple[str, ...]
-    log: Path
 
 
 @dataclass
 class NeuronCompile:
-    """Traces `command` and compiles every graph it shows into `cache_root` (a folder or s3://...).
+    """Traces `command` and compiles every graph it shows into `cache_root` (an absolute path or s3://...).
 
     The command starts in `cwd` and gets all of its options. `scratch` is a local folder for logs and work files.
     `repair` runs between tries and whenever this ends early, when no process of ours is left. `peers`: other nodes,
@@ -298,10 +287,11 @@ class NeuronCompile:
     attempts: list[Attempt] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.cache_root, self.scratch = _plain(self.cache_root), self.scratch.absolute()
+        self.scratch = self.scratch.absolute()
+        self.storage = open_storage(self.cache_root, stop=self.stop)
         self.started = time.monotonic()
         self.deadline = self.started + self.config.time_limit_s
-        self.parallel = self.config.parallel or parallel_compilers(self.memory_bytes)
+        self.parallel = self.config.parallel or max(1, math.ceil(self.memory_bytes / BYTES_PER_COMPILER))
         self.num_repairs = 0
 
     def run(self) -> NeuronCompileResult:
@@ -312,9 +302,7 @@ class NeuronCompile:
         limit is over, a crash repeats or a peer failed; Preempted when stopped, at most about 10 s later.
         """
         self.stop.raise_if_set("starting to compile")
-        if warning := flags_warning(
-            self.env.get("NEURON_CC_FLAGS", self.config.flags.text()), self.config.flags.text()
-        ):
+        if warning := flags_warning(self.env, self.config):
             self._act(warning)
         memory = "" if self.config.parallel else f" ({format_bytes(self.memory_bytes)} of memory)"
         self.say(f"compiling at most {self.parallel} graphs at once{memory}")
@@ -323,7 +311,7 @@ class NeuronCompile:
             while again:
                 attempt = self._attempt()
                 verdict = judge(attempt)
-                mine = verdict is not Verdict.DONE
+                mine = verdict is not CompileVerdict.DONE
                 if mine:
                     self._act(f"attempt {len(self.attempts)}: {verdict_text(verdict, attempt)}")
                     self._cure(verdict, attempt)
@@ -338,16 +326,12 @@ class NeuronCompile:
             raise
         graphs = {path: one for past in self.attempts for path, one in (past.log.report or {}).items()}
         compiled = {entry_key(path): one.compile_time for path, one in graphs.items() if one.status}
-        retries = sum(one.retry for past in self.attempts for one in (past.log.report or {}).values())
         return NeuronCompileResult(
             graphs=attempt.log.wanted,
             num_succeeded=len(compiled.keys() & set(attempt.log.wanted)),
             graph_seconds={entry: seconds for entry, seconds in compiled.items() if seconds is not None},
             seconds=time.monotonic() - self.started,
-            num_retries=len(self.attempts) - 1 + retries,
             parallel=self.parallel,
-            actions=tuple(self.actions),
-            log=attempt.folder / LOG_NAME,
         )
 
     def _attempt(self) -> Attempt:
@@ -367,10 +351,9 @@ class NeuronCompile:
         with process_tree(tool, cwd=folder, env=env, log=log_file) as tree:
             watch = LogWatch(log_file, is_local=is_local, compilers=lambda: compilers_of(self.cache_root))
             exit_code = self._watch(tree, watch, exit_file)
-        log, storage = read_log(folder), self._cache()
-        done = frozenset(
-            key for key in log.wanted if storage.stat(f"{key}/{DONE_NAME}") and storage.stat(f"{key}/{NEFF_NAME}")
-        )
+        log = read_log(folder)
+        ends = (DONE_NAME, NEFF_NAME)
+        done = frozenset(key for key in log.wanted if all(self.storage.stat(f"{key}/{end}") for end in ends))
         try:
             trial_code = int(exit_file.read_text())
         except (OSError, ValueError):  # missing or empty, as after a kill
@@ -423,23 +406,24 @@ class NeuronCompile:
                     )
         return exit_code
 
-    def _cure(self, verdict: Verdict, attempt: Attempt) -> None:
+    def _cure(self, verdict: CompileVerdict, attempt: Attempt) -> None:
         """Change what made an attempt fail, or raise the error that says why nothing would."""
-        if verdict is Verdict.MEMORY and self.parallel > 1:
+        if verdict is CompileVerdict.MEMORY and self.parallel > 1:
             self.parallel //= 2
             self._act(f"compiling at most {self.parallel} graphs at once from now on")
-        elif verdict in (Verdict.POISONED, Verdict.CRASHED, Verdict.LOCKED) and self.num_repairs < max(
-            1, self.config.max_retries
-        ):
+        elif verdict in (
+            CompileVerdict.POISONED,
+            CompileVerdict.CRASHED,
+            CompileVerdict.LOCKED,
+        ) and self.num_repairs < max(1, self.config.max_retries):
             self.num_repairs += 1
         else:
-            storage = self._cache()
             for entry in attempt.missing:  # the compiler's own message on each goes beside our log: repair removes it
-                if storage.stat(f"{entry}/{COMPILER_LOG}"):
+                if self.storage.stat(f"{entry}/{COMPILER_LOG}"):
                     target = attempt.folder / f"{graph_name(entry)}.log"
-                    target.write_bytes(storage.read_bytes(f"{entry}/{COMPILER_LOG}"))
+                    target.write_bytes(self.storage.read_bytes(f"{entry}/{COMPILER_LOG}"))
             raise verdict_error(verdict, attempt, cache_root=self.cache_root, config=self.config)
-        if not self._repair() and verdict is Verdict.LOCKED:
+        if not self._repair() and verdict is CompileVerdict.LOCKED:
             self._wait_for_locks(attempt)
 
     def _repair(self) -> bool:
@@ -451,16 +435,12 @@ class NeuronCompile:
 
     def _wait_for_locks(self, attempt: Attempt) -> None:
         """Until the other processes that compile what is missing are done, whatever came of it."""
-        storage = self._cache()
         self.say(f"waiting for {len(attempt.missing)} graphs that another process compiles")
-        while any(stat.key.endswith(LOCK_SUFFIX) for entry in attempt.missing for stat in storage.list(entry)):
+        while any(stat.key.endswith(LOCK_SUFFIX) for entry in attempt.missing for stat in self.storage.list(entry)):
             if self.stop.wait(OTHERS_POLL_S):
                 self.stop.raise_if_set("waiting for graphs that another process compiles")
             if time.monotonic() > self.deadline:
-                raise verdict_error(Verdict.LOCKED, attempt, cache_root=self.cache_root, config=self.config)
-
-    def _cache(self) -> Storage:
-        return open_storage(self.cache_root, stop=self.stop)
+                raise verdict_error(CompileVerdict.LOCKED, attempt, cache_root=self.cache_root, config=self.config)
 
     def _act(self, line: str) -> None:
         self.actions.append(line)
@@ -486,7 +466,7 @@ def compile_on_neuron(
         node.exchange("pull")
         parts = scoring if ctx.world.node_rank == 0 else {}
         known = [load_manifest(ctx.workspace, one) for one in (plan, *parts.values())]
-        done = node.done()
+        done = {one.name.key for one in list_storage(open_storage(node.root)) if one.state is EntryState.DONE}
         # A manifest without entries is not one of Neuron's tool.
         warm = all(one is not None and one.cache_entries and one.cache_entries.keys() <= done for one in known)
         if not node.nodes.any("cold", not warm, timeout_s=ALL_THERE_S):
@@ -522,10 +502,6 @@ class _Node:
             report = sync_cache(Path(self.root), storage, direction=direction, compiler_versions=versions or None)
             for line in report.lines():
                 self.say(line)
-
-    def done(self) -> set[str]:
-        entries = list_storage(open_storage(self.root))
-        return {entry.name.key for entry in entries if entry.state is EntryState.DONE}
 
     def compile(
         self, plan: Plan, flags: list[str], env: dict[str, str], scratch: Path, peers: Nodes | None

@@ -54,28 +54,28 @@ def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: M
         return ""
     if not has_graph_tool(backend, env):
         return ""
-    before, now = env.get("NEURON_CC_FLAGS", ""), config.flags.text()
-    env["NEURON_CC_FLAGS"] = now
+    warning = flags_warning(env, config)
+    env["NEURON_CC_FLAGS"] = config.flags.text()
     env["NEURON_COMPILE_CACHE_URL"] = root
-    return flags_warning(before, now) if before else ""
+    return warning
 
 
-def flags_warning(before: str, now: str) -> str:
-    return f"NEURON_CC_FLAGS was {before!r}; the settings make it {now!r}" if before.split() != now.split() else ""
+def flags_warning(env: Mapping[str, str], config: CompileConfig) -> str:
+    """Of other flags that were set by hand; '' when there are none."""
+    before, now = env.get("NEURON_CC_FLAGS", ""), config.flags.text()
+    is_other = before and before.split() != now.split()
+    return f"NEURON_CC_FLAGS was {before!r}; the settings make it {now!r}" if is_other else ""
 
 
 def wrapper_script(command: Sequence[str], *, cwd: Path, exit_file: Path) -> str:
     """A shell script that runs `command` and leaves its exit code, which the tool would hide, in a file."""
-    return "\n".join(
-        (
-            "#!/bin/sh",
-            f"cd {shlex.quote(str(cwd))} || exit 1",
-            shlex.join(command),
-            "code=$?",
-            f'echo "$code" > {shlex.quote(str(exit_file))}',
-            'exit "$code"',
-            "",
-        )
+    return (
+        "#!/bin/sh\n"
+        f"cd {shlex.quote(str(cwd))} || exit 1\n"
+        f"{shlex.join(command)}\n"
+        "code=$?\n"
+        f'echo "$code" > {shlex.quote(str(exit_file))}\n'
+        'exit "$code"\n'
     )
 
 

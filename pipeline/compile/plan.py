@@ -7,7 +7,7 @@ from importlib import metadata
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
-from pipeline.compile.watch import COMPILE, Counters, CountGuard, GraphWatch, Guard, NoWatch
+from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
@@ -137,8 +137,7 @@ def open_part_guard(
 
 def _guard(manifest: GraphManifest, counters: Counters, config: CompileConfig, console: Console) -> GraphWatch:
     console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
-    kind = CountGuard if counters.compiles_steps else Guard
-    return kind(counters, manifest, config.on_unknown_graph, console.warn)
+    return Guard(counters, manifest, config.on_unknown_graph, console.warn)
 
 
 def _unguarded(

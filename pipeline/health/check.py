@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import PurePath
@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
-from pipeline.health.config import Group, HealthConfig, Profile
+from pipeline.health.config import Group, HealthConfig
 from pipeline.io.storage import Storage
 
 
@@ -144,30 +144,22 @@ def store_report(workspace: Storage, cycle: str, report: NodeReport) -> str:
 
 def show(report: NodeReport, stream: TextIO) -> None:
     """`node 0 (i-0abc): retry`, then a line for each check, and what to do about those that are no plain pass."""
-    stream.writelines(f"{line}\n" for line in report_lines(report))
+    lines = [f"node {report.node_rank} ({report.host}): {report.verdict.text}"]
+    width = max((len(result.name) for result in report.results), default=0)
+    for result in report.results:
+        figures = ", ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in result.figures.items()
+        )
+        parts = (f"  {result.verdict.text:<5}  {result.name:<{width}}", result.seen or figures)
+        lines.append(f"{'  '.join(part for part in parts if part)} ({format_duration(result.seconds)})")
+        if result.verdict is not Verdict.PASS:
+            lines += [f"         expected: {result.expected}"] if result.expected else []
+            lines += [f"         next: {result.next_command}"] if result.next_command else []
+    stream.writelines(f"{line}\n" for line in lines)
     stream.flush()
 
 
-def report_lines(report: NodeReport) -> Iterator[str]:
-    yield f"node {report.node_rank} ({report.host}): {report.verdict.text}"
-    width = max((len(result.name) for result in report.results), default=0)
-    for result in report.results:
-        parts = (f"  {result.verdict.text:<5}  {result.name:<{width}}", result.seen or _figures(result))
-        yield f"{'  '.join(part for part in parts if part)} ({format_duration(result.seconds)})"
-        if result.verdict is not Verdict.PASS and result.expected:
-            yield f"         expected: {result.expected}"
-        if result.verdict is not Verdict.PASS and result.next_command:
-            yield f"         next: {result.next_command}"
-
-
-def _figures(result: CheckResult) -> str:
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in result.figures.items()
-    )
-
-
-BOTH: frozenset[Profile] = frozenset(("quick", "full"))
 POLL_S = 0.05
 LEAVE_S = 5.0  # for a check that is asked to stop, of the 15 s that a stopped process has
 EXPENSIVE_S = 10.0
@@ -191,7 +183,6 @@ class Check:
     run: Callable[[CheckContext], CheckResult | Iterable[CheckResult]]
     group: Group | None = None
     """None: what others need, run always."""
-    profiles: frozenset[Profile] = BOTH
     time_limit_s: float | None = None
     """None: as in the settings."""
     cost_s: float = 1.0
@@ -208,12 +199,12 @@ def run_checks(
     clock: Callable[[], float] = time.monotonic,
     seen: Callable[[CheckResult], object] = lambda result: None,
 ) -> NodeReport:
-    """Run the checks of profile and groups; `seen` gets each result as it comes. Only Preempted is raised.
+    """Run the checks of the chosen groups; `seen` gets each result as it comes. Only Preempted is raised.
 
     A check that fails or hangs is a verdict like any other; later checks still run, except expensive ones.
     """
     results: list[CheckResult] = []
-    chosen = [check for check in checks if config.profile in check.profiles and config.wants(check.group)]
+    chosen = [check for check in checks if config.wants(check.group)]
     for check in sorted(chosen, key=lambda one: one.cost_s):
         stop.raise_if_set(f"before health check {check.name}")
         if check.cost_s >= EXPENSIVE_S and any(result.verdict >= Verdict.RETRY for result in results):
@@ -291,13 +282,13 @@ def _failed(name: str, error: BaseException) -> CheckResult:
 
 def _clean(result: CheckResult) -> CheckResult:
     """What tools of a sick machine print may be no text: it must not spoil a terminal or the report."""
-    figures = {name: _printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
-    return replace(result, seen=_printable(result.seen), expected=_printable(result.expected), figures=figures)
 
+    def printable(text: str) -> str:
+        """One line of it, not too long, with a ? for each character that is none."""
+        return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
 
-def _printable(text: str) -> str:
-    """One line of it, not too long, with a ? for each character that is none."""
-    return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
+    figures = {name: printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
+    return replace(result, seen=printable(result.seen), expected=printable(result.expected), figures=figures)
 
 
 def one_line(text: str) -> str:

@@ -64,14 +64,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
     return (torch.softmax(query @ key.transpose(0, 1) * WIDTH**-0.5, dim=-1) @ value,)
 
 
-def _reductions(values: Tensor) -> Tensors:
-    return values.sum(dim=0), values.mean(dim=1), values.amax(dim=1), (values * values).sum()
-
-
-def _optimizer_inputs(generator: torch.Generator) -> Tensors:
-    return (*_normal(*[(WIDTH,)] * 3)(generator), torch.rand(WIDTH, generator=generator) + 0.5)
-
-
 def _optimizer_step(weight: Tensor, gradient: Tensor, average: Tensor, square: Tensor) -> Tensors:
     """AdamW (Loshchilov and Hutter 2019) without bias correction."""
     average = 0.9 * average + 0.1 * gradient
@@ -93,8 +85,12 @@ OPERATIONS = (
     Operation("softmax", _ONE, lambda values: (torch.softmax(values, dim=1), torch.log_softmax(values, dim=1))),
     Operation("gelu", _ONE, lambda values: (F.gelu(values),), tolerance=1e-3),
     Operation("embedding", _embedding_inputs, _embedding),
-    Operation("reductions", _ONE, _reductions),
-    Operation("optimizer step", _optimizer_inputs, _optimizer_step),
+    Operation("reductions", _ONE, lambda one: (one.sum(dim=0), one.mean(dim=1), one.amax(dim=1), (one * one).sum())),
+    Operation(
+        "optimizer step",
+        lambda generator: (*_normal(*[(WIDTH,)] * 3)(generator), torch.rand(WIDTH, generator=generator) + 0.5),
+        _optimizer_step,
+    ),
 )
 
 
@@ -142,13 +138,15 @@ def check_operations(
         error = max(worst_error(found, right) for found, right in zip(runs[0], expected, strict=True))
         worst[operation.name] = error
         tolerance = tolerances.get(operation.name, operation.tolerance)
-        at_most = f"at most {tolerance:g} against float64"
+        problem, wanted = "", "equal bits"
         if math.isinf(error):
-            return _wrong(f"{operation.name}: a value that is not finite", at_most, worst)
-        what = f"relative error {error:.2g}, and " if error > tolerance else ""
-        for again in runs[1:]:
-            if any(not torch.equal(one, other) for one, other in zip(runs[0], again, strict=True)):
-                return _wrong(f"{operation.name}: {what}two runs on equal inputs differ", "equal bits", worst)
+            problem, wanted = "a value that is not finite", f"at most {tolerance:g} against float64"
+        elif not all(torch.equal(one, two) for run in runs[1:] for one, two in zip(runs[0], run, strict=True)):
+            what = f"relative error {error:.2g}, and " if error > tolerance else ""
+            problem = f"{what}two runs on equal inputs differ"
+        if problem:
+            seen, figures = f"{operation.name}: {problem}", error_figures(worst)
+            return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, seen, wanted, ELSEWHERE, figures)
         if error > tolerance:
             beyond[operation.name] = tolerance
     if beyond:
@@ -237,10 +235,6 @@ def _full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _wrong(seen: str, expected: str, worst: dict[str, float]) -> CheckResult:
-    return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, seen, expected, ELSEWHERE, error_figures(worst))
 
 
 _ASSERT = "device-side assert triggered"

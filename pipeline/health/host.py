@@ -8,7 +8,7 @@ import resource
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,22 +111,19 @@ class Identity:
     instance_type: str = ""
 
 
-def read_dmi(name: str) -> str:
-    """A line the firmware has left; empty where there is none. No network needed, and containers see it."""
-    try:
-        return (DMI / name).read_text(errors="replace").strip()
-    except OSError:
-        return ""
+def read_identity(dmi: Path = DMI) -> Identity:
+    """Instance id and type from the firmware of a Nitro machine (all with Trainium are), else the host name.
 
-
-def read_identity(
-    *, dmi: Callable[[str], str] = read_dmi, host_name: Callable[[], str] = socket.gethostname
-) -> Identity:
-    """Instance id and type from the firmware of a Nitro machine (all with Trainium are), else the host name."""
-    on_ec2 = dmi("sys_vendor") == "Amazon EC2"
-    instance, kind = (dmi("board_asset_tag"), dmi("product_name")) if on_ec2 else ("", "")
+    No network is needed, and containers see it.
+    """
+    found = {"sys_vendor": "", "board_asset_tag": "", "product_name": ""}
+    for name in found:
+        with suppress(OSError):
+            found[name] = (dmi / name).read_text(errors="replace").strip()
+    on_ec2 = found["sys_vendor"] == "Amazon EC2"
+    instance, kind = (found["board_asset_tag"], found["product_name"]) if on_ec2 else ("", "")
     return Identity(
-        host=instance if INSTANCE_ID.fullmatch(instance) else host_name() or "unknown",
+        host=instance if INSTANCE_ID.fullmatch(instance) else socket.gethostname() or "unknown",
         instance_type=kind if INSTANCE_TYPE.fullmatch(kind) else "",
     )
 
@@ -239,12 +236,12 @@ class HostChecks:
 
     def open_files(self, ctx: CheckContext) -> CheckResult:
         limit, least = self.host.soft_limit(resource.RLIMIT_NOFILE), self.config.min_open_files
-        figures = {"limit_files": _figure(limit)}
+        figures: Figures = {"limit_files": "unlimited" if math.isinf(limit) else limit}
         if limit >= least:
             return CheckResult("open files", Verdict.PASS, figures=figures)
         return CheckResult(
             "open files",
-            self._needed_on_neuron,
+            Verdict.FIX if self.on_neuron else Verdict.WARN,
             f"ulimit -n is {limit:.0f}",
             f"at least {least}",
             "ulimit nofile in the job definition, or ulimit -n before the command",
@@ -254,19 +251,17 @@ class HostChecks:
     def locked_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
         """Neuron and EFA pin the memory they send from; nothing else of ours does."""
         limit = self.host.soft_limit(resource.RLIMIT_MEMLOCK)
-        if self.on_neuron:
-            figures = {"limit_bytes": _figure(limit)}
-            if math.isinf(limit):
-                yield CheckResult("locked memory", Verdict.PASS, figures=figures)
-            else:
-                yield CheckResult(
-                    "locked memory",
-                    Verdict.FIX,
-                    f"ulimit -l is {format_bytes(limit)}",
-                    "unlimited",
-                    "ulimit memlock -1 in the job definition (docker: --ulimit memlock=-1)",
-                    figures,
-                )
+        if self.on_neuron and math.isinf(limit):
+            yield CheckResult("locked memory", Verdict.PASS, figures={"limit_bytes": "unlimited"})
+        elif self.on_neuron:
+            yield CheckResult(
+                "locked memory",
+                Verdict.FIX,
+                f"ulimit -l is {format_bytes(limit)}",
+                "unlimited",
+                "ulimit memlock -1 in the job definition (docker: --ulimit memlock=-1)",
+                {"limit_bytes": limit},
+            )
 
     def shared_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
         ctx.doing = f"asking for the size of {SHM}"
@@ -277,7 +272,7 @@ class HostChecks:
         if found.total_bytes < least:
             yield CheckResult(
                 "shared memory",
-                self._needed_on_neuron,
+                Verdict.FIX if self.on_neuron else Verdict.WARN,
                 f"{SHM} has {format_bytes(found.total_bytes)}",
                 f"at least {format_bytes(least)}",
                 "sharedMemorySize in the job definition (docker: --shm-size)",
@@ -399,10 +394,6 @@ class HostChecks:
         seen = f"{1000 * slowest:.1f} ms for the slowest of write, read and delete"
         return CheckResult("workspace", Verdict.PASS, seen, figures=figures)
 
-    @property
-    def _needed_on_neuron(self) -> Verdict:
-        return Verdict.FIX if self.on_neuron else Verdict.WARN
-
 
 def usual_places(scratch: Path, cache_root: str, workspace: Storage) -> tuple[Place, ...]:
     """Where a cycle writes on this machine. Checkpoints are staged in scratch before they go to a remote workspace."""
@@ -420,28 +411,16 @@ def usual_ports(env: Mapping[str, str], *, node_rank: int, num_nodes: int, on_ne
     Raises ConfigError when MASTER_PORT or NEURON_RT_ROOT_COMM_ID holds no port. torchrun chooses its own port on a
     machine alone.
     """
-    main, ports = node_rank == 0, []
+    wanted = []  # (variable, port, purpose, what the variable is to be, how to mend it)
     if num_nodes > 1:
-        text = env.get("MASTER_PORT", str(MASTER_PORT))
-        if not _is_port(text):
-            raise ConfigError(f"MASTER_PORT is {text!r}", expected="a port", next_command="unset it, or correct it")
-        ports.append(Port(int(text), "torchrun", main))
+        port = env.get("MASTER_PORT", str(MASTER_PORT))
+        wanted.append(("MASTER_PORT", port, "torchrun", "a port", "unset it, or correct it"))
     if on_neuron:
         given = env.get("NEURON_RT_ROOT_COMM_ID", "")
-        number = given.rpartition(":")[2] if given else str(ROOT_COMM_PORT)
-        if not _is_port(number):
-            raise ConfigError(
-                f"NEURON_RT_ROOT_COMM_ID is {given!r}",
-                expected="<address of the main node>:<port>",
-                next_command="unset it: it is derived from MASTER_ADDR",
-            )
-        ports.append(Port(int(number), "Neuron runtime", main))
-    return tuple(ports)
-
-
-def _is_port(text: str) -> bool:
-    return text.isdecimal() and 0 < int(text) < 65_536
-
-
-def _figure(limit: float) -> float | str:
-    return "unlimited" if math.isinf(limit) else limit
+        port = given.rpartition(":")[2] if given else str(ROOT_COMM_PORT)
+        form, advice = "<address of the main node>:<port>", "unset it: it is derived from MASTER_ADDR"
+        wanted.append(("NEURON_RT_ROOT_COMM_ID", port, "Neuron runtime", form, advice))
+    for name, port, _, form, advice in wanted:
+        if not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ConfigError(f"{name} is {env[name]!r}", expected=form, next_command=advice)
+    return tuple(Port(int(port), purpose, node_rank == 0) for _, port, purpose, _, _ in wanted)

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
@@ -47,16 +47,7 @@ def neuron_instance(instance_type: str) -> NeuronInstance | None:
     machine = MACHINES.get(instance_type)
     if machine is None:
         return NeuronInstance(instance_type) if instance_type.startswith(("trn", "inf")) else None
-    return NeuronInstance(
-        machine.name,
-        machine.num_devices,
-        machine.device_cores,
-        machine.device_memory_bytes,
-        machine.core_configs,
-        machine.num_efa,
-        machine.rank_counts,
-        machine.bus_gib_s,
-    )
+    return NeuronInstance(**{one.name: getattr(machine, one.name) for one in fields(NeuronInstance)})
 
 
 def judge_rank_count(instance: NeuronInstance, processes: int, *, num_nodes: int) -> CheckResult:

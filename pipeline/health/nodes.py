@@ -6,7 +6,7 @@ Each rank leaves its results in a folder of its node; the nodes read each other'
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,7 @@ BURN, ROUND = "burn", "fastest_round_s"
 SHARED = "shares_host_cpu"
 NOT_SEEN = "host not known"
 ELSEWHERE = "this job elsewhere; take the machine out of service if it fails again"
+_SO_FAR = "-so-far"
 _RANK_ROUND = re.compile(rf"rank_(\d+)_{ROUND}")
 
 
@@ -41,7 +42,8 @@ _RANK_ROUND = re.compile(rf"rank_(\d+)_{ROUND}")
 
 def leave(folder: Path, report: NodeReport, *, is_finished: bool) -> None:
     """Put the report of rank `report.node_rank` there, or what it has done so far."""
-    atomic.write_bytes_atomic(_path(folder, report.node_rank, is_finished), to_json(report).encode())
+    name = f"rank-{report.node_rank}{'' if is_finished else _SO_FAR}.json"
+    atomic.write_bytes_atomic(folder / name, to_json(report).encode())
 
 
 def results_of(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
@@ -52,8 +54,8 @@ def results_of(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
     by_name: dict[str, dict[int, CheckResult]] = {}
     merged: list[CheckResult] = []
     for rank in ranks:
-        if (report := _read(_path(folder, rank, True))) is None:
-            report = _read(_path(folder, rank, False))
+        if (report := _read(folder / f"rank-{rank}.json")) is None:
+            report = _read(folder / f"rank-{rank}{_SO_FAR}.json")
             last = f" after check {report.results[-1].name}" if report and report.results else ""
             merged.append(
                 CheckResult(
@@ -84,10 +86,6 @@ def results_of(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
     return tuple(merged)
 
 
-def _path(folder: Path, rank: int, is_finished: bool) -> Path:
-    return folder / (f"rank-{rank}.json" if is_finished else f"rank-{rank}-so-far.json")
-
-
 def _read(path: Path) -> NodeReport | None:
     try:
         return from_json(path.read_bytes(), str(path))
@@ -101,12 +99,17 @@ def _read(path: Path) -> NodeReport | None:
 def with_slow_ranks(reports: Iterable[NodeReport], ratio: float) -> tuple[NodeReport, ...]:
     """The same reports, annotated where a rank ran slower than its peers on all nodes."""
     reports = tuple(reports)
-    slow = slow_ranks({rank: round_s for report in reports for rank, round_s in _rounds(report)}, ratio)
-    annotated = []
+    rounds: list[dict[int, float]] = []  # of the ranks of each node
     for report in reports:
+        figures = {name: value for one in report.results if one.name == BURN for name, value in one.figures.items()}
+        found = ((_RANK_ROUND.fullmatch(name), value) for name, value in figures.items())
+        rounds.append({int(match[1]): float(value) for match, value in found if match})
+    slow = slow_ranks({rank: round_s for node in rounds for rank, round_s in node.items()}, ratio)
+    annotated = []
+    for report, node in zip(reports, rounds, strict=True):
         # "Cores" that are this host's share its processors with each other and with whatever else runs.
         shared = any(one.figures.get(SHARED) for one in report.results)
-        found = [
+        results = [
             CheckResult(
                 "slow core",
                 Verdict.WARN if shared else Verdict.RETRY,
@@ -114,9 +117,9 @@ def with_slow_ranks(reports: Iterable[NodeReport], ratio: float) -> tuple[NodeRe
                 f"at most {ratio:g} times",
                 "this job elsewhere; look for throttling and for other processes on that machine",
             )
-            for rank in sorted({rank for rank, _ in _rounds(report)} & slow.keys())
+            for rank in sorted(node.keys() & slow.keys())
         ]
-        annotated.append(replace(report, results=(*report.results, *found)))
+        annotated.append(replace(report, results=(*report.results, *results)))
     return tuple(annotated)
 
 
@@ -131,13 +134,6 @@ def slow_ranks(round_s: Mapping[int, float], ratio: float) -> dict[int, float]:
         if peers and mine > ratio * median(peers):
             slow[rank] = mine / median(peers)
     return slow
-
-
-def _rounds(report: NodeReport) -> Iterator[tuple[int, float]]:
-    for result in report.results:
-        for name, value in result.figures.items() if result.name == BURN else ():
-            if match := _RANK_ROUND.fullmatch(name):
-                yield int(match[1]), float(value)
 
 
 # An operation that is less exact than expected: a defect of one core, or all that such cores can do.
@@ -155,16 +151,17 @@ GROSS_ERROR = 0.1
 def beyond_tolerance(errors: Mapping[str, float], tolerances: Mapping[str, float]) -> CheckResult:
     """What a rank says of the operations in `tolerances`, each with an error beyond it. `errors`: of all operations."""
     wrong = {name: errors[name] for name in tolerances}
-    figures = error_figures(errors) | {BEYOND: ", ".join(wrong)}
+    seen, flag = _told(wrong)
     at_most = ", ".join(f"{tolerance:g} ({name})" for name, tolerance in tolerances.items())
-    hint = "" if max(wrong.values()) > GROSS_ERROR else f"; if all machines say so: {_tolerances_flag(wrong)}"
+    hint = "" if max(wrong.values()) > GROSS_ERROR else f"; if all machines say so: {flag}"
+    figures = error_figures(errors) | {BEYOND: ", ".join(wrong)}
     expected = f"at most {at_most} against float64"
-    return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, _errors_text(wrong), expected, f"{ELSEWHERE}{hint}", figures)
+    return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, seen, expected, f"{ELSEWHERE}{hint}", figures)
 
 
 def error_figures(errors: Mapping[str, float]) -> dict[str, float | int | str]:
     """Three digits: equal ones on equal cores."""
-    return {_error_figure(name): float(f"{value:.3g}") for name, value in errors.items()}
+    return {f"{name.replace(' ', '_')}_error": float(f"{value:.3g}") for name, value in errors.items()}
 
 
 def with_shared_errors(reports: Sequence[NodeReport], num_ranks: int) -> tuple[NodeReport, ...]:
@@ -172,45 +169,39 @@ def with_shared_errors(reports: Sequence[NodeReport], num_ranks: int) -> tuple[N
 
     One rank alone cannot tell: its verdict stays.
     """
-    beyond = [result.figures for report in reports for result in report.results if _is_beyond(result)]
-    found = [{name: float(one[_error_figure(name)]) for name in str(one[BEYOND]).split(", ")} for one in beyond]
+    beyond = [one.figures for report in reports for one in report.results if _is_beyond(one)]
+    found = [
+        {name: float(figures[f"{name.replace(' ', '_')}_error"]) for name in str(figures[BEYOND]).split(", ")}
+        for figures in beyond
+    ]
     if num_ranks < 2 or len(found) != num_ranks or any(one != found[0] for one in found):
         return tuple(reports)
-    wrong = found[0]
-    same = f"{_errors_text(wrong)}; the same on all {num_ranks} ranks"
-    if max(wrong.values()) > GROSS_ERROR:
+    seen, flag = _told(found[0])
+    same = f"{seen}; the same on all {num_ranks} ranks"
+    if max(found[0].values()) > GROSS_ERROR:
         verdict, seen = Verdict.FIX, f"{same}: no core but what runs on them"
         advice = "compiler and its flags as in docs/neuron.md; then trnpipe parity against the CPU"
     else:
         verdict, seen = Verdict.WARN, f"{same}: a tolerance, not a defect"
-        advice = f"{_tolerances_flag(wrong)}, once trnpipe parity passes"
+        advice = f"{flag}, once trnpipe parity passes"
     shared = []
     for report in reports:
         first = next((one for one in report.results if _is_beyond(one)), None)
         rest = [one for one in report.results if one is first or not _is_beyond(one)]
-        results = [
-            replace(one, verdict=verdict, seen=seen, next_command=advice) if one is first else one for one in rest
-        ]
-        shared.append(replace(report, results=tuple(results)))
+        soft = [replace(one, verdict=verdict, seen=seen, next_command=advice) if one is first else one for one in rest]
+        shared.append(replace(report, results=tuple(soft)))
     return tuple(shared)
-
-
-def _error_figure(operation: str) -> str:
-    """Under which name the error of an operation is in the figures."""
-    return f"{operation.replace(' ', '_')}_error"
 
 
 def _is_beyond(result: CheckResult) -> bool:
     return result.name == OPERATIONS_CHECK and BEYOND in result.figures
 
 
-def _errors_text(errors: Mapping[str, float]) -> str:
-    return "; ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
-
-
-def _tolerances_flag(errors: Mapping[str, float]) -> str:
-    """The setting that lets them pass, with room for other inputs."""
-    return f"--health.tolerances '{','.join(f'{name}={2 * error:.1g}' for name, error in errors.items())}'"
+def _told(errors: Mapping[str, float]) -> tuple[str, str]:
+    """Errors as text, and the setting that lets them pass, with room for other inputs."""
+    seen = "; ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+    values = ",".join(f"{name}={2 * error:.1g}" for name, error in errors.items())
+    return seen, f"--health.tolerances '{values}'"
 
 
 # The nodes of one job read each other's reports, and come to one verdict.

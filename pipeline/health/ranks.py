@@ -116,19 +116,14 @@ def contents(source: int, turn: int, count: int) -> Tensor:
     return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * turn) % 4093).to(torch.float32)
 
 
-Prepared = tuple[Callable[[], Tensor], Tensor]
-"""What runs a collective and gives what arrived here; and what should have arrived."""
+Collective = Callable[["Ranks", Tensor], Callable[[], Tensor]]
+"""Makes one ready of (ranks, what this rank gives [count], on its device): what runs it and gives what arrived."""
 
 
-Collective = Callable[["Ranks", int, int], Prepared]
-"""Makes one ready of (ranks, count, turn). count: numbers in each buffer, or chunk of one; turn: for new contents."""
-
-
-def _from_all(ranks: Ranks, turn: int, count: int) -> Tensor:
-    return torch.cat([contents(source, turn, count) for source in ranks.ranks])
-
-
-def _sum_of_all(ranks: Ranks, turn: int, count: int) -> Tensor:
+def expected_of(name: str, ranks: Ranks, turn: int, count: int) -> Tensor:
+    """What should arrive, on the host."""
+    if name == "all-gather":
+        return torch.cat([contents(source, turn, count) for source in ranks.ranks])
     total = torch.zeros(count)
     for source in ranks.ranks:  # one by one: all of a large size at once fill a host with many ranks
         total += contents(source, turn, count)
@@ -145,15 +140,13 @@ def _run(ranks: Ranks, found: Tensor, call: Callable[..., dist.Work | None], *te
     return run
 
 
-def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
-    mine = contents(ranks.rank, turn, count).to(ranks.device)
-    return _run(ranks, mine, dist.all_reduce, mine), _sum_of_all(ranks, turn, count)
+def all_reduce(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
+    return _run(ranks, mine, dist.all_reduce, mine)
 
 
-def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
-    found = torch.zeros(count * len(ranks.ranks), device=ranks.device)
-    mine = contents(ranks.rank, turn, count).to(ranks.device)
-    return _run(ranks, found, all_gather_single, found, mine), _from_all(ranks, turn, count)
+def all_gather(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
+    found = torch.zeros(len(mine) * len(ranks.ranks), device=ranks.device)
+    return _run(ranks, found, all_gather_single, found, mine)
 
 
 COLLECTIVES: dict[str, Collective] = {"all-gather": all_gather, "all-reduce": all_reduce}
@@ -165,24 +158,16 @@ def in_graph(backend: Backend) -> dict[str, Collective]:
     For a backend that reduces in the graph, over all ranks.
     """
 
-    def all_reduce(ranks: Ranks, count: int, turn: int) -> Prepared:
-        mine = contents(ranks.rank, turn, count).to(backend.device)
-
+    def all_reduce(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
         def run() -> Tensor:
             backend.reduce([mine], _no_host_mean)
             (mean,) = backend.to_host([mine])
             return torch.round(mean * len(ranks.ranks))  # these are sums of whole numbers, the mean is rounded
 
-        return run, _sum_of_all(ranks, turn, count)
+        return run
 
-    def all_gather(ranks: Ranks, count: int, turn: int) -> Prepared:
-        mine = contents(ranks.rank, turn, count).to(backend.device)
-
-        def run() -> Tensor:
-            (found,) = backend.to_host([backend.all_gather(mine)])
-            return found
-
-        return run, _from_all(ranks, turn, count)
+    def all_gather(ranks: Ranks, mine: Tensor) -> Callable[[], Tensor]:
+        return lambda: backend.to_host([backend.all_gather(mine)])[0]
 
     return {"all-gather": all_gather, "all-reduce": all_reduce}
 
@@ -252,7 +237,9 @@ def _timed(ranks: Ranks, collective: Collective, place: str, count: int, turn: i
     """Seconds of one call with right results. Raises _Fault, Preempted."""
     ranks.stop.raise_if_set(f"checking {place}")
     with device_guard(ranks.device):
-        run, expected = collective(ranks, count, turn)
+        run = collective(ranks, contents(ranks.rank, turn, count).to(ranks.device))
+    name = place.partition("/")[0]
+    expected = expected_of(name, ranks, turn, count)
     _sign_in(ranks, place, limit_s)
     started = time.monotonic()
     try:
@@ -267,7 +254,7 @@ def _timed(ranks: Ranks, collective: Collective, place: str, count: int, turn: i
     wrong = (found != expected).nonzero().reshape(-1)
     first = int(wrong[0])
     source = ranks.ranks[first * len(ranks.ranks) // len(expected)]
-    whose = f" (from rank {source})" if place.startswith("all-gather") else ""
+    whose = f" (from rank {source})" if name == "all-gather" else ""
     raise _Fault(
         f"rank {ranks.rank} got {len(wrong)} wrong numbers of {len(expected)} from {place}, "
         f"the first at {first}{whose}: {float(found[first]):g} for {float(expected[first]):g}",
@@ -335,39 +322,27 @@ class RankChecks:
     """This rank among the others, once it has joined them."""
     _open: list[Backend] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        patience = self.config.patience(on_neuron=on_neuron(self.backend_name, self.env))
+        self._is_quick = self.config.profile == "quick"
+        self._limit_s = self.config.check_limit_s * patience
+        self._meeting_s = self.config.collective_limit_s * patience
+        """To join the others, and for the first collective of each shape on the device."""
+
     def checks(self) -> tuple[Check, ...]:
-        config = self.config
+        config, join_s = self.config, self._meeting_s if self.world.world_size > 1 else 0.0
         repeats, burn_s = (2, config.burn_s) if self._is_quick else (10, 10 * config.burn_s)
+        operations = partial(check_operations, seed=self.seed, repeats=repeats, tolerances=config.tolerances)
         alone = (
-            Check(DEVICE, self._device, time_limit_s=self._limit_s + self._join_limit_s, cost_s=0.0),
-            self._on_device(
-                OPERATIONS_CHECK,
-                1.0,
-                partial(check_operations, seed=self.seed, repeats=repeats, tolerances=config.tolerances),
-            ),
+            Check(DEVICE, self._device, time_limit_s=self._limit_s + join_s, cost_s=0.0),
+            self._on_device(OPERATIONS_CHECK, 1.0, operations),
             self._on_device("device memory", 2.0, self._memory),
             self._on_device(BURN, 3.0, partial(check_burn, seconds=burn_s)),
         )
         if self.world.world_size == 1:
             return alone
-        limit_s = self._limit_s + 2 * config.collective_limit_s * self._patience  # to name who hangs in one
+        limit_s = self._limit_s + 2 * self._meeting_s  # to name who hangs in one
         return (*alone, Check("collectives", self._collectives, "collectives", time_limit_s=limit_s, cost_s=4.0))
-
-    @property
-    def _is_quick(self) -> bool:
-        return self.config.profile == "quick"
-
-    @property
-    def _patience(self) -> int:
-        return self.config.patience(on_neuron=on_neuron(self.backend_name, self.env))
-
-    @property
-    def _limit_s(self) -> float:
-        return self.config.check_limit_s * self._patience
-
-    @property
-    def _join_limit_s(self) -> float:
-        return self.config.collective_limit_s * self._patience if self.world.world_size > 1 else 0.0
 
     def _device(self, ctx: CheckContext) -> Iterator[CheckResult]:
         if self.world.world_size > 1:
@@ -387,7 +362,7 @@ class RankChecks:
         everyone, cpu = range(self.world.world_size), torch.device("cpu")
         ranks = Ranks(self.world.rank, everyone, store, cpu, self.config.collective_limit_s, stop)
         beside = process_group(self.backend_name)
-        if problem := join(ranks, f"cpu:gloo,{beside}" if beside else "gloo", self._join_limit_s):
+        if problem := join(ranks, f"cpu:gloo,{beside}" if beside else "gloo", self._meeting_s):
             return problem
         self._ranks.append(ranks)
         return None
@@ -416,7 +391,6 @@ class RankChecks:
         backend, world, config = self._open[0], self.world, self.config
         device = backend.device if process_group(self.backend_name) else torch.device("cpu")
         ranks = replace(self._ranks[0], device=device, stop=ctx.stop)
-        first_limit_s = config.collective_limit_s * self._patience
         sizes = SIZES_BYTES if self._is_quick else FULL_SIZES_BYTES
         minimum_gb_s = 0.0 if backend.reduces_in_graph else config.min_bus_gb_s
         check = partial(check_collectives, sizes_bytes=sizes)
@@ -435,8 +409,8 @@ class RankChecks:
             return
         if backend.reduces_in_graph:
             ctx.doing = "in a collective of the device"
-            ranks = replace(ranks, name="device collectives", device=backend.device, first_limit_s=first_limit_s)
-            yield check(ranks, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
+            of_device = replace(ranks, name="device collectives", device=backend.device, first_limit_s=self._meeting_s)
+            yield check(of_device, minimum_gb_s=config.min_bus_gb_s, collectives=in_graph(backend))
         if process_group(self.backend_name):
             dist.destroy_process_group()  # nccl warns of a leak where a process ends without
 

@@ -1,17 +1,17 @@
 """The compile stage: meet every graph a cycle needs before it starts, and write them down in the graph manifest."""
 
+import gzip
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import lazy_device_name
-from pipeline.compile.hlo import store_texts
 from pipeline.compile.lint import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.compile.neuron_compile import compile_on_neuron
 from pipeline.compile.neuron_tool import SCORING, drives_tool
-from pipeline.compile.watch import CountRecorder, Recorder
+from pipeline.compile.watch import Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_duration
@@ -64,7 +64,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         known = None if driven else load_manifest(ctx.workspace, plan)
         if known is not None:
             return _already(ctx, known, started)
-        recorder = CountRecorder(backend, plan) if backend.compiles_steps else Recorder(backend, plan)
+        recorder = Recorder(backend, plan)
         if backend.is_lazy or backend.compiles_steps:
             trial = shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console)
             trial.score() if is_scoring else trial.run()
@@ -76,10 +76,9 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         size = f"{graph.num_instructions:>6,} operations  {graph.hlo_bytes / 1e6:6.2f} MB"
         what = size if graph.hlo_bytes else f"{graph.compiles:>6} programs"
         ctx.console.info(f"  {graph.phase:<16} {shape:<12} {what}  {graph.compile_s:6.1f} s  {graph.key[:12]}")
-    texts, modules = (recorder.texts, recorder.modules) if isinstance(recorder, Recorder) else ({}, {})
-    for place in recorder.outside if isinstance(recorder, Recorder) else ():
+    for place in recorder.outside:
         ctx.console.warn(f"more than one graph was compiled at {place}")
-    findings = (*lint(*modules.values()), *lint_counters(backend.host_operators()))
+    findings = (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
         ctx.console.warn(str(finding))
     if backend.is_lazy and settings.model.factory is not None:
@@ -87,7 +86,8 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     if driven:
         atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
         return _result(ctx, manifest, started)
-    store_texts(ctx.workspace, texts)
+    for key, text in recorder.texts.items():  # for devices that keep no compiled graphs; what is there stays
+        ctx.workspace.write_if_absent(f"compile-cache/hlo/{key}.txt.gz", gzip.compress(text.encode(), mtime=0))
     return _publish(ctx, manifest, started)
 
 

@@ -127,11 +127,6 @@ def parse_range(text: str) -> Range:
     raise ValueError(f"{text!r}: expected {FORMS}")
 
 
-def ends_of(allowed: Range) -> tuple[Value, ...]:
-    """The values that have to be valid for all of them to be: both ends, or every choice."""
-    return allowed.texts if isinstance(allowed, Choices) else (allowed.low, allowed.high)
-
-
 def _number(text: str, word: str) -> float:
     try:
         number = float(word)

@@ -10,6 +10,8 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,7 +27,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.settings import Leaf, Settings, leaves, nearest
-from pipeline.tune.config import Choices, Floats, Hyperband, Integers, Range, Value, ends_of, parse_range
+from pipeline.tune.config import Choices, Floats, Hyperband, Integers, Range, Value, parse_range
 
 # The searched settings, held against the tree of settings: what may be searched, and a trial's values as settings.
 
@@ -59,18 +61,24 @@ class Space:
             table = tree
             for section in sections:
                 table = table[section]
-            table[last] = _decoded(leaves(Settings)[name], value)
+            table[last] = leaves(Settings)[name].decode(value) if isinstance(value, str) else value
         return Settings.model_validate(tree)
 
     def typed(self, values: Mapping[str, Value]) -> dict[str, JsonValue]:
         """The values as the settings hold them, whether or not the settings allow them together."""
-        return {name: _typed(leaves(Settings)[name], value) for name, value in values.items()}
+        found: dict[str, JsonValue] = {}
+        for name, value in values.items():
+            leaf = leaves(Settings)[name]
+            kind = TypeAdapter(cast(type[Any], leaf.field.annotation))
+            decoded = leaf.decode(value) if isinstance(value, str) else value
+            found[name] = kind.dump_python(kind.validate_python(decoded), mode="json")
+        return found
 
     def start(self) -> dict[str, Value]:
         """What the settings have already, of those that lie in their range: what the first trial has."""
         tree, found = self.base.model_dump(mode="json"), dict[str, Value]()
         for name, allowed in self.ranges.items():
-            now = _leaf(tree, name)
+            now: Any = reduce(getitem, name.split("."), tree)
             if isinstance(allowed, Choices):
                 same = [text for text in allowed.texts if self.typed({name: text})[name] == now]
                 if same:
@@ -97,7 +105,8 @@ def open_space(settings: Settings) -> Space:
             right = "values that a TOML file can hold, which null is not"
         if right:
             raise ConfigError(f"tune.space {name} = {texts[name]!r}: the setting is {leaf.takes}", expected=right)
-        for value in ends_of(allowed):
+        # All values are valid when both ends are, or every choice.
+        for value in allowed.texts if isinstance(allowed, Choices) else (allowed.low, allowed.high):
             try:
                 space.apply({name: value})
             except ValidationError as error:
@@ -152,24 +161,6 @@ def reason_of(error: ValidationError) -> str:
     return reason[:1].lower() + reason[1:]
 
 
-def _decoded(leaf: Leaf, value: Value) -> Any:
-    """Of a range's value, what validation takes."""
-    return leaf.decode(value) if isinstance(value, str) else value
-
-
-def _typed(leaf: Leaf, value: Value) -> JsonValue:
-    kind = TypeAdapter(cast(type[Any], leaf.field.annotation))
-    found: JsonValue = kind.dump_python(kind.validate_python(_decoded(leaf, value)), mode="json")
-    return found
-
-
-def _leaf(tree: Mapping[str, Any], name: str) -> Any:
-    value: Any = tree
-    for word in name.split("."):
-        value = value[word]
-    return value
-
-
 State = Literal["running", "complete", "pruned", "failed"]
 _STATES: dict[TrialState, State] = {
     TrialState.RUNNING: "running",
@@ -193,10 +184,6 @@ class TrialRecord:
     """The step from which each attempt began that was not told to stop."""
     reason: str
     """Of a failed one."""
-
-    @property
-    def is_running(self) -> bool:
-        return self.state == "running"
 
 
 class Journal:
@@ -244,8 +231,7 @@ class Journal:
         return self._open(self._study.ask())
 
     def resume(self, number: int) -> "OpenTrial":
-        (found,) = [one for one in self._study.get_trials(deepcopy=False) if one.number == number]
-        return self._open(Trial(self._study, found._trial_id))
+        return self._open(Trial(self._study, self._study.get_trials(deepcopy=False)[number]._trial_id))
 
     def _open(self, trial: Trial) -> "OpenTrial":
         for name, distribution in self._distributions.items():
@@ -260,8 +246,7 @@ class OpenTrial:
 
     @property
     def record(self) -> TrialRecord:
-        (found,) = [one for one in self._study.get_trials(deepcopy=False) if one.number == self.number]
-        return _record(found)
+        return _record(self._study.get_trials(deepcopy=False)[self.number])
 
     def report(self, step: int, value: float) -> None:
         """What it reached at a rung; a second time is fine."""

@@ -34,7 +34,6 @@ from pipeline.train.build import open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig, batch_share
 from pipeline.train.inputs import RunInputs, gather_inputs
 from pipeline.train.run import Rungs, train
-from pipeline.tune.config import Hyperband
 from pipeline.tune.journal import Journal, OpenTrial, Space, State, TrialRecord, best_toml, open_space, reason_of
 
 # One trial of a search: the training program itself with the trial's values, in a place of its own.
@@ -55,10 +54,6 @@ class Basis:
     tokenizer: bytes
     parent: Checkpoint | None
     metric: str
-
-    def settings(self, opened: OpenTrial) -> Settings:
-        """Raises ValidationError for values that the settings do not allow together."""
-        return self.of_trial(self.space.apply(opened.record.values))
 
     def of_trial(self, settings: Settings) -> Settings:
         """Settings with what a search sets for every trial.
@@ -94,13 +89,9 @@ class TrialFolder:
     """Where one trial works: what stays of it when it is over are its events."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
-        self.folder, self.scratch = folder, scratch
+        self.folder, self.scratch, self.lock = folder, scratch, folder / "lock"
         self.storage = open_storage(str(folder))
         make_dirs(folder)
-
-    @property
-    def lock(self) -> Path:
-        return self.folder / "lock"
 
     def step(self) -> int:
         """Of the newest checkpoint; 0 without one."""
@@ -113,27 +104,6 @@ class TrialFolder:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-class _Reported:
-    """Tells the journal of every rung, and the run whether to go on. Its clock starts with the attempt."""
-
-    def __init__(self, opened: OpenTrial, band: Hyperband) -> None:
-        self._opened, self._band = opened, band
-        self._before_s, self._started = opened.record.seconds, time.monotonic()
-        self.is_pruned = False
-
-    def is_due(self, step: int) -> bool:
-        return step in self._band.rungs
-
-    def is_hopeless(self, step: int, value: float) -> bool:
-        self._opened.report(step, value)
-        self.note()
-        self.is_pruned = step < self._band.max_steps and self._opened.is_pruned()
-        return self.is_pruned
-
-    def note(self) -> None:
-        self._opened.note(seconds=self._before_s + time.monotonic() - self._started)
-
-
 def run_trial(basis: Basis, opened: OpenTrial, place: TrialFolder, ctx: StageContext) -> None:
     """Train it to its end, from where an earlier attempt was, and write down how it ended.
 
@@ -141,20 +111,32 @@ def run_trial(basis: Basis, opened: OpenTrial, place: TrialFolder, ctx: StageCon
     raised: Preempted and TransientError leave the trial to be continued.
     """
     try:
-        settings = basis.settings(opened)
+        settings = basis.of_trial(basis.space.apply(opened.record.values))
         inputs = basis.inputs(settings, ctx.workspace)
     except (ValidationError, ConfigError) as error:
         opened.fail(error.seen if isinstance(error, ConfigError) else reason_of(error))
         return
-    starts = opened.record.starts
+    starts, before_s, started = opened.record.starts, opened.record.seconds, time.monotonic()
     opened.note(starts=[*starts, place.step()])
-    rungs = _Reported(opened, settings.tune.hyperband)
+    band, is_pruned = settings.tune.hyperband, False
+
+    def note_seconds() -> None:
+        opened.note(seconds=before_s + time.monotonic() - started)
+
+    def is_hopeless(step: int, value: float) -> bool:
+        """Tells the journal of a rung."""
+        nonlocal is_pruned
+        opened.report(step, value)
+        note_seconds()
+        is_pruned = step < band.max_steps and opened.is_pruned()
+        return is_pruned
+
     try:
-        _train(settings, inputs, basis, rungs, place, ctx)
+        _train(settings, inputs, basis, Rungs(lambda step: step in band.rungs, is_hopeless), place, ctx)
     except NumericError as error:
         opened.fail(error.seen)
     except (Preempted, TransientError):
-        rungs.note()
+        note_seconds()
         opened.note(starts=starts)
         raise
     except TrnpipeError:
@@ -164,21 +146,16 @@ def run_trial(basis: Basis, opened: OpenTrial, place: TrialFolder, ctx: StageCon
         place.clear()
         raise
     else:
-        rungs.note()
-        if rungs.is_pruned:
+        note_seconds()
+        if is_pruned:
             opened.prune()
         else:
             opened.complete(opened.record.metric_by_step[settings.tune.steps])
     place.clear()
 
 
-def is_stuck(starts: tuple[int, ...], step: int) -> bool:
-    """Whether the last attempts all began at `step` and ended without a word."""
-    return len(starts) >= MOST_STARTS and set(starts[-MOST_STARTS:]) == {step}
-
-
 def _train(
-    settings: Settings, inputs: RunInputs, basis: Basis, rungs: _Reported, place: TrialFolder, ctx: StageContext
+    settings: Settings, inputs: RunInputs, basis: Basis, rungs: Rungs, place: TrialFolder, ctx: StageContext
 ) -> None:
     make_dirs(place.scratch)
     share_tokens(ctx.scratch, place.scratch)
@@ -196,7 +173,7 @@ def _train(
     )
     try:
         with open_run(settings, own, inputs, basis.tokenizer) as opened:
-            train(opened, Rungs(rungs.is_due, rungs.is_hopeless))
+            train(opened, rungs)
     finally:
         events.close()
 
@@ -404,7 +381,7 @@ class _Study:
     def run(self) -> StudyTable:
         # A kill may have come between the end of a trial and its clearing.
         for record in self.journal.records():
-            place = None if record.is_running else self._place(record.number)
+            place = None if record.state == "running" else self._place(record.number)
             if place is not None and place.step():
                 with atomic.if_free(place.lock) as is_free:
                     if is_free:
@@ -444,15 +421,16 @@ class _Study:
     def _take(self, held: ExitStack) -> OpenTrial | None:
         """A trial that was begun and nobody works on, else a new one; its lock is `held` from then on."""
         records = self.journal.records()
-        for number in [record.number for record in records if record.is_running]:
+        for number in [record.number for record in records if record.state == "running"]:
             place = self._place(number)
             if not held.enter_context(atomic.if_free(place.lock)):
                 continue
             record = self.journal.records()[number]  # who held the lock may have ended the trial since
-            if not record.is_running:
+            if record.state != "running":
                 continue
             opened = self.journal.resume(number)
-            if is_stuck(record.starts, step := place.step()):
+            step = place.step()
+            if len(record.starts) >= MOST_STARTS and set(record.starts[-MOST_STARTS:]) == {step}:
                 opened.fail(f"{len(record.starts)} attempts ended the process; the last ones began at step {step}")
                 place.clear()
                 continue

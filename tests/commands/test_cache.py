@@ -66,7 +66,7 @@ def ask(
     change = {"keep_versions": tuple(keep), "sync_url": sync_url, "cache_url": cache_url}
     settings = base.model_copy(update={"compile": base.compile.model_copy(update=change)})
     lines: list[str] = []
-    host = cache.Host(compilers, mounts, lambda: NOW_S)
+    host = cache.CacheHost(compilers, mounts, lambda: NOW_S)
     code = cache.run(settings, stop or StopSignal(), lines.append, ToolCall(action), host=host)
     return code, lines
 

@@ -55,17 +55,10 @@ def test_state_without_a_graph(names: set[str], expected: EntryState) -> None:
     assert entry_state(names) is expected
 
 
-def test_another_compiler_leaves_no_neff() -> None:
-    names = {"model.hlo_module.pb", "model.done"}
-    assert entry_state(names, compiler="xla") is D
-    assert entry_state(names) is I
-    assert entry_state({"model.done"}, compiler="xla") is I
-
-
 def test_parts_of_a_name() -> None:
     name = parse_entry("neuronxcc-2.24.8799.0+6f62ff7c/MODULE_18108742649528384371+839ddec0")
     assert name is not None
-    assert (name.compiler, name.version, name.flags) == ("neuronxcc", "2.24.8799.0", "839ddec0")
+    assert (name.version, name.flags) == ("2.24.8799.0", "839ddec0")
     assert name.is_of({"2.24.8799.0"}) and name.is_of({name.version_dir}) and name.is_of(["2.24.8799.0+6f62ff7c"])
     assert not name.is_of({"2.24"}) and not name.is_of(())
 
@@ -75,7 +68,6 @@ def test_parts_of_a_name() -> None:
     [
         "neuronxcc-2.24.8799.0+6f62ff7c/MODULE_0a1b2c3d4e5f60718293+e30acd3a",  # of torch_neuronx.trace
         "neuronxcc-2.9.0/MODULE_1+d41d8cd9",
-        "xla-2.9.0+cpu/MODULE_1+d41d8cd9",
     ],
 )
 def test_names_that_are_entries(key: str) -> None:
@@ -96,6 +88,7 @@ def test_names_that_are_entries(key: str) -> None:
         "neuronxcc-2.24.8799.0+6f62ff7c/MODULE_1+e30acd3a/model.neff",
         "neuronxcc-2.24.8799.0+6f62ff7c/.trnpipe-tmp-0123",
         "neuronxcc/MODULE_1+e30acd3a",
+        "xla-2.9.0+cpu/MODULE_1+d41d8cd9",
         ".trnpipe-sync/MODULE_1+e30acd3a",
         "a/neuronxcc-2.24/MODULE_1+e30acd3a",
     ],

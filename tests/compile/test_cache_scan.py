@@ -148,13 +148,6 @@ def test_the_hash_is_that_of_each_compiler(tmp_path: Path) -> None:
     assert len(scan(tmp_path / "other", flags=FLAGS_2).warnings) == 1
 
 
-def test_another_compilers_entries_have_no_neuron_flags(tmp_path: Path) -> None:
-    name = name_of(1, "xla-2.9.0+cpu", "00000000")
-    write_entry(tmp_path, name, {"model.hlo_module.pb": b"graph", "model.done": b""})
-    report = scan(tmp_path, flags=FLAGS_2)
-    assert report.counts[EntryState.DONE] == 1 and report.warnings == []
-
-
 def test_a_storage_that_the_compiler_wrote_itself(storage: Storage, tmp_path: Path) -> None:
     for number, state in enumerate(STATES):
         for file, data in FILES[state].items():

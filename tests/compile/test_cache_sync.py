@@ -17,7 +17,6 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from tests.compile.cache_cases import (
-    DONE,
     FILES,
     GRAPH,
     LOCK,
@@ -94,14 +93,6 @@ def test_only_finished_entries_are_sent(storage: Storage, tmp_path: Path) -> Non
     report = sync(tmp_path / "here", storage)
     assert moved(report) == ([], [name_of(0).key, name_of(9).key])
     assert not any(LOCK in stat.key or "graphs.json" in stat.key for stat in storage.list(""))
-
-
-def test_an_entry_of_another_compiler_without_a_neff(storage: Storage, tmp_path: Path, there: Path) -> None:
-    name = name_of(1, "xla-2.9.0+cpu", "00000000")
-    write_entry(tmp_path / "here", name, {GRAPH: b"graph", DONE: b""})
-    sync(tmp_path / "here", storage)
-    assert moved(sync(there, storage)) == ([name.key], [])
-    assert content_of(there) == content_of(tmp_path / "here")
 
 
 def test_chosen_compiler_versions(storage: Storage, here: Path, there: Path) -> None:

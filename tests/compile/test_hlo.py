@@ -13,8 +13,6 @@ from pipeline.compile.hlo import (
     Shape,
     describe,
     difference,
-    distance,
-    first_source,
     op_counts,
     parse,
     stable_key,
@@ -133,7 +131,6 @@ def test_difference_names_inputs_first() -> None:
     changes = difference(known, seen)
     assert describe(changes) == "+1 parameter f32[32,2], -1 parameter f32[64,2], +3 dot f32[64,256], -1 reduce f32[64]"
     assert describe(changes, limit=2) == "+1 parameter f32[32,2], -1 parameter f32[64,2] and 2 more"
-    assert distance(known, seen) == 6 and distance(seen, seen) == 0
     assert describe({}).startswith("the same operations")
 
 
@@ -301,6 +298,5 @@ class TestRealTraces:
         module = traces.program("own-tiny")
         sources = {i.source.rpartition(":")[0] for c in module.computations for i in c.instructions}
         assert any(source.endswith("pipeline/train/optimizer.py") for source in sources)
-        found = first_source(module, next(op for op in op_counts(module) if op.startswith("sqrt ")))
-        assert re.fullmatch(r".*\.py:\d+", found)
-        assert first_source(traces.own("tiny"), "sqrt f32[]") == ""
+        assert all(re.fullmatch(r".*\.py:\d+", i.source) for i in module.instructions if i.opcode == "sqrt")
+        assert not any(i.source for i in traces.own("tiny").instructions if i.opcode == "sqrt")

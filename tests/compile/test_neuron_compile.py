@@ -19,7 +19,7 @@ from pipeline.compile import neuron_compile
 from pipeline.compile.cache import CompilerProcess
 from pipeline.compile.config import CompileConfig, CompilerFlags, flags_hash
 from pipeline.compile.neuron_compile import NeuronCompile, NeuronCompileResult, Repair, repair_after_run
-from pipeline.compile.neuron_tool import neuron_environment, wrapper_script
+from pipeline.compile.neuron_tool import LOG_NAME, neuron_environment, wrapper_script
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -43,7 +43,7 @@ class Case:
         repair: Repair = changes.pop("repair", self.repair)
         root: str = changes.pop("cache_root", str(self.tools.cache))
         env = changes.pop("env", self.tools.env(fault, generation=changes.pop("generation", "new")))
-        return NeuronCompile(
+        self.driver = NeuronCompile(
             changes.pop("command", self.tools.command(num_graphs, *more)),
             CompileConfig(**{"parallel": 2, "max_retries": 1, "time_limit_s": WAIT_S, **changes}),
             cache_root=root,
@@ -52,7 +52,14 @@ class Case:
             stop=self.stop,
             env=env,
             say=self.said.append,
-        ).run()
+        )
+        return self.driver.run()
+
+    @property
+    def num_retries(self) -> int:
+        """Of whole attempts, and of graphs by the tool itself."""
+        reports = [attempt.log.report or {} for attempt in self.driver.attempts]
+        return len(reports) - 1 + sum(graph.retry for report in reports for graph in report.values())
 
     def repair(self, root: str) -> Sequence[str]:
         """The real repair; only the compilers of this tool chain count, for other tests run at the same time."""
@@ -89,10 +96,10 @@ def case(tmp_path: Path) -> Case:
 def test_all_graphs_are_compiled(case: Case, generation: str) -> None:
     result = case.run(3, generation=generation)
     assert result.graphs == tuple(case.tools.key(index) for index in range(3))
-    assert (result.num_succeeded, result.num_retries, result.actions) == (3, 0, ())
+    assert (result.num_succeeded, case.num_retries, case.driver.actions) == (3, 0, [])
     assert result.graph_seconds.keys() == set(result.graphs)
     assert all(seconds > 0 for seconds in result.graph_seconds.values())
-    assert "Total graphs: 3" in result.log.read_text()
+    assert "Total graphs: 3" in (case.driver.attempts[-1].folder / LOG_NAME).read_text()
     case.assert_clean(0, 1, 2)
 
 
@@ -123,7 +130,7 @@ def test_the_environment_of_the_program(case: Case) -> None:
     env = case.tools.env(
         NEURON_CC_FLAGS="--optlevel=3", NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE="1", NEURON_RT_LOG_LEVEL="INFO"
     )
-    result = case.run(1, env=env, max_retries=3)
+    case.run(1, env=env, max_retries=3)
     assert case.tools.trial()["env"] == {
         "NEURON_CC_FLAGS": "--model-type=transformer --auto-cast=none --optlevel=1",
         "NEURON_COMPILE_CACHE_URL": str(case.tools.cache),
@@ -132,14 +139,14 @@ def test_the_environment_of_the_program(case: Case) -> None:
         "NEURON_EXTRACT_GRAPHS_ONLY": "1",
         "NEURON_RT_LOG_LEVEL": "INFO",
     }
-    assert "--optlevel=3" in result.actions[0] and "--optlevel=1" in result.actions[0]
+    assert "--optlevel=3" in case.driver.actions[0] and "--optlevel=1" in case.driver.actions[0]
 
 
 def test_a_cache_root_as_uri_or_relative(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tool knows no file://, and starts in another folder."""
     monkeypatch.chdir(case.tools.folder)
-    for index, root in enumerate((f"file://{case.tools.cache}", "cache")):
-        case.run(index + 1, cache_root=root)
+    for index, url in enumerate((f"file://{case.tools.cache}", "cache")):
+        case.run(index + 1, cache_root=CompileConfig(cache_url=url).cache_root(""))
         assert case.tools.trial()["env"]["NEURON_COMPILE_CACHE_URL"] == str(case.tools.cache)
     case.assert_clean(0, 1)
 
@@ -168,8 +175,11 @@ def test_the_wrapper_leaves_the_exit_code(tmp_path: Path) -> None:
     assert (tmp_path / "it's the code").read_text() == "7\n"
 
 
-def test_parallel_comes_from_memory(case: Case) -> None:
-    result = NeuronCompile(
+@pytest.mark.parametrize(
+    ("memory_gib", "compilers"), [(0.5, 1), (32, 1), (64, 1), (65, 2), (511.5, 8), (512, 8), (2048, 32)]
+)
+def test_one_compiler_for_every_64_gib(case: Case, memory_gib: float, compilers: int) -> None:
+    driver = NeuronCompile(
         case.tools.command(1),
         CompileConfig(time_limit_s=WAIT_S),
         cache_root=str(case.tools.cache),
@@ -177,15 +187,15 @@ def test_parallel_comes_from_memory(case: Case) -> None:
         repair=case.repair,
         stop=case.stop,
         env=case.tools.env(),
-        memory_bytes=130 * 2**30,
-    ).run()
-    assert result.parallel == 3
+        memory_bytes=int(memory_gib * 2**30),
+    )
+    assert driver.parallel == compilers
 
 
 def test_a_compile_that_fails_once(case: Case) -> None:
     """The tool tries again by itself."""
     result = case.run(2, "flaky", parallel=1)
-    assert (result.num_succeeded, result.num_retries, result.actions) == (2, 1, ())
+    assert (result.num_succeeded, case.num_retries, case.driver.actions) == (2, 1, [])
     case.assert_clean(0, 1)
 
 
@@ -212,8 +222,8 @@ def test_256_failures_are_not_a_success(case: Case) -> None:
 def test_a_poisoned_failure_is_compiled_again(case: Case) -> None:
     case.tools.poison(1)
     result = case.run(3)
-    assert (result.num_succeeded, result.num_retries) == (3, 1)
-    text = "\n".join(result.actions)
+    assert (result.num_succeeded, case.num_retries) == (3, 1)
+    text = "\n".join(case.driver.actions)
     assert "the cache holds failures of earlier runs" in text and case.tools.entry(1).name in text
     assert f"drop failed {case.tools.key(1)}" in text
     case.assert_clean(0, 1, 2)
@@ -223,15 +233,15 @@ def test_a_poisoned_failure_that_no_repair_removes(case: Case) -> None:
     """On S3 it may not be ours to delete; the tool is told to retry it as well."""
     case.tools.poison(1)
     result = case.run(2, repair=lambda root: [])
-    assert (result.num_succeeded, result.num_retries) == (2, 1)
+    assert (result.num_succeeded, case.num_retries) == (2, 1)
     case.assert_clean(0, 1)
 
 
 def test_a_stale_lock_is_removed(case: Case) -> None:
     """The tool skips a locked graph without a word and ends with 0."""
     case.tools.lock(1)
-    result = case.run(2)
-    text = "\n".join(result.actions)
+    case.run(2)
+    text = "\n".join(case.driver.actions)
     assert "locked by another process" in text and f"unlock {case.tools.key(1)}" in text
     case.assert_clean(0, 1)
 
@@ -265,8 +275,8 @@ def test_a_lock_that_stays_is_given_up_at_the_limit(case: Case, monkeypatch: pyt
 def test_waiting_for_a_stale_lock_is_ended(case: Case) -> None:
     """Left alone it prints one line a minute for ever."""
     case.tools.lock(0)
-    result = case.run(2, "wait")
-    text = "\n".join(result.actions)
+    case.run(2, "wait")
+    text = "\n".join(case.driver.actions)
     assert "waits for a lock that no running compiler holds" in text and "unlock" in text
     case.assert_clean(0, 1)
 
@@ -274,7 +284,7 @@ def test_waiting_for_a_stale_lock_is_ended(case: Case) -> None:
 def test_a_crash_that_leaves_a_lock(case: Case) -> None:
     """The tool ends with 0 then, too."""
     result = case.run(3, "crash")
-    text = "\n".join(result.actions)
+    text = "\n".join(case.driver.actions)
     assert "the compile broke off (exit code 0)" in text and "unlock" in text
     assert len(result.graphs) == 3
     case.assert_clean(0, 1, 2)
@@ -284,7 +294,7 @@ def test_a_crash_that_leaves_a_lock(case: Case) -> None:
 def test_out_of_memory_halves_the_compilers(case: Case, fault: str) -> None:
     result = case.run(2, fault, parallel=4, max_retries=0)
     assert (result.parallel, len(result.graphs)) == (1, 2)
-    assert [line for line in result.actions if line.startswith("compiling at most")] == [
+    assert [line for line in case.driver.actions if line.startswith("compiling at most")] == [
         "compiling at most 2 graphs at once from now on",
         "compiling at most 1 graphs at once from now on",
     ]
@@ -304,7 +314,7 @@ def test_out_of_memory_with_one_compiler(case: Case) -> None:
 
 def test_the_tool_itself_killed(case: Case) -> None:
     result = case.run(1, "npc-killed", parallel=2)
-    assert result.parallel == 1 and "ran out of memory" in result.actions[0]
+    assert result.parallel == 1 and "ran out of memory" in case.driver.actions[0]
     case.assert_clean(0)
 
 

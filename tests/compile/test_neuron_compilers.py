@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.compile.cache import DEFAULT_ROOT, compilers_of, named_cache
+from pipeline.compile.cache import DEFAULT_ROOT, compilers_of
 from pipeline.compile.neuron_compile import repair_after_run
 from tests.compile.fake_neuron.toolchain import ToolChain
 
@@ -65,9 +65,10 @@ def test_one_whose_environment_cannot_be_read_counts(
     assert pid in pids(str(tmp_path))
 
 
-def test_the_cache_when_nothing_is_named() -> None:
-    assert named_cache({}) == DEFAULT_ROOT
-    assert named_cache({"NEURON_COMPILE_CACHE_URL": "s3://b/c"}) == "s3://b/c"
+def test_the_cache_when_nothing_is_named_and_one_on_s3(compiler: Start) -> None:
+    usual, far = compiler(), compiler(NEURON_COMPILE_CACHE_URL="s3://b/c")
+    assert usual in pids(DEFAULT_ROOT) and far not in pids(DEFAULT_ROOT)
+    assert far in pids("s3://b/c/") and usual not in pids("s3://b/c")
 
 
 def test_the_repair_after_a_run_goes_by_it(compiler: Start, tmp_path: Path) -> None:

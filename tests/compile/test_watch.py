@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.compile.manifest import GraphManifest, PlanValue, plan_differences
-from pipeline.compile.watch import CountGuard, CountRecorder, Guard, Place, Recorder
+from pipeline.compile.watch import Guard, Place, Recorder
 from pipeline.core.errors import ConfigError
 
 PLAN: dict[str, PlanValue] = {
@@ -117,7 +117,11 @@ def test_the_nearest_plan_is_told_by_its_differences() -> None:
 # Devices that compile as they go.
 
 
-def passed(counters: Counters, watch: CountRecorder | CountGuard, compiles: dict[str, int]) -> None:
+class StepCounters(Counters):
+    compiles_steps = True
+
+
+def passed(counters: Counters, watch: Recorder | Guard, compiles: dict[str, int]) -> None:
     """Through places, in order, at which so many programs are compiled."""
     for bucket, count in compiles.items():
         counters.count += count
@@ -126,19 +130,19 @@ def passed(counters: Counters, watch: CountRecorder | CountGuard, compiles: dict
 
 @pytest.mark.parametrize("again", ["16x16", "16x32"])
 def test_a_program_may_be_compiled_where_a_place_is_passed_first_and_nowhere_after(again: str) -> None:
-    counters = Counters()
-    recorder = CountRecorder(counters, {})
+    counters = StepCounters()
+    recorder = Recorder(counters, {})
     passed(counters, recorder, {"16x16": 3, "16x32": 2})
     assert [graph.compiles for graph in recorder.graphs.values()] == [3, 2]
     manifest = GraphManifest(plan={}, graphs=tuple(recorder.graphs.values()))
-    guard = CountGuard(counters, manifest, "error", print)
+    guard = Guard(counters, manifest, "error", print)
     passed(counters, guard, {"16x32": 3, "16x16": 2})  # in another order, after a resume
     with pytest.raises(ConfigError, match=f"after 3 steps, 1 graphs were compiled at step of 8 x {again}"):
         passed(counters, guard, {again: 1})
 
 
 def test_a_place_that_was_not_met_must_not_compile() -> None:
-    counters, said = Counters(), list[str]()
-    guard = CountGuard(counters, GraphManifest(plan={}, graphs=()), "warn", said.append)
+    counters, said = StepCounters(), list[str]()
+    guard = Guard(counters, GraphManifest(plan={}, graphs=()), "warn", said.append)
     passed(counters, guard, {"64x64": 1})
     assert guard.unknown == 1 and "was not met ahead of time" in said[0]

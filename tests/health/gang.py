@@ -24,7 +24,6 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.ranks import (
     COLLECTIVES,
     Collective,
-    Prepared,
     RankChecks,
     Ranks,
     agent_store,
@@ -55,43 +54,46 @@ class InGraph(CpuBackend):
         return "xla:FAKE"
 
 
-def swapped(sound: Collective, ranks: Ranks, count: int, turn: int) -> Prepared:
-    run, expected = sound(ranks, count, turn)
+Run = Callable[[], Tensor]
+
+
+def swapped(sound: Collective, ranks: Ranks, mine: Tensor) -> Run:
+    run, count = sound(ranks, mine), len(mine)
 
     def swap() -> Tensor:
         found = run()
         return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]])
 
-    return swap, expected
+    return swap
 
 
-def stale(sound: Collective, ranks: Ranks, count: int, turn: int) -> Prepared:
+def stale(sound: Collective, ranks: Ranks, mine: Tensor) -> Run:
     """What the turn before left in the buffer."""
-    run, expected = sound(ranks, count, turn)
+    run = sound(ranks, mine)
 
     def keep() -> Tensor:
         _kept.append(run())
         return _kept[-2:][0]
 
-    return keep, expected
+    return keep
 
 
-def dies(sound: Collective, ranks: Ranks, count: int, turn: int) -> Prepared:
-    return lambda: os._exit(1), torch.zeros(1)
+def dies(sound: Collective, ranks: Ranks, mine: Tensor) -> Run:
+    return lambda: os._exit(1)
 
 
-def hangs(sound: Collective, ranks: Ranks, count: int, turn: int) -> Prepared:
+def hangs(sound: Collective, ranks: Ranks, mine: Tensor) -> Run:
     """Deaf to every limit, as a call into a driver can be."""
 
     def wait() -> Tensor:
         time.sleep(600)
         return torch.zeros(1)
 
-    return wait, torch.zeros(1)
+    return wait
 
 
 _kept: list[Tensor] = []
-FAULTS: dict[str, Callable[[Collective, Ranks, int, int], Prepared]] = {
+FAULTS: dict[str, Callable[[Collective, Ranks, Tensor], Run]] = {
     "swapped": swapped,
     "stale": stale,
     "dies": dies,

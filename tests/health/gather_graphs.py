@@ -12,7 +12,7 @@ from torch_xla._internal import pjrt
 
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.stop import StopSignal
-from pipeline.health.ranks import Ranks, agent_store, in_graph
+from pipeline.health.ranks import Ranks, agent_store, contents, expected_of, in_graph
 
 
 class Traced(XlaBackend):
@@ -36,8 +36,8 @@ def main() -> None:
     ranks = Ranks(0, range(2), store, backend.device, 1.0, StopSignal())
     shapes = {}
     for name, collective in in_graph(backend).items():
-        run, expected = collective(ranks, 6, 1)
-        shapes[name] = [list(run().shape), list(expected.shape)]
+        run = collective(ranks, contents(0, 1, 6).to(backend.device))
+        shapes[name] = [list(run().shape), list(expected_of(name, ranks, 1, 6).shape)]
     print(json.dumps({"graphs": dict(zip(shapes, backend.graphs, strict=True)), "shapes": shapes}))
 
 

@@ -62,13 +62,6 @@ def test_cheap_ones_first_and_all_are_reported_as_they_come() -> None:
     assert (report.node_rank, report.host, report.verdict) == (3, "i-0abc", Verdict.PASS)
 
 
-def test_a_profile_runs_its_own() -> None:
-    burn = Check("burn", lambda ctx: CheckResult("burn", Verdict.PASS), profiles=frozenset(("full",)))
-    assert [result.name for result in run(passing("disk"), burn).results] == ["disk"]
-    full = run(passing("disk"), burn, config=HealthConfig(profile="full"))
-    assert [result.name for result in full.results] == ["disk", "burn"]
-
-
 def test_several_results_of_one_check_or_none() -> None:
     def two(ctx: CheckContext) -> Iterator[CheckResult]:
         yield CheckResult("one", Verdict.PASS)

@@ -346,18 +346,24 @@ def test_this_machine_answers(tmp_path: Path) -> None:
 NITRO = {"sys_vendor": "Amazon EC2", "board_asset_tag": "i-0123456789abcdef0", "product_name": "trn1.32xlarge"}
 
 
-def found(dmi: dict[str, str]) -> Identity:
-    return read_identity(dmi=lambda name: dmi.get(name, ""), host_name=lambda: "box")
+def found(folder: Path, dmi: dict[str, str]) -> Identity:
+    folder.mkdir(exist_ok=True)
+    for name, line in dmi.items():
+        (folder / name).write_text(f"{line}\n")
+    return read_identity(folder)
 
 
-def test_the_firmware_of_nitro_machines_knows() -> None:
-    assert found(NITRO) == Identity("i-0123456789abcdef0", "trn1.32xlarge")
+def test_the_firmware_of_nitro_machines_knows(tmp_path: Path) -> None:
+    assert found(tmp_path, NITRO) == Identity("i-0123456789abcdef0", "trn1.32xlarge")
 
 
-def test_elsewhere_it_is_the_host_name() -> None:
+def test_elsewhere_it_is_the_host_name(tmp_path: Path) -> None:
     laptop = {"sys_vendor": "LENOVO", "board_asset_tag": "Not Available", "product_name": "20XW.x"}
-    assert found(laptop) == found({}) == found({"sys_vendor": "Amazon EC2"}) == Identity("box")
+    here = Identity(socket.gethostname())
+    for name, dmi in (("laptop", laptop), ("none", {}), ("vendor alone", {"sys_vendor": "Amazon EC2"})):
+        assert found(tmp_path / name, dmi) == here
 
 
-def test_an_answer_that_is_no_instance_id_is_not_believed() -> None:
-    assert found({**NITRO, "board_asset_tag": "none", "product_name": "a b"}) == Identity("box")
+def test_an_answer_that_is_no_instance_id_is_not_believed(tmp_path: Path) -> None:
+    odd = {**NITRO, "board_asset_tag": "none", "product_name": "a b"}
+    assert found(tmp_path, odd) == Identity(socket.gethostname())

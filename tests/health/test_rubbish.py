@@ -1,5 +1,6 @@
 """Whatever a tool prints: a verdict that can be stored and shown, never an exception."""
 
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.core.errors import DataError
 from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, CheckResult, Verdict, from_json, gang_error, report_lines, run_checks, to_json
+from pipeline.health.check import Check, CheckResult, Verdict, from_json, gang_error, run_checks, show, to_json
 from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import NeuronInstance, judge_devices, judge_processes, neuron_instance, parse_neuron_ls
 from pipeline.health.tools import NccomTest, judge_nccom
@@ -67,7 +68,9 @@ def verdict_on(text: str) -> None:
     report = run_checks(checks, HealthConfig(), node_rank=0, host="h", stop=StopSignal())
     assert not [result for result in report.results if result.name == "tool"], "an exception"
     back = from_json(to_json(report).encode())
-    "\n".join([*report_lines(back), str(gang_error([back]))]).encode()
+    shown = io.StringIO()
+    show(back, shown)
+    f"{shown.getvalue()}{gang_error([back])}".encode()
 
 
 @given(st.sampled_from(DOCUMENTS), st.integers(0, 10**6), st.sampled_from(ODD), st.floats(0, 1.5))

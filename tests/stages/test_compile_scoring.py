@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.compile import neuron_compile
+from pipeline.compile.cache import DONE_NAME, NEFF_NAME, CacheEntry, CacheFile, EntryName
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
 from pipeline.compile.neuron_compile import NeuronCompileResult
 from pipeline.compile.neuron_tool import SCORING
@@ -40,7 +41,7 @@ class Tool:
         Path(env[TRACE_FILE]).write_text(traced.model_dump_json())
         entry = f"MODULE_{int(is_scoring)}"
         self.done.add(entry)
-        return Done(NeuronCompileResult((entry,), 1, {entry: 1.0}, 1.0, 0, 1, (), more["scratch"] / "log"))
+        return Done(NeuronCompileResult((entry,), 1, {entry: 1.0}, 1.0, 1))
 
 
 @dataclass
@@ -64,6 +65,11 @@ def make_settings(workspace: Path) -> Settings:
     )
 
 
+def entry(key: str) -> CacheEntry:
+    files = (CacheFile(NEFF_NAME, 1), CacheFile(DONE_NAME, 0))
+    return CacheEntry(EntryName(key, "2.0", ""), files)
+
+
 @pytest.fixture
 def ctx(tmp_path: Path) -> Iterator[StageContext]:
     with open_context(make_settings(tmp_path / "w"), StopSignal(), {}, ("compile", "--launch.processes=64")) as ctx:
@@ -82,7 +88,7 @@ def tool(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> Tool:
         }
     )
     monkeypatch.setattr(neuron_compile, "NeuronCompile", tool)
-    monkeypatch.setattr(neuron_compile._Node, "done", lambda node: tool.done)
+    monkeypatch.setattr(neuron_compile, "list_storage", lambda storage: [entry(key) for key in tool.done])
     return tool
 
 

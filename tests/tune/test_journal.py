@@ -30,7 +30,7 @@ def go_on(folder: Path, trials: int, seed: int = 1) -> list[TrialRecord]:
     journal = open_journal(folder, seed)
     while True:
         records = journal.records()
-        running = [record.number for record in records if record.is_running]
+        running = [record.number for record in records if record.state == "running"]
         if not running and len(records) >= trials:
             return records
         opened = journal.resume(running[0]) if running else journal.begin()

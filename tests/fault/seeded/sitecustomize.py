@@ -64,9 +64,9 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
     def spoil_gather(spoil: Callable[[Tensor, int], Tensor]) -> None:
         sound = ranks.all_gather
 
-        def faulty(these: ranks.Ranks, count: int, turn: int) -> ranks.Prepared:
-            run, expected = sound(these, count, turn)
-            return lambda: spoil(run(), count), expected
+        def faulty(these: ranks.Ranks, mine: Tensor) -> Callable[[], Tensor]:
+            run = sound(these, mine)
+            return lambda: spoil(run(), len(mine))
 
         ranks.COLLECTIVES["all-gather"] = faulty
 
