@@ -109,17 +109,13 @@ class MetricsConfig(Record):
 # Settings of the gate: how much worse than the model in production a candidate may be, and how sure one must be.
 
 
-def _known(text: str) -> str:
-    return MetricName.parse(text).text
-
-
 def _of_rows(text: str) -> str:
     if MetricName.parse(text).of_retrieval:
         raise ValueError(f"{text} is not known by slice; expected a metric of rows, such as ndcg@10")
     return text
 
 
-Metric = Annotated[str, AfterValidator(_known)]
+Metric = Annotated[str, AfterValidator(lambda text: MetricName.parse(text).text)]
 RowMetric = Annotated[Metric, AfterValidator(_of_rows)]
 Allowed = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 OnBetter = Literal["refuse", "warn", "off"]
