@@ -98,16 +98,10 @@ def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
 
 @dataclass(frozen=True)
 class HoldoutQueries:
-    """The queries of a holdout: ids [Q] ascending, and one text hash [Q] of each."""
+    """The queries of a holdout: ids [Q] ascending, and one text hash [Q] of each, the first where it has several."""
 
     ids: Int64s
     texts: UInt64s
-
-    @classmethod
-    def of(cls, query_id: Int64s, texts: UInt64s) -> "HoldoutQueries":
-        """From rows [N]; of a query with several texts the first counts."""
-        ids, first = np.unique(query_id, return_index=True)
-        return cls(ids, texts[first])
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,8 @@ class Holdout:
         for arrays in self.blocks(("query", "query_id")):
             ids.append(arrays["query_id"])
             texts.append(text_hashes(arrays["query"], self.rows.pad_id))
-        return HoldoutQueries.of(np.concatenate(ids), np.concatenate(texts))
+        every, first = np.unique(np.concatenate(ids), return_index=True)
+        return HoldoutQueries(every, np.concatenate(texts)[first])
 
     def tokens_of(self, sample_ids: Int64s) -> tuple[Tokens, Tokens]:
         """Query and product of rows of the holdout; sample_id [M] ascending."""
@@ -253,11 +248,7 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
             expected=f"rows in the {split} split",
             next_command=f"raise --data.{split}-fraction or give a split column and prepare again; or --evaluate.split",
         )
-    query_ids = [np.zeros(0, dtype=np.int64) for _ in rows.sizes]
-    for bucket, size in enumerate(rows.sizes):
-        if size:
-            buckets, numbers = np.full(size, bucket, dtype=np.int64), np.arange(size, dtype=np.int64)
-            query_ids[bucket] = rows.read(buckets, numbers, bucket, ("query_id",))["query_id"]
+    query_ids = read_column(rows, "query_id")
     order = choose_rows(query_ids, max_rows)
     if not order.total:
         largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())
@@ -267,6 +258,17 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
             next_command=f"--evaluate.max-rows {largest}, or more",
         )
     return Holdout(split, sets, rows, order, max_rows)
+
+
+def read_column(rows: TokenRows, name: str) -> list[Int64s]:
+    """One column of all rows, by bucket."""
+    found = []
+    for bucket, size in enumerate(rows.sizes):
+        column = np.arange(size, dtype=np.int64)
+        if size:
+            column = rows.read(np.full(size, bucket, dtype=np.int64), column, bucket, (name,))[name]
+        found.append(column)
+    return found
 
 
 def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) -> SliceColumn:

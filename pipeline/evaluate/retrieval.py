@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
 from pipeline.core.errors import DataError, NumericError
@@ -23,8 +22,8 @@ from pipeline.data.sources import Files, open_files
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.tokens import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.validate import filter_mask
-from pipeline.embed.config import EmbedConfig, whole_limit
-from pipeline.embed.engine import Embedder, counted, open_embedder
+from pipeline.embed.config import whole_limit
+from pipeline.embed.engine import counted
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.bm25 import Ranked
@@ -66,24 +65,14 @@ class RetrievalTask:
     """Of all items in order, some at a time."""
 
     @property
-    def num_queries(self) -> int:
-        """Those that are judged."""
-        return len(self.queries.ids)
-
-    @property
     def tokens(self) -> Tokens:
         """Of all queries, those for tuning last."""
         more = [] if isinstance(self.tuning, str) else [self.tuning.tokens]
         return join_tokens([self.queries.tokens, *more])
 
-    @property
-    def query_texts(self) -> list[str]:
-        """In the order of `tokens`."""
-        return self.queries.texts if isinstance(self.tuning, str) else [*self.queries.texts, *self.tuning.texts]
-
     def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
         """Figures of items [Q or more, k] found for the judged queries, which come first."""
-        return retrieval_report(self.queries.ids, items[: self.num_queries], self.queries.judged, metrics)
+        return retrieval_report(self.queries.ids, items[: len(self.queries.ids)], self.queries.judged, metrics)
 
 
 # A catalogue file: items, and for each the query it is relevant to.
@@ -383,7 +372,7 @@ def search(
     windows = pieces(own, _WINDOW) if len(own.lengths) else ()
     embedded = list(counted(embed(windows), "embedding queries", len(own.lengths))) if windows else []
     whole = np.concatenate([vectors for part in gang.gather(embedded) for vectors in part])
-    queries = [_cut(whole, width) for width in widths]
+    queries = [shorten_vectors(whole, width or whole.shape[1]) for width in widths]
     firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors
 
     def items() -> Iterator[Tokens]:
@@ -398,7 +387,7 @@ def search(
             stop.raise_if_set("searching the catalogue")
             first = firsts.popleft()
             for nearest, width in zip(best, widths, strict=True):
-                nearest.add(first, _cut(vectors, width))
+                nearest.add(first, shorten_vectors(vectors, width or vectors.shape[1]))
             advance(len(vectors) * world.world_size)
     except NumericError as error:
         failure = error.seen
@@ -414,28 +403,6 @@ def search(
         scores, numbers = merged.found()
         ranked.append(Ranked(numbers, scores))
     return ranked
-
-
-def _cut(vectors: Float32s, width: int) -> Float32s:
-    return shorten_vectors(vectors, width or vectors.shape[1])
-
-
-@dataclass
-class Vectors:
-    """Windows of texts to unit vectors [n, D], with the encoder of a checkpoint: opened when the first text comes."""
-
-    checkpoint: Checkpoint
-    backend: Backend
-    config: EmbedConfig
-    watch: GraphWatch
-    stop: StopSignal
-
-    @cached_property
-    def _embedder(self) -> Embedder:
-        return open_embedder(self.checkpoint, self.backend, self.config, self.watch, stop=self.stop)
-
-    def __call__(self, windows: Iterable[Tokens]) -> Iterator[npt.NDArray[np.float32]]:
-        return self._embedder.stream(windows)
 
 
 KIND = "retrieval"
@@ -470,7 +437,7 @@ class ModelSearch:
     tokenizer: bytes
     warn: Callable[[str], None]
 
-    def run(self, role: str, checkpoint: Checkpoint, vectors: Vectors) -> Found | None:
+    def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> Found | None:
         """On all ranks; None when retrieval is not to be evaluated. Raises DataError, Preempted."""
         config, ctx = self.settings.evaluate, self.ctx
         if not config.retrieval.enabled:
@@ -483,10 +450,12 @@ class ModelSearch:
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return self.load(task, key, widths[1:])
         with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
-            found = search(task, vectors, self.depth, self.gang, ctx.stop, advance, widths)
+            found = search(task, embed, max(self.metrics.retrieval_at), self.gang, ctx.stop, advance, widths)
         if isinstance(found, str):
             return self._without(found)
-        return self.save(task, key, found[0], dict(zip(widths[1:], found[1:], strict=True)))
+        return self.save(
+            task, key, found[0], {width: one.items for width, one in zip(widths[1:], found[1:], strict=True)}
+        )
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
         """Of the vectors: as they are embedded, then those that are only looked at. Raises ConfigError."""
@@ -497,33 +466,24 @@ class ModelSearch:
         return [self.settings.embed.output.dimensions, *config.dimensions]
 
     def save(
-        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Ranked] | None = None
+        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Int64s] | None = None
     ) -> Found:
         """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
-        found = self._found(task, ranked, {width: one.items for width, one in (by_width or {}).items()})
-        if self.ctx.world.is_main and found.per_query is not None:
+        narrower = by_width or {}
+        per_query, report = task.report(ranked.items, self.metrics)
+        if self.ctx.world.is_main:
             lists = {"items": ranked.items, "scores": ranked.scores}
-            lists |= {f"items_of_{width}": one.items for width, one in (by_width or {}).items()}
-            figures = {"query_id": found.per_query.query_id, **found.per_query.values}
+            lists |= {f"items_of_{width}": items for width, items in narrower.items()}
+            figures = {"query_id": per_query.query_id, **per_query.values}
             save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
-        return found
-
-    def _found(self, task: RetrievalTask, ranked: Ranked, by_width: Mapping[int, Int64s]) -> Found:
-        metrics = self.metrics
-        per_query, report = task.report(ranked.items, metrics)
-        return Found(
-            per_query, report, ranked, {width: task.report(one, metrics)[1] for width, one in by_width.items()}
-        )
+        others = {width: task.report(items, self.metrics)[1] for width, items in narrower.items()}
+        return Found(per_query, report, ranked, others)
 
     def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> Found:
         arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
-        by_width = {width: arrays[f"items_of_{width}"] for width in widths}
-        return self._found(task, Ranked(arrays["items"], arrays["scores"]), by_width)
-
-    @property
-    def depth(self) -> int:
-        """Items of each list."""
-        return max(self.metrics.retrieval_at)
+        per_query, report = task.report(arrays["items"], self.metrics)
+        others = {width: task.report(arrays[f"items_of_{width}"], self.metrics)[1] for width in widths}
+        return Found(per_query, report, Ranked(arrays["items"], arrays["scores"]), others)
 
     @cached_property
     def metrics(self) -> MetricsConfig:
@@ -556,14 +516,9 @@ class ModelSearch:
             "catalogue": self._catalogue.content if self._catalogue else "",
             "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue", "dimensions"}),
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
-            **(self._chunks if self._catalogue else {}),
+            # Nothing without chunks, as before there were any.
+            **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
         }
-
-    @property
-    def _chunks(self) -> dict[str, Json]:
-        """Nothing without chunks, as before there were any."""
-        chunks = self.settings.embed.chunks
-        return {"chunks": chunks} if chunks > 1 else {}
 
     @cached_property
     def _catalogue(self) -> CatalogueFile | None:
@@ -577,9 +532,11 @@ class ModelSearch:
         return Found(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 
     def _key(self, checkpoint: Checkpoint) -> str:
-        embed = self.settings.embed.model_dump(mode="json", include={"precision"}) | self._chunks
-        state = checkpoint.state
-        if limit := self.settings.embed.row_limit(state.max_tokens, state.model.max_positions):
+        config, state = self.settings.embed, checkpoint.state
+        embed: dict[str, Json] = {"precision": config.precision}
+        if config.chunks > 1:
+            embed["chunks"] = config.chunks
+        if limit := config.row_limit(state.max_tokens, state.model.max_positions):
             embed["row_tokens"] = limit
         widths: list[Json] = [*self._widths(checkpoint)]
         decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,6 @@ def load_arrays(storage: Storage, prefix: str, kind: str, cache_dir: Path) -> tu
 
 
 KIND = "scores"
-SCHEMA_VERSION = 1
 FILE = "scores.safetensors"
 _SLICE = "slice."
 
@@ -91,7 +90,7 @@ _SLICE = "slice."
 class ScoreInfo(Record):
     """Where scores come from."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     role: str = Field(description="candidate, incumbent, or what else the model was scored as")
     checkpoint: str = Field(description="URI of the checkpoint")
     digest: str = Field(description="Digest of its manifest: names its content")
@@ -164,8 +163,6 @@ def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "info"
         raise _bad(where, f"describes itself in another way ({place}: {first['msg']})") from error
-    if description.info.schema_version != SCHEMA_VERSION:
-        raise _bad(where, f"has schema {description.info.schema_version}")
     file = fetch_dir(storage, prefix, cache_dir) / FILE
     try:
         tensors = load_file(file)
@@ -259,6 +256,6 @@ def _check(description: _Description, tensors: Arrays, where: str) -> None:
 def _bad(where: str, what: str) -> DataError:
     return DataError(
         f"{where} {what}",
-        expected=f"scores of schema {SCHEMA_VERSION}, as trnpipe evaluate writes them",
+        expected="scores of schema 1, as trnpipe evaluate writes them",
         next_command="delete that folder and run trnpipe evaluate again",
     )
