@@ -95,10 +95,12 @@ class CatalogueFile:
         """Fingerprint of what they hold."""
         return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
 
-    def queries(self) -> "CatalogueQueries":
+    def queries(self) -> tuple[dict[int, str], dict[int, str], Int64s, Bools]:
         """Which queries there are and what is relevant to them.
 
-        Raises DataError for missing columns, rows without an id, or no query.
+        Number to text of the queries asked, and of further ones, from which the weight of hybrid search is chosen; the
+        number of the query each of N items is relevant to, or NO_QUERY; of every row, whether it is an item: the second
+        row of an id is none. Raises DataError for missing columns, rows without an id, or no query.
         """
         texts: dict[int, str] = {}
         valid_texts: dict[int, str] = {}
@@ -141,7 +143,7 @@ class CatalogueFile:
                 + (f" among {dict(self.config.queries)}" if self.config.queries else ""),
                 next_command="check --evaluate.retrieval.query and --evaluate.retrieval.queries",
             )
-        return CatalogueQueries(texts, valid_texts, query_of, is_item)
+        return texts, valid_texts, query_of, is_item
 
     def windows(
         self, is_item: Bools, rows: int, mine: Callable[[int], bool], limit: int
@@ -194,20 +196,6 @@ class CatalogueFile:
         return match_columns(pairs, names, uri, setting).only(fields)
 
 
-@dataclass(frozen=True)
-class CatalogueQueries:
-    """The queries asked, number to text, and the number of the query each of N items is relevant to, or NO_QUERY.
-
-    `valid_texts`: further queries, from which the weight of hybrid search is chosen; none of those asked. `is_item`: of
-    every row, whether it is an item; the second row of an id is none.
-    """
-
-    texts: dict[int, str]
-    valid_texts: dict[int, str]
-    query_of: Int64s
-    is_item: Bools
-
-
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> CatalogueFile:
     """Find the files. Raises DataError when there is none."""
     return CatalogueFile(config, open_files(path, config.format, stop, "--evaluate.retrieval.catalogue"))
@@ -255,7 +243,7 @@ def from_products(
         return (decoded(window, tokenizer) for _, window in items(lambda number: True))
 
     def queries(asking: Holdout, ids: Int64s, graded: "_GradedRows") -> Queries:
-        tokens = _query_tokens(asking, ids, asking.rows.pad_id)
+        tokens = _query_tokens(asking, ids)
         judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
         return Queries(ids, tokens, decoded(tokens, tokenizer), judged)
 
@@ -277,30 +265,30 @@ def from_catalogue(
     Queries are cut as those of the prepared data, items to `chunks` times as much as products of it.
     """
     config, largest = file.config, holdout.rows.buckets[-1]
-    found = file.queries()
+    asked, valid, query_of, is_item = file.queries()
     limit = chunks * text_characters(holdout.rows.buckets)
     most_tokens = whole_limit(largest.product_tokens, chunks)
 
     def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        for first, titles in file.windows(found.is_item, config.window_rows, mine, limit):
+        for first, titles in file.windows(is_item, config.window_rows, mine, limit):
             tokens = tokenizer.encode([spec.product_prefix + title for title in titles])
             yield first, cut_tokens(tokens, most_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
-        return (titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, limit))
+        return (titles for _, titles in file.windows(is_item, config.window_rows, lambda number: True, limit))
 
     def queries(texts_of: dict[int, str], most: int) -> Queries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
-        asked = tokenizer.encode([spec.query_prefix + text for text in texts])
-        tokens = cut_tokens(asked, largest.query_tokens, tokenizer.sep_id)
-        relevant = np.flatnonzero((found.query_of != NO_QUERY) & np.isin(found.query_of, ids)).astype(np.int64)
-        return Queries(ids, tokens, texts, Judgements(found.query_of[relevant], relevant, np.ones(len(relevant))))
+        encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
+        tokens = cut_tokens(encoded, largest.query_tokens, tokenizer.sep_id)
+        relevant = np.flatnonzero((query_of != NO_QUERY) & np.isin(query_of, ids)).astype(np.int64)
+        return Queries(ids, tokens, texts, Judgements(query_of[relevant], relevant, np.ones(len(relevant))))
 
     tuning: Queries | str = ASK_NONE if not max_valid else NO_VALID if config.valid_queries else NO_VALID_SETTING
-    if found.valid_texts and max_valid:
-        tuning = queries(found.valid_texts, max_valid)
-    return RetrievalTask(queries(found.texts, config.max_queries), tuning, len(found.query_of), items, texts)
+    if valid and max_valid:
+        tuning = queries(valid, max_valid)
+    return RetrievalTask(queries(asked, config.max_queries), tuning, len(query_of), items, texts)
 
 
 def some_queries(query_id: Int64s, most: int) -> Int64s:
@@ -330,7 +318,7 @@ class _GradedRows:
         return _GradedRows(self.query_id[rows], self.product[rows], self.gain[rows])
 
 
-def _query_tokens(holdout: Holdout, asked: Int64s, pad_id: int) -> Tokens:
+def _query_tokens(holdout: Holdout, asked: Int64s) -> Tokens:
     """The query of each id in `asked` [Q]: of its first row."""
     left = set(asked.tolist())
     ids: list[Int64s] = []
@@ -340,7 +328,7 @@ def _query_tokens(holdout: Holdout, asked: Int64s, pad_id: int) -> Tokens:
         new = np.isin(found, np.fromiter(left, dtype=np.int64, count=len(left)))
         left -= set(found[new].tolist())
         ids.append(found[new])
-        parts.append(to_tokens(arrays["query"][first[new]], pad_id))
+        parts.append(to_tokens(arrays["query"][first[new]], holdout.rows.pad_id))
     return join_tokens(parts, np.argsort(np.concatenate(ids)))
 
 

@@ -50,10 +50,8 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
         if isinstance(found, Missing):
             good, reason = False, f"cannot be computed: {found.reason}"
         elif found.num_queries < config.min_queries:
-            good, reason = (
-                False,
-                f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}",
-            )
+            good = False
+            reason = f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}"
         else:
             good = found.value <= bound if name.lower_is_better else found.value >= bound
             side = "at most" if name.lower_is_better else "at least"
