@@ -145,14 +145,14 @@ def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
     with progress("indexing words of the catalogue", task.num_items, "items") as advance:
         index = Bm25(texts())
     queries = task.queries.texts + ([] if isinstance(task.tuning, str) else task.tuning.texts)
-    parts = [Ranked(np.zeros((0, k), dtype=np.int64), np.zeros((0, k)))]
+    found = Ranked(np.zeros((len(queries), k), dtype=np.int64), np.zeros((len(queries), k)))
     with progress("searching words of the catalogue", len(queries), "queries") as advance:
         for start in range(0, len(queries), _WINDOW):
             stop.raise_if_set("searching words of the catalogue")
-            scores, items = index.search(queries[start : start + _WINDOW], k)
-            parts.append(Ranked(items, scores))
-            advance(len(items))
-    return Ranked(np.concatenate([part.items for part in parts]), np.concatenate([part.scores for part in parts]))
+            window = slice(start, start + _WINDOW)
+            found.scores[window], found.items[window] = index.search(queries[window], k)
+            advance(len(queries[window]))
+    return found
 
 
 def hybrid_reports(

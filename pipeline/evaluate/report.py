@@ -1,11 +1,12 @@
 """What an evaluation found, as one record: `cycles/<cycle>/evaluate/report.json`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Literal
 
 from pydantic import Field
 
+from pipeline.core.format import aligned
 from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
@@ -154,7 +155,7 @@ def table_lines(report: EvaluationReport) -> list[str]:
             )
         )
     details = [*_missing(report), *_width_lines(report), *_hybrid_lines(report), *_slice_lines(report)]
-    return [*_aligned(table), *details, *report.verdict.lines()]
+    return [*_table(table), *details, *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
@@ -201,7 +202,7 @@ def _hybrid_lines(report: EvaluationReport) -> list[str]:
 def _beside(title: str, columns: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
     names = dict.fromkeys(name for _, values in columns for name in values)
     rows = ((name, *(_number(values.get(name)) for _, values in columns)) for name in names)
-    return [title, *_aligned([("metric", *(head for head, _ in columns)), *rows])]
+    return [title, *_table([("metric", *(head for head, _ in columns)), *rows])]
 
 
 def _slice_lines(report: EvaluationReport) -> list[str]:
@@ -232,7 +233,7 @@ def _slice_lines(report: EvaluationReport) -> list[str]:
         for check in shown
     ]
     title = f"slices: {len(shown)} of {len(checks)} compared, those that lost most"
-    return [title, *_aligned([head, *rows])]
+    return [title, *_table([head, *rows])]
 
 
 def _difference(ours: float | None, theirs: float | None) -> float | None:
@@ -249,16 +250,7 @@ def _interval(check: GateCheck | None) -> str:
     return f"[{check.low:+.4f}, {check.high:+.4f}]"
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns of equal width, two spaces apart: names to the left, figures to the right."""
-    table = [list(row) for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    names = {column for column, title in enumerate(table[0]) if title in ("metric", "slice", "gate")}
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in names else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Names to the left, figures to the right."""
+    left = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
+    return [f"  {line}" for line in aligned(rows, left)]

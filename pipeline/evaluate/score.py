@@ -362,7 +362,7 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
 def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     """nDCG@10 of each query among the distinct products; None when no query has a gain, or a vector is not finite."""
     gain = joined["gain"].astype(np.float64)
-    texts, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
+    _, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
     asked, rows = np.unique(joined["query_id"], return_index=True)
     query, product = joined["query"][rows], joined["product"][first]
     if not (gain > 0).any() or not (np.isfinite(query).all() and np.isfinite(product).all()):
@@ -370,11 +370,9 @@ def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     query, product = (
         side / np.maximum(np.linalg.norm(side, axis=1, keepdims=True), 1e-12) for side in (query, product)
     )
-    nearest = ExactTopK(query, min(_DEPTH, len(texts)))
+    nearest = ExactTopK(query, _DEPTH)
     nearest.add(0, product)
     positive = gain > 0
     judged = Judgements(joined["query_id"][positive], item.reshape(-1)[positive].astype(np.int64), gain[positive])
-    ranked = np.full((len(asked), _DEPTH), -1, dtype=np.int64)
-    ranked[:, : min(_DEPTH, len(texts))] = nearest.found()[1]
-    report = retrieval_report(asked, ranked, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
+    report = retrieval_report(asked, nearest.found()[1], judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
     return report.values.get(f"retrieval_ndcg@{_DEPTH}")
