@@ -207,9 +207,9 @@ def overlap_at(a: Float64s, b: Float64s, k: int = TOP_K) -> float:
 
 def pearson(a: Float64s, b: Float64s) -> float | None:
     """Correlation of [N] values; None when either does not vary."""
-    left, right = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(left @ left)) * math.sqrt(float(right @ right))
-    return float(left @ right) / scale if scale else None
+    if not (np.ptp(a) and np.ptp(b)):
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
 
 
 def spearman(a: Float64s, b: Float64s) -> float | None:
