@@ -211,17 +211,18 @@ class Holdout:
         every, first = np.unique(np.concatenate(ids), return_index=True)
         return HoldoutQueries(every, np.concatenate(texts)[first])
 
-    def tokens_of(self, sample_ids: Int64s) -> tuple[Tokens, Tokens]:
-        """Query and product of rows of the holdout; sample_id [M] ascending."""
+    def tokens_of(self, column: str, ids: Int64s, sides: Sequence[str]) -> list[Tokens]:
+        """Of the first row that has each of `ids` [M] in a column: query, product, or both. By ascending id."""
         found: list[Int64s] = []
-        sides: dict[str, list[Tokens]] = {"query": [], "product": []}
-        for arrays in self.blocks(("sample_id", "query", "product")):
-            here = np.isin(arrays["sample_id"], sample_ids)
-            found.append(arrays["sample_id"][here])
-            for side, parts in sides.items():
-                parts.append(to_tokens(arrays[side][here], self.rows.pad_id))
-        order = np.argsort(np.concatenate(found))
-        return join_tokens(sides["query"], order), join_tokens(sides["product"], order)
+        parts: dict[str, list[Tokens]] = {side: [] for side in sides}
+        for arrays in self.blocks((column, *sides)):
+            here, first = np.unique(arrays[column], return_index=True)
+            asked = np.isin(here, ids)
+            found.append(here[asked])
+            for side in sides:
+                parts[side].append(to_tokens(arrays[side][first[asked]], self.rows.pad_id))
+        _, first = np.unique(np.concatenate(found), return_index=True)
+        return [join_tokens(parts[side], first) for side in sides]
 
     def slices(self, arrays: dict[str, npt.NDArray[Any]], query_tokens: Sequence[int]) -> dict[str, SliceColumn]:
         """Slice columns of scored rows: those of the data, the partition, and the length of the query."""

@@ -33,7 +33,7 @@ from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
-from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes, to_tokens
+from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes
 from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
@@ -243,7 +243,7 @@ def from_products(
         return (decoded(window, tokenizer) for _, window in items(lambda number: True))
 
     def queries(asking: Holdout, ids: Int64s, graded: "_GradedRows") -> Queries:
-        tokens = _query_tokens(asking, ids)
+        (tokens,) = asking.tokens_of("query_id", ids, ("query",))
         judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
         return Queries(ids, tokens, decoded(tokens, tokenizer), judged)
 
@@ -316,20 +316,6 @@ class _GradedRows:
 
     def select(self, rows: npt.NDArray[np.bool_]) -> "_GradedRows":
         return _GradedRows(self.query_id[rows], self.product[rows], self.gain[rows])
-
-
-def _query_tokens(holdout: Holdout, asked: Int64s) -> Tokens:
-    """The query of each id in `asked` [Q]: of its first row."""
-    left = set(asked.tolist())
-    ids: list[Int64s] = []
-    parts: list[Tokens] = []
-    for arrays in holdout.blocks(("query_id", "query")):
-        found, first = np.unique(arrays["query_id"], return_index=True)
-        new = np.isin(found, np.fromiter(left, dtype=np.int64, count=len(left)))
-        left -= set(found[new].tolist())
-        ids.append(found[new])
-        parts.append(to_tokens(arrays["query"][first[new]], holdout.rows.pad_id))
-    return join_tokens(parts, np.argsort(np.concatenate(ids)))
 
 
 _WINDOW = 512

@@ -294,7 +294,8 @@ class Evaluation:
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
             if not len(numbers):
                 return {}
-            tokenizer, sides = self.models.candidate.tokenizer(), self.holdout.tokens_of(ours.sample_id[numbers])
+            tokenizer = self.models.candidate.tokenizer()
+            sides = self.holdout.tokens_of("sample_id", ours.sample_id[numbers], ("query", "product"))
             pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
