@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,12 +96,10 @@ class CatalogueFile:
         """Fingerprint of what they hold."""
         return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
 
-    def queries(self) -> tuple[dict[int, str], dict[int, str], Int64s, Bools]:
+    def queries(self) -> "CatalogueQueries":
         """Which queries there are and what is relevant to them.
 
-        Number to text of the queries asked, and of further ones, from which the weight of hybrid search is chosen; the
-        number of the query each of N items is relevant to, or NO_QUERY; of every row, whether it is an item: the second
-        row of an id is none. Raises DataError for missing columns, rows without an id, or no query.
+        Raises DataError for missing columns, rows without an id, or no query.
         """
         texts: dict[int, str] = {}
         valid_texts: dict[int, str] = {}
@@ -143,7 +142,7 @@ class CatalogueFile:
                 + (f" among {dict(self.config.queries)}" if self.config.queries else ""),
                 next_command="check --evaluate.retrieval.query and --evaluate.retrieval.queries",
             )
-        return texts, valid_texts, query_of, is_item
+        return CatalogueQueries(texts, valid_texts, query_of, is_item)
 
     def windows(
         self, is_item: Bools, rows: int, mine: Callable[[int], bool], limit: int
@@ -194,6 +193,19 @@ class CatalogueFile:
             return f"--evaluate.retrieval.{name}"
 
         return match_columns(pairs, names, uri, setting).only(fields)
+
+
+class CatalogueQueries(NamedTuple):
+    """The queries asked, number to text, and the number of the query each of N items is relevant to, or NO_QUERY.
+
+    `valid_texts`: further queries, from which the weight of hybrid search is chosen; none of those asked. `is_item`: of
+    every row, whether it is an item; the second row of an id is none.
+    """
+
+    texts: dict[int, str]
+    valid_texts: dict[int, str]
+    query_of: Int64s
+    is_item: Bools
 
 
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> CatalogueFile:
