@@ -5,7 +5,7 @@ was recorded before, on this machine or another.
 """
 
 from pipeline.commands import ToolCall
-from pipeline.context import StageContext, open_context
+from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -38,15 +38,17 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     if len(words) == 2 and (words[0] == words[1] or (sides[0] is not None and sides[0] == sides[1])):
         raise ConfigError(f"both sides are {words[0]}", expected=f"two different ones: {sides_text()}")
     with open_context(settings, stop) as ctx:
+        recorded: dict[str, RecordedSide] = {}
         # What was recorded before is read first: a folder without a record is found before hours of training.
-        recorded = {word: _load(word, ctx) for word, side in zip(words, sides, strict=True) if side is None}
-        for word, side in zip(words, sides, strict=True):
-            if side is None:
-                continue
-            task = make_task(settings, ctx, side, to)
-            if code := record_side(task, stop):
-                return code
-            recorded[word] = _load(task.place, ctx)
+        for word, side in sorted(zip(words, sides, strict=True), key=lambda pair: pair[1] is not None):
+            place = word
+            if side is not None:
+                task = make_task(settings, ctx, side, to)
+                if code := record_side(task, stop):
+                    return code
+                place = task.place
+            storage = open_storage(place, retry=settings.storage, stop=stop)
+            recorded[word] = load_side(storage, ctx.scratch / "parity" / "scores")
         if len(words) == 1:
             say(f"compare it with another side: trnpipe parity {recorded[words[0]].uri} SIDE")
             return EXIT_OK
@@ -72,8 +74,3 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             next_command="see parity.json for where they differ; the thresholds are under [parity]",
         )
     return EXIT_OK
-
-
-def _load(place: str, ctx: StageContext) -> RecordedSide:
-    storage = open_storage(place, retry=ctx.settings.storage, stop=ctx.stop)
-    return load_side(storage, ctx.scratch / "parity" / "scores")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 
-from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.batching import locate
 from pipeline.core.errors import DataError
@@ -21,7 +20,7 @@ from pipeline.core.progress import progress
 from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.tokens import TokenSet, TokenSetInfo, open_rows
+from pipeline.data.tokens import TokenSetInfo, open_rows
 from pipeline.evaluate.bm25 import K1, B, Bm25, Ranked, best_weight, by_rank, by_weight
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline
@@ -34,7 +33,6 @@ from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
 from pipeline.evaluate.score import by_sample_id
 from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
-from pipeline.settings import Settings
 
 # Gradient boosting on the numeric features of prepared rows (the lexical ones, and those of the data): what a model
 # must beat to be worth an encoder.
@@ -146,15 +144,15 @@ def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
 
     with progress("indexing words of the catalogue", task.num_items, "items") as advance:
         index = Bm25(texts())
-    queries = task.query_texts
-    parts = [Ranked(np.zeros((0, k), dtype=np.int64), np.zeros((0, k)))]
+    queries = task.queries.texts + ([] if isinstance(task.tuning, str) else task.tuning.texts)
+    found = Ranked(np.zeros((len(queries), k), dtype=np.int64), np.zeros((len(queries), k)))
     with progress("searching words of the catalogue", len(queries), "queries") as advance:
         for start in range(0, len(queries), _WINDOW):
             stop.raise_if_set("searching words of the catalogue")
-            scores, items = index.search(queries[start : start + _WINDOW], k)
-            parts.append(Ranked(items, scores))
-            advance(len(items))
-    return Ranked(np.concatenate([part.items for part in parts]), np.concatenate([part.scores for part in parts]))
+            window = slice(start, start + _WINDOW)
+            found.scores[window], found.items[window] = index.search(queries[window], k)
+            advance(len(queries[window]))
+    return found
 
 
 def hybrid_reports(
@@ -164,7 +162,7 @@ def hybrid_reports(
 
     `vectors` and `words`: lists of all queries of the task.
     """
-    judged = task.num_queries
+    judged = len(task.queries.ids)
     ours, theirs = vectors.part(0, judged), words.part(0, judged)
     ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(ours, theirs), metrics)[1])
     tuning = task.tuning
@@ -192,8 +190,6 @@ VERSION = 1
 BM25, BOOSTING = "BM25", "boosting"
 _KIND = "boosting"
 
-Timed = Callable[[str], AbstractContextManager[None]]
-
 
 @dataclass(frozen=True)
 class Scored:
@@ -204,80 +200,72 @@ class Scored:
     ranked: Ranked | None = None
 
 
-@dataclass
-class Baselines:
-    settings: Settings
-    ctx: StageContext
-    sets: list[TokenSet]
-    search: ModelSearch
-    timed: Timed
+def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextManager[None]]) -> list[Scored]:
+    """All that are asked for, found or made now. Raises DataError for saved ones that cannot be read, Preempted."""
+    config = search.settings.evaluate
+    found = []
+    if config.baselines.bm25 and config.retrieval.enabled:
+        with timed("bm25"):
+            found.append(_score_bm25(search, search.task))
+    if config.baselines.boosting:
+        with timed("boosting"):
+            found.append(_score_boosting(search, search.holdout, search.valid))
+    return found
 
-    def score(self) -> list[Scored]:
-        """All that are asked for, found or made now. Raises DataError for saved ones that cannot be read, Preempted."""
-        config = self.settings.evaluate
-        found = []
-        if config.baselines.bm25 and config.retrieval.enabled:
-            with self.timed("bm25"):
-                found.append(self._bm25(self.search.task))
-        if config.baselines.boosting:
-            with self.timed("boosting"):
-                found.append(self._boosting(self.search.holdout, self.search.valid))
-        return found
 
-    def hybrids(self, scored: list[Scored], ranked: Ranked | None) -> tuple[HybridReport, ...]:
-        """Search of one model, whose lists are `ranked`, fused with that of BM25."""
-        words, task = next((one.ranked for one in scored if one.ranked), None), self.search.task
-        if not self.settings.evaluate.baselines.hybrid or not words or not ranked or isinstance(task, str):
-            return ()
-        return hybrid_reports(task, ranked, words, self.search.metrics)
+def fuse(search: ModelSearch, scored: list[Scored], ranked: Ranked | None) -> tuple[HybridReport, ...]:
+    """Search of one model, whose lists are `ranked`, fused with that of BM25."""
+    words, task = next((one.ranked for one in scored if one.ranked), None), search.task
+    if not search.settings.evaluate.baselines.hybrid or not words or not ranked or isinstance(task, str):
+        return ()
+    return hybrid_reports(task, ranked, words, search.metrics)
 
-    def _bm25(self, task: RetrievalTask | str) -> Scored:
-        if isinstance(task, str):
-            return Scored(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-        key = self._key("bm25", {**self.search.decides, "k1": K1, "b": B})
-        if read_manifest(self.ctx.workspace, key) is None:
-            found = self.search.save(task, key, lexical_search(task, self.search.depth, self.ctx.stop))
-        else:
-            found = self.search.load(task, key)
-        report = BaselineReport(name="bm25", scores=key, retrieval=found.report)
-        return Scored(report, Baseline(BM25, retrieval=found.per_query), found.ranked)
 
-    def _boosting(self, holdout: Holdout, valid: Holdout | str) -> Scored:
-        config, ctx = self.settings.evaluate, self.ctx
-        decides: dict[str, Json] = {
-            "data": [one.info.fingerprint for one in self.sets],
-            "holdout": holdout.name,
-            "valid": valid if isinstance(valid, str) else valid.name,
-            "rows": config.baselines.boosting_rows,
-        }
-        key = self._key("boosting", decides)
-        if read_manifest(ctx.workspace, key) is None:
-            train = open_rows(ctx.workspace, self.sets, "train", ctx.scratch / "tokens")
-            fitted = fit(train, len(holdout.sets[0].info.labels), config.baselines.boosting_rows, ctx.stop)
-            if isinstance(fitted, str):
-                return Scored(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
-            threshold = self._threshold(fitted, holdout, valid)
-            arrays = fitted.score(holdout, ctx.stop)
-            saved: Mapping[str, JsonValue] = {"threshold": threshold, "fitted_rows": fitted.num_rows}
-            save_arrays(ctx.workspace, key, _KIND, arrays, ctx.scratch, saved)
-        else:
-            arrays, saved = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
-        rows, chosen = to_rows(arrays, holdout.sets[0].info), saved.get("threshold")
-        threshold = chosen if isinstance(chosen, float) else None
-        metrics = metric_report(rows, config.metrics, threshold)
-        report = BaselineReport(name="boosting", scores=key, metrics=metrics, threshold=threshold)
-        return Scored(report, Baseline(BOOSTING, rows=rows, threshold=threshold))
+def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> Scored:
+    if isinstance(task, str):
+        return Scored(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
+    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B})
+    if read_manifest(search.ctx.workspace, key) is None:
+        lists = lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop)
+        found = search.save(task, key, lists)
+    else:
+        found = search.load(task, key)
+    report = BaselineReport(name="bm25", scores=key, retrieval=found.report)
+    return Scored(report, Baseline(BM25, retrieval=found.per_query), found.ranked)
 
-    def _threshold(self, fitted: Boosting, holdout: Holdout, valid: Holdout | str) -> float | None:
-        chosen_on = holdout if holdout.split == "valid" else valid
-        if isinstance(chosen_on, str) or fitted.num_labels != 2:
-            return None
-        try:
-            return best_threshold(to_rows(fitted.score(chosen_on, self.ctx.stop), holdout.sets[0].info))
-        except DataError as error:
-            self.search.warn(f"no threshold for {BOOSTING}: {error.seen}")
-            return None
 
-    def _key(self, name: str, decides: dict[str, Json]) -> str:
-        mark = fingerprint({"version": VERSION, **decides})[:16]
-        return f"baselines/{self.settings.data.name}/{name}-{mark}"
+def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str) -> Scored:
+    config, ctx, info = search.settings.evaluate, search.ctx, holdout.sets[0].info
+    decides: dict[str, Json] = {
+        "data": [one.info.fingerprint for one in search.sets],
+        "holdout": holdout.name,
+        "valid": valid if isinstance(valid, str) else valid.name,
+        "rows": config.baselines.boosting_rows,
+    }
+    key = _key(search, "boosting", decides)
+    if read_manifest(ctx.workspace, key) is None:
+        train = open_rows(ctx.workspace, search.sets, "train", ctx.scratch / "tokens")
+        fitted = fit(train, len(info.labels), config.baselines.boosting_rows, ctx.stop)
+        if isinstance(fitted, str):
+            return Scored(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
+        threshold, chosen_on = None, holdout if holdout.split == "valid" else valid
+        if not isinstance(chosen_on, str) and fitted.num_labels == 2:
+            try:
+                threshold = best_threshold(to_rows(fitted.score(chosen_on, ctx.stop), info))
+            except DataError as error:
+                search.warn(f"no threshold for {BOOSTING}: {error.seen}")
+        arrays = fitted.score(holdout, ctx.stop)
+        saved: Mapping[str, JsonValue] = {"threshold": threshold, "fitted_rows": fitted.num_rows}
+        save_arrays(ctx.workspace, key, _KIND, arrays, ctx.scratch, saved)
+    else:
+        arrays, saved = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
+    rows, chosen = to_rows(arrays, info), saved.get("threshold")
+    threshold = chosen if isinstance(chosen, float) else None
+    metrics = metric_report(rows, config.metrics, threshold)
+    report = BaselineReport(name="boosting", scores=key, metrics=metrics, threshold=threshold)
+    return Scored(report, Baseline(BOOSTING, rows=rows, threshold=threshold))
+
+
+def _key(search: ModelSearch, name: str, decides: dict[str, Json]) -> str:
+    mark = fingerprint({"version": VERSION, **decides})[:16]
+    return f"baselines/{search.settings.data.name}/{name}-{mark}"

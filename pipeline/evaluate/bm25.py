@@ -15,7 +15,7 @@ brought to 0..1 (Bruch, Gai and Ingber, "An Analysis of Fusion Functions for Hyb
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,10 @@ class Bm25:
 
     def __init__(self, texts: Iterable[str], k1: float = K1, b: float = B) -> None:
         self._words: dict[str, int] = {}
-        items = [[self._words.setdefault(word, len(self._words)) for word in _words(text)] for text in texts]
+        items: list[list[int]] = []
+        for text in texts:
+            words = _WORD.findall(text.lower())
+            items.append([self._words.setdefault(word, len(self._words)) for word in words])
         self.num_items = len(items)
         self._index = bm25s.BM25(k1=k1, b=b, method="lucene", dtype="float64", backend="numpy")
         if self._words:
@@ -62,7 +65,7 @@ class Bm25:
 
     def scores(self, query: str) -> Float64s:
         """Of all items, [N]; 0 for those that have no word in common with the query."""
-        words = [self._words[word] for word in _words(query) if word in self._words]
+        words = [self._words[word] for word in _WORD.findall(query.lower()) if word in self._words]
         every: Float64s = self._index.get_scores_from_ids(words) if words else np.zeros(self.num_items)
         return every
 
@@ -75,10 +78,6 @@ def best_of(every: Float64s, k: int) -> Int64s:
         chosen = scores >= np.partition(scores, len(scores) - k)[len(scores) - k]
         scores, items = scores[chosen], items[chosen]
     return items[np.argsort(-scores, kind="stable")[:k]]  # items ascend, so ties go by number
-
-
-def _words(text: str) -> Iterator[str]:
-    return (found.group() for found in _WORD.finditer(text.lower()))
 
 
 RANK_CONSTANT = 60

@@ -14,34 +14,26 @@ Needs = Literal["", "rank", "label"]
 
 RETRIEVAL = "retrieval_"
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One metric, or a family of them by rank or label."""
-
-    text: str
-    needs: Needs = ""
-    lower_is_better: bool = False
-
-
-KINDS: dict[str, Kind] = {
-    "accuracy": Kind("share of rows whose most probable label is right"),
-    "macro_f1": Kind("mean F1 over the labels that occur or are predicted"),
-    "micro_f1": Kind("F1 of all decisions together; with one label a row it equals accuracy"),
-    "f1": Kind("F1 of one label (f1:LABEL); of two labels the more relevant, at the threshold", "label"),
-    "precision": Kind("share of right rows among those at or above the threshold; @k: among the first k", "rank"),
-    "recall": Kind("share found of the relevant rows, at the threshold; @k: among the first k", "rank"),
-    "ndcg": Kind("normalised discounted cumulative gain of the first k", "rank"),
-    "mrr": Kind("mean of 1 / rank of the first relevant row"),
-    "ece": Kind("expected calibration error of the most probable label", lower_is_better=True),
-    "loss": Kind("mean negative log probability of the true label, nats", lower_is_better=True),
-    "roc_auc": Kind("probability that a matching row scores above another (two labels)"),
-    "average_precision": Kind("area under precision over recall, in steps (two labels)"),
-    f"{RETRIEVAL}recall": Kind("share of a query's relevant items among the first k of the catalogue", "rank"),
-    f"{RETRIEVAL}ndcg": Kind("nDCG of the first k of the catalogue", "rank"),
-    f"{RETRIEVAL}success": Kind("share of queries with a relevant item among the first k of the catalogue", "rank"),
-    f"{RETRIEVAL}mrr": Kind("mean of 1 / rank of the first relevant item; 0 when the list holds none"),
+KINDS: dict[str, Needs] = {
+    "accuracy": "",  # share of rows whose most probable label is right
+    "macro_f1": "",  # mean F1 over the labels that occur or are predicted
+    "micro_f1": "",  # F1 of all decisions together; with one label a row it equals accuracy
+    "f1": "label",  # F1 of one label (f1:LABEL); of two labels the more relevant, at the threshold
+    "precision": "rank",  # share of right rows among those at or above the threshold; @k: among the first k
+    "recall": "rank",  # share found of the relevant rows, at the threshold; @k: among the first k
+    "ndcg": "rank",  # normalised discounted cumulative gain of the first k
+    "mrr": "",  # mean of 1 / rank of the first relevant row
+    "ece": "",  # expected calibration error of the most probable label
+    "loss": "",  # mean negative log probability of the true label, nats
+    "roc_auc": "",  # probability that a matching row scores above another (two labels)
+    "average_precision": "",  # area under precision over recall, in steps (two labels)
+    f"{RETRIEVAL}recall": "rank",  # share of a query's relevant items among the first k of the catalogue
+    f"{RETRIEVAL}ndcg": "rank",  # nDCG of the first k of the catalogue
+    f"{RETRIEVAL}success": "rank",  # share of queries with a relevant item among the first k of the catalogue
+    f"{RETRIEVAL}mrr": "",  # mean of 1 / rank of the first relevant item; 0 when the list holds none
 }
+"""Metrics, and families of them by rank or label."""
+_LOWER_IS_BETTER = ("ece", "loss")
 _BARE_TOO = ("f1", "precision", "recall")
 """Families that also exist without a rank or label: of two labels, at a threshold."""
 
@@ -57,7 +49,7 @@ class MetricName:
 
     @property
     def lower_is_better(self) -> bool:
-        return KINDS[self.word].lower_is_better
+        return self.word in _LOWER_IS_BETTER
 
     @property
     def of_retrieval(self) -> bool:
@@ -68,18 +60,17 @@ class MetricName:
         """Take a name apart. Raises ValueError for one that no metric has."""
         head, colon, label = text.partition(":")  # a label may have an @
         word, at, rank = head.partition("@")
-        kind = None if at and colon else KINDS.get(word)
-        bare = not at and not colon
-        if kind and bare and (not kind.needs or word in _BARE_TOO):
+        needs, bare = KINDS.get(word), not at and not colon
+        if bare and needs is not None and (not needs or word in _BARE_TOO):
             return cls(text, word)
-        if kind and at and kind.needs == "rank" and rank.isdecimal() and rank.isascii() and rank[0] != "0":
+        if at and not colon and needs == "rank" and rank.isdecimal() and rank.isascii() and rank[0] != "0":
             return cls(text, word, rank=int(rank))
-        if kind and colon and kind.needs == "label" and label:
+        if colon and not at and needs == "label" and label:
             return cls(text, word, label=label)
         names: list[str] = []
-        for known, kind in KINDS.items():
-            names += [known] if not kind.needs or known in _BARE_TOO else []
-            names += [f"{known}@K"] if kind.needs == "rank" else [f"{known}:LABEL"] if kind.needs == "label" else []
+        for known, needs in KINDS.items():
+            names += [known] if not needs or known in _BARE_TOO else []
+            names += [f"{known}@K"] if needs == "rank" else [f"{known}:LABEL"] if needs == "label" else []
         raise ValueError(f"no metric is called {text!r}; expected one of {', '.join(names)}")
 
 
@@ -109,17 +100,13 @@ class MetricsConfig(Record):
 # Settings of the gate: how much worse than the model in production a candidate may be, and how sure one must be.
 
 
-def _known(text: str) -> str:
-    return MetricName.parse(text).text
-
-
 def _of_rows(text: str) -> str:
     if MetricName.parse(text).of_retrieval:
         raise ValueError(f"{text} is not known by slice; expected a metric of rows, such as ndcg@10")
     return text
 
 
-Metric = Annotated[str, AfterValidator(_known)]
+Metric = Annotated[str, AfterValidator(lambda text: MetricName.parse(text).text)]
 RowMetric = Annotated[Metric, AfterValidator(_of_rows)]
 Allowed = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 OnBetter = Literal["refuse", "warn", "off"]

@@ -4,8 +4,7 @@ Bins, counts and a bounded number of rows, so that nobody has to read every scor
 same, to the byte.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -90,10 +89,6 @@ def digest_key(cycle: str) -> str:
     return f"cycles/{cycle}/evaluate/digest.json"
 
 
-def store_digest(workspace: Storage, digest: ScoreDigest) -> None:
-    workspace.write_bytes(digest_key(digest.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
-
-
 def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
     """None when there is none. Raises DataError when it cannot be read."""
     again = f"delete it; trnpipe evaluate --cycle {cycle} writes it when it judges again"
@@ -152,86 +147,59 @@ def query_changes(ours: PerQuery | None, theirs: PerQuery | None) -> tuple[Query
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Row numbers, the surest first; counts are of all rows, None without an incumbent."""
+def find_examples(
+    ours: ScoredRows,
+    theirs: ScoredRows | None,
+    limit: int,
+    texts_of: Callable[[Int64s], Mapping[int, tuple[str, str]]],
+) -> tuple[tuple[Example, ...], int | None, int | None]:
+    """The rows that are surest to be wrong or changed; how many were lost and won, None without an incumbent.
 
-    worst: tuple[int, ...]
-    lost: tuple[int, ...] = ()
-    won: tuple[int, ...] = ()
-    num_lost: int | None = None
-    num_won: int | None = None
-
-
-def find_changes(ours: ScoredRows, theirs: ScoredRows | None, limit: int) -> Changes:
-    """At most `limit` rows of each kind, half as many won ones; of equal ones those that come first."""
+    At most `limit` of each kind, half as many won ones, each text once; of equal ones those that come first.
+    `texts_of`: query and product of rows [M] of `ours` by their number.
+    """
     usable = (ours.label >= 0) & ~ours.unusable
     if theirs is not None:
         usable &= ~theirs.unusable
     numbers = np.flatnonzero(usable)
-    mine = _true_probability(ours, numbers)
-    wrong = _called(ours, numbers) != ours.label[numbers]
-    worst = _first(numbers, -np.log(np.maximum(mine, SMALLEST)), wrong, limit)
-    if theirs is None:
-        return Changes(worst=worst)
-    was_wrong = _called(theirs, numbers) != ours.label[numbers]
-    moved = np.abs(mine - _true_probability(theirs, numbers))
-    lost, won = wrong & ~was_wrong, ~wrong & was_wrong
-    return Changes(
-        worst=worst,
-        lost=_first(numbers, moved, lost, limit),
-        won=_first(numbers, moved, won, limit // 2),
-        num_lost=int(lost.sum()),
-        num_won=int(won.sum()),
-    )
-
-
-def examples_of(
-    changes: Changes, ours: ScoredRows, theirs: ScoredRows | None, texts: Mapping[int, tuple[str, str]], limit: int
-) -> tuple[Example, ...]:
-    """At most `limit` of each kind, half as many won ones, each once. `texts`: query and product by row number."""
+    label, mine = ours.label[numbers], ours.probabilities[numbers]
+    probability, wrong = mine[np.arange(len(numbers)), label], mine.argmax(axis=1) != label
+    surprise = -np.log(np.maximum(probability, SMALLEST))
+    most = 3 * limit  # data may hold a row several times
+    chosen: list[tuple[Literal["worst", "lost", "won"], Int64s, int]]
+    chosen = [("worst", numbers[_largest(surprise, wrong, most)], limit)]
+    num_lost = num_won = None
+    if theirs is not None:
+        other = theirs.probabilities[numbers]
+        was_wrong = other.argmax(axis=1) != label
+        moved = np.abs(probability - other[np.arange(len(numbers)), label])
+        lost, won = wrong & ~was_wrong, ~wrong & was_wrong
+        num_lost, num_won = int(lost.sum()), int(won.sum())
+        chosen.append(("lost", numbers[_largest(moved, lost, most)], limit))
+        chosen.append(("won", numbers[_largest(moved, won, most // 2)], limit // 2))
+    texts = texts_of(np.unique(np.concatenate([rows for _, rows, _ in chosen])))
     found = []
-    by_kind: tuple[tuple[Literal["worst", "lost", "won"], tuple[int, ...], int], ...] = (
-        ("worst", changes.worst, limit),
-        ("lost", changes.lost, limit),
-        ("won", changes.won, limit // 2),
-    )
-    for kind, numbers, most in by_kind:
-        first = {(texts[row], int(ours.label[row])): row for row in reversed(numbers)}
-        for row in [row for row in numbers if row in first.values()][:most]:
-            label = int(ours.label[row])
-            query, product = texts[row]
+    for kind, rows, at_most in chosen:
+        first = {(texts[row], int(ours.label[row])): row for row in reversed(rows.tolist())}
+        for row in [row for row in rows.tolist() if row in first.values()][:at_most]:
+            own = int(ours.label[row])
+            query, product = (text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…" for text in texts[row])
             found.append(
                 Example(
                     kind=kind,
-                    query=_short(query),
-                    product=_short(product),
-                    label=ours.labels[label],
+                    query=query,
+                    product=product,
+                    label=ours.labels[own],
                     candidate=ours.labels[int(ours.probabilities[row].argmax())],
-                    candidate_probability=round(float(ours.probabilities[row, label]), 6),
+                    candidate_probability=round(float(ours.probabilities[row, own]), 6),
                     incumbent=theirs.labels[int(theirs.probabilities[row].argmax())] if theirs else None,
-                    incumbent_probability=round(float(theirs.probabilities[row, label]), 6) if theirs else None,
+                    incumbent_probability=round(float(theirs.probabilities[row, own]), 6) if theirs else None,
                 )
             )
-    return tuple(found)
+    return tuple(found), num_lost, num_won
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
-def _called(rows: ScoredRows, numbers: Int64s) -> Int64s:
-    called: Int64s = rows.probabilities[numbers].argmax(axis=1)
-    return called
-
-
-def _true_probability(rows: ScoredRows, numbers: Int64s) -> Float64s:
-    chosen: Float64s = rows.probabilities[numbers, rows.label[numbers]]
-    return chosen
-
-
-def _first(numbers: Int64s, size: Float64s, chosen: Bools, limit: int) -> tuple[int, ...]:
-    """Those `chosen` with the largest `size`."""
+def _largest(size: Float64s, chosen: Bools, limit: int) -> Int64s:
+    """Places of those `chosen` [N] with the largest `size` [N], at most `limit`."""
     places = np.flatnonzero(chosen)
-    order = np.argsort(-size[places], kind="stable")[:limit]
-    return tuple(numbers[places[order]].tolist())
+    return places[np.argsort(-size[places], kind="stable")[:limit]]

@@ -98,16 +98,10 @@ def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
 
 @dataclass(frozen=True)
 class HoldoutQueries:
-    """The queries of a holdout: ids [Q] ascending, and one text hash [Q] of each."""
+    """The queries of a holdout: ids [Q] ascending, and one text hash [Q] of each, the first where it has several."""
 
     ids: Int64s
     texts: UInt64s
-
-    @classmethod
-    def of(cls, query_id: Int64s, texts: UInt64s) -> "HoldoutQueries":
-        """From rows [N]; of a query with several texts the first counts."""
-        ids, first = np.unique(query_id, return_index=True)
-        return cls(ids, texts[first])
 
 
 @dataclass(frozen=True)
@@ -214,19 +208,21 @@ class Holdout:
         for arrays in self.blocks(("query", "query_id")):
             ids.append(arrays["query_id"])
             texts.append(text_hashes(arrays["query"], self.rows.pad_id))
-        return HoldoutQueries.of(np.concatenate(ids), np.concatenate(texts))
+        every, first = np.unique(np.concatenate(ids), return_index=True)
+        return HoldoutQueries(every, np.concatenate(texts)[first])
 
-    def tokens_of(self, sample_ids: Int64s) -> tuple[Tokens, Tokens]:
-        """Query and product of rows of the holdout; sample_id [M] ascending."""
+    def tokens_of(self, column: str, ids: Int64s, sides: Sequence[str]) -> list[Tokens]:
+        """Of the first row that has each of `ids` [M] in a column: query, product, or both. By ascending id."""
         found: list[Int64s] = []
-        sides: dict[str, list[Tokens]] = {"query": [], "product": []}
-        for arrays in self.blocks(("sample_id", "query", "product")):
-            here = np.isin(arrays["sample_id"], sample_ids)
-            found.append(arrays["sample_id"][here])
-            for side, parts in sides.items():
-                parts.append(to_tokens(arrays[side][here], self.rows.pad_id))
-        order = np.argsort(np.concatenate(found))
-        return join_tokens(sides["query"], order), join_tokens(sides["product"], order)
+        parts: dict[str, list[Tokens]] = {side: [] for side in sides}
+        for arrays in self.blocks((column, *sides)):
+            here, first = np.unique(arrays[column], return_index=True)
+            asked = np.isin(here, ids)
+            found.append(here[asked])
+            for side in sides:
+                parts[side].append(to_tokens(arrays[side][first[asked]], self.rows.pad_id))
+        _, first = np.unique(np.concatenate(found), return_index=True)
+        return [join_tokens(parts[side], first) for side in sides]
 
     def slices(self, arrays: dict[str, npt.NDArray[Any]], query_tokens: Sequence[int]) -> dict[str, SliceColumn]:
         """Slice columns of scored rows: those of the data, the partition, and the length of the query."""
@@ -253,11 +249,7 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
             expected=f"rows in the {split} split",
             next_command=f"raise --data.{split}-fraction or give a split column and prepare again; or --evaluate.split",
         )
-    query_ids = [np.zeros(0, dtype=np.int64) for _ in rows.sizes]
-    for bucket, size in enumerate(rows.sizes):
-        if size:
-            buckets, numbers = np.full(size, bucket, dtype=np.int64), np.arange(size, dtype=np.int64)
-            query_ids[bucket] = rows.read(buckets, numbers, bucket, ("query_id",))["query_id"]
+    query_ids = read_column(rows, "query_id")
     order = choose_rows(query_ids, max_rows)
     if not order.total:
         largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())
@@ -267,6 +259,17 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
             next_command=f"--evaluate.max-rows {largest}, or more",
         )
     return Holdout(split, sets, rows, order, max_rows)
+
+
+def read_column(rows: TokenRows, name: str) -> list[Int64s]:
+    """One column of all rows, by bucket."""
+    found = []
+    for bucket, size in enumerate(rows.sizes):
+        column = np.arange(size, dtype=np.int64)
+        if size:
+            column = rows.read(np.full(size, bucket, dtype=np.int64), column, bucket, (name,))[name]
+        found.append(column)
+    return found
 
 
 def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) -> SliceColumn:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -14,9 +15,10 @@ from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokens import TokenSet, spec_of
+from pipeline.embed.engine import open_embedder
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
-from pipeline.evaluate.retrieval import Vectors, open_catalogue
+from pipeline.evaluate.retrieval import Embed, open_catalogue
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
@@ -44,11 +46,6 @@ class Models:
     pointer: Pointer | None
     compared: Checkpoint | None
     against_production: bool
-
-    @property
-    def is_incumbent(self) -> bool:
-        """The candidate is in production already."""
-        return self.pointer is not None and self.pointer.digest == self.candidate.digest
 
     def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
         """What is judged by what: all that decides the verdict, and whether it is acted on.
@@ -230,9 +227,13 @@ class ModelScorer:
         parts.clear()
         return scores, key
 
-    def vectors(self, checkpoint: Checkpoint, holdout: Holdout) -> Vectors:
+    def embed(self, checkpoint: Checkpoint, holdout: Holdout) -> Embed:
+        """Texts to vectors with the encoder of a checkpoint, which is opened when the first text comes."""
         watch = self._watch(checkpoint, holdout)
-        return Vectors(checkpoint, self.backend, self.settings.embed, watch, self.ctx.stop)
+        embedder = cache(
+            lambda: open_embedder(checkpoint, self.backend, self.settings.embed, watch, stop=self.ctx.stop)
+        )
+        return lambda windows: embedder().stream(windows)
 
     def _loaded(self, checkpoint: Checkpoint, holdout: Holdout) -> ScoreProgram:
         """The program of this architecture, with the weights of this model."""

@@ -112,12 +112,8 @@ def distinct_products(sources: Sequence[TokenRows], wanted: UInt64s, max_items: 
                 place[:, 2] = numbers[first]
                 where.append(place)
                 advance(len(numbers))
-    every, places = np.concatenate(hashes), np.concatenate(where)
-    order = np.lexsort((places[:, 2], places[:, 1], places[:, 0], every))  # of equal hashes the first place
-    every, places = every[order], places[order]
-    new = np.ones(len(every), dtype=np.bool_)
-    new[1:] = every[1:] != every[:-1]
-    every, places = every[new], places[new]
+    every, first = np.unique(np.concatenate(hashes), return_index=True)  # blocks come in order: the first place of each
+    places = np.concatenate(where)[first]
     num_distinct = len(every)
     if num_distinct > max_items:
         is_wanted = np.isin(every, wanted)

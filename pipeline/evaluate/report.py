@@ -1,11 +1,12 @@
 """What an evaluation found, as one record: `cycles/<cycle>/evaluate/report.json`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Literal
 
 from pydantic import Field
 
+from pipeline.core.format import aligned
 from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
@@ -111,11 +112,8 @@ def report_key(cycle: str) -> str:
     return f"cycles/{cycle}/evaluate/report.json"
 
 
-def store_report(workspace: Storage, report: EvaluationReport) -> str:
-    """Publish it (atomic) and return its key."""
-    key = report_key(report.cycle)
-    workspace.write_bytes(key, report.model_dump_json(indent=1).encode() + b"\n")
-    return key
+def store_report(workspace: Storage, report: EvaluationReport) -> None:
+    workspace.write_bytes(report_key(report.cycle), report.model_dump_json(indent=1).encode() + b"\n")
 
 
 def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
@@ -140,7 +138,8 @@ def table_lines(report: EvaluationReport) -> list[str]:
     reports = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part is not None]
     names = [name for part in reports[:1] for name in (*part.values, *part.missing)]
     for name in dict.fromkeys([*names, *(name for part in reports for name in part.values)]):
-        ours, theirs = _value(report.candidate, name), _value(report.incumbent, name)
+        ours = report.candidate.figures.get(name)
+        theirs = report.incumbent.figures.get(name) if report.incumbent else None
         checks = [check for check in report.verdict.checks if check.metric == name and not check.slice]
         delta = next((check for check in checks if check.kind == "delta" and check.low is not None), None)
         found = [check.outcome for check in checks]
@@ -149,25 +148,18 @@ def table_lines(report: EvaluationReport) -> list[str]:
                 name,
                 _number(ours),
                 _number(theirs),
-                _signed(None if ours is None or theirs is None else ours - theirs),
+                _number(_difference(ours, theirs), "+"),
                 _interval(delta),
                 *(_number(one.figures.get(name)) for one in baselines),
                 next((outcome for outcome in ("fail", "warn", "skipped", "pass") if outcome in found), ""),
             )
         )
     details = [*_missing(report), *_width_lines(report), *_hybrid_lines(report), *_slice_lines(report)]
-    return [*_aligned(table), *details, *report.verdict.lines()]
+    return [*_table(table), *details, *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
     return [("candidate", report.candidate), *([("incumbent", report.incumbent)] if report.incumbent else [])]
-
-
-def _value(model: ModelReport | None, name: str) -> float | None:
-    if model is None:
-        return None
-    part: MetricReport | None = model.retrieval if MetricName.parse(name).of_retrieval else model.metrics
-    return part.values.get(name) if part else None
 
 
 def _missing(report: EvaluationReport) -> list[str]:
@@ -184,35 +176,33 @@ def _missing(report: EvaluationReport) -> list[str]:
 
 def _width_lines(report: EvaluationReport) -> list[str]:
     """Retrieval with narrower vectors, beside the vectors that are judged."""
-    found = {role: model for role, model in _roles(report) if model.retrieval and model.retrieval_by_width}
     columns: list[tuple[str, Mapping[str, float]]] = []
-    for role, model in found.items():
-        columns += [(role, model.retrieval.values)] if model.retrieval else []
-        columns += [(f"{role} {width}", one.values) for width, one in model.retrieval_by_width.items()]
-    names = dict.fromkeys(name for _, values in columns for name in values)
-    if not names:
-        return []
-    rows = ((name, *(_number(values.get(name)) for _, values in columns)) for name in names)
-    head = ("metric", *(title for title, _ in columns))
-    return ["search with vectors cut to fewer dimensions", *_aligned([head, *rows])]
+    for role, model in _roles(report):
+        if model.retrieval and model.retrieval_by_width:
+            columns.append((role, model.retrieval.values))
+            columns += [(f"{role} {width}", one.values) for width, one in model.retrieval_by_width.items()]
+    return _beside("search with vectors cut to fewer dimensions", columns) if columns else []
 
 
 def _hybrid_lines(report: EvaluationReport) -> list[str]:
     """Search of each model fused with BM25, beside both alone."""
     fused = [(role, one) for role, model in _roles(report) for one in model.hybrids]
-    shown = [(role, one, one.retrieval.values) for role, one in fused if one.retrieval]
     if not fused:
         return []
-    alone = [(role, model.retrieval.values) for role, model in _roles(report) if model.retrieval]
-    alone += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
-    names = dict.fromkeys(name for _, _, values in shown for name in values)
-    weights = ["" if one.weight is None else f" {one.weight:g}" for _, one, _ in shown]
-    titles = (f"{role} {one.name}{weight}" for (role, one, _), weight in zip(shown, weights, strict=True))
-    head = ("metric", *(name for name, _ in alone), *titles)
-    columns = [*(values for _, values in alone), *(values for _, _, values in shown)]
-    rows = ((name, *(_number(values.get(name)) for values in columns)) for name in names)
+    columns = [(role, model.retrieval.values) for role, model in _roles(report) if model.retrieval]
+    columns += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
+    for role, one in fused:
+        if one.retrieval:
+            weight = "" if one.weight is None else f" {one.weight:g}"
+            columns.append((f"{role} {one.name}{weight}", one.retrieval.values))
     missing = dict.fromkeys(one.missing for _, one in fused if one.missing)
-    return ["hybrid search: each model fused with BM25", *_aligned([head, *rows]), *missing]
+    return [*_beside("hybrid search: each model fused with BM25", columns), *missing]
+
+
+def _beside(title: str, columns: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
+    names = dict.fromkeys(name for _, values in columns for name in values)
+    rows = ((name, *(_number(values.get(name)) for _, values in columns)) for name in names)
+    return [title, *_table([("metric", *(head for head, _ in columns)), *rows])]
 
 
 def _slice_lines(report: EvaluationReport) -> list[str]:
@@ -220,7 +210,12 @@ def _slice_lines(report: EvaluationReport) -> list[str]:
     checks = [check for check in report.verdict.checks if check.kind == "slice" and check.low is not None]
     if not checks:
         return []
-    worst = sorted(checks, key=lambda check: (check.outcome != "fail", -_loss(check)))
+
+    def order(check: GateCheck) -> tuple[bool, float]:
+        change = _difference(check.candidate, check.incumbent) or 0.0
+        return check.outcome != "fail", -change if MetricName.parse(check.metric).lower_is_better else change
+
+    worst = sorted(checks, key=order)
     failed = sum(check.outcome == "fail" for check in checks)
     shown = worst[: max(_SLICES_SHOWN, failed)]
     head = ("slice", "metric", "candidate", "incumbent", "difference", "interval", "queries", "gate")
@@ -230,7 +225,7 @@ def _slice_lines(report: EvaluationReport) -> list[str]:
             check.metric,
             _number(check.candidate),
             _number(check.incumbent),
-            _signed(-_loss(check) if not MetricName.parse(check.metric).lower_is_better else _loss(check)),
+            _number(_difference(check.candidate, check.incumbent), "+"),
             _interval(check),
             f"{check.num_queries:,}" if check.num_queries is not None else _NOTHING,
             check.outcome,
@@ -238,23 +233,15 @@ def _slice_lines(report: EvaluationReport) -> list[str]:
         for check in shown
     ]
     title = f"slices: {len(shown)} of {len(checks)} compared, those that lost most"
-    return [title, *_aligned([head, *rows])]
+    return [title, *_table([head, *rows])]
 
 
-def _loss(check: GateCheck) -> float:
-    """How much worse the candidate is; negative when it is better."""
-    if check.candidate is None or check.incumbent is None:
-        return 0.0
-    worse = check.incumbent - check.candidate
-    return -worse if MetricName.parse(check.metric).lower_is_better else worse
+def _difference(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or theirs is None else ours - theirs
 
 
-def _number(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:.4f}"
-
-
-def _signed(value: float | None) -> str:
-    return _NOTHING if value is None else f"{value:+.4f}"
+def _number(value: float | None, sign: str = "") -> str:
+    return _NOTHING if value is None else f"{value:{sign}.4f}"
 
 
 def _interval(check: GateCheck | None) -> str:
@@ -263,16 +250,7 @@ def _interval(check: GateCheck | None) -> str:
     return f"[{check.low:+.4f}, {check.high:+.4f}]"
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns of equal width, two spaces apart: names to the left, figures to the right."""
-    table = [list(row) for row in rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    names = {column for column, title in enumerate(table[0]) if title in ("metric", "slice", "gate")}
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if column in names else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Names to the left, figures to the right."""
+    left = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
+    return [f"  {line}" for line in aligned(rows, left)]

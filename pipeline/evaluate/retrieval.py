@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
 from pipeline.core.errors import DataError, NumericError
@@ -23,8 +23,8 @@ from pipeline.data.sources import Files, open_files
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.tokens import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.validate import filter_mask
-from pipeline.embed.config import EmbedConfig, whole_limit
-from pipeline.embed.engine import Embedder, counted, open_embedder
+from pipeline.embed.config import whole_limit
+from pipeline.embed.engine import counted
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.bm25 import Ranked
@@ -34,7 +34,7 @@ from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
-from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes, to_tokens
+from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes
 from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
@@ -66,24 +66,14 @@ class RetrievalTask:
     """Of all items in order, some at a time."""
 
     @property
-    def num_queries(self) -> int:
-        """Those that are judged."""
-        return len(self.queries.ids)
-
-    @property
     def tokens(self) -> Tokens:
         """Of all queries, those for tuning last."""
         more = [] if isinstance(self.tuning, str) else [self.tuning.tokens]
         return join_tokens([self.queries.tokens, *more])
 
-    @property
-    def query_texts(self) -> list[str]:
-        """In the order of `tokens`."""
-        return self.queries.texts if isinstance(self.tuning, str) else [*self.queries.texts, *self.tuning.texts]
-
     def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
         """Figures of items [Q or more, k] found for the judged queries, which come first."""
-        return retrieval_report(self.queries.ids, items[: self.num_queries], self.queries.judged, metrics)
+        return retrieval_report(self.queries.ids, items[: len(self.queries.ids)], self.queries.judged, metrics)
 
 
 # A catalogue file: items, and for each the query it is relevant to.
@@ -205,8 +195,7 @@ class CatalogueFile:
         return match_columns(pairs, names, uri, setting).only(fields)
 
 
-@dataclass(frozen=True)
-class CatalogueQueries:
+class CatalogueQueries(NamedTuple):
     """The queries asked, number to text, and the number of the query each of N items is relevant to, or NO_QUERY.
 
     `valid_texts`: further queries, from which the weight of hybrid search is chosen; none of those asked. `is_item`: of
@@ -266,7 +255,7 @@ def from_products(
         return (decoded(window, tokenizer) for _, window in items(lambda number: True))
 
     def queries(asking: Holdout, ids: Int64s, graded: "_GradedRows") -> Queries:
-        tokens = _query_tokens(asking, ids, asking.rows.pad_id)
+        (tokens,) = asking.tokens_of("query_id", ids, ("query",))
         judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
         return Queries(ids, tokens, decoded(tokens, tokenizer), judged)
 
@@ -288,30 +277,30 @@ def from_catalogue(
     Queries are cut as those of the prepared data, items to `chunks` times as much as products of it.
     """
     config, largest = file.config, holdout.rows.buckets[-1]
-    found = file.queries()
+    asked, valid, query_of, is_item = file.queries()
     limit = chunks * text_characters(holdout.rows.buckets)
     most_tokens = whole_limit(largest.product_tokens, chunks)
 
     def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        for first, titles in file.windows(found.is_item, config.window_rows, mine, limit):
+        for first, titles in file.windows(is_item, config.window_rows, mine, limit):
             tokens = tokenizer.encode([spec.product_prefix + title for title in titles])
             yield first, cut_tokens(tokens, most_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
-        return (titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, limit))
+        return (titles for _, titles in file.windows(is_item, config.window_rows, lambda number: True, limit))
 
     def queries(texts_of: dict[int, str], most: int) -> Queries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
-        asked = tokenizer.encode([spec.query_prefix + text for text in texts])
-        tokens = cut_tokens(asked, largest.query_tokens, tokenizer.sep_id)
-        relevant = np.flatnonzero((found.query_of != NO_QUERY) & np.isin(found.query_of, ids)).astype(np.int64)
-        return Queries(ids, tokens, texts, Judgements(found.query_of[relevant], relevant, np.ones(len(relevant))))
+        encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
+        tokens = cut_tokens(encoded, largest.query_tokens, tokenizer.sep_id)
+        relevant = np.flatnonzero((query_of != NO_QUERY) & np.isin(query_of, ids)).astype(np.int64)
+        return Queries(ids, tokens, texts, Judgements(query_of[relevant], relevant, np.ones(len(relevant))))
 
     tuning: Queries | str = ASK_NONE if not max_valid else NO_VALID if config.valid_queries else NO_VALID_SETTING
-    if found.valid_texts and max_valid:
-        tuning = queries(found.valid_texts, max_valid)
-    return RetrievalTask(queries(found.texts, config.max_queries), tuning, len(found.query_of), items, texts)
+    if valid and max_valid:
+        tuning = queries(valid, max_valid)
+    return RetrievalTask(queries(asked, config.max_queries), tuning, len(query_of), items, texts)
 
 
 def some_queries(query_id: Int64s, most: int) -> Int64s:
@@ -339,20 +328,6 @@ class _GradedRows:
 
     def select(self, rows: npt.NDArray[np.bool_]) -> "_GradedRows":
         return _GradedRows(self.query_id[rows], self.product[rows], self.gain[rows])
-
-
-def _query_tokens(holdout: Holdout, asked: Int64s, pad_id: int) -> Tokens:
-    """The query of each id in `asked` [Q]: of its first row."""
-    left = set(asked.tolist())
-    ids: list[Int64s] = []
-    parts: list[Tokens] = []
-    for arrays in holdout.blocks(("query_id", "query")):
-        found, first = np.unique(arrays["query_id"], return_index=True)
-        new = np.isin(found, np.fromiter(left, dtype=np.int64, count=len(left)))
-        left -= set(found[new].tolist())
-        ids.append(found[new])
-        parts.append(to_tokens(arrays["query"][first[new]], pad_id))
-    return join_tokens(parts, np.argsort(np.concatenate(ids)))
 
 
 _WINDOW = 512
@@ -383,7 +358,7 @@ def search(
     windows = pieces(own, _WINDOW) if len(own.lengths) else ()
     embedded = list(counted(embed(windows), "embedding queries", len(own.lengths))) if windows else []
     whole = np.concatenate([vectors for part in gang.gather(embedded) for vectors in part])
-    queries = [_cut(whole, width) for width in widths]
+    queries = [shorten_vectors(whole, width or whole.shape[1]) for width in widths]
     firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors
 
     def items() -> Iterator[Tokens]:
@@ -398,7 +373,7 @@ def search(
             stop.raise_if_set("searching the catalogue")
             first = firsts.popleft()
             for nearest, width in zip(best, widths, strict=True):
-                nearest.add(first, _cut(vectors, width))
+                nearest.add(first, shorten_vectors(vectors, width or vectors.shape[1]))
             advance(len(vectors) * world.world_size)
     except NumericError as error:
         failure = error.seen
@@ -414,28 +389,6 @@ def search(
         scores, numbers = merged.found()
         ranked.append(Ranked(numbers, scores))
     return ranked
-
-
-def _cut(vectors: Float32s, width: int) -> Float32s:
-    return shorten_vectors(vectors, width or vectors.shape[1])
-
-
-@dataclass
-class Vectors:
-    """Windows of texts to unit vectors [n, D], with the encoder of a checkpoint: opened when the first text comes."""
-
-    checkpoint: Checkpoint
-    backend: Backend
-    config: EmbedConfig
-    watch: GraphWatch
-    stop: StopSignal
-
-    @cached_property
-    def _embedder(self) -> Embedder:
-        return open_embedder(self.checkpoint, self.backend, self.config, self.watch, stop=self.stop)
-
-    def __call__(self, windows: Iterable[Tokens]) -> Iterator[npt.NDArray[np.float32]]:
-        return self._embedder.stream(windows)
 
 
 KIND = "retrieval"
@@ -470,7 +423,7 @@ class ModelSearch:
     tokenizer: bytes
     warn: Callable[[str], None]
 
-    def run(self, role: str, checkpoint: Checkpoint, vectors: Vectors) -> Found | None:
+    def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> Found | None:
         """On all ranks; None when retrieval is not to be evaluated. Raises DataError, Preempted."""
         config, ctx = self.settings.evaluate, self.ctx
         if not config.retrieval.enabled:
@@ -483,10 +436,12 @@ class ModelSearch:
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return self.load(task, key, widths[1:])
         with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
-            found = search(task, vectors, self.depth, self.gang, ctx.stop, advance, widths)
+            found = search(task, embed, max(self.metrics.retrieval_at), self.gang, ctx.stop, advance, widths)
         if isinstance(found, str):
             return self._without(found)
-        return self.save(task, key, found[0], dict(zip(widths[1:], found[1:], strict=True)))
+        return self.save(
+            task, key, found[0], {width: one.items for width, one in zip(widths[1:], found[1:], strict=True)}
+        )
 
     def _widths(self, checkpoint: Checkpoint) -> list[int]:
         """Of the vectors: as they are embedded, then those that are only looked at. Raises ConfigError."""
@@ -497,33 +452,24 @@ class ModelSearch:
         return [self.settings.embed.output.dimensions, *config.dimensions]
 
     def save(
-        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Ranked] | None = None
+        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Int64s] | None = None
     ) -> Found:
         """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
-        found = self._found(task, ranked, {width: one.items for width, one in (by_width or {}).items()})
-        if self.ctx.world.is_main and found.per_query is not None:
+        narrower = by_width or {}
+        per_query, report = task.report(ranked.items, self.metrics)
+        if self.ctx.world.is_main:
             lists = {"items": ranked.items, "scores": ranked.scores}
-            lists |= {f"items_of_{width}": one.items for width, one in (by_width or {}).items()}
-            figures = {"query_id": found.per_query.query_id, **found.per_query.values}
+            lists |= {f"items_of_{width}": items for width, items in narrower.items()}
+            figures = {"query_id": per_query.query_id, **per_query.values}
             save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
-        return found
-
-    def _found(self, task: RetrievalTask, ranked: Ranked, by_width: Mapping[int, Int64s]) -> Found:
-        metrics = self.metrics
-        per_query, report = task.report(ranked.items, metrics)
-        return Found(
-            per_query, report, ranked, {width: task.report(one, metrics)[1] for width, one in by_width.items()}
-        )
+        others = {width: task.report(items, self.metrics)[1] for width, items in narrower.items()}
+        return Found(per_query, report, ranked, others)
 
     def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> Found:
         arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
-        by_width = {width: arrays[f"items_of_{width}"] for width in widths}
-        return self._found(task, Ranked(arrays["items"], arrays["scores"]), by_width)
-
-    @property
-    def depth(self) -> int:
-        """Items of each list."""
-        return max(self.metrics.retrieval_at)
+        per_query, report = task.report(arrays["items"], self.metrics)
+        others = {width: task.report(arrays[f"items_of_{width}"], self.metrics)[1] for width in widths}
+        return Found(per_query, report, Ranked(arrays["items"], arrays["scores"]), others)
 
     @cached_property
     def metrics(self) -> MetricsConfig:
@@ -556,14 +502,9 @@ class ModelSearch:
             "catalogue": self._catalogue.content if self._catalogue else "",
             "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue", "dimensions"}),
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
-            **(self._chunks if self._catalogue else {}),
+            # Nothing without chunks, as before there were any.
+            **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
         }
-
-    @property
-    def _chunks(self) -> dict[str, Json]:
-        """Nothing without chunks, as before there were any."""
-        chunks = self.settings.embed.chunks
-        return {"chunks": chunks} if chunks > 1 else {}
 
     @cached_property
     def _catalogue(self) -> CatalogueFile | None:
@@ -577,9 +518,11 @@ class ModelSearch:
         return Found(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 
     def _key(self, checkpoint: Checkpoint) -> str:
-        embed = self.settings.embed.model_dump(mode="json", include={"precision"}) | self._chunks
-        state = checkpoint.state
-        if limit := self.settings.embed.row_limit(state.max_tokens, state.model.max_positions):
+        config, state = self.settings.embed, checkpoint.state
+        embed: dict[str, Json] = {"precision": config.precision}
+        if config.chunks > 1:
+            embed["chunks"] = config.chunks
+        if limit := config.row_limit(state.max_tokens, state.model.max_positions):
             embed["row_tokens"] = limit
         widths: list[Json] = [*self._widths(checkpoint)]
         decides = fingerprint({**self.decides, "embed": embed, "widths": widths, "device": self.backend.device_name()})

@@ -1,12 +1,10 @@
 """The work of an evaluation on all ranks: score both models, search with both, judge. Rank 0 gets the report."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-
-import numpy as np
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
@@ -14,14 +12,13 @@ from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
-from pipeline.evaluate.baselines import Baselines, Scored
+from pipeline.evaluate.baselines import Scored, fuse, score_baselines
 from pipeline.evaluate.digest import (
     ScoreDigest,
-    examples_of,
-    find_changes,
+    digest_key,
+    find_examples,
     model_digest,
     query_changes,
-    store_digest,
 )
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
@@ -52,7 +49,7 @@ def run_evaluation(
     """The report on rank 0, None elsewhere. Raises DataError for a holdout that cannot be used, Preempted."""
     with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (gang, backend):
         try:
-            return _open(settings, ctx, models, sets, inputs, gang, backend).run()
+            return Evaluation(settings, ctx, models, sets, inputs, gang, backend).run()
         except RuntimeError as error:
             nodes = ctx.world.world_size // ctx.world.local_world_size
             better = informed(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
@@ -63,11 +60,11 @@ def run_evaluation(
 
 @dataclass(frozen=True)
 class Side:
-    """One model and what it scored; `rows` and their `sample_id` [N], ascending, are None on other ranks than 0."""
+    """One model and what it scored: `rows` and their `sample_id` [N], ascending."""
 
     checkpoint: Checkpoint
-    sample_id: Int64s | None
-    rows: ScoredRows | None
+    sample_id: Int64s
+    rows: ScoredRows
     scores_key: str
     threshold: float | None
     found: Found | None
@@ -96,75 +93,14 @@ class Notes:
         self.seconds[part] = round(time.monotonic() - started, 3)
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Holdouts of the prepared partitions, or of those that are new to the incumbent (all of them without one)."""
-
-    settings: Settings
-    ctx: StageContext
-    sets: list[TokenSet]
-    new: frozenset[str]
-    notes: Notes
-
-    def open(self, split: Split) -> Holdout:
-        """Of all partitions, or of the new ones; of all when the new ones hold nothing of the split."""
-        config, sets = self.settings.evaluate, self.sets
-        if config.partitions == "new":
-            new = [one for one in sets if one.info.partition in self.new and split in one.info.splits]
-            if not new:
-                self.notes.warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
-            sets = new or sets
-        return open_holdout(self.ctx.workspace, sets, split, self.ctx.scratch / "tokens", config.max_rows)
-
-
-def _open(
-    settings: Settings,
-    ctx: StageContext,
-    models: Models,
-    sets: list[TokenSet],
-    inputs: dict[str, str],
-    gang: Gang,
-    backend: Backend,
-) -> "Evaluation":
-    # Every rank read production for itself; it may have moved between two of them.
-    if len(set(gang.gather((inputs["candidate"], inputs["incumbent"])))) > 1:
-        raise TransientError(
-            "production changed while the ranks of this job started",
-            expected="one incumbent on all ranks",
-            next_command="run the same command again; it judges against the new one",
-        )
-    compared, notes = models.compared, Notes(ctx.console)
-    selection = select_partitions(
-        [one.partition for one in sets],
-        parent_watermark=compared.state.watermark if compared else None,
-        parent_partitions=compared.state.partitions if compared else {},
-    )
-    splits = Splits(settings, ctx, sets, frozenset(partition.name for partition in selection.new), notes)
-    holdout = splits.open(settings.evaluate.split)
-    ctx.console.info(
-        f"evaluate: {models.candidate.prefix} against {compared.prefix if compared else 'nothing'} | "
-        f"{holdout.order.total:,} rows of split {holdout.split}, {len(holdout.sets)} partition(s) | "
-        f"{ctx.world.world_size} x {backend.name}"
-    )
-    with notes.timed("leak_check"):
-        leak = _find_leak(settings, ctx, models, holdout, gang, notes)
-    scorer = ModelScorer(settings, ctx, backend, gang)
-    tokenizer = models.candidate.tokenizer()
-    search = ModelSearch(settings, ctx, backend, gang, sets, holdout, _open_valid(splits, gang), tokenizer, notes.warn)
-    baselines = Baselines(settings, ctx, sets, search, notes.timed)
-    return Evaluation(settings, ctx, models, inputs, backend, notes, splits, holdout, leak, scorer, search, baselines)
-
-
-def _open_valid(splits: Splits, gang: Gang) -> Holdout | str:
-    """The valid split beside the one that is judged, or why there is none: one answer on all ranks.
+def _open_valid(open_split: Callable[[Split], Holdout], gang: Gang) -> Holdout | str:
+    """The valid split, or why there is none: one answer on all ranks.
 
     Raises DataError when it can be read on some ranks only: their collectives would get out of step.
     """
-    if splits.settings.evaluate.split == VALID:
-        return "the valid split is the one that is judged"
     valid: Holdout | str
     try:
-        valid = splits.open(VALID)
+        valid = open_split(VALID)
     except DataError as error:
         valid = error.seen
     reasons = gang.gather(valid if isinstance(valid, str) else "")
@@ -207,42 +143,84 @@ def _find_leak(
     return leak
 
 
-@dataclass(frozen=True)
 class Evaluation:
-    settings: Settings
-    ctx: StageContext
-    models: Models
-    inputs: dict[str, str]
-    backend: Backend
-    notes: Notes
-    splits: Splits
-    holdout: Holdout
-    leak: Leak | None
-    scorer: ModelScorer
-    search: ModelSearch
-    baselines: Baselines
+    """One evaluation on this rank: what is scored is opened, and looked through for what was trained on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ctx: StageContext,
+        models: Models,
+        sets: list[TokenSet],
+        inputs: dict[str, str],
+        gang: Gang,
+        backend: Backend,
+    ) -> None:
+        # Every rank read production for itself; it may have moved between two of them.
+        if len(set(gang.gather((inputs["candidate"], inputs["incumbent"])))) > 1:
+            raise TransientError(
+                "production changed while the ranks of this job started",
+                expected="one incumbent on all ranks",
+                next_command="run the same command again; it judges against the new one",
+            )
+        compared, notes = models.compared, Notes(ctx.console)
+        selection = select_partitions(
+            [one.partition for one in sets],
+            parent_watermark=compared.state.watermark if compared else None,
+            parent_partitions=compared.state.partitions if compared else {},
+        )
+        new = frozenset(partition.name for partition in selection.new)  # to the incumbent; all of them without one
+
+        def open_split(split: Split) -> Holdout:
+            """Of all partitions, or of the new ones; of all when the new ones hold nothing of the split."""
+            config, chosen = settings.evaluate, sets
+            if config.partitions == "new":
+                chosen = [one for one in sets if one.info.partition in new and split in one.info.splits]
+                if not chosen:
+                    notes.warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
+            return open_holdout(ctx.workspace, chosen or sets, split, ctx.scratch / "tokens", config.max_rows)
+
+        holdout = open_split(settings.evaluate.split)
+        ctx.console.info(
+            f"evaluate: {models.candidate.prefix} against {compared.prefix if compared else 'nothing'} | "
+            f"{holdout.order.total:,} rows of split {holdout.split}, {len(holdout.sets)} partition(s) | "
+            f"{ctx.world.world_size} x {backend.name}"
+        )
+        with notes.timed("leak_check"):
+            leak = _find_leak(settings, ctx, models, holdout, gang, notes)
+        tokenizer = models.candidate.tokenizer()
+        # The valid split beside the one that is judged.
+        valid = "the valid split is the one that is judged" if holdout.split == VALID else _open_valid(open_split, gang)
+        self.settings, self.ctx, self.models, self.inputs, self.backend = settings, ctx, models, inputs, backend
+        self.notes, self.new, self.holdout, self.leak = notes, new, holdout, leak
+        self.scorer = ModelScorer(settings, ctx, backend, gang)
+        self.search = ModelSearch(settings, ctx, backend, gang, sets, holdout, valid, tokenizer, notes.warn)
 
     def run(self) -> EvaluationReport | None:
         ours = self._side("candidate", self.models.candidate)
         theirs = None if self.models.compared is None else self._side("incumbent", self.models.compared)
-        if not self.ctx.world.is_main:
+        if ours is None:
             return None
-        scored = self.baselines.score()
+        scored = score_baselines(self.search, self.notes.timed)
         with self.notes.timed("judging"):
             report = self._report(ours, theirs, scored)
-            self._store_digest(ours, theirs)
+            if not ours.rows.meaningless:
+                self._store_digest(ours, theirs)
             return report
 
-    def _side(self, role: str, checkpoint: Checkpoint) -> Side:
+    def _side(self, role: str, checkpoint: Checkpoint) -> Side | None:
+        """On all ranks; what rank 0 gets."""
         with self.notes.timed(f"scoring_{role}"):
             scores, key = self.scorer.run(role, checkpoint, self.holdout)
             threshold = self._threshold(role, checkpoint, scores)
         with self.notes.timed(f"searching_{role}"):
-            found = self.search.run(role, checkpoint, self.scorer.vectors(checkpoint, self.holdout))
-        rows = None if scores is None else judged_slices(to_rows(scores), self.splits.new)
-        if rows is not None and not checkpoint.state.trained_head:
+            found = self.search.run(role, checkpoint, self.scorer.embed(checkpoint, self.holdout))
+        if scores is None:
+            return None
+        rows = judged_slices(to_rows(scores), self.new)
+        if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
-        return Side(checkpoint, scores.sample_id if scores else None, rows, key, threshold, found)
+        return Side(checkpoint, scores.sample_id, rows, key, threshold, found)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:
         """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
@@ -265,8 +243,8 @@ class Evaluation:
         config, ctx, holdout, leak = self.settings.evaluate, self.ctx, self.holdout, self.leak
         candidate, incumbent = self._measured(ours, scored), None if theirs is None else self._measured(theirs, scored)
         verdict = judge(
-            _rows_of(ours),
-            _rows_of(theirs) if theirs else None,
+            ours.rows,
+            theirs.rows if theirs else None,
             self.settings.gate,
             metrics=config.metrics,
             candidate_threshold=ours.threshold,
@@ -290,7 +268,7 @@ class Evaluation:
             holdout=HoldoutReport(
                 split=holdout.split,
                 partitions=partitions,
-                new_partitions=tuple(name for name in partitions if name in self.splits.new),
+                new_partitions=tuple(name for name in partitions if name in self.new),
                 rows=holdout.order.total,
                 rows_in_split=sum(holdout.rows.sizes),
                 queries=candidate.metrics.num_queries,
@@ -298,7 +276,7 @@ class Evaluation:
                 leaked_by_text=leak.by_text if leak else 0,
                 leak_checked=config.leak != "off",
                 unchecked_partitions=leak.unchecked if leak else (),
-                retrieval_queries=0 if isinstance(task, str) else task.num_queries,
+                retrieval_queries=0 if isinstance(task, str) else len(task.queries.ids),
                 retrieval_items=0 if isinstance(task, str) else task.num_items,
             ),
             verdict=verdict,
@@ -310,38 +288,38 @@ class Evaluation:
         )
 
     def _store_digest(self, ours: Side, theirs: Side | None) -> None:
-        """What pages draw of the scores; nothing of a candidate whose scores mean nothing."""
-        mine, other = _rows_of(ours), _rows_of(theirs) if theirs else None
-        if mine.meaningless or ours.sample_id is None:
-            return
-        compared = None if other is None or other.meaningless else other
-        limit = self.settings.report.examples
-        changes = find_changes(mine, compared, 3 * limit)  # data may hold a row several times
-        numbers = np.unique(np.array([*changes.worst, *changes.lost, *changes.won], dtype=np.int64))
-        texts: dict[int, tuple[str, str]] = {}
-        if len(numbers):
-            tokenizer, sides = self.models.candidate.tokenizer(), self.holdout.tokens_of(ours.sample_id[numbers])
+        """What pages draw of the scores."""
+        compared = theirs if theirs and not theirs.rows.meaningless else None
+
+        def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
+            if not len(numbers):
+                return {}
+            tokenizer = self.models.candidate.tokenizer()
+            sides = self.holdout.tokens_of("sample_id", ours.sample_id[numbers], ("query", "product"))
             pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
-            texts = {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
+            return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
+
+        limit = self.settings.report.examples
+        examples, lost, won = find_examples(ours.rows, compared.rows if compared else None, limit, texts_of)
         digest = ScoreDigest(
             cycle=self.ctx.cycle,
-            labels=mine.labels,
-            top_gain=max(mine.label_gains),
-            candidate=model_digest(ours.checkpoint.digest, mine),
-            incumbent=model_digest(theirs.checkpoint.digest, compared) if theirs and compared else None,
+            labels=ours.rows.labels,
+            top_gain=max(ours.rows.label_gains),
+            candidate=model_digest(ours.checkpoint.digest, ours.rows),
+            incumbent=model_digest(compared.checkpoint.digest, compared.rows) if compared else None,
             queries=query_changes(
                 ours.found.per_query if ours.found else None,
                 theirs.found.per_query if theirs and theirs.found else None,
             ),
-            lost=changes.num_lost,
-            won=changes.num_won,
-            examples=examples_of(changes, mine, compared, texts, limit),
+            lost=lost,
+            won=won,
+            examples=examples,
         )
-        store_digest(self.ctx.workspace, digest)
+        self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
     def _measured(self, side: Side, scored: list[Scored]) -> ModelReport:
         state, metrics, found = side.checkpoint.state, self.settings.evaluate.metrics, side.found
-        rows = _rows_of(side)
+        rows = side.rows
         report = ModelReport(
             checkpoint=side.checkpoint.uri,
             digest=side.checkpoint.digest,
@@ -351,7 +329,7 @@ class Evaluation:
             metrics=metric_report(rows, metrics, side.threshold),
             retrieval=found.report if found else None,
             retrieval_by_width=found.by_width if found else {},
-            hybrids=self.baselines.hybrids(scored, found.ranked) if found else (),
+            hybrids=fuse(self.search, scored, found.ranked) if found else (),
             slices=slice_reports(rows, metrics, side.threshold),
             threshold=side.threshold,
         )
@@ -364,10 +342,3 @@ class Evaluation:
             **report.figures,
         )
         return report
-
-
-def _rows_of(side: Side) -> ScoredRows:
-    """Rank 0 holds the rows."""
-    if side.rows is None:
-        raise ValueError("scores are on rank 0 alone")
-    return side.rows

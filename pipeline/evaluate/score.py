@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RowSource, to_tensors
-from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.shards import Arrays
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
@@ -176,36 +176,23 @@ class Scorer:
     def run(
         self,
         score: Score,
-        rows: TokenRows,
+        rows: RowSource,
         order: HoldoutOrder,
-        parts: PartStore,
+        parts: PartStore | None = None,
         advance: Callable[[int], None] = lambda count: None,
+        kept: Callable[[Arrays], Arrays] | None = None,
     ) -> Arrays:
-        """Arrays of all rows, by ascending sample_id, on rank 0 (nothing on the others): KEPT, query_tokens, scores.
+        """What `kept` takes of every row (KEPT and query_tokens) and what `score` says of it, by ascending sample_id.
 
-        Raises Preempted, with the rows so far committed, when any rank is told to stop.
+        Ranks meet after every few batches. With `parts` the first one saves what is done and alone gets the arrays;
+        without, nothing is saved and all get them. Raises Preempted when any rank is told to stop.
         """
 
-        def kept(arrays: Arrays) -> Arrays:
+        def for_scores(arrays: Arrays) -> Arrays:
             query_tokens = (arrays["query"] != rows.pad_id).sum(axis=1, dtype=np.int32)
             return {**{name: arrays[name] for name in KEPT if name in arrays}, "query_tokens": query_tokens}
 
-        return self.loop(score, rows, order, kept, parts, advance)
-
-    def loop(
-        self,
-        score: Score,
-        rows: RowSource,
-        order: HoldoutOrder,
-        kept: Callable[[Arrays], Arrays],
-        parts: PartStore | None,
-        advance: Callable[[int], None],
-    ) -> Arrays:
-        """What `kept` takes of every row and what `score` says of it, by ascending sample_id.
-
-        Ranks meet after every few batches. With `parts` the first one saves what is done and alone gets the arrays;
-        without, nothing is saved and all get them.
-        """
+        kept = kept or for_scores
         is_main, layout = self.gang.world.is_main, self.gang.layout
         start, held = parts.load() if parts and is_main else (0, [])
         start = int(self.gang.gather(start)[0])
@@ -259,19 +246,13 @@ class Scorer:
 
     def _one_behind(self, score: Score, ready: Iterator[Batch]) -> Iterator[Arrays]:
         """Scores on the host. A batch is fetched when the next one is under way: the device does not wait."""
-
-        def fetched(outputs: Mapping[str, Tensor]) -> Arrays:
-            host = self.backend.to_host(list(outputs.values()))
-            return {name: values.numpy() for name, values in zip(outputs, host, strict=True)}
-
         before: Mapping[str, Tensor] | None = None
-        for batch in ready:
-            outputs = score(batch)
+        for batch in chain(ready, [None]):
+            outputs = None if batch is None else score(batch)
             if before is not None:
-                yield fetched(before)
+                host = self.backend.to_host(list(before.values()))
+                yield {name: values.numpy() for name, values in zip(before, host, strict=True)}
             before = outputs
-        if before is not None:
-            yield fetched(before)
 
 
 def joined(parts: list[Arrays]) -> Arrays:
@@ -350,7 +331,7 @@ def evaluate_holdout(
         return {"logits": outputs.logits} if search_pad_id is None else outputs._asdict()
 
     with progress("scoring the holdout", order.total, "rows") as advance:
-        arrays = Scorer(backend, gang, stop, batch_size).loop(wanted, rows, order, kept, None, advance)
+        arrays = Scorer(backend, gang, stop, batch_size).run(wanted, rows, order, None, advance, kept)
     return figures(arrays, label_gains)
 
 
@@ -381,22 +362,17 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
 def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     """nDCG@10 of each query among the distinct products; None when no query has a gain, or a vector is not finite."""
     gain = joined["gain"].astype(np.float64)
-    texts, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
+    _, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
     asked, rows = np.unique(joined["query_id"], return_index=True)
     query, product = joined["query"][rows], joined["product"][first]
     if not (gain > 0).any() or not (np.isfinite(query).all() and np.isfinite(product).all()):
         return None
-    nearest = ExactTopK(_unit(query), min(_DEPTH, len(texts)))
-    nearest.add(0, _unit(product))
+    query, product = (
+        side / np.maximum(np.linalg.norm(side, axis=1, keepdims=True), 1e-12) for side in (query, product)
+    )
+    nearest = ExactTopK(query, _DEPTH)
+    nearest.add(0, product)
     positive = gain > 0
     judged = Judgements(joined["query_id"][positive], item.reshape(-1)[positive].astype(np.int64), gain[positive])
-    ranked = np.full((len(asked), _DEPTH), -1, dtype=np.int64)
-    ranked[:, : min(_DEPTH, len(texts))] = nearest.found()[1]
-    report = retrieval_report(asked, ranked, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
+    report = retrieval_report(asked, nearest.found()[1], judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
     return report.values.get(f"retrieval_ndcg@{_DEPTH}")
-
-
-def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    length = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: npt.NDArray[np.float32] = (vectors / np.maximum(length, 1e-12)).astype(np.float32)
-    return unit

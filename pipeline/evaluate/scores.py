@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -67,23 +67,25 @@ def save_arrays(
     commit_arrays(storage, prefix, ARRAYS_FILE, arrays, scratch, kind=kind, fields=fields or {})
 
 
-def load_arrays(storage: Storage, prefix: str, kind: str, cache_dir: Path) -> tuple[Arrays, Mapping[str, JsonValue]]:
+def load_arrays(
+    storage: Storage, prefix: str, kind: str, cache_dir: Path, file: str = ARRAYS_FILE
+) -> tuple[Arrays, Mapping[str, JsonValue]]:
     """What was committed, verified: arrays and fields. Raises DataError."""
     try:
         manifest = require_manifest(storage, prefix)
         if manifest.kind != kind:
             raise DataError(f"it is of kind {manifest.kind}")
-        return load_file(fetch_dir(storage, prefix, cache_dir) / ARRAYS_FILE), manifest.fields
+        return load_file(fetch_dir(storage, prefix, cache_dir) / file), manifest.fields
     except (DataError, SafetensorError, OSError) as error:
+        what = f"{kind} figures" if file == ARRAYS_FILE else kind
         raise DataError(
-            f"{storage.uri(prefix)} holds no {kind} figures: {first_line(error)}",
+            f"{storage.uri(prefix)} holds no {what}: {first_line(error)}",
             expected="what trnpipe evaluate wrote",
             next_command="delete that folder and run trnpipe evaluate again",
         ) from error
 
 
 KIND = "scores"
-SCHEMA_VERSION = 1
 FILE = "scores.safetensors"
 _SLICE = "slice."
 
@@ -91,7 +93,7 @@ _SLICE = "slice."
 class ScoreInfo(Record):
     """Where scores come from."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     role: str = Field(description="candidate, incumbent, or what else the model was scored as")
     checkpoint: str = Field(description="URI of the checkpoint")
     digest: str = Field(description="Digest of its manifest: names its content")
@@ -151,26 +153,13 @@ def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
     """Committed scores, every byte verified. Raises DataError naming what is missing or does not fit."""
     where = storage.uri(prefix)
-    manifest = read_manifest(storage, prefix)
-    if manifest is None or manifest.kind != KIND:
-        raise DataError(
-            f"{where} holds no scores",
-            expected=f"a folder with a MANIFEST.json of kind {KIND}",
-            next_command="trnpipe evaluate",
-        )
+    tensors, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
     try:
-        description = _Description.model_validate(manifest.fields)
+        description = _Description.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "info"
         raise _bad(where, f"describes itself in another way ({place}: {first['msg']})") from error
-    if description.info.schema_version != SCHEMA_VERSION:
-        raise _bad(where, f"has schema {description.info.schema_version}")
-    file = fetch_dir(storage, prefix, cache_dir) / FILE
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise _bad(where, f"has no readable {FILE}: {error}") from error
     _check(description, tensors, where)
     vectors = [tensors[name] for name in _TYPES if "." in name] if description.info.vector_rows else []
     return ScoreSet(
@@ -259,6 +248,6 @@ def _check(description: _Description, tensors: Arrays, where: str) -> None:
 def _bad(where: str, what: str) -> DataError:
     return DataError(
         f"{where} {what}",
-        expected=f"scores of schema {SCHEMA_VERSION}, as trnpipe evaluate writes them",
+        expected="scores of schema 1, as trnpipe evaluate writes them",
         next_command="delete that folder and run trnpipe evaluate again",
     )

@@ -21,10 +21,6 @@ from pipeline.evaluate.config import ParityBars, ParityConfig
 from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.scores import ScoreSet, to_rows
 
-# How far two sides are apart, in figures: evaluations, training steps, scores, embeddings.
-#
-# Pure. `a` is the reference: relative differences are shares of its values.
-
 TOP_K = 10
 TIE = 1e-6
 """Scores this close rank as equal: which of them is among the first ten is a matter of rounding."""
@@ -105,13 +101,12 @@ class Comparison(FiguresRecord):
     vectors: VectorFigures | None
 
 
-def relative_difference(a: float, b: float) -> float:
-    """|b - a| as a share of |a|; infinite when only `a` is 0, NaN when one is not finite."""
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.nan
-    if a == b:
-        return 0.0
-    return abs(b - a) / abs(a) if a else math.inf
+def relative_differences(a: Sequence[float], b: Sequence[float]) -> Float64s:
+    """|b - a| as shares of |a|; infinite where only `a` is 0, NaN where one is not finite."""
+    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        apart = np.where(left == right, 0.0, np.abs(right - left) / np.abs(left))
+    return np.where(np.isfinite(left) & np.isfinite(right), apart, np.nan)
 
 
 def compare_evaluations(a: Sequence[Evaluation], b: Sequence[Evaluation]) -> tuple[EvaluationPair, ...]:
@@ -121,18 +116,20 @@ def compare_evaluations(a: Sequence[Evaluation], b: Sequence[Evaluation]) -> tup
         raise DataError(
             f"evaluations at steps {steps_a} against {steps_b}", expected="at least one, and the same steps on both"
         )
+    metrics = relative_differences([one.metric for one in a], [one.metric for one in b]).tolist()
+    losses = relative_differences([one.loss for one in a], [one.loss for one in b]).tolist()
     return tuple(
         EvaluationPair(
             step=one.step,
             a=one.metric,
             b=other.metric,
             difference=other.metric - one.metric,
-            relative=relative_difference(one.metric, other.metric),
+            relative=relative,
             loss_a=one.loss,
             loss_b=other.loss,
-            loss_relative=relative_difference(one.loss, other.loss),
+            loss_relative=loss_relative,
         )
-        for one, other in zip(a, b, strict=True)
+        for one, other, relative, loss_relative in zip(a, b, metrics, losses, strict=True)
     )
 
 
@@ -149,26 +146,20 @@ def compare_curves(a: Curve, b: Curve, *, first_steps: int) -> CurveFigures:
             raise DataError(
                 f"step {step} was made of samples {one} against {other}", expected="the same samples in the same order"
             )
-    losses, gradients = differences(a.losses, b.losses), differences(a.grad_norms, b.grad_norms)
+    losses = relative_differences(a.losses, b.losses)
+    gradients = relative_differences(a.grad_norms, b.grad_norms)
     return CurveFigures(
         steps=len(losses),
         first_steps=min(first_steps, len(losses)),
-        first_loss=largest(losses[:first_steps]),
-        first_gradient=largest(gradients[:first_steps]),
-        max_loss=largest(losses),
-        mean_loss=float(np.mean(losses)),
+        first_loss=float(losses[:first_steps].max()),
+        first_gradient=float(gradients[:first_steps].max()),
+        max_loss=float(losses.max()),
+        mean_loss=float(losses.mean()),
     )
 
 
 def compare_scores(a: ScoredRows, b: ScoredRows) -> ScoreFigures:
-    """Scores of the same N rows in the same order. Raises DataError for none, or for other rows or classes."""
-    if not a.num_rows:
-        raise DataError("no row was scored", expected="at least one on both sides")
-    if a.probabilities.shape != b.probabilities.shape or not np.array_equal(a.query_id, b.query_id):
-        raise DataError(
-            f"scores of {a.probabilities.shape} and of {b.probabilities.shape} are not of the same rows",
-            expected="the same rows and classes on both sides",
-        )
+    """Scores of the same N rows in the same order, at least one."""
     apart = np.abs(a.probabilities - b.probabilities)
     order = np.argsort(a.query_id, kind="stable")
     queries = np.split(order, np.unique(a.query_id[order], return_index=True)[1][1:])
@@ -186,12 +177,7 @@ def compare_scores(a: ScoredRows, b: ScoredRows) -> ScoreFigures:
 
 
 def compare_vectors(a: tuple[Float32s, Float32s], b: tuple[Float32s, Float32s]) -> VectorFigures:
-    """(query [M, D], product [M, D]) of each side, the same M rows in the same order. Raises DataError."""
-    if not len(a[0]) or [one.shape for one in a] != [one.shape for one in b]:
-        raise DataError(
-            f"vectors of {[one.shape for one in a]} against {[one.shape for one in b]}",
-            expected="at least one row, and the same shapes on both sides",
-        )
+    """(query [M, D], product [M, D]) of each side, the same M rows in the same order, at least one."""
     units_a, units_b = [_units(one) for one in a], [_units(one) for one in b]
     cosines = np.concatenate([(one * other).sum(axis=1) for one, other in zip(units_a, units_b, strict=True)])
     near_a, near_b = units_a[0] @ units_a[1].T, units_b[0] @ units_b[1].T
@@ -221,25 +207,20 @@ def overlap_at(a: Float64s, b: Float64s, k: int = TOP_K) -> float:
 
 def pearson(a: Float64s, b: Float64s) -> float | None:
     """Correlation of [N] values; None when either does not vary."""
-    left, right = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(left @ left)) * math.sqrt(float(right @ right))
-    return float(left @ right) / scale if scale else None
+    if not (np.ptp(a) and np.ptp(b)):
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
 
 
 def spearman(a: Float64s, b: Float64s) -> float | None:
     """Correlation of the ranks of [N] values, equal ones sharing their mean rank. NaN when a value is not finite."""
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return math.nan
-    return pearson(_ranks(a), _ranks(b))
-
-
-def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [relative_difference(one, other) for one, other in zip(a, b, strict=True)]
-
-
-def largest(values: Sequence[float]) -> float:
-    """NaN when one of them is."""
-    return float(np.max(values))
+    ranks = []
+    for values in (a, b):
+        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[places])
+    return pearson(*ranks)
 
 
 def _units(vectors: Float32s) -> Float64s:
@@ -250,13 +231,8 @@ def _units(vectors: Float32s) -> Float64s:
     return units
 
 
-def _ranks(values: Float64s) -> Float64s:
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2)[places]
-
-
 FULL = "fp32"
+_NO_DIFFERENCE = 1e-9
 INSTALL = "pip install 'trnpipe[report]'"
 Precision = Literal["fp32", "autocast", "bf16"]
 
@@ -362,7 +338,8 @@ def judge(compared: Comparison, bars: ParityBars, max_difference: float) -> tupl
     """Every figure that has a bar. `max_difference`: of the metric at any evaluation, relative."""
     pairs, curve, scores, vectors = compared.evaluations, compared.curve, compared.scores, compared.vectors
     first = f"in the first {curve.first_steps} steps"
-    metric, loss = largest([pair.relative for pair in pairs]), largest([pair.loss_relative for pair in pairs])
+    metric = float(np.max([pair.relative for pair in pairs]))  # NaN when one of them is
+    loss = float(np.max([pair.loss_relative for pair in pairs]))
     cosine, near = (vectors.min_cosine, vectors.overlap) if vectors else (None, None)
     at_most: tuple[tuple[str, str, float | None, float], ...] = (
         ("metric", "relative difference of the metric", metric, max_difference),
@@ -415,24 +392,28 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
         if vectors_a and vectors_b
         else None,
     )
+    summaries = [
+        SideSummary(
+            name=side.record.side.name,
+            device=side.record.device,
+            record=side.uri,
+            code_version=side.record.code_version,
+        )
+        for side in (a, b)
+    ]
     bars: ParityBars = config.fp32 if {a.record.precision, b.record.precision} == {FULL} else config.reduced
     return ParityReport(
-        a=_summary(a),
-        b=_summary(b),
+        a=summaries[0],
+        b=summaries[1],
         checkpoint=a.record.checkpoint,
         digest=a.record.digest,
         metric=a.record.metric,
         max_difference=config.max_difference,
-        bars=ParityBars.model_validate(bars.model_dump()),
+        bars=bars,
         compared=compared,
         checks=judge(compared, bars, config.max_difference),
         notes=tuple(_notes(a.record, b.record, compared, config)),
     )
-
-
-def _summary(side: RecordedSide) -> SideSummary:
-    record = side.record
-    return SideSummary(name=record.side.name, device=record.device, record=side.uri, code_version=record.code_version)
 
 
 def _check_same(a: RecordedSide, b: RecordedSide) -> None:
@@ -535,9 +516,6 @@ def plot_svg(report: ParityReport, a: Curve, b: Curve) -> bytes | None:
     except ImportError:
         return None
 
-    def logarithmic(values: Sequence[float]) -> list[float]:
-        return [max(value, 1e-9) for value in values]  # no difference at all has a place on the axis, too
-
     pairs = report.compared.evaluations
     steps = [pair.step for pair in pairs]
     figure = Figure(figsize=(13, 4), layout="constrained")
@@ -545,12 +523,16 @@ def plot_svg(report: ParityReport, a: Curve, b: Curve) -> bytes | None:
     metric.plot(steps, [pair.a for pair in pairs], "o-", label=report.a.name)
     metric.plot(steps, [pair.b for pair in pairs], "x--", label=report.b.name)
     metric.set(title=report.metric, xlabel="step")
-    difference.plot(steps, logarithmic([pair.relative for pair in pairs]), "o-", label=report.metric)
-    difference.plot(steps, logarithmic([pair.loss_relative for pair in pairs]), "x--", label="holdout loss")
+    # No difference at all has a place on the axis, too.
+    difference.plot(steps, np.maximum([pair.relative for pair in pairs], _NO_DIFFERENCE), "o-", label=report.metric)
+    difference.plot(
+        steps, np.maximum([pair.loss_relative for pair in pairs], _NO_DIFFERENCE), "x--", label="holdout loss"
+    )
     difference.axhline(report.max_difference, color="red", label=f"bar {report.max_difference:.2%}")
     difference.set(title="relative difference at evaluations", xlabel="step", yscale="log")
     for text, left, right in (("loss", a.losses, b.losses), ("gradient norm", a.grad_norms, b.grad_norms)):
-        curve.plot(range(1, len(left) + 1), logarithmic(differences(left, right)), linewidth=0.8, label=text)
+        apart = np.maximum(relative_differences(left, right), _NO_DIFFERENCE)
+        curve.plot(range(1, len(left) + 1), apart, linewidth=0.8, label=text)
     curve.set(title="relative difference of training steps", xlabel="step", yscale="log")
     for axes in (metric, difference, curve):
         axes.grid(alpha=0.3)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.backends import NAMES, Backend
+from pipeline.backends import NAMES
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.compile.neuron_tool import use_neuron_cache
 from pipeline.context import StageContext, share_tokens
-from pipeline.core.arrays import Int64s
 from pipeline.core.errors import (
     EXIT_OK,
     CheckpointError,
@@ -40,7 +39,7 @@ from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.tokens import Selection, Split, open_rows
-from pipeline.evaluate.holdout import HoldoutOrder, choose_rows
+from pipeline.evaluate.holdout import HoldoutOrder, choose_rows, read_column
 from pipeline.evaluate.score import PartStore, Score, ScoreProgram, Scorer, figures
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, VectorSample, load_scores, save_scores
 from pipeline.io import atomic
@@ -307,7 +306,7 @@ def record(task: SideTask, stop: StopSignal, console: Console) -> SideRecord:
         inputs = replace(inputs, selection=selection, identity=identity)
         if read_manifest(place, SCORES) is None:
             rows = open_rows(workspace, inputs.sets, SPLIT, task.scratch / "tokens")
-            scores = _SideScorer(task, checkpoint, rows, inputs, place, stop, console).run()
+            scores = _score(task, checkpoint, rows, inputs, place, stop, console)
             save_scores(place, SCORES, scores, task.scratch)
         scores = load_scores(place, SCORES, task.scratch / "scores")
         _train(task, workspace, inputs, stop, console)
@@ -411,107 +410,89 @@ def curve_of(events: Iterable[dict[str, Any]]) -> Curve:
     return Curve(losses=losses, grad_norms=norms, samples=samples)
 
 
-@dataclass(frozen=True)
-class _SideScorer:
-    """Scores and embeddings of the checkpoint, with the program and the shapes of training's evaluations."""
+def _score(
+    task: SideTask,
+    checkpoint: Checkpoint,
+    rows: TokenRows,
+    inputs: RunInputs,
+    place: Storage,
+    stop: StopSignal,
+    console: Console,
+) -> ScoreSet:
+    """Scores of all rows asked for, and the embeddings of some, as training's evaluations compute them.
 
-    task: SideTask
-    checkpoint: Checkpoint
-    rows: TokenRows
-    inputs: RunInputs
-    place: Storage
-    stop: StopSignal
-    console: Console
-
-    def run(self) -> ScoreSet:
-        """All rows asked for, and the embeddings of some. Raises DataError for an empty holdout, Preempted."""
-        task, state = self.task, self.checkpoint.state
-        order = choose_rows(self._columns("query_id"), task.settings.parity.rows)
-        if not order.total:
-            raise DataError(
-                "the holdout is empty",
-                expected=f"rows in the {SPLIT} split, in queries of at most parity.rows rows",
-                next_command="raise data.valid_fraction, or give a split column",
-            )
-        backend = open_device(task.side.backend, World())
-        with torch.device("meta"):
-            model = RelevanceModel(task.model, state.inputs)
-        weights = from_hf(self.checkpoint.weights(), model.state_dict(), source=self.checkpoint.prefix)
-        program = ScoreProgram(
-            model,
-            backend,
-            task.side.precision,
-            self.rows.buckets,
-            chunk_mib=task.train.chunk_mib,
-            by_layer=task.train.optimizer.by_layer,
+    Raises DataError for an empty holdout, Preempted.
+    """
+    state, settings, train = checkpoint.state, task.settings.parity, task.train
+    order = choose_rows(read_column(rows, "query_id"), settings.rows)
+    if not order.total:
+        raise DataError(
+            "the holdout is empty",
+            expected=f"rows in the {SPLIT} split, in queries of at most parity.rows rows",
+            next_command="raise data.valid_fraction, or give a split column",
         )
-        program.load(weights)
+    backend = open_device(task.side.backend, World())
+    with torch.device("meta"):
+        model = RelevanceModel(task.model, state.inputs)
+    weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
+    by_layer = train.optimizer.by_layer
+    program = ScoreProgram(
+        model, backend, task.side.precision, rows.buckets, chunk_mib=train.chunk_mib, by_layer=by_layer
+    )
+    program.load(weights)
+    batch_size = min(train.micro_batch_size, train.global_batch_size)
+    scorer = Scorer(backend, Gang(World(), timeout_s=1.0), stop, batch_size, _SAVE_EVERY_S)
 
-        def logits(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            return {"logits": program.outputs(batch).logits}
+    def run(score: Score, chosen: HoldoutOrder, name: str) -> Arrays:
+        parts = PartStore(place, f"{WORK}/{name}", task.scratch / name, console.warn)
+        with console.progress(f"parity: {task.side.name} {name}", chosen.total, "rows") as advance:
+            return scorer.run(score, rows, chosen, parts, advance)
 
-        def pairs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            """Query and product embeddings, each of length one: fp32 [B, D] on the device."""
-            outputs = program.outputs(batch)
-            both = {"query": unit(outputs.query), "product": unit(outputs.product)}
-            backend.step_boundary(list(both.values()))
-            return both
+    def pairs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Query and product embeddings, each of length one: fp32 [B, D] on the device."""
+        outputs = program.outputs(batch)
+        both = {"query": unit(outputs.query), "product": unit(outputs.product)}
+        backend.step_boundary(list(both.values()))
+        return both
 
-        scored = self._score(backend, logits, order, "scores")
-        embedded = self._score(backend, pairs, self._sample(order), "vectors")
-        info = ScoreInfo(
-            role="parity",
-            checkpoint=self.checkpoint.uri,
-            digest=self.checkpoint.digest,
-            cycle=state.cycle,
-            step=state.step,
-            split=SPLIT,
-            backend=task.side.backend,
-            device=backend.device_name(),
-            precision=task.side.precision,
-            data=tuple(one.info.fingerprint for one in self.inputs.sets),
-            labels=state.inputs.labels,
-            label_gains=state.inputs.label_gains,
-            rows=len(scored["sample_id"]),
-            vector_rows=len(embedded["sample_id"]),
-            settings_hash=task.settings_hash,
-            code_version=task.code_version,
-        )
-        return ScoreSet(
-            info=info,
-            sample_id=scored["sample_id"],
-            query_id=scored["query_id"],
-            label=scored["label"].astype(np.int32),
-            gain=scored["gain"],
-            logits=scored["logits"],
-            vectors=VectorSample(embedded["sample_id"], embedded["query"], embedded["product"]),
-        )
+    scored = run(lambda batch: {"logits": program.outputs(batch).logits}, order, "scores")
+    embedded = run(pairs, _sample(order, rows, settings.vector_rows), "vectors")
+    info = ScoreInfo(
+        role="parity",
+        checkpoint=checkpoint.uri,
+        digest=checkpoint.digest,
+        cycle=state.cycle,
+        step=state.step,
+        split=SPLIT,
+        backend=task.side.backend,
+        device=backend.device_name(),
+        precision=task.side.precision,
+        data=tuple(one.info.fingerprint for one in inputs.sets),
+        labels=state.inputs.labels,
+        label_gains=state.inputs.label_gains,
+        rows=len(scored["sample_id"]),
+        vector_rows=len(embedded["sample_id"]),
+        settings_hash=task.settings_hash,
+        code_version=task.code_version,
+    )
+    return ScoreSet(
+        info=info,
+        sample_id=scored["sample_id"],
+        query_id=scored["query_id"],
+        label=scored["label"].astype(np.int32),
+        gain=scored["gain"],
+        logits=scored["logits"],
+        vectors=VectorSample(embedded["sample_id"], embedded["query"], embedded["product"]),
+    )
 
-    def _columns(self, name: str) -> list[Int64s]:
-        """One column of all rows, by bucket."""
-        found = []
-        for bucket, size in enumerate(self.rows.sizes):
-            column = np.arange(size, dtype=np.int64)
-            if size:
-                column = self.rows.read(np.full(size, bucket, dtype=np.int64), column, bucket, (name,))[name]
-            found.append(column)
-        return found
 
-    def _sample(self, order: HoldoutOrder) -> HoldoutOrder:
-        """Rows of which embeddings are kept: a function of their ids alone."""
-        ids = [column[rows] for column, rows in zip(self._columns("sample_id"), order.rows, strict=True)]
-        keys = [mix64(part.astype(np.uint64)) for part in ids]
-        wanted = min(self.task.settings.parity.vector_rows, order.total)
-        last = np.partition(np.concatenate(keys), wanted - 1)[wanted - 1]
-        return HoldoutOrder(tuple(rows[key <= last] for rows, key in zip(order.rows, keys, strict=True)))
-
-    def _score(self, backend: Backend, score: Score, order: HoldoutOrder, name: str) -> Arrays:
-        train = self.task.train
-        batch_size = min(train.micro_batch_size, train.global_batch_size)
-        scorer = Scorer(backend, Gang(World(), timeout_s=1.0), self.stop, batch_size, _SAVE_EVERY_S)
-        parts = PartStore(self.place, f"{WORK}/{name}", self.task.scratch / name, self.console.warn)
-        with self.console.progress(f"parity: {self.task.side.name} {name}", order.total, "rows") as advance:
-            return scorer.run(score, self.rows, order, parts, advance)
+def _sample(order: HoldoutOrder, rows: TokenRows, limit: int) -> HoldoutOrder:
+    """Rows of which embeddings are kept: a function of their ids alone."""
+    columns = zip(read_column(rows, "sample_id"), order.rows, strict=True)
+    keys = [mix64(ids[chosen].astype(np.uint64)) for ids, chosen in columns]
+    wanted = min(limit, order.total)
+    last = np.partition(np.concatenate(keys), wanted - 1)[wanted - 1]
+    return HoldoutOrder(tuple(chosen[key <= last] for chosen, key in zip(order.rows, keys, strict=True)))
 
 
 if __name__ == "__main__":

@@ -46,15 +46,18 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")
             return earlier.model_copy(update={"status": "already_done"})
     known = load_report(ctx.workspace, ctx.cycle)
-    if models.is_incumbent:
-        pointer = models.pointer
+    pointer = models.pointer
+    if pointer is not None and pointer.digest == models.candidate.digest:
         judged = known and (known.candidate.digest, verdict_key(known.cycle))
         asked = models.against_production or (known is not None and known.inputs == inputs)
-        if earlier is None and known and pointer and asked and (pointer.digest, pointer.verdict) == judged:
+        if earlier is None and known and asked and (pointer.digest, pointer.verdict) == judged:
             # In production because of this report: killed just before the result.
             return _finish(settings, ctx, models, known, pointer, started)
         if models.against_production:
-            return _nothing_new(ctx, models, inputs, earlier, started)
+            ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
+            outputs, nothing = {"checkpoint": models.candidate.prefix}, {"promoted": False, "nothing_new": True}
+            result = ctx.finish(NAME, started, inputs=inputs, outputs=outputs, figures=nothing)
+            return store_result(ctx.workspace, result) if earlier is None and ctx.world.is_main else result
     report = known if known is not None and known.inputs == inputs else None
     if report is None:
         report = run_evaluation(settings, ctx, models, sets, inputs)
@@ -69,16 +72,6 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 def _report_uri(ctx: StageContext) -> str:
     return ctx.workspace.uri(report_key(ctx.cycle))
-
-
-def _nothing_new(
-    ctx: StageContext, models: Models, inputs: dict[str, str], earlier: StageResult | None, started: datetime
-) -> StageResult:
-    """The candidate is in production, and would be held against itself: there is nothing to judge."""
-    ctx.console.info(f"evaluate: nothing new, the candidate is the model in production: {models.candidate.uri}")
-    figures: dict[str, Figure] = {"promoted": False, "nothing_new": True}
-    result = ctx.finish(NAME, started, inputs=inputs, outputs={"checkpoint": models.candidate.prefix}, figures=figures)
-    return store_result(ctx.workspace, result) if earlier is None and ctx.world.is_main else result
 
 
 def _conclude(

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from pipeline.evaluate.digest import NUM_BINS, SCORE_BINS, examples_of, find_changes, model_digest, query_changes
+from pipeline.core.arrays import Int64s
+from pipeline.evaluate.digest import NUM_BINS, SCORE_BINS, Example, find_examples, model_digest, query_changes
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 
 LABELS = ("bad", "good")
@@ -42,25 +43,29 @@ def test_the_worst_and_the_changed_rows() -> None:
     label = (1, 1, 0, 1, 0, -1)
     ours = rows(0.1, 0.3, 0.2, 0.9, 0.8, 0.5, label=label)
     theirs = rows(0.9, 0.2, 0.1, 0.2, 0.7, 0.5, label=label)
-    found = find_changes(ours, theirs, 2)
-    assert found.worst == (0, 4), "by the probability of the true label, two of three"
-    assert (found.lost, found.won, found.num_lost, found.num_won) == ((0,), (3,), 1, 1)
-    first = examples_of(found, ours, theirs, {row: (f"q{row}", "p" * 500) for row in range(6)}, 2)[0]
-    assert (first.kind, first.query, first.label, first.candidate, first.incumbent) == (
-        "worst",
-        "q0",
-        "good",
-        "bad",
-        "good",
-    )
+
+    def numbered(numbers: Int64s) -> dict[int, tuple[str, str]]:
+        return {row: (f"q{row}", "p" * 500) for row in numbers.tolist()}
+
+    def alike(numbers: Int64s) -> dict[int, tuple[str, str]]:
+        return {row: ("q", "p") for row in numbers.tolist()}
+
+    def told(found: tuple[Example, ...]) -> list[tuple[str, str]]:
+        return [(one.kind, one.query) for one in found]
+
+    found, num_lost, num_won = find_examples(ours, theirs, 2, numbered)
+    assert told(found) == [("worst", "q0"), ("worst", "q4"), ("lost", "q0"), ("won", "q3")], "two of three are wrong"
+    assert (num_lost, num_won) == (1, 1)
+    first = found[0]
+    assert (first.label, first.candidate, first.incumbent) == ("good", "bad", "good")
     assert len(first.product) == 160 and first.product.endswith("…")
-    twice = examples_of(find_changes(ours, theirs, 9), ours, theirs, {row: ("q", "p") for row in range(6)}, 9)
+    twice, _, _ = find_examples(ours, theirs, 9, alike)
     kinds = [(one.kind, one.label) for one in twice]
     assert kinds == [("worst", "good"), ("worst", "bad"), ("lost", "good"), ("won", "good")], "each text once"
-    nothing = find_changes(ours, theirs, 0)
-    assert (nothing.worst, nothing.lost, nothing.num_lost) == ((), (), 1), "no rows, and the counts all the same"
-    alone = find_changes(ours, None, 5)
-    assert (alone.worst, alone.lost, alone.num_lost) == ((0, 4, 1), (), None)
+    assert find_examples(ours, theirs, 0, numbered) == ((), 1, 1), "no rows, and the counts all the same"
+    alone, num_lost, num_won = find_examples(ours, None, 5, numbered)
+    assert told(alone) == [("worst", "q0"), ("worst", "q4"), ("worst", "q1")]
+    assert (num_lost, num_won) == (None, None)
 
 
 def test_queries_that_changed() -> None:

@@ -46,8 +46,9 @@ def trained(path: Path, queries: list[tuple[int, int]]) -> TokenRows:
 
 
 def holdout(queries: list[tuple[int, int]]) -> HoldoutQueries:
+    ids, first = np.unique([query for query, _ in queries], return_index=True)
     texts = np.array([[1, token, 2, 0] for _, token in queries], dtype=np.int32)
-    return HoldoutQueries.of(np.array([query for query, _ in queries]), text_hashes(texts, PAD))
+    return HoldoutQueries(ids, text_hashes(texts, PAD)[first])
 
 
 SEEN = [(1, 30), (2, 31), (3, 32), (4, 33)]

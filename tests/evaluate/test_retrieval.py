@@ -250,7 +250,7 @@ def test_prefixes_are_for_the_encoder_alone(catalogue: Path, holdout: Holdout, t
     largest = holdout.rows.buckets[-1].product_tokens
     expected = cut_tokens(tokenizer.encode([f"a {title}" for title in titles]), largest, tokenizer.sep_id)
     assert everything(task) == texts_of(expected)
-    assert texts_of(task.queries.tokens) == texts_of(tokenizer.encode([f"blue {text}" for text in task.query_texts]))
+    assert texts_of(task.queries.tokens) == texts_of(tokenizer.encode([f"blue {text}" for text in task.queries.texts]))
     assert [title for window in task.texts() for title in window] == titles
 
 
@@ -279,7 +279,7 @@ def test_items_are_read_as_far_as_their_chunks_go(
 def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
-    assert sorted(task.query_texts) == ["hat green", "shoe red"]
+    assert sorted(task.queries.texts) == ["hat green", "shoe red"]
     assert task.tuning == "evaluate.retrieval.valid_queries names no queries of the catalogue"
 
 

@@ -1,14 +1,12 @@
 """The valid split beside the one that is judged: ranks go on only when all of them see the same of it."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.evaluate.run import Splits, _open_valid
+from pipeline.evaluate.run import _open_valid
 from pipeline.parallel.gang import Gang
-from pipeline.settings import Settings
 from tests.evaluate.gangs import on_ranks
 
 pytestmark = pytest.mark.unit
@@ -23,7 +21,7 @@ def open_on(*unreadable: int) -> list[Any]:
                 raise DataError(f"token shard {gang.world.rank} of {name} cannot be read")
             return [name]  # stands for its rows
 
-        return _open_valid(cast(Splits, SimpleNamespace(settings=Settings(), open=split)), gang)
+        return _open_valid(split, gang)
 
     return on_ranks(2, work)
 

@@ -67,13 +67,9 @@ class PairedDifference:
 def paired_bootstrap(
     pairs: Mapping[str, tuple[Statistic, Statistic]], *, resamples: int, seed: int, purpose: str
 ) -> dict[str, PairedDifference]:
-    """Differences of pairs (candidate, incumbent) over the same Q queries, all from the same draws.
+    """Differences of pairs (candidate, incumbent) by name, over the same Q queries in the same order.
 
-    Args:
-        pairs: by name; all of them over the same queries in the same order.
-        resamples: number of draws.
-        seed: the same seed and purpose give the same draws.
-        purpose: names the stream of random numbers, such as the slice that is judged.
+    All are from the same draws; the same `seed` and `purpose`, such as the slice that is judged, give the same ones.
     """
     if not pairs:
         return {}
@@ -209,12 +205,6 @@ class Comparison:
         return "baseline" if self.baseline else "slice" if self.slice else "delta"
 
     @property
-    def title(self) -> str:
-        if self.baseline:
-            return f"{self.metric.text} against {self.baseline}"
-        return f"{self.metric.text} of {self.slice}" if self.slice else self.metric.text
-
-    @property
     def num_queries(self) -> int:
         """Queries that bear on it with both models; 0 where it cannot be computed."""
         sides = (self.candidate, self.incumbent)
@@ -224,7 +214,7 @@ class Comparison:
     def statistics(self) -> tuple[Statistic, Statistic]:
         """Of candidate and incumbent. Raises ValueError for a comparison that `not_comparable` names."""
         if isinstance(self.candidate, Missing) or isinstance(self.incumbent, Missing):
-            raise ValueError(f"{self.title} was not measured for both models")
+            raise ValueError(f"{self.name} was not measured for both models")
         return self.candidate.statistic, self.incumbent.statistic
 
     def check(
@@ -232,11 +222,12 @@ class Comparison:
     ) -> GateCheck:
         low, high = interval or (math.nan, math.nan)
         other = _value(self.incumbent)
+        other_side = f" against {self.baseline}" if self.baseline else f" of {self.slice}" if self.slice else ""
         return GateCheck(
             name=self.name,
             kind=self.kind,
             outcome=outcome,
-            reason=f"{title or self.title}: {reason}",
+            reason=f"{title or self.metric.text + other_side}: {reason}",
             metric=self.metric.text,
             slice=self.slice,
             candidate=_value(self.candidate),
@@ -285,38 +276,31 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
     return comparison.check("fail", reason, interval)
 
 
-def judge_slice(comparison: Comparison, difference: PairedDifference, confidence: float) -> GateCheck:
-    """The burden is on the refusal: a slice must be shown to be worse by more than allowed. Few queries show little."""
-    interval, seen, change, _, best = _losses(comparison, difference, confidence)
-    allowed = comparison.allowed
-    if math.isnan(best):
-        return comparison.check("skipped", f"{seen}; not defined in enough bootstrap draws to say how sure that is")
-    if best > allowed:
-        reason = f"{seen}; with {confidence:.2%} confidence at least {best:.4f} worse, {allowed:g} is allowed"
-        return comparison.check("fail", reason, interval)
-    if change > allowed:
-        reason = f"{seen}, {allowed:g} is allowed; {comparison.num_queries:,} queries do not tell it from chance"
-        return comparison.check("warn", reason, interval)
-    return comparison.check("pass", f"{seen}, {allowed:g} worse is allowed", interval)
-
-
-def judge_baseline(
-    comparison: Comparison, difference: PairedDifference, confidence: float, worse: Outcome
+def judge_refusal(
+    comparison: Comparison, difference: PairedDifference, confidence: float, worse: Outcome = "fail"
 ) -> GateCheck:
-    """The burden is on the refusal: the baseline must be shown to be better by more than allowed. `worse`: if it is."""
+    """The burden is on the refusal: a slice must be shown to be worse by more than allowed, or a baseline better.
+
+    Few queries show little. `worse`: the outcome where that is shown.
+    """
     interval, seen, change, _, best = _losses(comparison, difference, confidence)
-    seen, allowed, name = f"{comparison.metric.text} {seen}", comparison.allowed, comparison.baseline
+    allowed, tool = comparison.allowed, comparison.baseline
+    limit = f", {allowed:g} is allowed" if allowed or not tool else ""
+    outcome: Outcome = "pass"
+    reason, says = limit, "is not better"
     if math.isnan(best):
-        reason = f"{seen}; not defined in enough bootstrap draws to say how sure that is"
-        return comparison.check("skipped", reason, title=name)
-    limit = f", {allowed:g} is allowed" if allowed else ""
-    if best > allowed:
-        reason = f"{seen}; with {confidence:.2%} confidence at least {best:.4f} worse{limit}"
-        return comparison.check(worse, reason, interval, title=f"{name} is better")
-    if change > allowed:
-        reason = f"{seen}{limit}; {comparison.num_queries:,} queries do not tell it from chance"
-        return comparison.check("warn", reason, interval, title=f"{name} may be better")
-    return comparison.check("pass", f"{seen}{limit}", interval, title=f"{name} is not better")
+        outcome, reason, says = "skipped", "; not defined in enough bootstrap draws to say how sure that is", ""
+    elif best > allowed:
+        outcome, says = worse, "is better"
+        reason = f"; with {confidence:.2%} confidence at least {best:.4f} worse{limit}"
+    elif change > allowed:
+        outcome, says = "warn", "may be better"
+        reason = f"{limit}; {comparison.num_queries:,} queries do not tell it from chance"
+    if not tool:
+        return comparison.check(outcome, f"{seen}{reason}", interval)
+    return comparison.check(
+        outcome, f"{comparison.metric.text} {seen}{reason}", interval, title=f"{tool} {says}".rstrip()
+    )
 
 
 def _losses(
@@ -369,18 +353,14 @@ def check_same_holdout(candidate: Side, incumbent: Side) -> None:
             expected="the same labels in the same order: else they are not scored on the same holdout",
             next_command="set data.labels to those of the incumbent and train again, or set --evaluate.incumbent none",
         )
-    for name in ("query_id", "label", "gain"):
-        if not np.array_equal(getattr(ours, name), getattr(theirs, name)):
-            raise _differ(f"the {name} of {ours.num_rows:,} rows and of {theirs.num_rows:,} rows")
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in ("query_id", "label", "gain")]
     if candidate.retrieval is not None and incumbent.retrieval is not None:
-        queries, others = candidate.retrieval.query_id, incumbent.retrieval.query_id
-        if not np.array_equal(queries, others):
-            raise _differ(f"the queries of retrieval, {len(queries):,} and {len(others):,}")
-
-
-def _differ(what: str) -> DataError:
-    return DataError(
-        f"candidate and incumbent were not scored on the same holdout: {what} differ",
-        expected="both scored on the same rows",
-        next_command="run trnpipe evaluate again",
-    )
+        pairs.append(("query_id of retrieval", candidate.retrieval.query_id, incumbent.retrieval.query_id))
+    for name, one, other in pairs:
+        if not np.array_equal(one, other):
+            raise DataError(
+                f"candidate and incumbent were not scored on the same holdout: the {name} of {len(one):,} rows and of"
+                f" {len(other):,} rows differ",
+                expected="both scored on the same rows",
+                next_command="run trnpipe evaluate again",
+            )

@@ -31,9 +31,8 @@ from pipeline.evaluate.gate.compare import (
     Side,
     Verdict,
     check_same_holdout,
-    judge_baseline,
     judge_overall,
-    judge_slice,
+    judge_refusal,
     not_comparable,
     paired_bootstrap,
 )
@@ -51,10 +50,8 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
         if isinstance(found, Missing):
             good, reason = False, f"cannot be computed: {found.reason}"
         elif found.num_queries < config.min_queries:
-            good, reason = (
-                False,
-                f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}",
-            )
+            good = False
+            reason = f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}"
         else:
             good = found.value <= bound if name.lower_is_better else found.value >= bound
             side = "at most" if name.lower_is_better else "at least"
@@ -115,16 +112,20 @@ def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int
     confidence = 1 - (1 - config.confidence) / max(1, sum(map(len, open_slices.values())))
     for one_slice, comparisons in open_slices.items():
         found = _differences(comparisons, config, seed, f"slice {one_slice}")
-        checks += [judge_slice(one, found[one.name], confidence) for one in comparisons]
+        checks += [judge_refusal(one, found[one.name], confidence) for one in comparisons]
     return checks, confidence
 
 
 def _differences(
-    comparisons: list[Comparison], config: GateConfig, seed: int, purpose: str
+    comparisons: list[Comparison], config: GateConfig, seed: int, of_rows: str, of_retrieval: str = ""
 ) -> dict[str, PairedDifference]:
-    """All from the same draws."""
-    pairs = {one.name: one.statistics for one in comparisons}
-    return paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
+    """By name of the comparison. Metrics of rows share their draws, and so do those of retrieval: these have queries of
+    their own. `of_rows`, `of_retrieval`: the purposes of both streams."""
+    found: dict[str, PairedDifference] = {}
+    for searched, purpose in ((False, of_rows), (True, of_retrieval)):
+        pairs = {one.name: one.statistics for one in comparisons if one.metric.of_retrieval is searched}
+        found |= paired_bootstrap(pairs, resamples=config.resamples, seed=seed, purpose=purpose)
+    return found
 
 
 # Comparisons with simple tools: is one of them shown to be better than the candidate?
@@ -185,11 +186,9 @@ def baseline_checks(
             else:
                 open_ones.append(comparison)
     confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
-    for of_retrieval in (False, True):  # queries of their own, so draws of their own
-        group = [each for each in open_ones if each.metric.of_retrieval is of_retrieval]
-        found = _differences(group, config, seed, f"baselines of {'retrieval' if of_retrieval else 'rows'}")
-        checks += [judge_baseline(each, found[each.name], confidence, worse) for each in group]
-    return checks, confidence
+    open_ones.sort(key=lambda each: each.metric.of_retrieval)
+    found = _differences(open_ones, config, seed, "baselines of rows", "baselines of retrieval")
+    return checks + [judge_refusal(each, found[each.name], confidence, worse) for each in open_ones], confidence
 
 
 def judge(
@@ -205,22 +204,11 @@ def judge(
     baselines: Sequence[Baseline] = (),
     seed: int = 0,
 ) -> Verdict:
-    """Judge a candidate against the incumbent on the same rows. The same input gives the same verdict.
+    """Judge a candidate against the incumbent, if there is one. The same input gives the same verdict.
 
-    Args:
-        candidate: its scores; the slices are taken from here.
-        incumbent: scores of the model in production, None when there is none.
-        config: what is judged, and how strictly.
-        metrics: what counts as relevant, and the bins of the calibration error.
-        candidate_threshold: of two labels, its threshold, chosen on valid (`best_threshold`).
-        incumbent_threshold: the same of the incumbent.
-        candidate_retrieval: figures of each query, for metrics called retrieval_...
-        incumbent_retrieval: the same of the incumbent.
-        baselines: simple tools, on the same rows and queries.
-        seed: of the bootstrap.
-
-    Raises:
-        DataError: no rows, or the two were not scored on the same holdout.
+    Slices are those of the candidate. A threshold is of two labels, chosen on valid (`best_threshold`); retrieval holds
+    figures of each query, for metrics called retrieval_... Baselines are of the same rows and queries. Raises DataError
+    for no rows, or scores of another holdout.
     """
     if not candidate.num_rows:
         raise DataError("the holdout is empty", expected="rows to judge the candidate by")
@@ -267,21 +255,20 @@ def judge(
 
 
 def _over_all_rows(ours: Side, theirs: Side, config: GateConfig, seed: int) -> list[GateCheck]:
-    """Rule 2. Metrics of rows share their draws, and so do those of retrieval: these have queries of their own."""
+    """Rule 2."""
     if not config.drops:
         reason = "gate.drops is empty: the candidate is not compared with the incumbent over all rows"
         return [GateCheck(name="incumbent", kind="incumbent", outcome="warn", reason=reason)]
-    names = [(MetricName.parse(text), allowed) for text, allowed in config.drops.items()]
-    comparisons = [Comparison(name, allowed, ours.measure(name), theirs.measure(name)) for name, allowed in names]
-    checks: list[GateCheck] = []
-    for of_retrieval in (False, True):
-        group = [one for one in comparisons if one.metric.of_retrieval is of_retrieval]
-        reasons = {one.name: not_comparable(one, config.min_queries) for one in group}
-        comparable = [one for one in group if not reasons[one.name]]
-        found = _differences(comparable, config, seed, "retrieval" if of_retrieval else "rows")
-        for one in group:
-            if reason := reasons[one.name]:
-                checks.append(one.check("fail", reason))
-            else:
-                checks.append(judge_overall(one, found[one.name], config.confidence))
+    names = sorted(map(MetricName.parse, config.drops), key=lambda name: name.of_retrieval)
+    comparisons = [
+        Comparison(name, config.drops[name.text], ours.measure(name), theirs.measure(name)) for name in names
+    ]
+    reasons = {one.name: not_comparable(one, config.min_queries) for one in comparisons}
+    found = _differences([one for one in comparisons if not reasons[one.name]], config, seed, "rows", "retrieval")
+    checks = []
+    for one in comparisons:
+        if reason := reasons[one.name]:
+            checks.append(one.check("fail", reason))
+        else:
+            checks.append(judge_overall(one, found[one.name], config.confidence))
     return checks

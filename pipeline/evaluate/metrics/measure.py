@@ -13,8 +13,6 @@ from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import (
-    Area,
-    AtThreshold,
     Curve,
     accuracy,
     at_threshold,
@@ -42,16 +40,14 @@ from pipeline.evaluate.metrics.scored_rows import (
     value_of,
 )
 
-_TWO_LABELS = ("precision", "recall", "f1", "roc_auc", "average_precision")
-_AT_THRESHOLD: dict[str, tuple[AtThreshold, str]] = {
-    "precision": ("precision", "no row is called a match at the threshold"),
-    "recall": ("recall", "no row is a match"),
-    "f1": ("f1", "no row is a match or called one"),
+_NOTHING_OF_TWO = {
+    "precision": "no row is called a match at the threshold",
+    "recall": "no row is a match",
+    "f1": "no row is a match or called one",
+    "roc_auc": "labelled rows of both labels are needed",
+    "average_precision": "no row is a match",
 }
-_AREAS: dict[str, tuple[Area, str]] = {
-    "roc_auc": ("roc_auc", "labelled rows of both labels are needed"),
-    "average_precision": ("average_precision", "no row is a match"),
-}
+"""Metrics of two labels, and why there may be none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,15 +62,13 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class RowMetrics:
-    """The metrics of scored rows by name; what several of them need is computed once."""
+    """The metrics of scored rows by name, but those of retrieval; what several of them need is computed once."""
 
     rows: ScoredRows
     config: MetricsConfig
     threshold: float | None = None
 
     def measure(self, name: MetricName) -> Measured | Missing:
-        if name.of_retrieval:
-            return Missing("retrieval was not evaluated")
         if self.rows.meaningless:
             return Missing(self.rows.meaningless)
         if self.rows.unusable.any():
@@ -84,7 +78,7 @@ class RowMetrics:
             return self._ranked(name)
         if not (self.rows.label >= 0).any():
             return Missing("no row has a label")
-        if name.label is None and name.word in _TWO_LABELS:
+        if name.label is None and name.word in _NOTHING_OF_TWO:
             return self._matched(name)
         return self._classified(name)
 
@@ -125,13 +119,12 @@ class RowMetrics:
         rows, score = self.rows, self.rows.probabilities[:, -1]
         if len(rows.labels) != 2:
             return Missing(f"it is for two labels, there are {len(rows.labels)}")
-        if name.word in _AREAS:
-            area, nothing = _AREAS[name.word]
-            return _measured(Curve.of(self.queries, rows.label, score, area), nothing)
+        nothing = _NOTHING_OF_TWO[name.word]
+        if name.word in ("roc_auc", "average_precision"):
+            return _measured(Curve.of(self.queries, rows.label, score, name.word), nothing)
         if self.threshold is None:
             return Missing("no threshold was chosen on the valid split")
-        metric, nothing = _AT_THRESHOLD[name.word]
-        return _measured(at_threshold(self.queries, rows.label, score, self.threshold, metric), nothing)
+        return _measured(at_threshold(self.queries, rows.label, score, self.threshold, name.word), nothing)
 
     def _classified(self, name: MetricName) -> Measured | Missing:
         rows, num_labels = self.rows, len(self.rows.labels)
@@ -186,16 +179,7 @@ class SliceReport(Record):
 
 
 def metric_report(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> MetricReport:
-    """Every metric of `metric_names`.
-
-    Args:
-        rows: what was scored.
-        config: ranks and bins.
-        threshold: of two labels, the probability from which a row is called a match; see `best_threshold`.
-
-    Raises:
-        DataError: there are no rows.
-    """
+    """Every metric of `metric_names`; `threshold` as of `best_threshold`. Raises DataError when there are no rows."""
     if not rows.num_rows:
         raise DataError(
             "the holdout is empty",
@@ -211,7 +195,7 @@ def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
     ranked = [f"ndcg@{k}" for k in config.ndcg_at] + ["mrr"] + [f"recall@{k}" for k in config.recall_at]
     ranked += [f"precision@{k}" for k in config.precision_at]
     classes = ["accuracy", "macro_f1", "micro_f1", *(f"f1:{label}" for label in labels)]
-    two = ["precision", "recall", "f1", "roc_auc", "average_precision"] if len(labels) == 2 else []
+    two = _NOTHING_OF_TWO if len(labels) == 2 else ()
     return [*ranked, *classes, *two, "ece", "loss"]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
+from pipeline.core.batching import place_among_equals
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, Queries, divided
@@ -28,13 +29,12 @@ class Ranking:
         """Rank the rows of each query by falling score [N]."""
         order = np.lexsort((-score, queries.index))
         query, score = queries.index[order], score[order]
-        first = _changes(query)
-        tie = _changes(query) | _changes(score)
-        start = np.maximum.accumulate(np.where(tie, np.arange(len(order)), 0))
-        begin = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
-        size = np.bincount(np.cumsum(tie) - 1)[np.cumsum(tie) - 1] if len(order) else np.zeros(0, dtype=np.int64)
-        above, tied = np.empty(len(order), dtype=np.int64), np.empty(len(order), dtype=np.int64)
-        above[order], tied[order] = start - begin, size
+        new = np.ones(len(order), dtype=np.bool_)  # where a tie begins
+        new[1:] = (query[1:] != query[:-1]) | (score[1:] != score[:-1])
+        in_query, _ = place_among_equals(query)
+        in_tie, size = place_among_equals(np.cumsum(new))
+        above, tied = np.empty_like(in_query), np.empty_like(size)
+        above[order], tied[order] = in_query - in_tie, size
         return cls(queries, above, tied)
 
     def expected(self, by_rank: Float64s) -> Float64s:
@@ -94,11 +94,6 @@ def reciprocal_rank_by_query(ranking: Ranking, relevant: Bools) -> Float64s:
     return result
 
 
-def _changes(values: Float64s | Int64s) -> Bools:
-    """True where a sorted array differs from the element before, and at its start."""
-    return np.concatenate([np.ones(min(1, len(values)), dtype=bool), values[1:] != values[:-1]])
-
-
 # Metrics of ranked lists: what a search against the whole catalogue found, against what is relevant.
 
 
@@ -135,19 +130,18 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
     place = np.minimum(np.searchsorted(query_id, judged.query_id), num_queries - 1)
     asked = query_id[place] == judged.query_id
     query, item, known = place[asked], judged.item_id[asked], judged.gain[asked]
-    order = np.lexsort((-known, item, query))
-    query, item, known = query[order], item[order], known[order]
-    new = np.ones(len(query), dtype=bool)
-    new[1:] = (query[1:] != query[:-1]) | (item[1:] != item[:-1])
-    query, item, known = query[new], item[new], known[new]
-    # Gains of what was found [Q, K], 0 where nobody judged. Items become positions, so that a pair is one number.
-    gain, items = np.zeros(ranked.shape), np.unique(item)
+    items, item = np.unique(item, return_inverse=True)  # items become positions, so that a pair is one number
+    pair = query * len(items) + item
+    order = np.lexsort((-known, pair))
+    pairs, first = np.unique(pair[order], return_index=True)
+    query, known = pairs // max(1, len(items)), known[order][first]
+    # Gains of what was found [Q, K], 0 where nobody judged.
+    gain = np.zeros(ranked.shape)
     if len(items):
-        keys = query * len(items) + np.searchsorted(items, item)
         place = np.minimum(np.searchsorted(items, ranked), len(items) - 1)
         wanted = np.arange(num_queries)[:, None] * len(items) + place
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        gain = np.where((items[place] == ranked) & (keys[at] == wanted), known[at], 0.0)
+        at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+        gain = np.where((items[place] == ranked) & (pairs[at] == wanted), known[at], 0.0)
     best_first = known[np.lexsort((-known, query))]
     rank = np.arange(len(query)) - np.searchsorted(query, np.arange(num_queries))[query]
     least = config.relevant_gain if config.relevant_gain is not None else judged.gain.max(initial=0.0)
