@@ -55,9 +55,9 @@ class Backend(Protocol):
     """True where sums over rows are better written as matrix products (XLA:CPU)."""
     is_neuron: bool = False
     """True on a NeuronCore."""
-    shares_host_memory: bool
+    shares_host_memory: bool = False
     """True where the device is but a share of this host's cores and memory."""
-    can_compile: bool
+    can_compile: bool = False
     """True where torch.compile fuses the operations of a module."""
     compiles_steps: bool = False
     """True where training and evaluation, too, are modules that `compiled` makes programs of, one for each shape."""
@@ -98,9 +98,11 @@ class Backend(Protocol):
 
     def to_host(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
         """Copies in host memory, with one synchronisation for all."""
+        return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
         """Copies in host memory, once what computes the tensors has run; only the call waits. After a step boundary."""
+        return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def move(self, tensors: Sequence["Tensor"], *, to_host: bool) -> tuple[list["Tensor"], Callable[[], None]]:
         """Copies in host memory or on the device, made beside what is computed next; eager devices only.
@@ -150,6 +152,7 @@ class Backend(Protocol):
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""
+        return
 
 
 NATIVE_SINCE = (2, 13)

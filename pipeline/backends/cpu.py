@@ -48,14 +48,7 @@ class Eager(Backend):
 class Accelerator(Eager):
     """The same of a device with memory of its own and a library for its collectives."""
 
-    shares_host_memory = False
     can_compile = True
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: [tensor.detach().cpu() for tensor in tensors]
-
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.fetch(tensors)()
 
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         del host_gather
@@ -94,7 +87,6 @@ class CpuBackend(Eager):
 
     name = "cpu"
     shares_host_memory = True
-    can_compile = False
     default_tokens = 1024  # for each core: activations stay in its share of the cache
 
     def __init__(self) -> None:
@@ -109,11 +101,8 @@ class CpuBackend(Eager):
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         return host_gather([tensor.detach() for tensor in tensors])
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.detach().clone() for tensor in tensors]
-
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        copies = self.to_host(tensors)
+        copies = [tensor.detach().clone() for tensor in tensors]
         return lambda: copies
 
     def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
@@ -124,6 +113,3 @@ class CpuBackend(Eager):
 
     def memory_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)
-
-    def synchronise(self) -> None:
-        return None

@@ -26,7 +26,6 @@ class XlaBackend(Backend):
 
     name = "xla"
     is_lazy = True
-    can_compile = False
     spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/sharded.py
     default_tokens = 4096
     executes = True
@@ -151,9 +150,6 @@ class XlaBackend(Backend):
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._xla.sync()
         return self.fetch(tensors)()
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
         raise ConfigError(
