@@ -65,11 +65,10 @@ OFFLOAD, MESH, TENSORS = "pipeline/parallel/offload.py", "pipeline/parallel/mesh
 OPTIMIZER, UNPADDED, TUNE = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py", "pipeline/tune/journal.py"
 _C10D, _XLAC, _GROUP = "torch._C._distributed_c10d", "torch_xla._XLAC", "torch.distributed.ProcessGroup"
 _GROUP_PARTS = ("_DistributedBackendOptions", "_create_work_from_future")
-_OPTIONS = ("AllgatherOptions", "AllreduceOptions", "ReduceScatterOptions")
 
 USES = (
-    *imported(C10D, "parts of a process group", _C10D, "Backend", "PrefixStore", "Store", "Work", *_GROUP_PARTS),
-    *imported(C10D, "what a collective is asked for", _C10D, *_OPTIONS),
+    *imported(C10D, "parts of a process group", _C10D, "Backend", *_GROUP_PARTS),
+    *imported(C10D, "what a collective is asked for", _C10D, "AllgatherOptions"),
     *of(C10D, "the time-out of a group", f"{_C10D}.Backend.Options._timeout"),
     *either(C10D, "all-gather of one tensor", f"{_GROUP}.all_gather_single", f"{_GROUP}._allgather_base"),
     *either(C10D, "reduce-scatter of one", f"{_GROUP}.reduce_scatter_single", f"{_GROUP}._reduce_scatter_base"),

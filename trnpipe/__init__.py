@@ -15,77 +15,52 @@ Names are imported when they are first asked for: `import trnpipe` alone imports
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pipeline import __version__
+from pipeline import __version__ as __version__
 
 if TYPE_CHECKING:
-    from jobs.api import Cycle, CyclePage, CycleResult, CycleStatus
-    from jobs.settings import CycleSettings
-    from pipeline.context import StageContext, StageResult, open_context
-    from pipeline.core.errors import TrnpipeError
-    from pipeline.core.stop import StopSignal
-    from pipeline.embed.handover import open_vectors
-    from pipeline.parallel.adopt import init, layout, transform
-    from pipeline.parallel.config import Plan
-    from pipeline.parallel.delayed_init import delayed_init
-    from pipeline.parallel.files import load, save
-    from pipeline.parallel.lightning import Environment, Strategy
-    from pipeline.parallel.tensors import clip_grad_norm
-    from pipeline.registry.model import Registry
-    from pipeline.settings import Settings, resolve
+    from jobs.api import Cycle as Cycle
+    from jobs.api import CyclePage as CyclePage
+    from jobs.api import CycleResult as CycleResult
+    from jobs.api import CycleStatus as CycleStatus
+    from jobs.settings import CycleSettings as CycleSettings
+    from pipeline.context import StageContext as StageContext
+    from pipeline.context import StageResult as StageResult
+    from pipeline.context import open_context as open_context
+    from pipeline.core.errors import TrnpipeError as TrnpipeError
+    from pipeline.core.stop import StopSignal as StopSignal
+    from pipeline.embed.handover import open_vectors as open_vectors
+    from pipeline.parallel.adopt import init as init
+    from pipeline.parallel.adopt import layout as layout
+    from pipeline.parallel.adopt import transform as transform
+    from pipeline.parallel.config import Plan as Plan
+    from pipeline.parallel.delayed_init import delayed_init as delayed_init
+    from pipeline.parallel.files import load as load
+    from pipeline.parallel.files import save as save
+    from pipeline.parallel.lightning import Environment as Environment
+    from pipeline.parallel.lightning import Strategy as Strategy
+    from pipeline.parallel.tensors import clip_grad_norm as clip_grad_norm
+    from pipeline.registry.model import Registry as Registry
+    from pipeline.settings import Settings as Settings
+    from pipeline.settings import resolve as resolve
 
-__all__ = [
-    "Cycle",
-    "CyclePage",
-    "CycleResult",
-    "CycleSettings",
-    "CycleStatus",
-    "Environment",
-    "Plan",
-    "Registry",
-    "Settings",
-    "StageContext",
-    "StageResult",
-    "StopSignal",
-    "Strategy",
-    "TrnpipeError",
-    "__version__",
-    "clip_grad_norm",
-    "delayed_init",
-    "init",
-    "layout",
-    "load",
-    "open_context",
-    "open_vectors",
-    "resolve",
-    "save",
-    "transform",
-]
-_HOME = {
-    "Cycle": "jobs.api",
-    "CyclePage": "jobs.api",
-    "CycleResult": "jobs.api",
-    "CycleSettings": "jobs.settings",
-    "CycleStatus": "jobs.api",
-    "Environment": "pipeline.parallel.lightning",
-    "Plan": "pipeline.parallel.config",
-    "Registry": "pipeline.registry.model",
-    "Settings": "pipeline.settings",
-    "StageContext": "pipeline.context",
-    "StageResult": "pipeline.context",
-    "StopSignal": "pipeline.core.stop",
-    "Strategy": "pipeline.parallel.lightning",
-    "TrnpipeError": "pipeline.core.errors",
-    "clip_grad_norm": "pipeline.parallel.tensors",
-    "delayed_init": "pipeline.parallel.delayed_init",
-    "init": "pipeline.parallel.adopt",
-    "layout": "pipeline.parallel.adopt",
-    "load": "pipeline.parallel.files",
-    "open_context": "pipeline.context",
-    "open_vectors": "pipeline.embed.handover",
-    "resolve": "pipeline.settings",
-    "save": "pipeline.parallel.files",
-    "transform": "pipeline.parallel.adopt",
+_NAMES = {
+    "jobs.api": ("Cycle", "CyclePage", "CycleResult", "CycleStatus"),
+    "jobs.settings": ("CycleSettings",),
+    "pipeline.context": ("StageContext", "StageResult", "open_context"),
+    "pipeline.core.errors": ("TrnpipeError",),
+    "pipeline.core.stop": ("StopSignal",),
+    "pipeline.embed.handover": ("open_vectors",),
+    "pipeline.parallel.adopt": ("init", "layout", "transform"),
+    "pipeline.parallel.config": ("Plan",),
+    "pipeline.parallel.delayed_init": ("delayed_init",),
+    "pipeline.parallel.files": ("load", "save"),
+    "pipeline.parallel.lightning": ("Environment", "Strategy"),
+    "pipeline.parallel.tensors": ("clip_grad_norm",),
+    "pipeline.registry.model": ("Registry",),
+    "pipeline.settings": ("Settings", "resolve"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted([*_HOME, "__version__"])
 
 
 def __getattr__(name: str) -> object:

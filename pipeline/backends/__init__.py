@@ -6,45 +6,17 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pipeline.backends.base import (
-    NATIVE_SINCE,
-    Backend,
-    Batch,
-    Function,
-    HostGather,
-    HostMean,
-    RankGroup,
-    native_version,
-    pjrt_device,
-)
+from pipeline.backends.base import NATIVE_SINCE, Function, native_version, pjrt_device
+from pipeline.backends.base import Backend as Backend
+from pipeline.backends.base import Batch as Batch
+from pipeline.backends.base import HostGather as HostGather
+from pipeline.backends.base import HostMean as HostMean
+from pipeline.backends.base import RankGroup as RankGroup
 from pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "NAMES",
-    "TRACED",
-    "Backend",
-    "Batch",
-    "HostGather",
-    "HostMean",
-    "Name",
-    "RankGroup",
-    "compiled_cache",
-    "device_guard",
-    "has_graph_tool",
-    "is_lazy_host",
-    "lazy_device_name",
-    "may_use_neuron",
-    "module_device",
-    "on_neuron",
-    "open_backend",
-    "open_host",
-    "open_tracer",
-    "process_group",
-    "step_program",
-]
 Name = Literal["auto", "xla", "neuron", "cpu", "cuda"]
 NAMES: tuple[str, ...] = get_args(Name)
 TRACED = "traced"

@@ -41,25 +41,25 @@ class RankGroup:
 
 
 class Backend(Protocol):
-    """One device of one rank."""
+    """One device of one rank. What is answered here is true of one that runs each operation as it comes."""
 
     name: str
     device: "torch.device"
-    is_lazy: bool
+    is_lazy: bool = False
     """True when operations are traced and run at step boundaries."""
-    reduces_in_graph: bool
+    reduces_in_graph: bool = False
     """True when `reduce` is a device collective; False when it goes through the host."""
-    gathers_in_graph: bool
+    gathers_in_graph: bool = True
     """True when `gather` can stand within a graph or between operations; False when it ends the graph."""
-    sums_by_matmul: bool
+    sums_by_matmul: bool = False
     """True where sums over rows are better written as matrix products (XLA:CPU)."""
-    is_neuron: bool
+    is_neuron: bool = False
     """True on a NeuronCore."""
-    shares_host_memory: bool
+    shares_host_memory: bool = False
     """True where the device is but a share of this host's cores and memory."""
-    can_compile: bool
+    can_compile: bool = False
     """True where torch.compile fuses the operations of a module."""
-    compiles_steps: bool
+    compiles_steps: bool = False
     """True where training and evaluation, too, are modules that `compiled` makes programs of, one for each shape."""
     spreads: frozenset[str]
     """Which of parameters, tensor, offload, collectives a plan may ask for (pipeline/parallel/config.py)."""
@@ -68,15 +68,18 @@ class Backend(Protocol):
 
     def runtime_world_size(self) -> int:
         """How many devices the runtime believes take part."""
+        return 1
 
     def compiled(self, function: Function) -> Function:
         """The same, as one program for each shape of its arguments. Where can_compile. Raises ConfigError."""
+        return function
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
         """Batches on the device, moved there behind the step."""
 
     def step_boundary(self, computed: Sequence["Tensor"]) -> None:
         """Cut the graph here and start executing it (lazy devices); nothing elsewhere. `computed`: its results."""
+        return
 
     def reduce(self, tensors: Sequence["Tensor"], host_mean: HostMean) -> None:
         """Mean over ranks, in place; one collective for all where it is in the graph. `host_mean`: for CPU tensors."""
@@ -95,9 +98,11 @@ class Backend(Protocol):
 
     def to_host(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
         """Copies in host memory, with one synchronisation for all."""
+        return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
         """Copies in host memory, once what computes the tensors has run; only the call waits. After a step boundary."""
+        return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def move(self, tensors: Sequence["Tensor"], *, to_host: bool) -> tuple[list["Tensor"], Callable[[], None]]:
         """Copies in host memory or on the device, made beside what is computed next; eager devices only.
@@ -107,6 +112,7 @@ class Backend(Protocol):
 
     def barrier(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
         """The same values; what is computed of them is not replaced by what was computed before (lazy devices)."""
+        return list(tensors)
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
         """A context in which random numbers are once more those that come from here on; after it all is as before."""
@@ -119,27 +125,34 @@ class Backend(Protocol):
 
     def compile_count(self) -> int:
         """Graphs compiled so far by this process (0 on eager devices)."""
+        return 0
 
     def compile_seconds(self) -> float:
         """Seconds spent compiling so far by this process (0 on eager devices)."""
+        return 0.0
 
     def host_operators(self) -> dict[str, int]:
         """Operators of traced programs that had to run on the host so far, `aten::<name>` to count."""
+        return {}
 
     def device_name(self) -> str:
         """What graphs are compiled for, such as xla:NEURON or xla:CPU."""
+        return self.name
 
     def hlo_text(self, tensors: Sequence["Tensor"]) -> str:
         """The graph that computes `tensors`, traced and not yet run, as HLO text; empty on eager devices."""
+        return ""
 
     def execute_seconds(self) -> float:
         """Seconds the device spent executing so far (0 where the runtime does not tell)."""
+        return 0.0
 
     def memory_bytes(self) -> int | None:
         """Device memory in use; host resident set on CPU devices; None where nothing tells it safely."""
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""
+        return
 
 
 NATIVE_SINCE = (2, 13)

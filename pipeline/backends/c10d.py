@@ -10,36 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    PrefixStore,
-    ReduceScatterOptions,
-    Store,
-    Work,
-)
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import Backend as Library
-from torch._C._distributed_c10d import _create_work_from_future as work_from_future  # type: ignore[attr-defined]
-from torch._C._distributed_c10d import _DistributedBackendOptions as GroupOptions
+from torch._C._distributed_c10d import _create_work_from_future, _DistributedBackendOptions  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
-__all__ = [
-    "GROUP_DEVICES",
-    "AllgatherOptions",
-    "AllreduceOptions",
-    "GroupOptions",
-    "Libraries",
-    "PrefixStore",
-    "ReduceScatterOptions",
-    "Store",
-    "Work",
-    "all_gather_single",
-    "group_all_gather",
-    "group_reduce_scatter",
-    "open_groups",
-    "reduce_scatter_single",
-    "timeout_of",
-    "work_from_future",
-]
+GroupOptions = _DistributedBackendOptions
+work_from_future: Callable[..., Work] = _create_work_from_future
 
 GROUP_DEVICES = ("cpu", "cuda")
 """Devices whose tensors a process group of torch.distributed takes."""

@@ -9,75 +9,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Batch, Function, HostGather, HostMean, RankGroup
+from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup
 from pipeline.backends.c10d import all_gather_single, reduce_scatter_single
 from pipeline.backends.prefetch import prefetched
 
 
-class Eager:
-    """The part of Backend that is about graphs: nothing is traced, compiled or cut."""
+class Eager(Backend):
+    """Collectives of the process group of a tensor's device: gloo or nccl."""
 
-    name: str
-    is_lazy = False
-    reduces_in_graph = False
-    gathers_in_graph = True
-    sums_by_matmul = False
-    is_neuron = False
-    compiles_steps = False
     spreads = frozenset({"parameters", "tensor", "offload", "collectives"})
 
-    def runtime_world_size(self) -> int:
-        return 1
-
-    def compiled(self, function: Function) -> Function:
-        return function
-
-    def step_boundary(self, computed: Sequence[Tensor]) -> None:
-        return None
-
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
-        return gathered(tensor, ranks)
+        """That of all ranks, or of a group; its own where there is no process group."""
+        if not dist.is_initialized():
+            return tensor
+        size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
+        found = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
+        all_gather_single(found, tensor, group=group)
+        return found
 
     def all_reduce(self, tensor: Tensor, ranks: RankGroup) -> Tensor:
-        return summed(tensor, ranks)
+        found = tensor.clone()
+        dist.all_reduce(found, group=ranks.process_group)
+        return found
 
     def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
-        return scattered(tensor, ranks, scale)
+        found = tensor.new_empty(len(tensor) // ranks.size)
+        reduce_scatter_single(found, tensor, group=ranks.process_group)
+        return found.mul_(scale)
 
-    def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
+    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, dtype=dtype)
 
-    def compile_count(self) -> int:
-        return 0
-
-    def compile_seconds(self) -> float:
-        return 0.0
-
-    def execute_seconds(self) -> float:
-        return 0.0
-
-    def host_operators(self) -> dict[str, int]:
-        return {}
-
-    def device_name(self) -> str:
-        return self.name
-
-    def hlo_text(self, tensors: Sequence[Tensor]) -> str:
-        return ""
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)  # of the host and of GPUs
 
 
 class Accelerator(Eager):
     """The same of a device with memory of its own and a library for its collectives."""
 
-    device: torch.device
-    shares_host_memory = False
     can_compile = True
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: [tensor.detach().cpu() for tensor in tensors]
-
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.fetch(tensors)()
 
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         del host_gather
@@ -111,37 +82,11 @@ def replayed(get: Callable[[], _State], put: Callable[[_State], None]) -> Callab
     return replay
 
 
-# Collectives of the process group of a tensor's device: gloo or nccl.
-
-
-def gathered(tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
-    """That of all ranks, or of a group; its own where there is no process group."""
-    if not dist.is_initialized():
-        return tensor
-    size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
-    found = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
-    all_gather_single(found, tensor, group=group)
-    return found
-
-
-def summed(tensor: Tensor, ranks: RankGroup) -> Tensor:
-    found = tensor.clone()
-    dist.all_reduce(found, group=ranks.process_group)
-    return found
-
-
-def scattered(tensor: Tensor, ranks: RankGroup, scale: float) -> Tensor:
-    found = tensor.new_empty(len(tensor) // ranks.size)
-    reduce_scatter_single(found, tensor, group=ranks.process_group)
-    return found.mul_(scale)
-
-
 class CpuBackend(Eager):
     """Backend of the host itself."""
 
     name = "cpu"
     shares_host_memory = True
-    can_compile = False
     default_tokens = 1024  # for each core: activations stay in its share of the cache
 
     def __init__(self) -> None:
@@ -156,11 +101,8 @@ class CpuBackend(Eager):
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         return host_gather([tensor.detach() for tensor in tensors])
 
-    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor.detach().clone() for tensor in tensors]
-
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        copies = self.to_host(tensors)
+        copies = [tensor.detach().clone() for tensor in tensors]
         return lambda: copies
 
     def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
@@ -169,14 +111,5 @@ class CpuBackend(Eager):
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
         return replayed(torch.get_rng_state, torch.set_rng_state)
 
-    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
-        return torch.autocast("cpu", dtype=dtype)
-
-    def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
     def memory_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)
-
-    def synchronise(self) -> None:
-        return None

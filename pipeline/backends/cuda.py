@@ -90,12 +90,6 @@ class CudaBackend(Accelerator):
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
         return replayed(torch.cuda.get_rng_state, torch.cuda.set_rng_state)
 
-    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
-        return torch.autocast("cuda", dtype=dtype)
-
-    def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)  # of the host and of GPUs
-
     def memory_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))
 

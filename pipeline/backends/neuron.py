@@ -114,11 +114,8 @@ class NeuronBackend(Accelerator):
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
         return replayed(torch.neuron.get_rng_state, torch.neuron.set_rng_state)  # type: ignore[attr-defined]
 
-    def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
-        return torch.autocast("neuron", dtype=dtype)
-
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        super().seed(seed)
         torch.neuron.manual_seed(seed)  # type: ignore[attr-defined]
 
     def compile_count(self) -> int:

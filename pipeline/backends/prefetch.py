@@ -9,21 +9,16 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-class _Done:
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
 @contextmanager
 def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
     """Iterate `items` up to `depth` ahead. Leaving the context ends the thread."""
-    ready: queue.Queue[Item | _Done] = queue.Queue(maxsize=depth)
+    ready: queue.Queue[tuple[Item] | BaseException | None] = queue.Queue(maxsize=depth)
     left = threading.Event()
 
-    def put(item: Item | _Done) -> bool:
+    def put(found: tuple[Item] | BaseException | None) -> bool:
         while not left.is_set():
             try:
-                ready.put(item, timeout=0.1)
+                ready.put(found, timeout=0.1)
                 return True
             except queue.Full:
                 continue
@@ -32,20 +27,17 @@ def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
     def work() -> None:
         try:
             for item in items:
-                if not put(item):
+                if not put((item,)):
                     return
-            put(_Done(None))
+            put(None)
         except BaseException as error:  # raised again at the consumer's next item
-            put(_Done(error))
+            put(error)
 
     def consume() -> Iterator[Item]:
-        while True:
-            item = ready.get()
-            if isinstance(item, _Done):
-                if item.error is not None:
-                    raise item.error
-                return
-            yield item
+        while (found := ready.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found[0]
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()

@@ -4,30 +4,28 @@ import ctypes
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Batch, Function, HostGather, HostMean, RankGroup, pjrt_device
-from pipeline.backends.cpu import gathered, replayed, scattered, summed
+from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, pjrt_device
+from pipeline.backends.cpu import CpuBackend, replayed
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
 
 
-class XlaBackend:
+class XlaBackend(Backend):
     """One PJRT device. On Neuron gradients are reduced in the graph; PJRT-CPU processes know nothing of each other."""
 
     name = "xla"
     is_lazy = True
-    can_compile = False
-    compiles_steps = False
     spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/sharded.py
     default_tokens = 4096
     executes = True
@@ -61,29 +59,35 @@ class XlaBackend:
             # for good, and all_reduce does nothing (torch_xla 2.9, runtime.world_size and xla_model.all_reduce).
             self._pjrt.initialize_multiprocess(local_rank, local_world_size)
         self.device: torch.device = self._xla.device()
+        self._host = CpuBackend()  # for what is exchanged through it
 
     def runtime_world_size(self) -> int:
         if self.reduces_in_graph:
             return int(self._runtime.world_size())
         return int(self._runtime.global_runtime_device_count())
 
-    def compiled(self, function: Function) -> Function:
-        return function
-
-    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        return self._device_loader(batches)
-
     @contextmanager
-    def _device_loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+    def loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
         """MpDeviceLoader uploads behind the step.
 
         Its threads end an iteration in silence when the source fails (torch_xla 2.9 parallel_loader.py,
         _loader_worker), so the source's error is kept here and raised when the loader runs dry.
         """
+        errors: list[BaseException] = []
+        left = threading.Event()
+
+        def source() -> Iterator[Batch]:
+            try:
+                for batch in batches:
+                    if left.is_set():
+                        return
+                    yield batch
+            except BaseException as error:
+                errors.append(error)
+
         module: Any = importlib.import_module("torch_xla.distributed.parallel_loader")
-        source = _Remembering(batches)
         loader = module.MpDeviceLoader(
-            source,
+            source(),
             self.device,
             loader_prefetch_size=4,
             device_prefetch_size=2,
@@ -93,13 +97,13 @@ class XlaBackend:
 
         def consume() -> Iterator[Batch]:
             yield from iterator
-            if source.error is not None:
-                raise source.error
+            for error in errors:
+                raise error
 
         try:
             yield consume()
         finally:
-            source.left = True
+            left.set()
             loader._parallel_loader.close()
 
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
@@ -120,14 +124,14 @@ class XlaBackend:
         if self.reduces_in_graph:
             found: Tensor = self._xm.all_gather(tensor, groups=_groups(ranks), pin_layout=False)
             return found
-        return gathered(self.to_host([tensor])[0], ranks).to(self.device)
+        return self._host.all_gather(self.to_host([tensor])[0], ranks).to(self.device)
 
     def all_reduce(self, tensor: Tensor, ranks: RankGroup) -> Tensor:
         if self.reduces_in_graph:
             total, groups = self._xm.REDUCE_SUM, _groups(ranks)
             found: Tensor = self._xm.all_reduce(total, tensor, groups=groups, pin_layout=False)
             return found
-        return summed(self.to_host([tensor])[0], ranks).to(self.device)
+        return self._host.all_reduce(self.to_host([tensor])[0], ranks).to(self.device)
 
     def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
         if self.reduces_in_graph:
@@ -136,7 +140,7 @@ class XlaBackend:
                 total, tensor, scale, 0, ranks.size, groups=groups, pin_layout=False
             )
             return found
-        return scattered(self.to_host([tensor])[0], ranks, scale).to(self.device)
+        return self._host.reduce_scatter(self.to_host([tensor])[0], ranks, scale).to(self.device)
 
     def gather(self, tensors: Sequence[Tensor], host_gather: HostGather) -> list[Tensor]:
         if self.gathers_in_graph:
@@ -146,9 +150,6 @@ class XlaBackend:
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         self._xla.sync()
         return self.fetch(tensors)()
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
         raise ConfigError(
@@ -207,7 +208,7 @@ class XlaBackend:
         (pytorch/xla 2.9, PjRtComputationClient::GetMemoryInfo).
         """
         if self.device_type == "CPU":
-            return int(psutil.Process().memory_info().rss)
+            return self._host.memory_bytes()
         return core_memory_bytes(os.environ) if self.device_type == "NEURON" else None
 
     def synchronise(self) -> None:
@@ -232,24 +233,6 @@ def _keep_freed_memory() -> None:
         return
     for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
         mallopt(parameter, value)
-
-
-class _Remembering:
-    """An iterable that keeps the error that ended it, and can be told to end."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches = batches
-        self.error: BaseException | None = None
-        self.left = False
-
-    def __iter__(self) -> Iterator[Batch]:
-        try:
-            for batch in self._batches:
-                if self.left:
-                    return
-                yield batch
-        except BaseException as error:  # raised again at the consumer, when the loader runs dry
-            self.error = error
 
 
 # Device memory in use on one NeuronCore, from the driver's counters in sysfs.
@@ -292,8 +275,11 @@ class XlaTracer(XlaBackend):
         super().__init__(local_rank, local_world_size, world_size)
         self.sums_by_matmul = self.shares_host_memory = False
 
-    def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        return prefetched(({name: t.to(self.device) for name, t in batch.items()} for batch in batches), depth=1)
+    @contextmanager
+    def loader(self, batches: Iterable[Batch]) -> Iterator[Iterator[Batch]]:
+        moved = ({name: t.to(self.device) for name, t in batch.items()} for batch in batches)
+        with prefetched(moved, depth=1) as ready:
+            yield ready
 
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         for tensor in computed:

@@ -140,7 +140,6 @@ class BertEncoder(TextEncoder):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """As TextEncoder.states."""
         fixed = _looked_up(self.position_embeddings, positions, tokens.shape[1]) + self.type_embeddings.weight[0]
         hidden = dropout(
             self.embedding_norm(self.word_embeddings(tokens) + fixed), self.dropout, training=self.training
@@ -167,7 +166,7 @@ class MPNetEncoder(TextEncoder):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """As TextEncoder.states. Texts of a row lie in one piece, so distances in the row are those in the text."""
+        """Texts of a row lie in one piece, so distances in the row are those in the text."""
         places = _looked_up(self.position_embeddings, positions, tokens.shape[1])
         hidden = dropout(
             self.embedding_norm(self.word_embeddings(tokens) + places), self.dropout, training=self.training
@@ -285,7 +284,7 @@ class ModernBertEncoder(TextEncoder):
         self._thetas = {True: config.global_rope_theta, False: config.local_rope_theta}
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """As TextEncoder.states. Texts of a row lie in one piece, so distances in the row are those in the text."""
+        """Texts of a row lie in one piece, so distances in the row are those in the text."""
         numbers = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         places = numbers[None] if positions is None else positions
         hidden = dropout(self.embedding_norm(self.word_embeddings(tokens)), self.dropout, training=self.training)

@@ -11,7 +11,6 @@ import inspect
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -179,18 +178,14 @@ def _named(what: str, next_command: str = "correct the factory, or model.factory
     try:
         yield
     except Exception as error:
-        where = _innermost(error.__traceback__)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         message = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{what} raised {type(error).__name__}: {message}{where}",
             expected=f"an encoder as in {_PAGE}",
             next_command=next_command,
         ) from error
-
-
-def _innermost(trace: TracebackType | None) -> str:
-    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename != __file__]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _check_tensors(module: nn.Module, name: str) -> None:

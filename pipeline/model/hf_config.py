@@ -106,7 +106,6 @@ class _PostNormJson(EncoderJson):
     layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
 
     def fields(self) -> dict[str, Any]:
-        """As EncoderJson.fields."""
         return {**super().fields(), "layer_norm_eps": self.layer_norm_eps}
 
 
@@ -176,7 +175,6 @@ class ModernBertJson(EncoderJson):
         return next(further, len(self.layer_types))
 
     def fields(self) -> dict[str, Any]:
-        """As EncoderJson.fields."""
         ropes = self.rope_parameters
         return {
             **super().fields(),

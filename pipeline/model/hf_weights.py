@@ -285,16 +285,13 @@ def initial_model(
     if config.factory is not None:
         model.load_state_dict(state | module_weights(weights, state, factory=config.factory, source=source))
         return model
-    weights = as_bert(weights, _checked_type(storage, config), spec.pad_id, source=source)
+    model_type: str = config.architecture
+    try:
+        described = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
+        described.check(config, source=storage.uri(CONFIG))
+        model_type = described.model_type
+    except KeyNotFound:
+        pass  # weights alone are of the architecture of the settings
+    weights = as_bert(weights, model_type, spec.pad_id, source=source)
     model.load_state_dict(state | encoder_from_hf(weights, state, source=source, same_vocabulary=same_vocabulary))
     return model
-
-
-def _checked_type(storage: Storage, config: ModelConfig) -> str:
-    """model_type of the folder's config.json, which must be of this model; of the settings where there is none."""
-    try:
-        found = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
-    except KeyNotFound:
-        return config.architecture
-    found.check(config, source=storage.uri(CONFIG))
-    return found.model_type

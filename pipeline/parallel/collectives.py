@@ -5,7 +5,6 @@ nodes grow with the logarithm of their number, not with that of the ranks. Every
 within one node, goes to the library of the tensor's device, as under the name "cpu:gloo,cuda:nccl".
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,24 +14,20 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllreduceOptions, PrefixStore, ReduceScatterOptions, Work
 
 from pipeline.backends.c10d import (
     GROUP_DEVICES,
     AllgatherOptions,
-    AllreduceOptions,
     GroupOptions,
     Libraries,
-    PrefixStore,
-    ReduceScatterOptions,
-    Store,
-    Work,
     group_all_gather,
     group_reduce_scatter,
     open_groups,
     timeout_of,
     work_from_future,
 )
-from pipeline.core.fabrics import FABRICS, Fabric, Group, choose_algorithm
+from pipeline.core.fabrics import FABRICS, Group, choose_algorithm
 from pipeline.core.format import format_bytes
 from pipeline.core.machines import MACHINES
 from pipeline.parallel.world import world_from_env
@@ -70,14 +65,13 @@ def largest_in_stages(group: Group | None, algorithm: str) -> float:
     """
     if group is None or algorithm == "hierarchical":
         return math.inf if group else 0
-    sizes = (2**power for power in range(10, 36))
     fabrics = [fabric for name, fabric in FABRICS.items() if name not in MACHINES]  # Neuron's runtime chooses itself
-    faster = itertools.takewhile(lambda size: all(_is_faster(group, size, fabric) for fabric in fabrics), sizes)
-    return max(faster, default=0)
-
-
-def _is_faster(group: Group, num_bytes: int, fabric: Fabric) -> bool:
-    return choose_algorithm(num_bytes, group.nodes, group.local, fabric) == "hierarchical"
+    largest = 0
+    for size in (2**power for power in range(10, 36)):
+        if any(choose_algorithm(size, group.nodes, group.local, fabric) != "hierarchical" for fabric in fabrics):
+            break
+        largest = size
+    return largest
 
 
 class HierarchicalGroup(dist.ProcessGroup):
@@ -93,14 +87,16 @@ class HierarchicalGroup(dist.ProcessGroup):
         self.options = options
         self.nodes = group_of(ranks, options.ranks_per_node or world_from_env().local_world_size)
         self.largest_in_stages = largest_in_stages(self.nodes, options.algorithm)
-        self._stages: tuple[dist.ProcessGroup, ...] = ()
+        self._stages: list[dist.ProcessGroup] = []
+        """Between nodes, within them."""
         if self.nodes is not None and self.largest_in_stages:
             node, place = divmod(rank, self.nodes.local)
-            between, within = PrefixStore(f"lane-{place}", store), PrefixStore(f"node-{node}", store)
-            self._stages = (
-                _stage(between, node, self.nodes.nodes, given, f"lane-{place}"),
-                _stage(within, place, self.nodes.local, given, f"node-{node}"),
-            )
+            lane, local = (f"lane-{place}", node, self.nodes.nodes), (f"node-{node}", place, self.nodes.local)
+            for name, number, size in (lane, local):
+                own = PrefixStore(name, store)
+                libraries = open_groups(own, number, size, given.timeout)
+                group = dist.ProcessGroup(own, number, size)
+                self._stages.append(_with(libraries, group, f"{given.group_id}-{name}"))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Between nodes first, where each rank moves its own part alone; then whole lanes within the node."""
@@ -197,11 +193,6 @@ for _name in (
 HierarchicalGroup.recvAnysource = _forwarded("recv_anysource")  # type: ignore[attr-defined]
 
 
-def _stage(store: Store, rank: int, size: int, given: GroupOptions, name: str) -> dist.ProcessGroup:
-    libraries = open_groups(store, rank, size, given.timeout)
-    return _with(libraries, dist.ProcessGroup(store, rank, size), f"{given.group_id}-{name}")
-
-
 def _with(libraries: Libraries, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """In which each tensor goes to the library of its device."""
     for device, (kind, library) in libraries.items():
@@ -222,8 +213,7 @@ def _done(result: Tensor) -> Work:
     """What a caller may wait for: on a GPU what is queued so far on the current stream, on the host nothing."""
     future: Any = torch.futures.Future(devices=[] if result.device.index is None else [result.device])
     future.set_result(result)
-    work: Work = work_from_future(future)
-    return work
+    return work_from_future(future)
 
 
 def describe(group: dist.ProcessGroup) -> str:

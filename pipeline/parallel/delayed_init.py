@@ -189,8 +189,31 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         """What an operation does to a parameter on meta; nothing for other tensors."""
         recipe = self._recipe(written)
-        if recipe is not None:
-            _record(recipe, name, function, args, options, is_random=is_random)
+        if recipe is None:
+            return
+        target, words = args[0], args[1:]
+        computed: list[Tensor] = []
+        words, options = tree_map_only(
+            Tensor, lambda value: computed.append(value) if value.is_meta else value.clone(), (words, options)
+        )
+        is_whole = target.numel() == recipe.meta.numel()
+        overwrites = is_whole and name in _OVERWRITING
+        if computed or _storage(target) != _storage(recipe.meta):
+            recipe.lost = _COMPUTED.format(name)
+            return
+        if overwrites:
+            recipe.start, recipe.lost = None, ""
+            recipe.steps.clear()
+            recipe.states.clear()
+        elif recipe.start is None and not recipe.steps and not recipe.lost:
+            recipe.lost = f"it has its values before it is registered in a module, and {name} changes only some of them"
+        size, stride = target.size(), target.stride()
+        if is_random:
+            generator = options.pop("generator", None) or torch.default_generator
+            recipe.states.append(generator.get_state())
+            # Drawn now as well, so that whoever draws next gets what he would have got.
+            function(torch.empty_strided(size, stride, dtype=target.dtype), *words, **options, generator=generator)
+        recipe.steps.append(Step(function, size, stride, target.storage_offset(), words, options, is_random))
 
     def lose(self, tensor: Tensor, name: str) -> None:
         if (recipe := self._recipe(tensor)) is not None:
@@ -222,34 +245,6 @@ def _written(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> I
             value = args[index] if index < len(args) else options.get(argument.name)
             if isinstance(value, Tensor):
                 yield value
-
-
-def _record(
-    recipe: Recipe, name: str, function: Any, args: tuple[Any, ...], options: dict[str, Any], *, is_random: bool
-) -> None:
-    target, words = args[0], args[1:]
-    computed: list[Tensor] = []
-    words, options = tree_map_only(
-        Tensor, lambda value: computed.append(value) if value.is_meta else value.clone(), (words, options)
-    )
-    is_whole = target.numel() == recipe.meta.numel()
-    overwrites = is_whole and name in _OVERWRITING
-    if computed or _storage(target) != _storage(recipe.meta):
-        recipe.lost = _COMPUTED.format(name)
-        return
-    if overwrites:
-        recipe.start, recipe.lost = None, ""
-        recipe.steps.clear()
-        recipe.states.clear()
-    elif recipe.start is None and not recipe.steps and not recipe.lost:
-        recipe.lost = f"it has its values before it is registered in a module, and {name} changes only some of them"
-    size, stride = target.size(), target.stride()
-    if is_random:
-        generator = options.pop("generator", None) or torch.default_generator
-        recipe.states.append(generator.get_state())
-        # Drawn now as well, so that whoever draws next gets what he would have got.
-        function(torch.empty_strided(size, stride, dtype=target.dtype), *words, **options, generator=generator)
-    recipe.steps.append(Step(function, size, stride, target.storage_offset(), words, options, is_random))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ write, so everything that reads such files reads it.
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -76,7 +76,11 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
                 _check_types(entries)
             if is_main:
                 with os_errors("writing", storage.uri(name)):
-                    staging = stack.enter_context(_staging(storage, name))
+                    if (target := storage.local_path(name)) is None:
+                        staging = Path(stack.enter_context(TemporaryDirectory()))
+                    else:  # beside the place, so that publishing is a rename
+                        atomic.make_dirs(target.parent)
+                        staging = stack.enter_context(atomic.temp_dir(target))
         errors = [_written(staging and staging / file, *content) for file, content in files.items()]
 
         def commit() -> None:
@@ -106,10 +110,13 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             raise CheckpointError(error.seen, expected="a folder that save wrote") from error
 
     found = patiently(fetch, "loading")
-    with together("loading"), _safetensors_errors(found):
-        _read(found / WEIGHTS, _model_entries(model))
-        if optimizer is not None:
-            _load_optimizer(found / OPTIMIZER, model, optimizer)
+    with together("loading"):
+        try:
+            _read(found / WEIGHTS, _model_entries(model))
+            if optimizer is not None:
+                _load_optimizer(found / OPTIMIZER, model, optimizer)
+        except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            raise CheckpointError(f"{found}: {error}", expected="files that save wrote") from error
 
 
 def _check_types(entries: Sequence[Entry]) -> None:
@@ -124,19 +131,6 @@ def _check_types(entries: Sequence[Entry]) -> None:
 
 def _place(folder: str | Path) -> tuple[Storage, str]:
     return place_of(str(folder), retry=RetryPolicy(), stop=StopSignal(), follow_links=True)
-
-
-@contextmanager
-def _staging(storage: Storage, name: str) -> Iterator[Path]:
-    """A folder beside the place under file://, so that publishing is a rename."""
-    target = storage.local_path(name)
-    if target is None:
-        with TemporaryDirectory() as folder:
-            yield Path(folder)
-    else:
-        atomic.make_dirs(target.parent)
-        with atomic.temp_dir(target) as beside:
-            yield beside
 
 
 def _model_entries(model: nn.Module) -> list[Entry]:
@@ -209,21 +203,14 @@ def check_shapes(source: str, expected: Mapping[str, list[int]], shapes: Mapping
             )
 
 
-@contextmanager
-def _safetensors_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder}: {error}", expected="files that save wrote") from error
-
-
 # An optimizer: tensors like its parameters and numbers, by name of the parameter, and options of its groups.
 
 
 def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Entry], dict[str, str]]:
     parts, entries, numbers, groups = fused_parts(model), [], {}, []
     for names, group in _groups(model, optimizer):
-        options = {key: _plain(value) for key, value in group.items() if _is_option(key, value)}
+        options = {key: value for key, value in group.items() if _is_option(key, value)}
+        options = {key: value.item() if isinstance(value, Tensor) else value for key, value in options.items()}
         groups.append({"names": names, "options": options})
         for name, parameter in zip(names, group["params"], strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -295,10 +282,6 @@ def _is_option(key: str, value: object) -> bool:
         or (isinstance(value, Tensor) and value.numel() == 1)
         or (isinstance(value, tuple | list) and all(isinstance(one, bool | int | float) for one in value))
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _like(current: object, saved: Any) -> Any:

@@ -114,8 +114,17 @@ def track(
                         hook.remove()
                     result.backward()  # type: ignore[no-untyped-call]
                     del result
-            found = _by_use(tracker.get_tracker_snapshot("peak")[backend.device])
-    return Memory(**found, unit_inputs=tuple(inputs))
+            snapshot: dict[Any, int] = tracker.get_tracker_snapshot("peak")[backend.device]
+    uses = {str(getattr(kind, "value", kind)): count for kind, count in snapshot.items()}
+    return Memory(
+        parameters=uses["Sharded Param"],
+        moments=uses["OptState"],
+        gradients=uses["Sharded Grad"],
+        activations=uses["Activation"] + uses["Temp"] + uses["Inputs"] + uses["Buffer"],
+        gathered=sum(uses[kind] for kind in ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter")),
+        peak=uses["Total"],
+        unit_inputs=tuple(inputs),
+    )
 
 
 def track_relevance(
@@ -141,18 +150,6 @@ def track_relevance(
         return relevance_loss(model(GroupInputs(ids, ids, ids, features, categories)), targets, loss)
 
     return track(lambda: RelevanceModel(config, spec), step, plan, world_size)
-
-
-def _by_use(snapshot: dict[Any, int]) -> dict[str, int]:
-    uses = {str(getattr(kind, "value", kind)): count for kind, count in snapshot.items()}
-    return {
-        "parameters": uses["Sharded Param"],
-        "moments": uses["OptState"],
-        "gradients": uses["Sharded Grad"],
-        "activations": uses["Activation"] + uses["Temp"] + uses["Inputs"] + uses["Buffer"],
-        "gathered": sum(uses[kind] for kind in ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter")),
-        "peak": uses["Total"],
-    }
 
 
 class _Moments(torch.optim.Optimizer):

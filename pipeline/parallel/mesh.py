@@ -45,10 +45,6 @@ class Mesh:
         """Those that this rank exchanges with along an axis."""
         return RankGroup(self.layout.rank, self.layout.groups(axis), self.devices.get_group(axis))
 
-    @property
-    def tensor_axis(self) -> DeviceMesh:
-        return self.devices[TENSOR]
-
 
 def check_plan(plan: Plan, backend: Backend) -> None:
     """Before anything is traced or allocated. Raises ConfigError for what this device cannot do, with the way out."""

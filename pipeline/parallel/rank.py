@@ -33,7 +33,8 @@ def main(words: Sequence[str]) -> None:
     try:
         run_script(words)
     except SystemExit as ended:
-        codes[0] = _code_of_exit(ended)
+        code = ended.code  # as the interpreter has it: nothing is 0, a text (which it prints) is 1
+        codes[0] = EXIT_OK if code is None else code & 0xFF if isinstance(code, int) else EXIT_BUG
         raise
     except BaseException as error:
         codes[0] = exit_code(error)
@@ -69,13 +70,6 @@ def exit_code(error: BaseException) -> int:
     if of_library or any(part in str(error) for part in _PEER_IS_LOST):
         return TransientError.exit_code
     return EXIT_BUG
-
-
-def _code_of_exit(ended: SystemExit) -> int:
-    """As the interpreter has it: nothing is 0, a text (which it prints) is 1."""
-    if ended.code is None:
-        return EXIT_OK
-    return ended.code & 0xFF if isinstance(ended.code, int) else EXIT_BUG
 
 
 def _show(error: BaseException) -> None:

@@ -36,14 +36,12 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         return forward(*args, **kwargs)
     names = tuple(name for name, value in kwargs.items() if isinstance(value, Tensor))
     others = {name: _CACHES.get(name, value) for name, value in kwargs.items() if name not in names}
-    run = partial(_arranged, forward, names, others)  # holds no tensor: they are checkpoint's to keep
+
+    def run(*given: Any) -> Any:  # holds no tensor: they are checkpoint's to keep
+        place = len(given) - len(names)
+        return forward(*given[:place], **others, **dict(zip(names, given[place:], strict=True)))
+
     return checkpoint(run, *args, *(kwargs[name] for name in names), use_reentrant=False)
-
-
-def _arranged(forward: Callable[..., Any], names: tuple[str, ...], others: dict[str, Any], *given: Any) -> Any:
-    """The last of what is given has names."""
-    place = len(given) - len(names)
-    return forward(*given[:place], **others, **dict(zip(names, given[place:], strict=True)))
 
 
 def recomputed(backend: Backend, layer: nn.Module, *inputs: Tensor) -> Tensor:

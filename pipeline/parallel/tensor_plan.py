@@ -1,7 +1,7 @@
 """How the matrices of a model's layers are split over tensor peers: by the model, its configuration, or its user."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -103,7 +103,8 @@ def tensor_styles(model: nn.Module, given: TensorPlan | None, degree: int) -> li
         for name in names:
             _check_split(name, modules[name], made, degree, tied)
         found += [(name, made) for name in names]
-    _check_heads(model, given, degree)
+    if given is None:  # of a plan that was given, its giver knows
+        _check_heads(model, degree)
     return found
 
 
@@ -197,22 +198,17 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return {name: names[name == names[0]] for names in shared for name in names}
 
 
-def _check_heads(model: nn.Module, given: TensorPlan | None, degree: int) -> None:
-    """A rank has whole heads. Of a plan that was given, its giver knows."""
-    for name, heads in _heads(model) if given is None else ():
-        if heads % degree:
+def _check_heads(model: nn.Module, degree: int) -> None:
+    """A rank has whole heads."""
+    if isinstance(model, RelevanceModel):
+        found: dict[str, Any] = {"num_heads": model.encoder.layers[0].num_heads}
+    else:
+        config: Any = getattr(model, "config", None)
+        found = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, heads in found.items():
+        if isinstance(heads, int) and heads % degree:
             raise ConfigError(
                 f"tensor_degree {degree} over {heads} heads ({name})",
                 expected="a degree that divides them",
                 next_command="another tensor_degree",
             )
-
-
-def _heads(model: nn.Module) -> Iterator[tuple[str, int]]:
-    if isinstance(model, RelevanceModel):
-        yield "num_heads", model.encoder.layers[0].num_heads  # type: ignore[misc]
-        return
-    config: Any = getattr(model, "config", None)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if isinstance(heads := getattr(config, name, None), int):
-            yield name, heads

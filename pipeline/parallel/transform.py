@@ -19,7 +19,7 @@ from pipeline.core.shuffle import stream_key
 from pipeline.parallel.delayed_init import Recipe, recipe_of
 from pipeline.parallel.files import load
 from pipeline.parallel.gang import exchanged, peers
-from pipeline.parallel.mesh import Mesh, check_same, together
+from pipeline.parallel.mesh import TENSOR, Mesh, check_same, together
 from pipeline.parallel.offload import offload_units
 from pipeline.parallel.recompute import recompute_units
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles
@@ -69,16 +69,9 @@ def spread(model: Model, mesh: Mesh, *, units: UnitRule = find_units, tensor_pla
     return model
 
 
-def keep_whole(model: nn.Module, mesh: Mesh) -> None:
-    """In place, where every rank has all of the model and meets the others once a step: on the device, recomputed."""
-    if mesh.plan.recompute == "units":
-        recompute_units([unit for _, unit in find_units(model)])
-    model.to(mesh.backend.device)
-
-
 def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
     """In place, what `spread` does once ranks agree; without peers too, for memory.py."""
-    split(model, styles, mesh.tensor_axis)
+    split(model, styles, mesh.devices[TENSOR])
     if mesh.plan.recompute == "units":
         recompute_units(units)
     if mesh.plan.offload_horizon:

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.format import format_duration
 from pipeline.registry.checkpoints import key_in
@@ -32,7 +31,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"train: done already, checkpoint {ctx.workspace.uri(earlier.outputs['checkpoint'])}")
         return earlier.model_copy(update={"status": "already_done"})
     if parent is not None and not inputs.selection.new and (key := key_in(ctx.workspace, parent.uri)):
-        return _nothing_new(ctx, inputs, parent, key, started)
+        # Without a new partition the candidate is the parent, as it is.
+        result = _commit(ctx, inputs, key, {"step": parent.state.step, "steps_done": 0, "late": False}, started)
+        ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
+        return result
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     with open_run(settings, ctx, inputs, tokenizer) as opened:
         outcome = train(opened)
@@ -42,25 +44,11 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     return result
 
 
-def _nothing_new(ctx: StageContext, inputs: RunInputs, parent: Checkpoint, key: str, started: datetime) -> StageResult:
-    """A cycle without a new partition: its candidate is the parent, as it is."""
-    figures: dict[str, Figure] = {"step": parent.state.step, "steps_done": 0, "late": False}
-    result = _commit(ctx, inputs, key, figures, started)
-    ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
-    return result
-
-
 def _commit(
     ctx: StageContext, inputs: RunInputs, checkpoint: str, figures: dict[str, Figure], started: datetime
 ) -> StageResult:
     """The result of this run, stored by rank 0."""
-    result = ctx.finish(
-        NAME,
-        started,
-        inputs=inputs.identity,
-        outputs={"checkpoint": checkpoint},
-        figures=figures,
-    )
+    result = ctx.finish(NAME, started, inputs=inputs.identity, outputs={"checkpoint": checkpoint}, figures=figures)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 

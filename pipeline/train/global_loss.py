@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.core.batching import RankShare
 from pipeline.model.losses import (
     Memory,
     Targets,
@@ -26,7 +25,7 @@ from pipeline.model.losses import (
     temperature_of,
 )
 from pipeline.model.relevance import RelevanceOutputs
-from pipeline.train.config import TrainConfig, needs_two_passes
+from pipeline.train.config import TrainConfig
 
 
 class Contrast(NamedTuple):
@@ -57,14 +56,8 @@ class GlobalLoss:
     world_size: int
     gather: Callable[[list[Tensor]], list[Tensor]]
     """The rows of all ranks, in the order of the global batch, without a gradient."""
-    gathers_in_graph: bool
     log_scale: Tensor | None
     """Parameter of the temperature, where that is learnt."""
-
-    @property
-    def needs_two_passes(self) -> bool:
-        share = RankShare(0, self.world_size, self.accumulation)
-        return needs_two_passes(self.config, share, gathers_in_graph=self.gathers_in_graph)
 
     def contrast(self, mine: Sequence[Tensor], memory: Memory | None = None) -> tuple[Contrast, Memory | None]:
         """Between the two passes, and the memory after it.

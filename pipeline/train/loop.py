@@ -4,6 +4,7 @@ Rules it keeps: no value is read back from the device inside a step; a checkpoin
 of all its steps are on disk; every batch is counted; the stop signal is agreed on by all ranks at a step boundary.
 """
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -22,24 +23,24 @@ from pipeline.data.loader import GroupSource, sample_digest, training_batches
 from pipeline.parallel.gang import Gang
 from pipeline.telemetry.console import Console, StepFigures
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import TrainConfig
-from pipeline.train.optimizer import control_values, learning_rate
+from pipeline.train.config import OptimizerConfig, TrainConfig
+from pipeline.train.optimizer import control_values
 from pipeline.train.step import TEMPERATURE, TrainProgram
 
 # The stream of micro-batches of one run: made ahead in a thread, matched with what the host knows of each.
 
 
-def schedule_of(config: TrainConfig, step: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (1-based)."""
-    optimizer = config.optimizer
-    return learning_rate(
-        step,
-        max_steps=max_steps,
-        peak=optimizer.learning_rate,
-        shape=optimizer.schedule,
-        warmup_steps=round(optimizer.warmup_fraction * max_steps),
-        final_fraction=optimizer.final_fraction,
-    )
+def schedule_of(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    """Learning rate of optimizer step `step` (1-based): linear warm-up, then down to `final_fraction` of the peak."""
+    peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
+    if step <= warmup_steps:
+        return peak * step / max(1, warmup_steps)
+    if config.schedule == "constant":
+        return peak
+    # The step before the end of the decay, so that the last step still learns.
+    progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return peak * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
 
 
 class BatchStream:
@@ -49,17 +50,17 @@ class BatchStream:
         self, source: GroupSource, plan: BatchPlan, share: RankShare, config: TrainConfig, start: int, max_steps: int
     ) -> None:
         self.accumulation, self.start, self.max_steps = share.accumulation, start, max_steps
-        self._source, self._plan, self._share, self._config = source, plan, share, config
+        self._source, self._plan, self._share, self._optimizer = source, plan, share, config.optimizer
         self._notes: deque[tuple[int, int, int, float]] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
         stream = training_batches(self._source, self._plan, self._share, self.start, self.max_steps)
         for micro in stream:
             step = micro.position + 1
-            control = control_values(step, schedule_of(self._config, step, self.max_steps), self._config.optimizer)
+            rate = schedule_of(self._optimizer, step, self.max_steps)
             tokens = int(torch.count_nonzero(micro.tensors["segments"]))
             self._notes.append((micro.position, tokens, sample_digest(micro.sample_ids), time.monotonic()))
-            yield {**micro.tensors, "control": control}
+            yield {**micro.tensors, "control": control_values(step, rate, self._optimizer)}
 
     def received(self, position: int) -> tuple[int, int, float]:
         """Call once for every batch received: (real tokens, digest of its samples, when it was ready on the host).
@@ -84,17 +85,11 @@ def add_digests(digests: list[int]) -> int:
 # Where the time of an interval went, and how fast it was.
 
 
-@dataclass(frozen=True)
-class Interval:
-    steps: int
+class Interval(NamedTuple):
     seconds: float
-    data_wait_s: float
     samples_per_s: float
     tokens_per_s: float
-
-    @property
-    def data_wait_share(self) -> float:
-        return self.data_wait_s / self.seconds if self.seconds > 0 else 0.0
+    data_wait_share: float
 
 
 class Pace:
@@ -108,23 +103,20 @@ class Pace:
         self._started = time.monotonic()
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
-    def waited(self, seconds: float) -> None:
-        self._wait_s += seconds
-
-    def step_done(self, tokens: int) -> None:
-        """One optimizer step of this rank is traced or done; `tokens` without padding."""
+    def step_done(self, tokens: int, waited_s: float) -> None:
+        """One optimizer step of this rank is traced or done; `tokens` without padding. `waited_s`: for its data."""
         self._steps += 1
         self._tokens += tokens
+        self._wait_s += waited_s
 
     def read(self) -> Interval:
         """Call right after the device was waited for, so that the interval is real time."""
         seconds = max(1e-9, time.monotonic() - self._started)
         interval = Interval(
-            self._steps,
             seconds,
-            self._wait_s,
             self._steps * self._samples / seconds,
             self._tokens * self._data_size / seconds,
+            self._wait_s / seconds,
         )
         if self._steps:
             newest = seconds / self._steps
@@ -137,7 +129,6 @@ class Pace:
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
 
-Emit = Callable[..., None]
 _DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batching and data/sampler
 Ended = Literal["complete", "stopped", "late", "converged"]
 
@@ -159,7 +150,7 @@ class Hooks:
     evaluate: Callable[[int], Standing]
     save: Callable[[int], None]
     scalars: Callable[[int, dict[str, float]], None]
-    emit: Emit
+    emit: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -242,7 +233,7 @@ class TrainLoop:
 
     def _one_step(self, batches: Iterator[Batch]) -> None:
         """Fetch the micro-batches and take the step. Nothing here waits for the device (except reductions on hosts)."""
-        tokens, digest, micros = 0, 0, []
+        tokens, digest, waited_s, micros = 0, 0, 0.0, []
         for _ in range(self.stream.accumulation):
             asked_at = time.monotonic()
             batch = next(batches, None)
@@ -250,7 +241,7 @@ class TrainLoop:
                 raise RuntimeError(f"the loader ended at step {self.step} of {self.max_steps}")
             micro_tokens, micro_digest, ready_at = self.stream.received(self.step)
             # Not the clock around next(): on XLA that waits for the device.
-            self._pace.waited(max(0.0, ready_at - asked_at))
+            waited_s += max(0.0, ready_at - asked_at)
             tokens, digest = tokens + micro_tokens, add_digests([digest, micro_digest])
             micros.append(batch)
         seeds: list[int] = []
@@ -259,7 +250,7 @@ class TrainLoop:
             seeds = [stream_key(*purpose, micro) % 2**31 for micro in range(self.stream.accumulation)]
         self.program.step(micros, seeds=seeds)
         self._digests.append(digest)
-        self._pace.step_done(tokens)
+        self._pace.step_done(tokens, waited_s)
         self.step += 1
 
     def _due(self, every: int) -> bool:
@@ -293,7 +284,7 @@ class TrainLoop:
             raise RuntimeError(f"the device saw the batches of steps {seen} where {due} were due")
         last = figures[-1]
         losses = [row["loss"] for row in figures]
-        rate = schedule_of(self.config, self.step, self.max_steps)
+        rate = schedule_of(self.config.optimizer, self.step, self.max_steps)
         learnt = {TEMPERATURE: last[TEMPERATURE]} if TEMPERATURE in last else {}
         left_s = None if self._deadline is None else self._deadline - time.monotonic()
         eta_s = (self.max_steps - self.step) * self._pace.seconds_per_step

@@ -3,30 +3,15 @@
 Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019), algorithm 2.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pipeline.parallel.strategies.base import Part
-from pipeline.train.config import GuardConfig, OptimizerConfig, Shape
+from pipeline.parallel.strategies.base import Chunk
+from pipeline.train.config import GuardConfig, OptimizerConfig
 
 CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
-
-
-def learning_rate(
-    step: int, *, max_steps: int, peak: float, shape: Shape, warmup_steps: int, final_fraction: float
-) -> float:
-    """Rate of optimizer step `step` (1-based): linear warm-up to `peak`, then down to `final_fraction * peak`."""
-    if step <= warmup_steps:
-        return peak * step / max(1, warmup_steps)
-    if shape == "constant":
-        return peak
-    # The step before the end of the decay, so that the last step still learns.
-    progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
-    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if shape == "cosine" else 1.0 - progress
-    return peak * (final_fraction + (1.0 - final_fraction) * remaining)
 
 
 def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> Tensor:
@@ -40,7 +25,7 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
     )
 
 
-def rate_of(part: Part, num_layers: int, config: OptimizerConfig) -> float:
+def rate_of(part: Chunk, num_layers: int, config: OptimizerConfig) -> float:
     """Multiple of the learning rate for the parameters of a part; the encoder has `num_layers`.
 
     Layer l of L learns at layer_decay^(L - l), the embeddings are layer 0 (Howard and Ruder, "Universal Language Model
@@ -132,23 +117,14 @@ class AdamW:
         )
 
 
-class WeightAverage:
-    """A moving average of the masters; without a decay there is none."""
+def move_average(average: Sequence[Tensor], weights: Sequence[Tensor], decay: float, step: Tensor) -> None:
+    """Move a moving average towards the weights. Early ones forget faster: they began with weights of no training.
 
-    def __init__(self, masters: Sequence[Tensor], decay: float) -> None:
-        self._masters, self._decay = masters, decay
-        self.tensors = [master.detach().clone() for master in masters] if decay else []
-
-    def move(self, step: Tensor) -> None:
-        """Move towards the masters. Early averages forget faster: they began with weights of no training.
-
-        The decay is min(average_decay, (1 + t) / (10 + t)) at step t (TensorFlow's ExponentialMovingAverage).
-        """
-        if not self.tensors:
-            return
-        share = torch.clamp(9.0 / (10.0 + step), min=1.0 - self._decay)
-        for average, master in zip(self.tensors, self._masters, strict=True):
-            average.copy_(average + (master - average) * share)
+    The decay is min(average_decay, (1 + t) / (10 + t)) at step t (TensorFlow's ExponentialMovingAverage).
+    """
+    share = torch.clamp(9.0 / (10.0 + step), min=1.0 - decay)
+    for mean, weight in zip(average, weights, strict=True):
+        mean.copy_(mean + (weight - mean) * share)
 
 
 # NaN and spike guard, decided on the device: a bad step changes nothing, and the host learns of it later.

@@ -41,7 +41,20 @@ def open_program(
     if spread or backend.compiles_steps:
         strategy = module_strategy(model, backend, config, gang)
     elif layout.shard_size > 1:
-        strategy = state_strategy(model, backend, config, gang)
+        prepare_model(model, backend, config)
+        mesh = open_mesh(plan, backend, timeout_s=config.collective_timeout_s)
+        strategy = ShardedFlatStrategy(
+            model,
+            backend,
+            precision=config.precision,
+            chunk_mib=config.chunk_mib,
+            by_layer=config.optimizer.by_layer,
+            recompute=plan.recompute == "units",
+            shards=mesh.ranks(SHARD),
+            replicas=mesh.ranks(REPLICATE),
+            host_gather=gang.gather_rows,
+            is_averaged=config.average_decay > 0,
+        )
     else:
         strategy = flat_strategy(
             model, backend, config, world_size=share.world_size, host_mean=gang.mean, host_gather=gang.gather_rows
@@ -63,24 +76,6 @@ def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig
         by_layer=config.optimizer.by_layer,
         host_mean=gang.mean,
         host_gather=gang.gather_rows,
-    )
-
-
-def state_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> FlatStrategy:
-    """Whole weights on every rank, the optimizer's state in slices. Takes the model over."""
-    prepare_model(model, backend, config)
-    mesh = open_mesh(config.parallel, backend, timeout_s=config.collective_timeout_s)
-    return ShardedFlatStrategy(
-        model,
-        backend,
-        precision=config.precision,
-        chunk_mib=config.chunk_mib,
-        by_layer=config.optimizer.by_layer,
-        recompute=config.parallel.recompute == "units",
-        shards=mesh.ranks(SHARD),
-        replicas=mesh.ranks(REPLICATE),
-        host_gather=gang.gather_rows,
-        is_averaged=config.average_decay > 0,
     )
 
 

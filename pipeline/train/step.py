@@ -14,13 +14,13 @@ from torch import Tensor
 from pipeline.backends import Backend, step_program
 from pipeline.compile.watch import GraphWatch, NoWatch, Place
 from pipeline.core.batching import Bucket, RankShare
-from pipeline.core.errors import DataError
+from pipeline.core.errors import CheckpointError, DataError
 from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Memory, empty_memory, temperature_of
 from pipeline.model.relevance import RelevanceOutputs
-from pipeline.parallel.strategies.base import Strategy
-from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
+from pipeline.parallel.strategies.base import KINDS, Strategy
+from pipeline.train.config import TrainConfig, groups_of_batch, needs_two_passes, rows_of_batch
 from pipeline.train.global_loss import Contrast, GlobalLoss, targets_of
-from pipeline.train.optimizer import AdamW, SpikeGuard, WeightAverage, rate_of
+from pipeline.train.optimizer import AdamW, SpikeGuard, move_average, rate_of
 
 FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
 TEMPERATURE = "temperature"
@@ -56,15 +56,17 @@ class TrainProgram:
         decayed = [part.decayed for part in strategy.parts]
         written_out = backend.is_lazy or backend.compiles_steps
         self.optimizer = AdamW(self._masters, decayed, config.optimizer, traced=written_out, rates=rates)
-        self.average = WeightAverage(strategy.weights, config.average_decay)
+        self.average: list[Tensor] = []
+        """Of the weights, over the steps; none without train.average_decay."""
+        if config.average_decay:
+            self.average = [weight.detach().clone() for weight in strategy.weights]
         self.guard = SpikeGuard(config.guard, backend.device)
         self._log_scale: Tensor | None = None
         self._log_scale_master: Tensor | None = None
         if config.loss.learn_temperature:
             self._log_scale, self._log_scale_master = strategy.single(LOG_SCALE)
-        self._loss = GlobalLoss(
-            config, share.accumulation, share.world_size, strategy.gather, backend.gathers_in_graph, self._log_scale
-        )
+        self._loss = GlobalLoss(config, share.accumulation, share.world_size, strategy.gather, self._log_scale)
+        self._has_two_passes = needs_two_passes(config, share, gathers_in_graph=backend.gathers_in_graph)
         self._memory: Memory | None = None
         if config.loss.memory_batches:
             products = groups_of_batch(config) * (config.candidates_per_query + config.mined_per_query)
@@ -83,14 +85,11 @@ class TrainProgram:
         self._loss_of = step_program(backend, self._loss.of_gathered)
         self._change = step_program(backend, self._changed)
         self._note = step_program(backend, self._noted)
-        self._settle()
-
-    @torch.no_grad()
-    def _settle(self) -> None:
-        """Bring the state into the form it has after a step; else the first step would be a graph of its own."""
-        for tensor in [*self._masters, *self._copies, *self.average.tensors] if self.backend.is_lazy else ():
-            tensor.copy_(tensor.clone())
-        self._cut("start", [*self._state(), *(self._memory or ())])
+        # The form that the state has after a step; else the first one would be a graph of its own.
+        with torch.no_grad():
+            for tensor in [*self._masters, *self._copies, *self.average] if backend.is_lazy else ():
+                tensor.copy_(tensor.clone())
+            self._cut("start", [*self._state(), *(self._memory or ())])
 
     def forward(self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None) -> RelevanceOutputs:
         """Scores and embeddings of one batch on the device. `weights`: not those in training, but these."""
@@ -115,7 +114,7 @@ class TrainProgram:
 
     def accumulate(self, micros: Sequence[Mapping[str, Tensor]], seeds: Sequence[int] = ()) -> None:
         """Forward and backward of all of them; `reduced` has what comes of it."""
-        contrast = self._first_pass(micros, seeds) if self._loss.needs_two_passes else None
+        contrast = self._first_pass(micros, seeds) if self._has_two_passes else None
         for number, batch in enumerate(micros):
             if seeds:
                 self.backend.seed(seeds[number])
@@ -192,7 +191,8 @@ class TrainProgram:
         """The last rows of figures, with one more; the average of the weights moves."""
         if self._log_scale is not None:
             figures = [*figures, temperature_of(self._log_scale)[0]]
-        self.average.move(control[3])
+        if self.average:
+            move_average(self.average, self.strategy.weights, self.config.average_decay, control[3])
         # A shift, not an indexed write: static on every device.
         return torch.cat([rows[1:], torch.stack(figures)[None]])
 
@@ -235,17 +235,17 @@ class TrainProgram:
     @property
     def _served(self) -> Sequence[Tensor]:
         """The weights of the model that is evaluated and saved."""
-        return self.average.tensors or self.strategy.weights
+        return self.average or self.strategy.weights
 
     @property
     def _remembered(self) -> Sequence[Tensor]:
         """The memory, where the graph of the gradient makes the next one; a first pass has it in its own."""
-        return () if self._memory is None or self._loss.needs_two_passes else self._memory
+        return () if self._memory is None or self._has_two_passes else self._memory
 
     def _state(self) -> list[Tensor]:
         """Everything an update changes."""
         guard, *vectors = self._optimizer_state().values()
-        first = self.average.tensors or self._masters
+        first = self.average or self._masters
         return [*guard, *first, *chain.from_iterable(vectors), *self._copies, self._figures]
 
     def _optimizer_state(self) -> dict[str, list[Tensor]]:
@@ -253,9 +253,14 @@ class TrainProgram:
             "exp_avg": self.optimizer.exp_avg,
             "exp_avg_sq": self.optimizer.exp_avg_sq,
         }
-        if self.average.tensors:
+        if self.average:
             vectors["masters"] = self._masters
-        return {"guard": [self.guard.state], **self.strategy.named(vectors)}
+        found = {"guard": [self.guard.state]}
+        for name, tensors in vectors.items():
+            for kind, decayed in KINDS.items():
+                pairs = zip(tensors, self.strategy.parts, strict=True)
+                found[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
+        return found
 
     def _saved_state(self) -> dict[str, list[Tensor]]:
         """By name in a checkpoint: the optimizer's, and the memory."""
@@ -267,11 +272,16 @@ class TrainProgram:
         return self.strategy.snapshot(self._served, self._saved_state())
 
     def restore(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> None:
-        """Put weights (our names, any dtype) and, when resuming, the optimizer state on the device."""
-        into = [self._served]
-        if optimizer is None and self.average.tensors:  # training begins with what was served
+        """Put weights (our names, any dtype) on the device and, when resuming, the optimizer state.
+
+        Raises CheckpointError for the state of another model or optimizer.
+        """
+        state, into = self._saved_state(), [self._served]
+        if optimizer is not None and optimizer.keys() != state.keys():
+            raise CheckpointError(f"optimizer state with {sorted(optimizer)}", expected=str(sorted(state)))
+        if optimizer is None and self.average:  # training begins with what was served
             into.append(self._masters)
-        self.strategy.restore(weights, into, optimizer, self._saved_state())
+        self.strategy.restore(weights, into, optimizer, state)
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:

@@ -22,7 +22,8 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
-from pipeline.parallel.strategies.flat import ALIGNED, Chunk, FlatLayout
+from pipeline.parallel.strategies.base import Chunk
+from pipeline.parallel.strategies.flat import ALIGNED, FlatLayout
 from pipeline.parallel.strategies.sharded import (
     LARGEST_BYTES,
     LARGEST_UNDER_AUTOCAST_BYTES,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.parallel.strategies.flat import Chunk
+from pipeline.parallel.strategies.base import Chunk
 from pipeline.train.config import OptimizerConfig
 from pipeline.train.optimizer import CONTROL_SIZE, AdamW, control_values, rate_of
 

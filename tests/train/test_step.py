@@ -305,7 +305,7 @@ def test_the_average_is_what_is_served_and_changes_nothing_of_training(rows: Tok
     assert all(torch.equal(left[name], right[name]) for name in left)
     fresh = make_program(CpuBackend(), AVERAGED)
     fresh.restore(weights, None)  # a run that starts from a promoted model
-    assert all(torch.equal(a, m) for a, m in zip(fresh.average.tensors, fresh.strategy.masters, strict=True))
+    assert all(torch.equal(a, m) for a, m in zip(fresh.average, fresh.strategy.masters, strict=True))
 
 
 LEARNT = TRAIN.model_copy(update={"loss": LossConfig(learn_temperature=True, temperature=0.05)})

@@ -24,7 +24,7 @@ def test_every_batch_carries_its_step_and_rate(rows: TokenRows) -> None:
     stream = stream_of(rows, start=1, stop=3, accumulation=2)
     batches = list(stream)
     assert [float(batch["control"][3]) for batch in batches] == [2, 2, 3, 3]
-    assert float(batches[0]["control"][0]) == pytest.approx(schedule_of(TRAIN, 2, 3))
+    assert float(batches[0]["control"][0]) == pytest.approx(schedule_of(TRAIN.optimizer, 2, 3))
 
 
 def test_notes_count_tokens_and_name_samples(rows: TokenRows) -> None:

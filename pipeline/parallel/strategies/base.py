@@ -1,8 +1,10 @@
 """What training asks of a strategy: a model on a device, and all of a step that depends on how it is spread."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
@@ -10,22 +12,30 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 Precision = Literal["fp32", "autocast", "bf16"]
 State = Mapping[str, Sequence[Tensor]]
 """Tensors of an optimizer on the device, by their name in a checkpoint, where there is one of each name."""
+KINDS = {"decayed": True, "plain": False}
+"""The two vectors of a checkpoint that hold what there is one of for each parameter."""
 
 
-class Part(Protocol):
-    """What the parameters of one master are."""
+@dataclass(frozen=True)
+class Chunk:
+    """One flat vector: whole parameters, in the module's order."""
+
+    decayed: bool
+    """Matrices are; biases and layer norms are not."""
+    encoder: bool
+    """Parameters of the text encoder, or of what stands behind it: no chunk has both."""
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    """As the module has them; a matrix with more rows than columns may lie transposed (see FlatLayout)."""
+    segments: tuple[int, ...]
+    """Elements of each run of parameters that sums are taken over, whatever the chunk."""
+    layer: int | None = None
+    """Of the encoder, from 1; 0: what stands before its layers, the last: with what stands behind it; None: a chunk may
+    have parameters of all of them."""
 
     @property
-    def decayed(self) -> bool:
-        """Matrices are; biases and layer norms are not."""
-
-    @property
-    def encoder(self) -> bool:
-        """Of the text encoder, or of what stands behind it."""
-
-    @property
-    def layer(self) -> int | None:
-        """Of the encoder, from 1; 0: what stands before its layers; None: it may have parameters of all of them."""
+    def size(self) -> int:
+        return sum(self.segments)
 
 
 class Strategy(Protocol):
@@ -35,29 +45,18 @@ class Strategy(Protocol):
     a checkpoint does not know how its model was spread.
     """
 
-    @property
-    def model(self) -> RelevanceModel:
-        """Its structure, and the switch between training and evaluation."""
-
-    @property
-    def weights(self) -> Sequence[Tensor]:
-        """What the forward pass takes, and an average is made of: the masters, or copies that `publish` makes."""
-
-    @property
-    def template(self) -> Mapping[str, Tensor]:
-        """Names and shapes of the tensors in a checkpoint, on the meta device."""
-
-    @property
-    def masters(self) -> Sequence[Tensor]:
-        """fp32, on the device: what the optimizer changes, in place."""
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """What each master holds."""
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole model's parameters."""
+    model: RelevanceModel
+    """Its structure, and the switch between training and evaluation."""
+    weights: Sequence[Tensor]
+    """What the forward pass takes, and an average is made of: the masters, or copies that `publish` makes."""
+    template: Mapping[str, Tensor]
+    """Names and shapes of the tensors in a checkpoint, on the meta device."""
+    masters: Sequence[Tensor]
+    """fp32, on the device: what the optimizer changes, in place."""
+    parts: Sequence[Chunk]
+    """What each master holds of the parameters, or what it is a slice of."""
+    size: int
+    """Elements of the whole model's parameters."""
 
     def single(self, name: str) -> tuple[Tensor, Tensor]:
         """A parameter that is a weight by itself, and its master."""
@@ -85,9 +84,6 @@ class Strategy(Protocol):
     def publish(self) -> None:
         """Make the weights what the masters are, after these have changed. All ranks call it."""
 
-    def named(self, vectors: State) -> dict[str, list[Tensor]]:
-        """Tensors that there is one of for each master, by their names in a checkpoint."""
-
     def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(named weights fp32, optimizer state) in host memory, on rank 0 at least; all ranks call it.
 
@@ -103,5 +99,5 @@ class Strategy(Protocol):
     ) -> None:
         """Put weights (our names, any dtype) on the device and, when resuming, the `saved` optimizer state.
 
-        Raises CheckpointError for the state of another model or optimizer.
+        It has the names of `state`. Raises CheckpointError for the state of another model.
         """

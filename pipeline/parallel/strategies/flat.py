@@ -22,36 +22,12 @@ from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.recompute import recomputed
-from pipeline.parallel.strategies.base import Part, Precision, State
+from pipeline.parallel.strategies.base import Chunk, Precision, State, Strategy
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 ALIGNED = 16  # elements; see _segments
-KINDS = {"decayed": True, "plain": False}
-"""The two vectors of a checkpoint that hold what there is one of for each parameter."""
 _FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
 _ENCODER, _LAYERS, _FINAL = "encoder.", "encoder.layers.", "encoder.final_norm."
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One flat vector: whole parameters, in the module's order."""
-
-    decayed: bool
-    """Matrices are; biases and layer norms are not."""
-    encoder: bool
-    """Parameters of the text encoder, or of what stands behind it: no chunk has both."""
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
-    """As the module has them; a matrix with more rows than columns lies transposed (see `_is_transposed`)."""
-    segments: tuple[int, ...]
-    """Elements of each run of parameters that sums are taken over, whatever the chunk."""
-    layer: int | None = None
-    """Of the encoder, from 1; 0: what stands before its layers, the last: with what stands behind it; None: a chunk may
-    have parameters of all of them."""
-
-    @property
-    def size(self) -> int:
-        return sum(self.segments)
 
 
 @dataclass(frozen=True)
@@ -111,14 +87,10 @@ class FlatLayout:
 
     def sum_of_squares(self, flats: Sequence[Tensor]) -> Tensor:
         """Scalar. Summed by segment, in order: the same bits whatever the chunks."""
-        total: Tensor | None = None
-        for chunk, flat in zip(self.chunks, flats, strict=True):
-            for part in torch.split(flat, list(chunk.segments)):
-                square = (part * part).sum()
-                total = square if total is None else total + square
-        if total is None:
-            raise ValueError("a module without parameters has no gradient")
-        return total
+        pairs = zip(self.chunks, flats, strict=True)
+        segments = [part for chunk, flat in pairs for part in torch.split(flat, list(chunk.segments))]
+        first, *others = [(segment * segment).sum() for segment in segments]
+        return sum(others, start=first)
 
 
 Parameter = tuple[str, torch.Size]
@@ -236,7 +208,7 @@ def structure(model: RelevanceModel, backend: Backend) -> RelevanceModel:
 # The strategy.
 
 
-class FlatStrategy:
+class FlatStrategy(Strategy):
     """A Strategy: all weights of one model on this rank's device; gradients are taken of the masters."""
 
     def __init__(
@@ -260,8 +232,11 @@ class FlatStrategy:
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
         self.layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
+        self.parts: Sequence[Chunk] = self.layout.chunks
+        self.size = self.layout.size
         self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
         self.model = structure(model, backend)  # its parameters are the masters
+        self.template = self.model.state_dict()
         if recompute:
             if not len(model.encoder.layers):
                 raise ConfigError(
@@ -276,18 +251,6 @@ class FlatStrategy:
         masters = [flat.to(self.backend.device).requires_grad_() for flat in flats]
         return masters, masters
 
-    @property
-    def parts(self) -> Sequence[Chunk]:
-        return self.layout.chunks
-
-    @property
-    def size(self) -> int:
-        return self.layout.size
-
-    @property
-    def template(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
-
     def single(self, name: str) -> tuple[Tensor, Tensor]:
         """A parameter that is a vector of its own, and its master."""
         weight = next(w for w, c in zip(self.weights, self.layout.chunks, strict=True) if c.names == (name,))
@@ -296,12 +259,10 @@ class FlatStrategy:
     def forward(
         self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
     ) -> RelevanceOutputs:
-        """Scores and embeddings of one batch on the device. `weights`: in place of those in training."""
-        flats = self.weights if weights is None else weights
         return flat_forward(
             self.model,
             self.layout,
-            flats,
+            self.weights if weights is None else weights,
             batch,
             backend=self.backend,
             precision=self._precision,
@@ -315,7 +276,6 @@ class FlatStrategy:
             return list(torch.autograd.grad(loss, self.weights, materialize_grads=True))
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The rows of all ranks, in rank order, without a gradient."""
         return self.backend.gather(tensors, self._host_gather) if self.world_size > 1 else tensors
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
@@ -332,20 +292,13 @@ class FlatStrategy:
         return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Of the whole gradient, once it is reduced: fp32 scalar, equal on ranks."""
         return torch.sqrt(self.layout.sum_of_squares(grads))
 
     def publish(self) -> None:
         """The weights are the masters."""
 
-    def named(self, vectors: State) -> dict[str, list[Tensor]]:
-        return by_kind(vectors, self.parts)
-
     def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(named weights fp32, optimizer state) copied to host memory with one synchronisation.
-
-        `served`: the weights of the model that is evaluated and saved.
-        """
+        """With one synchronisation."""
         host = iter(self.backend.to_host([*served, *chain.from_iterable(state.values())]))
         weights = self.layout.unpack(list(islice(host, len(served))))
         parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
@@ -359,13 +312,8 @@ class FlatStrategy:
         saved: Mapping[str, Tensor] | None,
         state: State,
     ) -> None:
-        """Put weights (our names, any dtype) on the device and, when resuming, the `saved` optimizer state.
-
-        Raises CheckpointError for the state of another model or optimizer.
-        """
         packed = self.layout.pack(weights)
         moves = [pair for tensors in into for pair in zip(tensors, packed, strict=True)]
-        check_saved(saved, state)
         for name, whole in (saved or {}).items():
             moves += zip(state[name], self._held(name, whole, state[name]), strict=True)
         for ours, incoming in moves:
@@ -375,22 +323,6 @@ class FlatStrategy:
     def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What this rank's `tensors` hold of a vector of a checkpoint. Raises CheckpointError for another size."""
         return split_saved(name, whole, [tensor.numel() for tensor in tensors])
-
-
-def by_kind(vectors: State, parts: Sequence[Part]) -> dict[str, list[Tensor]]:
-    """Tensors that there is one of for each master, by their names in a checkpoint."""
-    found = {}
-    for name, tensors in vectors.items():
-        for kind, decayed in KINDS.items():
-            pairs = zip(tensors, parts, strict=True)
-            found[f"{name}.{kind}"] = [tensor for tensor, part in pairs if part.decayed == decayed]
-    return found
-
-
-def check_saved(saved: Mapping[str, Tensor] | None, state: State) -> None:
-    """Raises CheckpointError for the vectors of another optimizer."""
-    if saved is not None and saved.keys() != state.keys():
-        raise CheckpointError(f"optimizer state with {sorted(saved)}", expected=str(sorted(state)))
 
 
 def split_saved(name: str, whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

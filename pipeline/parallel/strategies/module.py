@@ -19,14 +19,16 @@ from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.gang import peers
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.strategies.base import Precision, State
-from pipeline.parallel.strategies.flat import KINDS, Chunk, FlatLayout, by_kind, check_saved, split_saved
+from pipeline.parallel.recompute import recompute_units
+from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State, Strategy
+from pipeline.parallel.strategies.flat import FlatLayout, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
 from pipeline.parallel.tensors import fill, local, sharing, whole
-from pipeline.parallel.transform import keep_whole, spread
+from pipeline.parallel.transform import spread
+from pipeline.parallel.units import find_units
 
 
-class ModuleStrategy:
+class ModuleStrategy(Strategy):
     """A Strategy: the parameters of a module, each in slices over the ranks of a mesh."""
 
     def __init__(
@@ -60,7 +62,10 @@ class ModuleStrategy:
         self.model = model
         self._root: Any = None  # an FSDPModule as well; none where every rank has the whole model
         if self.backend.compiles_steps and mesh.layout.shard_size == mesh.layout.tensor_size == 1:
-            keep_whole(model, mesh)
+            # Every rank has all of the model and meets the others once a step.
+            if mesh.plan.recompute == "units":
+                recompute_units([unit for _, unit in find_units(model)])
+            model.to(self.backend.device)
             self._compute = self.backend.compiled(self._computed)
         else:
             self._root = cast(Any, spread(model, mesh))
@@ -72,15 +77,12 @@ class ModuleStrategy:
         fused = fused_parts(model)
         self._fused = [fused.get(name, 1) for name in self.names]
         with torch.no_grad():
-            self.masters = [local(one) if isinstance(one, DTensor) else one for one in self._parameters]
+            self.masters = [local(one) for one in self._parameters]
+        self.weights = self.masters
         self._squares = step_program(self.backend, _sum_of_squares)
         self._norms: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             self._norms.setdefault(sharing(parameter), []).append(index)
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return self.masters
 
     def single(self, name: str) -> tuple[Tensor, Tensor]:
         master = self.masters[self.names.index(name)]
@@ -92,7 +94,7 @@ class ModuleStrategy:
     def forward(
         self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
     ) -> RelevanceOutputs:
-        """Scores and embeddings of one batch on the device. `weights`: in place of the masters. All ranks call it."""
+        """All ranks call it."""
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
         with self._serving(weights), context, peers("computing", mixed=True):
             return self._compute(inputs_of(batch), head_gradient)
@@ -154,7 +156,6 @@ class ModuleStrategy:
         return found
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The rows of all data ranks, in their order, without a gradient."""
         layout = self.mesh.layout
         if layout.world_size == 1:
             return tensors
@@ -174,7 +175,7 @@ class ModuleStrategy:
         return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Of the whole gradient, once it is reduced: fp32 scalar, equal on ranks. Each slice counts once."""
+        """Each slice counts once."""
         total = torch.zeros((), dtype=torch.float32, device=self.backend.device)
         with peers("summing gradients", mixed=True):
             for groups, indices in self._norms.items():
@@ -184,16 +185,9 @@ class ModuleStrategy:
                 total += squares
         return torch.sqrt(total)
 
-    def named(self, vectors: State) -> dict[str, list[Tensor]]:
-        return by_kind(vectors, self.parts)
-
     @torch.no_grad()
     def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(named weights fp32, optimizer state) in host memory of rank 0, nothing on the others; all ranks call it.
-
-        One tensor at a time is whole on the device.
-        """
-        is_main = self.mesh.layout.rank == 0
+        """In host memory of rank 0, nothing on the others. One tensor at a time is whole on the device."""
         weights: dict[str, Tensor] = {}
         parts: dict[str, list[Tensor]] = {}
         with peers("gathering a checkpoint", mixed=True):
@@ -203,9 +197,14 @@ class ModuleStrategy:
             for name, tensors in state.items():
                 indices = self._indices(name, len(tensors))
                 for index, tensor in zip(indices, tensors, strict=True):
-                    full = self._whole(index, tensor) if index >= 0 else tensor.cpu().clone()
-                    if full is not None and is_main:
-                        parts.setdefault(name, []).append(self._packed(index, full))
+                    if index < 0:
+                        packed = [tensor.cpu().clone()] if self.mesh.layout.rank == 0 else []
+                    else:
+                        full = self._whole(index, tensor)
+                        layout = FlatLayout((self.parts[index],))
+                        packed = [] if full is None else layout.pack({self.names[index]: full})
+                    if packed:
+                        parts.setdefault(name, []).extend(packed)
         return weights, {name: torch.cat(tensors) for name, tensors in parts.items()}
 
     def _indices(self, name: str, count: int) -> list[int]:
@@ -223,11 +222,6 @@ class ModuleStrategy:
         full = whole(tensor, self._fused[index])
         return full.clone() if self.mesh.layout.rank == 0 else None
 
-    def _packed(self, index: int, full: Tensor) -> Tensor:
-        if index < 0:
-            return full
-        return FlatLayout((self.parts[index],)).pack({self.names[index]: full})[0]
-
     @torch.no_grad()
     def restore(
         self,
@@ -236,12 +230,7 @@ class ModuleStrategy:
         saved: Mapping[str, Tensor] | None,
         state: State,
     ) -> None:
-        """Put weights (our names, any dtype) on the device and, when resuming, the `saved` optimizer state.
-
-        Of tensors that are mapped from files each rank reads its slices. Raises CheckpointError for the state of
-        another model or optimizer.
-        """
-        check_saved(saved, state)
+        """Of tensors that are mapped from files each rank reads its slices."""
         for index, name in enumerate(self.names):
             for tensors in into:
                 self._fill(index, tensors[index], weights[name])
@@ -253,12 +242,10 @@ class ModuleStrategy:
                 if index < 0:
                     ours.copy_(incoming)
                 else:
-                    self._fill(index, ours, self._unpacked(index, incoming))
+                    unpacked = FlatLayout((self.parts[index],)).unpack([incoming])
+                    self._fill(index, ours, unpacked[self.names[index]])
         self._forget_whole()
         self.backend.synchronise()
-
-    def _unpacked(self, index: int, flat: Tensor) -> Tensor:
-        return FlatLayout((self.parts[index],)).unpack([flat])[self.names[index]]
 
     def _fill(self, index: int, ours: Tensor, full: Tensor) -> None:
         """This rank's part of a whole parameter, or of one of its moments. Nothing else of it is read."""

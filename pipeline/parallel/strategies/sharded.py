@@ -19,8 +19,8 @@ from pipeline.backends import Backend, HostGather, RankGroup
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import peers
-from pipeline.parallel.strategies.base import Precision, State
-from pipeline.parallel.strategies.flat import ALIGNED, KINDS, Chunk, FlatLayout, FlatStrategy, split_saved
+from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State
+from pipeline.parallel.strategies.flat import ALIGNED, FlatLayout, FlatStrategy, split_saved
 
 LARGEST_BYTES, LARGEST_UNDER_AUTOCAST_BYTES = 130_000_000, 65_000_000
 """Of one reduce-scatter or all-gather. neuronx-distributed has these caps (trainer/trainer.py): "Bucket cap > 140 MB
@@ -108,6 +108,7 @@ class ShardedFlatStrategy(FlatStrategy):
     def _placed(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Slices are cut on the host: in a graph the place of a slice would make it another one on every rank."""
         self.buckets = buckets_of(self.layout, self._shards.size, self._largest_bytes)
+        self.parts = [self.layout.chunks[bucket.chunk] for bucket in self.buckets]
         pairs = zip(self.layout.chunks, flats, strict=True)
         weights = [flat.to(self._dtype(chunk)).to(self.backend.device).requires_grad_() for chunk, flat in pairs]
         return weights, [slice_.to(self.backend.device) for slice_ in self._slices(flats)]
@@ -129,10 +130,6 @@ class ShardedFlatStrategy(FlatStrategy):
             pieces = [whole[: bucket.size] for bucket, whole in islice(pairs, count)]
             yield torch.cat(pieces) if count > 1 else pieces[0]
 
-    @property
-    def parts(self) -> Sequence[Chunk]:
-        return [self.layout.chunks[bucket.chunk] for bucket in self.buckets]
-
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
         return [grad.float() for grad in super().gradient(loss, is_last=is_last)]
 
@@ -152,7 +149,7 @@ class ShardedFlatStrategy(FlatStrategy):
             return [*slices, self.backend.all_reduce(loss, self._shards)]
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Of the whole gradient, from the sums of squares of all slices: fp32 scalar, equal on ranks."""
+        """From the sums of squares of all slices."""
         slices = self.backend.to_host(grads) if self._through_host else grads
         square = torch.stack([(part * part).sum() for part in slices]).sum()
         with self._exchange("summing squares of the gradient"):
