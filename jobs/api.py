@@ -233,8 +233,7 @@ class Cycle:
         plan, records, closed = self._ended()
         ledger = read_ledger(self._store, plan, records, self.settings.jobs, closed=closed)
         data = gather(self._store, plan, ledger, records, closed)
-        claim = self._store.claim()
-        row = row_of(data, claim.claimed_at if claim else 0.0, closed)
+        row = row_of(self._store, data, closed)
         code = exit_code_of_cycle(closed, records) if closed else None
         return CycleResult(**row.model_dump(), exit_code=code, figures=data.figures)
 

@@ -1,7 +1,6 @@
 """What the page of a cycle shows, gathered once: also `reports/<cycle>.json`, for other tools."""
 
 import json
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -9,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, JsonValue
 
 from jobs.cycle.attempt_time import Moment
-from jobs.cycle.cost_ledger import CycleLedger, Total, read_moments
+from jobs.cycle.cost_ledger import CycleLedger, read_moments
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, Outcome
 from jobs.cycle.job_states import exit_code, reason_of
@@ -360,14 +359,13 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
     return {name: points for name, points in found.items() if points}
 
 
-def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow:
-    ledger, total = data.ledger, data.ledger.total
+def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:
+    claim, ledger, total = store.claim(), data.ledger, data.ledger.total
     metric, value, low, high = main_metric(data.evaluation)
-    stages: Sequence[Total] = ledger.stages()
     rows = data.figures.get("prepare", {}).get("rows")
     return CycleRow(
         cycle=data.cycle,
-        claimed_at=claimed_at,
+        claimed_at=claim.claimed_at if claim else 0.0,
         closed_at=closed.at if closed else None,
         outcome=ledger.outcome,
         promoted=data.promoted,
@@ -381,8 +379,8 @@ def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow
         usd=total.usd,
         wasted_usd=total.wasted_usd,
         goodput=total.goodput,
-        stage_s={one.name: one.all_ms / 1000 for one in stages},
-        stage_usd={one.name: one.usd for one in stages},
+        stage_s={one.name: one.all_ms / 1000 for one in ledger.stages()},
+        stage_usd={one.name: one.usd for one in ledger.stages()},
         rows=rows if isinstance(rows, int) else None,
         drift=data.vectors.mean_cosine if data.vectors else None,
     )
@@ -401,9 +399,3 @@ def main_metric(report: EvaluationReport | None) -> tuple[str, float | None, flo
     if compared.low is None or compared.high is None or other is None:
         return compared.metric, value, None, None
     return compared.metric, value, other + compared.low, other + compared.high
-
-
-def median_of(rows: Sequence[CycleRow], what: Callable[[CycleRow], float | None]) -> float | None:
-    """Over the last ten cycles that were not cancelled; None where none tells."""
-    known = [value for row in rows[-MEDIAN_OF:] if row.outcome != "cancelled" and (value := what(row)) is not None]
-    return statistics.median(known) if known else None

@@ -1,39 +1,55 @@
-"""The sections of the page about the model: the gate, learning, calibration, errors, retrieval, vectors.
+"""The sections of the page about data and model: the gate, learning, calibration, errors, retrieval, vectors, data.
 
 Pure, as jobs/cycle/page/sections.py is.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from jobs.cycle.page.charts import (
-    Effect,
-    Mark,
+    BOTTOM,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Scale,
     Series,
     escaped,
-    forest,
+    fit,
     line_chart,
     number,
-    numbers_of,
+    px,
     reliability,
     stacked_columns,
+    stroke,
+    svg,
     table,
+    text,
+    ticks,
+    titled,
 )
 from jobs.cycle.page.data import HOLDOUT, PageData
 from jobs.cycle.page.sections import (
-    MAX_EFFECTS,
     MAX_ROWS,
     MAX_TRIES,
     details,
     figure,
     items,
-    labels_text,
     left_out,
     rows_of,
     value_text,
 )
+from pipeline.core.format import format_share
+from pipeline.data.digest import PartitionDigest
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import table_lines
+
+MAX_EFFECTS = 40
+MAX_PARTITIONS = 60
+MAX_POINTS = 12
+"""Of a curve, in the table under it."""
+SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 0H4", "pass": "M0-4A4 4 0 1 1-.1-4Z"}
+"""By outcome of a check."""
 
 
 def gate(data: PageData) -> str:
@@ -50,7 +66,7 @@ def gate(data: PageData) -> str:
             label = (
                 f"{title}: differences to what is in production or to a simple tool, with intervals and what is allowed"
             )
-            chart = forest([_effect(check) for check in checks], label)
+            chart = forest(checks, label)
             words = "candidate minus the other, above 0 is better unless the metric is an error; ╎ what is allowed"
             rows = [(_name(one), one.outcome, number(one.candidate), _interval(one), one.reason) for one in checks]
             more = details("Numbers", table(("check", "gate", "candidate", "interval", "why"), rows, {2}))
@@ -86,14 +102,36 @@ def _name(check: GateCheck) -> str:
     return f"{check.metric}{against}{f' of {check.slice}' if check.slice else ''}{queries}"
 
 
-def _effect(check: GateCheck) -> Effect:
-    other = check.baseline_value if check.baseline else check.incumbent
-    change = (check.candidate or 0.0) - (other or 0.0)
-    lower = bool(check.metric) and MetricName.parse(check.metric).lower_is_better
-    bound = None if check.bound is None else check.bound if lower else -check.bound
-    low, high = check.low or 0.0, check.high or 0.0
-    words = f"{check.outcome}: {check.reason}; {_interval(check)}"
-    return Effect(_name(check), change, low, high, bound, check.outcome, words)
+def forest(checks: Sequence[GateCheck], label: str) -> str:
+    """A row a check: the difference with its interval, a shape by outcome, and what is allowed; what does not fit ends
+    in an arrow.
+    """
+    left, row = 330.0, 17.0
+    ends = sorted(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in checks)
+    if not ends:
+        return ""
+    reach = max(ends[min(len(ends) - 1, int(0.95 * len(ends)))], *(2 * abs(one.bound or 0.0) for one in checks), 1e-9)
+    across, bottom = Scale(-reach, reach, left, WIDTH - RIGHT - 6), TOP + row * len(checks)
+    body = []
+    for value in ticks(-reach, reach, 6):
+        body.append(stroke("grid" if value else "zero", f"M{px(across(value))} {TOP}V{px(bottom)}"))
+        body.append(text(across(value), bottom + BOTTOM - 8, f"{value:+g}" if value else "0", anchor="middle"))
+    for number_, one in enumerate(checks):
+        y, low, high = TOP + row * (number_ + 0.5), one.low or 0.0, one.high or 0.0
+        drawn = text(left - 8, y + 4, fit(_name(one), left - 12), anchor="end")
+        drawn += stroke("whisker", f"M{px(across(low))} {px(y)}H{px(across(high))}")
+        if low < -reach:
+            drawn += stroke("arrow", f"M{px(left)} {px(y)}l6-4v8Z")
+        if high > reach:
+            drawn += stroke("arrow", f"M{px(across(reach))} {px(y)}l-6-4v8Z")
+        if one.bound is not None:
+            lower = bool(one.metric) and MetricName.parse(one.metric).lower_is_better
+            drawn += stroke("bound", f"M{px(across(one.bound if lower else -one.bound))} {px(y - 7)}v14")
+        change = (one.candidate or 0.0) - ((one.baseline_value if one.baseline else one.incumbent) or 0.0)
+        at, shape = f"translate({px(across(change))} {px(y)})", SHAPES[one.outcome]
+        drawn += f'<path class="dot {one.outcome}" transform="{at}" d="{shape}"/>'
+        body.append(titled(drawn, f"{one.outcome}: {one.reason}; {_interval(one)}"))
+    return svg("".join(body), bottom + BOTTOM, label, "forest")
 
 
 def _interval(check: GateCheck) -> str:
@@ -102,8 +140,8 @@ def _interval(check: GateCheck) -> str:
 
 def learned(data: PageData) -> str:
     curves = {curve.name: curve for curve in data.training.curves}
-    marks = [Mark(step, f"went on at step {step:,}") for step in data.training.resumed[:MAX_ROWS]]
-    marks += [Mark(step, f"step {step:,} was skipped") for step in data.training.skipped[:MAX_ROWS]]
+    marks = [(step, f"went on at step {step:,}") for step in data.training.resumed[:MAX_ROWS]]
+    marks += [(step, f"step {step:,} was skipped") for step in data.training.skipped[:MAX_ROWS]]
     parts = []
     for name, curve in curves.items():
         if name == HOLDOUT and "loss" in curves:
@@ -121,7 +159,10 @@ def learned(data: PageData) -> str:
         )
         legend = "".join(f'<span><i class="{one.kind}"></i>{escaped(one.name)}</span>' for one in series)
         head = ("step", *(one.name for one in series))
-        rows = details("Numbers", table(head, numbers_of(series, "step"), range(len(head))))
+        others = [dict(one.points) for one in series[1:]]
+        some = curve.now[:: max(1, math.ceil(len(curve.now) / MAX_POINTS))]
+        numbers = [tuple(map(number, (x, y, *(found.get(x) for found in others)))) for x, y in some]
+        rows = details("Numbers", table(head, numbers, range(len(head))))
         chart = line_chart(series, label, marks=marks)
         parts.append(figure(chart, f'<span class="key">{legend}</span> {escaped(label)}', rows))
     return "".join(parts)
@@ -170,7 +211,7 @@ def trusted(data: PageData) -> str:
     width = found.top_gain / bins if bins else 0.0
     groups = [(f"{i * width:.2f}", [row[i] for row in found.candidate.scores]) for i in range(bins)]
     chart = stacked_columns(groups, kinds, "Rows by the score of the candidate and their label", x_name="score")
-    parts.append(figure(chart, f'<span class="key">{labels_text(found.labels)}</span> rows by expected gain'))
+    parts.append(figure(chart, f'<span class="key">{_labels(found.labels)}</span> rows by expected gain'))
     return "".join(parts)
 
 
@@ -266,3 +307,80 @@ def vectors(data: PageData) -> str:
     checks = [(check.outcome, check.name, check.seen) for check in found.checks]
     parts.append(table(("verify", "check", "what was seen"), checks))
     return "".join(parts)
+
+
+def prepared(data: PageData) -> str:
+    found = data.prepared
+    if found is None:
+        return ""
+    shown = found.partitions[-MAX_PARTITIONS:]
+    labelled = all(one.labels for one in shown)
+    kinds = [f"l{i % 8}" for i in range(len(found.labels))] if labelled else ["now"]
+    groups: list[tuple[str, Sequence[float]]] = []
+    for one in shown:
+        by_label = [sum(counts) for counts in zip(*one.labels.values(), strict=True)]
+        groups.append((one.watermark or one.partition, by_label if labelled else [sum(one.rows.values())]))
+    chart = stacked_columns(groups, kinds, "Rows by day and label", x_name="rows")
+    head = ("partition", "train", "valid", "test", *found.labels, "bad", "filtered", "truncated")
+    rows = [
+        (
+            one.partition,
+            *(number(one.rows.get(split, 0)) for split in ("train", "valid", "test")),
+            *(number(sum(counts)) for counts in zip(*one.labels.values(), strict=True)),
+            number(one.bad),
+            number(one.filtered),
+            number(one.truncated),
+        )
+        for one in shown
+        if labelled
+    ]
+    legend = f'<span class="key">{_labels(found.labels)}</span>' if labelled else ""
+    parts = [figure(chart, legend, details("Numbers", table(head, rows, range(1, len(head)))) if rows else "")]
+    parts.append(left_out(len(found.partitions) - len(shown), "older partitions"))
+    sizes = [sum(counts) for counts in zip(*(one.bucket_rows for one in found.partitions), strict=True)]
+    total, cut = sum(sizes), sum(one.truncated for one in found.partitions)
+    buckets = [
+        (name, number(size), format_share(size / total if total else None))
+        for name, size in zip(found.buckets, sizes, strict=True)
+    ]
+    parts.append("<h3>Lengths</h3>" + table(("query x product tokens, at most", "rows", "share"), buckets, {1, 2}))
+    parts.append(f"<p>{number(cut)} rows ({format_share(cut / total if total else None)}) were cut to fit.</p>")
+    figures = data.figures.get("train", {})
+    new, replayed = (figures.get(name) for name in ("groups_new", "groups_replayed"))
+    if isinstance(new, int) and isinstance(replayed, int) and new + replayed:
+        share = format_share(replayed / (new + replayed))
+        parts.append(
+            f"<p>Trained on {number(new)} groups of new partitions and {number(replayed)} of earlier ones"
+            f" ({share} replayed).</p>"
+        )
+    without = list(_without_category(found.partitions))
+    if without:
+        parts.append(
+            "<h3>Features</h3>" + table(("category", "rows without a value", "newest", "before"), without, {1, 2, 3})
+        )
+    if found.reasons:
+        reasons = list(found.reasons.items())[:MAX_ROWS]
+        parts.append(
+            "<h3>Rows in quarantine</h3>" + table(("reason", "rows"), [(why, number(n)) for why, n in reasons], {1})
+        )
+        samples = [(one.reason, f"{one.file}:{one.row}", one.content) for one in found.samples][:MAX_ROWS]
+        parts.append(details("Samples", table(("reason", "where", "content"), samples)) if samples else "")
+    return "".join(parts)
+
+
+def _without_category(partitions: Sequence[PartitionDigest]) -> Iterator[Sequence[str]]:
+    """Of each column: rows, their share in the newest partition, and in those before it."""
+    counting = [one for one in partitions if one.without_category]
+    if not counting:
+        return
+    *before, newest = counting
+    for column, rows in newest.without_category.items():
+        counted = [one for one in before if column in one.without_category]
+        earlier = sum(one.without_category[column] for one in counted)
+        usable, of = sum(newest.rows.values()), sum(sum(one.rows.values()) for one in counted)
+        share, usual = rows / usable if usable else None, earlier / of if of else None
+        yield column, number(rows + earlier), format_share(share), format_share(usual)
+
+
+def _labels(labels: Sequence[str]) -> str:
+    return "".join(f'<span><i class="l{i % 8}"></i>{escaped(label)}</span>' for i, label in enumerate(labels))

@@ -4,43 +4,45 @@ Pure: markup from data. Every text of a job or a judgement is escaped where it i
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from statistics import median
 
 from jobs.cycle.attempt_time import SPENT, Category
 from jobs.cycle.cost_ledger import Entry
 from jobs.cycle.page.charts import (
-    Bar,
-    Box,
-    Lane,
-    Part,
+    BOTTOM,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Scale,
     bar,
-    dag,
     escaped,
-    gantt,
+    fit,
     heat,
     number,
+    px,
+    rect,
     spark,
-    stacked_columns,
+    stroke,
+    svg,
     table,
+    text,
+    time_label,
+    time_ticks,
+    titled,
 )
-from jobs.cycle.page.data import MEDIAN_OF, CycleRow, Job, PageData, main_metric, median_of
+from jobs.cycle.page.data import MEDIAN_OF, CycleRow, Job, PageData, main_metric
 from jobs.cycle.tables import DEADLINES, GOODPUT, money, time_text
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_duration, format_share, usd
-from pipeline.data.digest import PartitionDigest
 from pipeline.evaluate.report import EvaluationReport
 
 MAX_LANES = 60
-MAX_EFFECTS = 40
 MAX_TRIES = 100
 MAX_NODES = 160
-MAX_PARTITIONS = 60
 MAX_ROWS = 40
 """Of any other table; what is left out is counted below it, and is in the JSON."""
-Reader = Callable[[CycleRow], float | None]
-Writer = Callable[[float | None], str]
 
 
 def sentence(data: PageData) -> str:
@@ -109,19 +111,6 @@ def banner(data: PageData) -> str:
 
 
 def happened(data: PageData) -> str:
-    boxes = [
-        Box(
-            name=job.name,
-            state={"succeeded": "good", "failed": "bad", "refused": "bad"}.get(_state(job), ""),
-            lines=(
-                _state(job) + (f", exit {job.exit_code}" if job.exit_code else ""),
-                f"{_times(job.tries)}, {format_duration(job.ran_s)}",
-            ),
-            after=job.after,
-        )
-        for job in data.jobs
-    ]
-    states = ", ".join(f"{job.name} {_state(job)} after {_times(job.tries)}" for job in data.jobs)
     rows = [
         (
             job.name,
@@ -135,9 +124,7 @@ def happened(data: PageData) -> str:
         for job in data.jobs
     ]
     head = ("job", "state", "nodes", "tries", "ran", "exit", "why")
-    parts = [dag(boxes, f"Jobs in the order they wait for each other: {states}"), _gantt(data)]
-    parts.append(table(head, rows, {2, 3, 4, 5}))
-    return "".join(parts)
+    return _dag(data.jobs) + _tries(data) + table(head, rows, {2, 3, 4, 5})
 
 
 def _state(job: Job) -> str:
@@ -147,46 +134,99 @@ def _state(job: Job) -> str:
     return job.state.lower()
 
 
-def _times(count: int) -> str:
-    return "1 try" if count == 1 else f"{count} tries"
+def _dag(jobs: Sequence[Job]) -> str:
+    """Jobs in columns, each after those it waits for."""
+    column: dict[str, int] = {}
+    for job in jobs:
+        column[job.name] = max((column[name] + 1 for name in job.after if name in column), default=0)
+    columns = [[name for name in column if column[name] == i] for i in range(max(column.values(), default=-1) + 1)]
+    if not columns:
+        return ""
+    gap, tall = 18.0, 46.0
+    wide = (WIDTH - 4 - gap * (len(columns) - 1)) / len(columns)
+    height = max(map(len, columns)) * (tall + 8)
+    place: dict[str, tuple[float, float]] = {}
+    for across, inside in enumerate(columns):
+        for down, name in enumerate(inside):
+            free = height - len(inside) * (tall + 8)
+            place[name] = (2 + across * (wide + gap), 4 + free / 2 + down * (tall + 8))
+    body, boxes, states = [], [], []
+    for job in jobs:
+        x, y = place[job.name]
+        for x0, y0 in (place[name] for name in job.after if name in place):
+            body.append(stroke("edge", f"M{px(x0 + wide)} {px(y0 + tall / 2)}L{px(x - 1)} {px(y + tall / 2)}"))
+        state, tries = _state(job), "1 try" if job.tries == 1 else f"{job.tries} tries"
+        states.append(f"{job.name} {state} after {tries}")
+        code = f", exit {job.exit_code}" if job.exit_code else ""
+        lines = (job.name, state + code, f"{tries}, {format_duration(job.ran_s)}")
+        words = "".join(
+            text(x + 6, y + 15 + 12 * i, fit(line, wide - 10), kind="" if i else "strong")
+            for i, line in enumerate(lines)
+        )
+        kind = {"succeeded": "good", "failed": "bad", "refused": "bad"}.get(state, "")
+        boxes.append(
+            f'<g class="box {kind}"><rect x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="{px(tall)}" rx="4"/>'
+            f"{words}<title>{escaped(': '.join(lines))}</title></g>"
+        )
+    label = f"Jobs in the order they wait for each other: {', '.join(states)}"
+    return svg("".join((*body, *boxes)), height, label, "dag")
 
 
-def _gantt(data: PageData) -> str:
+def _tries(data: PageData) -> str:
+    """Every try over time: a lane for each job and each child of an array."""
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return ""
-    began_ms = round(1000 * ledger.began_at)
     lanes: dict[str, list[Entry]] = {}
     for entry in ledger.entries:
         lanes.setdefault(entry.job, []).append(entry)
     with_failures = {name for name, tries in lanes.items() if any(_failed(one) for one in tries)}
     first = sorted(lanes, key=lambda name: (name not in with_failures and ":" in name, list(lanes).index(name)))
-    shown = [name for name in lanes if name in set(first[:MAX_LANES])]
+    shown = {name: tries for name, tries in lanes.items() if name in set(first[:MAX_LANES])}
     known = {re.sub(r"-[0-9]+-node[0-9]+(-round-[0-9]+)?$", "", one.job) for one in data.post_mortems}
-
-    def drawn(entry: Entry) -> Bar:
-        spent = [Part(_kind(kind), ms / 1000, "") for kind, ms in entry.spent_ms.items() if ms]
-        words = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in entry.spent_ms.items() if ms)
-        failed = _failed(entry)
-        has_more = failed and entry.job.replace(":", "-") in known
-        return Bar(
-            start=(entry.start_ms - began_ms) / 1000,
-            waited=entry.waiting_ms / 1000,
-            parts=spent,
-            text=f"{entry.job}, try {entry.try_name}: {entry.ending}; {words}",
-            failed=failed,
-            link="post-mortems" if has_more else "",
-        )
-
-    end = max(one.start_ms + one.length_ms for one in ledger.entries) - began_ms
-    due = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
-    chart = gantt(
-        [Lane(name, [drawn(one) for one in lanes[name]]) for name in shown],
-        end / 1000,
-        due,
-        f"Every try over {format_duration(end / 1000)} since the cycle was submitted",
-    )
+    began_ms = round(1000 * ledger.began_at)
+    end_s = (max(one.start_ms + one.length_ms for one in ledger.entries) - began_ms) / 1000
+    due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
+    chart = _gantt(shown, began_ms, end_s, due_s, {name for name in shown if name.replace(":", "-") in known})
     return figure(chart, _key(), left_out(len(lanes) - len(shown), "children that succeeded"))
+
+
+def _gantt(
+    lanes: Mapping[str, Sequence[Entry]], began_ms: int, end_s: float, due_s: float | None, explained: Container[str]
+) -> str:
+    """`end_s`, `due_s`: since the beginning. Failed tries of the jobs in `explained` lead to their post-mortems."""
+    left, row = 130.0, 18.0
+    bottom = TOP + row * len(lanes)
+    last = end_s if due_s is None or due_s >= 2 * end_s else max(end_s, due_s)  # one far ahead is told, not drawn
+    across, body = Scale(0, last or 1.0, left, WIDTH - RIGHT), []
+    for seconds in time_ticks(last):
+        body.append(stroke("grid", f"M{px(across(seconds))} {TOP}V{px(bottom)}"))
+        body.append(text(across(seconds), bottom + BOTTOM - 8, time_label(seconds), anchor="middle"))
+    for number_, (name, tries) in enumerate(lanes.items()):
+        y, tall = TOP + row * number_ + 3, row - 6
+        body.append(text(left - 6, y + 9, name, anchor="end"))
+        for one in tries:
+            at, drawn = (one.start_ms - began_ms) / 1000, ""
+            if one.waiting_ms > 0:
+                x = across(at - one.waiting_ms / 1000)
+                drawn += rect("waiting", x, y, across(at) - x, tall)
+            for kind, ms in one.spent_ms.items():
+                if ms:
+                    drawn += rect(_kind(kind), across(at), y, max(0.4, across(at + ms / 1000) - across(at)), tall)
+                    at += ms / 1000
+            if _failed(one):
+                drawn += text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
+            spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
+            words = f"{one.job}, try {one.try_name}: {one.ending}; {spent}"
+            drawn = titled(drawn, words)
+            if _failed(one) and name in explained:
+                drawn = f'<a href="#post-mortems" aria-label="{escaped(words)}">{drawn}</a>'
+            body.append(drawn)
+    if due_s is not None and due_s <= last:
+        body.append(stroke("deadline", f"M{px(across(due_s))} 0V{px(bottom)}"))
+        body.append(text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
+    label = f"Every try over {format_duration(end_s)} since the cycle was submitted"
+    return svg("".join(body), bottom + BOTTOM, label, "gantt")
 
 
 def _failed(entry: Entry) -> bool:
@@ -198,26 +238,23 @@ def _kind(category: Category) -> str:
 
 
 def _key() -> str:
-    kinds = ((_kind(kind), kind.value) for kind in SPENT)
-    marks = (*kinds, ("waiting", Category.WAITING.value))
-    return (
-        '<span class="key">' + "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in marks) + "</span>"
-    )
+    marks = (*((_kind(kind), kind.value) for kind in SPENT), ("waiting", Category.WAITING.value))
+    spans = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in marks)
+    return f'<span class="key">{spans}</span>'
 
 
 def cost(data: PageData) -> str:
     if not data.ledger.entries:
         return ""
-    totals, history = (*data.ledger.stages(), data.ledger.total), data.history
+    totals = (*data.ledger.stages(), data.ledger.total)
+    usual = [row for row in data.history[-MEDIAN_OF:] if row.outcome != "cancelled"]
     whole = max(one.all_ms for one in totals[:-1]) or 1
     rows = []
     for one in totals:
         last = one is totals[-1]
         parts = [
-            Part(_kind(kind), ms, f"{kind}: {format_duration(ms / 1000)}") for kind, ms in one.machine_ms.items() if ms
+            (_kind(kind), ms, f"{kind}: {format_duration(ms / 1000)}") for kind, ms in one.machine_ms.items() if ms
         ]
-        usual_s = median_of(history, (lambda row: row.machine_s) if last else _stage_s(one.name))
-        usual = median_of(history, (lambda row: row.usd) if last else _stage_usd(one.name))
         rows.append(
             (
                 one.name,
@@ -225,23 +262,14 @@ def cost(data: PageData) -> str:
                 str(one.tries),
                 format_duration(one.waiting_ms / 1000),
                 format_duration(one.all_ms / 1000),
-                format_duration(usual_s),
+                format_duration(_median(row.machine_s if last else row.stage_s.get(one.name) for row in usual)),
                 format_share(one.goodput),
                 usd(one.usd),
-                usd(usual),
+                usd(_median(row.usd if last else row.stage_usd.get(one.name) for row in usual)),
             )
         )
-    head = (
-        "stage",
-        "machine time by what it went into",
-        "tries",
-        "waiting",
-        "time",
-        "median",
-        "goodput",
-        "cost",
-        "median",
-    )
+    times = ("tries", "waiting", "time", "median", "goodput", "cost", "median")
+    head = ("stage", "machine time by what it went into", *times)
     wasted = [
         (
             entry.job,
@@ -257,92 +285,14 @@ def cost(data: PageData) -> str:
     if wasted:
         columns = ("job", "try", "machine time", "cost", "ended")
         lost = "<h3>Wasted by failures</h3>" + rows_of(columns, wasted, {1, 2, 3}, "tries")
-    note = f"median: of the last {min(MEDIAN_OF, len(history))} cycles before. " if history else ""
+    note = f"median: of the last {min(MEDIAN_OF, len(data.history))} cycles before. " if data.history else ""
     return figure(table(head, rows, range(2, 9), raw={1}), f"{_key()} {note}{escaped(GOODPUT)}") + lost
 
 
-def _stage_s(name: str) -> Reader:
-    return lambda row: row.stage_s.get(name)
-
-
-def _stage_usd(name: str) -> Reader:
-    return lambda row: row.stage_usd.get(name)
-
-
-def prepared(data: PageData) -> str:
-    found = data.prepared
-    if found is None:
-        return ""
-    shown = found.partitions[-MAX_PARTITIONS:]
-    labelled = all(one.labels for one in shown)
-    kinds = [f"l{i % 8}" for i in range(len(found.labels))] if labelled else ["now"]
-    groups: list[tuple[str, Sequence[float]]] = []
-    for one in shown:
-        by_label = [sum(counts) for counts in zip(*one.labels.values(), strict=True)]
-        groups.append((one.watermark or one.partition, by_label if labelled else [sum(one.rows.values())]))
-    chart = stacked_columns(groups, kinds, "Rows by day and label", x_name="rows")
-    head = ("partition", "train", "valid", "test", *found.labels, "bad", "filtered", "truncated")
-    rows = [
-        (
-            one.partition,
-            *(number(one.rows.get(split, 0)) for split in ("train", "valid", "test")),
-            *(number(sum(counts)) for counts in zip(*one.labels.values(), strict=True)),
-            number(one.bad),
-            number(one.filtered),
-            number(one.truncated),
-        )
-        for one in shown
-        if labelled
-    ]
-    legend = f'<span class="key">{labels_text(found.labels)}</span>' if labelled else ""
-    parts = [figure(chart, legend, details("Numbers", table(head, rows, range(1, len(head)))) if rows else "")]
-    parts.append(left_out(len(found.partitions) - len(shown), "older partitions"))
-    sizes = [sum(counts) for counts in zip(*(one.bucket_rows for one in found.partitions), strict=True)]
-    total, cut = sum(sizes), sum(one.truncated for one in found.partitions)
-    buckets = [
-        (name, number(size), format_share(size / total if total else None))
-        for name, size in zip(found.buckets, sizes, strict=True)
-    ]
-    parts.append("<h3>Lengths</h3>" + table(("query x product tokens, at most", "rows", "share"), buckets, {1, 2}))
-    parts.append(f"<p>{number(cut)} rows ({format_share(cut / total if total else None)}) were cut to fit.</p>")
-    figures = data.figures.get("train", {})
-    new, replayed = (figures.get(name) for name in ("groups_new", "groups_replayed"))
-    if isinstance(new, int) and isinstance(replayed, int) and new + replayed:
-        share = format_share(replayed / (new + replayed))
-        parts.append(
-            f"<p>Trained on {number(new)} groups of new partitions and {number(replayed)} of earlier ones"
-            f" ({share} replayed).</p>"
-        )
-    without = list(_without_category(found.partitions))
-    if without:
-        parts.append(
-            "<h3>Features</h3>" + table(("category", "rows without a value", "newest", "before"), without, {1, 2, 3})
-        )
-    if found.reasons:
-        reasons = list(found.reasons.items())[:MAX_ROWS]
-        parts.append(
-            "<h3>Rows in quarantine</h3>" + table(("reason", "rows"), [(why, number(n)) for why, n in reasons], {1})
-        )
-        samples = [(one.reason, f"{one.file}:{one.row}", one.content) for one in found.samples][:MAX_ROWS]
-        parts.append(details("Samples", table(("reason", "where", "content"), samples)) if samples else "")
-    return "".join(parts)
-
-
-def _without_category(partitions: Sequence[PartitionDigest]) -> Iterator[Sequence[str]]:
-    """Of each column: rows, their share in the newest partition, and in those before it."""
-    counting = [one for one in partitions if one.without_category]
-    if not counting:
-        return
-    *before, newest = counting
-    for column, rows in newest.without_category.items():
-        counted = [one for one in before if column in one.without_category]
-        earlier, of = sum(one.without_category[column] for one in counted), sum(_usable(one) for one in counted)
-        share, usual = rows / _usable(newest) if _usable(newest) else None, earlier / of if of else None
-        yield column, number(rows + earlier), format_share(share), format_share(usual)
-
-
-def _usable(partition: PartitionDigest) -> int:
-    return sum(partition.rows.values())
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def machines(data: PageData) -> str:
@@ -352,49 +302,28 @@ def machines(data: PageData) -> str:
     names = list(dict.fromkeys(result.name for node in nodes for result in node.results))
     worst = sorted(nodes, key=lambda node: (-node.verdict, node.node_rank))[:MAX_NODES]
     kept = {id(node) for node in worst}
-    shown = [node for node in nodes if id(node) in kept]
-    rows = []
-    for node in shown:
-        found = {result.name: result for result in node.results}
-        cells = [
-            (found[name].verdict.text, "" if found[name].verdict.text == "pass" else found[name].seen)
-            if name in found
-            else ("none", "")
-            for name in names
-        ]
-        rows.append((f"{node.node_rank} {node.host}", cells))
-    bad = [
-        (str(node.node_rank), node.host, result.name, result.verdict.text, result.seen, result.expected)
-        for node in nodes
-        for result in node.results
-        if result.verdict.text != "pass"
-    ]
+    rows, bad, values = [], [], dict[tuple[str, str], list[float]]()
+    for node in nodes:
+        cells = dict.fromkeys(names, ("none", ""))
+        for result in node.results:
+            verdict = result.verdict.text
+            cells[result.name] = (verdict, "" if verdict == "pass" else result.seen)
+            if verdict != "pass":
+                bad.append((str(node.node_rank), node.host, result.name, verdict, result.seen, result.expected))
+            for name, value in {"seconds": result.seconds, **result.figures}.items():
+                if isinstance(value, int | float):
+                    values.setdefault((result.name, name.replace("_", " ")), []).append(float(value))
+        if id(node) in kept:
+            rows.append((f"{node.node_rank} {node.host}", list(cells.values())))
     label = f"{len(nodes)} nodes by {len(names)} checks, {len(bad)} of them not passed"
-    parts = [
-        figure(
-            heat(rows, names, label), f"{escaped(label)}; W: a warning, R: try another machine, F: to be mended first"
-        )
-    ]
-    parts.append(left_out(len(nodes) - len(shown), "nodes that passed"))
+    meaning = f"{escaped(label)}; W: a warning, R: try another machine, F: to be mended first"
+    parts = [figure(heat(rows, names, label), meaning), left_out(len(nodes) - len(rows), "nodes that passed")]
     if bad:
         parts.append(rows_of(("node", "host", "check", "verdict", "seen", "expected"), bad, {0}, "findings"))
-    measured = list(_measured(data))
-    if measured:
-        head = ("check", "figure", "lowest", "median", "highest")
-        parts.append(details("Figures over all nodes", table(head, measured[:MAX_TRIES], {2, 3, 4})))
+    measured = [(*names, *map(number, (min(found), median(found), max(found)))) for names, found in values.items()]
+    head = ("check", "figure", "lowest", "median", "highest")
+    parts.append(details("Figures over all nodes", table(head, measured[:MAX_TRIES], {2, 3, 4})) if measured else "")
     return "".join(parts)
-
-
-def _measured(data: PageData) -> Iterator[Sequence[str]]:
-    values: dict[tuple[str, str], list[float]] = {}
-    for node in data.machines:
-        for result in node.results:
-            values.setdefault((result.name, "seconds"), []).append(result.seconds)
-            for name, value in result.figures.items():
-                if isinstance(value, int | float):
-                    values.setdefault((result.name, name), []).append(float(value))
-    for (check, name), found in values.items():
-        yield check, name.replace("_", " "), number(min(found)), number(median(found)), number(max(found))
 
 
 def lineage(data: PageData) -> str:
@@ -420,7 +349,7 @@ def trend(data: PageData, own: CycleRow) -> str:
     rows = (*data.history, own)
     if len(rows) < 2:
         return ""
-    kinds: list[tuple[str, Reader, Writer]] = [
+    kinds: list[tuple[str, Callable[[CycleRow], float | None], Callable[[float | None], str]]] = [
         (own.metric or "metric", lambda row: row.value if row.metric == own.metric else None, number),
         ("cost", lambda row: row.usd, usd),
         ("took", lambda row: row.took_s, format_duration),
@@ -523,7 +452,3 @@ def left_out(count: int, what: str) -> str:
 
 def stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def labels_text(labels: Sequence[str]) -> str:
-    return "".join(f'<span><i class="l{i % 8}"></i>{escaped(label)}</span>' for i, label in enumerate(labels))
