@@ -100,7 +100,7 @@ def _about(cycle: OpenCycle, at: float) -> Message:
 
 
 def _failed_before(store: CycleStore) -> bool:
-    earlier = [name for name in claimed_cycles(store.storage) if name < store.cycle]
+    earlier = [name for name in claimed_cycles(store) if name < store.cycle]
     if not earlier:
         return False
     closed = CycleStore(store.storage, earlier[-1], store.clock).closed()

@@ -106,20 +106,11 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
     asked = open_cycle(arguments.settings, say)
-    claims = claims_by_age(asked.store) if arguments.last else {}
-    names = list(claims)[-arguments.last :] if arguments.last else [asked.name]
-    ledgers: list[CycleLedger] = []
-    for name in names:
-        if arguments.last and claims[name] is None:
-            if not arguments.json:
-                say(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
-            continue
-        cycle = asked.other(name)
-        plan = cycle.store.plan() if arguments.last else cycle.plan()
-        if plan is not None:
-            ledgers.append(cycle.ledger(plan, cycle.records(plan)))
-        elif not arguments.json:
-            say(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
+    if arguments.last:
+        ledgers = list(_newest_ledgers(asked, arguments.last, (lambda _: None) if arguments.json else say))
+    else:
+        plan = asked.plan()
+        ledgers = [asked.ledger(plan, asked.records(plan))]
     if not ledgers:
         raise ConfigError(
             f"no cycle with jobs in {asked.store.storage.root}",
@@ -143,6 +134,18 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     for line in (*lines, GOODPUT):
         say(line)
     return EXIT_OK
+
+
+def _newest_ledgers(asked: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
+    for name, claim in list(claims_by_age(asked.store).items())[-last:]:
+        cycle = asked.other(name)
+        plan = cycle.store.plan() if claim else None
+        if claim is None:
+            warn(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
+        elif plan is None:
+            warn(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
+        else:
+            yield cycle.ledger(plan, cycle.records(plan))
 
 
 def run_report(arguments: argparse.Namespace, say: Say) -> int:

@@ -164,22 +164,26 @@ def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *
     return "met" if done and ended_at <= deadline_at else "missed"
 
 
-def total(name: str, entries: Iterable[Entry]) -> Total:
-    entries = tuple(entries)
-    machine = {kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT}
-    known = [entry.usd for entry in entries if entry.usd is not None]
-    priced = len(known) == len(entries)
-    wasted = (
-        (entry.usd or 0.0) * entry.spent_ms[Category.WASTED] / entry.length_ms for entry in entries if entry.length_ms
-    )
+def total(name: str, entries: Sequence[Entry]) -> Total:
+    wasted = [
+        None if entry.usd is None else entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms
+        for entry in entries
+        if entry.usd is None or entry.length_ms
+    ]
     return Total(
         name=name,
         tries=len(entries),
-        machine_ms=machine,
+        machine_ms={kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT},
         waiting_ms=sum(entry.waiting_ms for entry in entries),
-        usd=sum(known) if priced else None,
-        wasted_usd=sum(wasted) if priced else None,
+        usd=sum_if_known([entry.usd for entry in entries]),
+        wasted_usd=sum_if_known(wasted),
     )
+
+
+def sum_if_known(amounts: Sequence[float | None]) -> float | None:
+    """None when one of them is."""
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
 
 
 def success_of(ledgers: Iterable[CycleLedger]) -> Success:
@@ -273,9 +277,12 @@ def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Mome
 # The ledger of a cycle, from what its workspace holds.
 
 
-def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
-    """All events of a cycle; none when there is no log. Lines that are no events are left out."""
-    found = map(moment_of, read_events(storage, f"cycles/{cycle}/events.jsonl"))
+def read_moments(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[Moment, ...]:
+    """All events of a cycle, or about as much of the newest; none when there is no log.
+
+    Lines that are no events are left out.
+    """
+    found = map(moment_of, read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes))
     return tuple(moment for moment in found if moment is not None)
 
 

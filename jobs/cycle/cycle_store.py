@@ -80,7 +80,7 @@ class CycleStore:
         finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
             if held := self.claim():
                 free = held.model_copy(update={"owner": "", "lease_until": 0.0})
-                self.storage.write_if_match(self.key("claim.json"), _dump(free), etag)
+                self.storage.write_if_match(self.key("claim.json"), free.model_dump_json(indent=1).encode(), etag)
 
     def claim(self) -> Claim | None:
         """None when nobody has claimed the cycle."""
@@ -170,7 +170,7 @@ class CycleStore:
         now = self.clock()
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
         key, is_other = self.key("claim.json"), False
-        if not self.storage.write_if_absent(key, _dump(mine)):
+        if not self.storage.write_if_absent(key, mine.model_dump_json(indent=1).encode()):
             etag = self._etag()
             theirs = self._claim()
             is_other = (theirs.plan_id, theirs.target) != (mine.plan_id, target)
@@ -199,7 +199,7 @@ class CycleStore:
         return self.storage.stat(self.key("plan.json")) is None and not self.rounds()
 
     def _replace(self, claim: Claim, etag: str) -> str:
-        if not self.storage.write_if_match(self.key("claim.json"), _dump(claim), etag):
+        if not self.storage.write_if_match(self.key("claim.json"), claim.model_dump_json(indent=1).encode(), etag):
             raise self._taken_over()
         return self._etag()
 
@@ -231,15 +231,14 @@ class CycleStore:
             ) from error
 
 
-def claimed_cycles(storage: Storage, *, runs: bool = False) -> list[str]:
-    """Names of the cycles with jobs, sorted; `runs`: also what `trnjobs run` has submitted, which is no cycle."""
-    names = _cycle_names(storage, runs)
-    found = _of_each(storage, names, lambda name: storage.stat(f"cycles/{name}/jobs/claim.json"))
-    return [name for name, stat in zip(names, found, strict=True) if stat]
+def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:
+    """Names of the cycles with jobs, in their own order; arguments as below."""
+    return sorted(claims_by_age(store, runs=runs))
 
 
 def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim | None]:
-    """By name the claims of the cycles in the workspace of `store`, the newest last; `runs` as above.
+    """By name the claims of the cycles in the workspace of `store`, the newest last; `runs`: also of what `trnjobs run`
+    has submitted, which is no cycle.
 
     None, before all others: a claim that is not a valid record.
     """
@@ -250,7 +249,7 @@ def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim |
         except DataError as error:  # one that is damaged hides no other cycle
             return error
 
-    names = _cycle_names(store.storage, runs)
+    names = [name for name in store.storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
     found = zip(names, _of_each(store.storage, names, read), strict=True)
     claims = {name: None if isinstance(claim, DataError) else claim for name, claim in found if claim is not None}
     return dict(sorted(claims.items(), key=lambda one: (one[1].claimed_at if one[1] else -inf, one[0])))
@@ -262,15 +261,7 @@ def unclosed_cycles(store: CycleStore, names: Sequence[str]) -> list[str]:
     return [name for name, closed in zip(names, found, strict=True) if closed is None]
 
 
-def _cycle_names(storage: Storage, runs: bool) -> list[str]:
-    return [name for name in storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
-
-
 def _of_each(storage: Storage, names: Sequence[str], read: Callable[[str], T]) -> list[T]:
     return run_parallel(
         read, names, num_threads=NUM_READ_THREADS, stop=storage.stop, doing=f"looking at cycles of {storage.root}"
     )
-
-
-def _dump(claim: Claim) -> bytes:
-    return claim.model_dump_json(indent=1).encode()

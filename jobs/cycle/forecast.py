@@ -61,15 +61,20 @@ class EmbedRun:
     machine_s: float
 
 
+def counted_on(job: JobSpec) -> tuple[str, float]:
+    """The machine by which a job is counted, and how many of them a node of it is: vCPUs where it has no type."""
+    needs = job.resources
+    return (needs.instance_type, machine_share(job)) if needs.instance_type else (VCPU, needs.vcpus)
+
+
 def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> EmbedRun | None:
     """What an embedding that has succeeded tells; None where it embedded nothing, or not all its times are known."""
     times = [attempt.seconds for attempt in record.tries()]
     seconds = sum(time for time in times if time is not None)
     if record.state is not JobState.SUCCEEDED or None in times or titles < 1 or seconds <= 0:
         return None
-    needs = job.resources
-    share = machine_share(job) if needs.instance_type else needs.vcpus  # without a type, vCPUs are what is counted
-    return EmbedRun(cycle, needs.instance_type or VCPU, titles, seconds * share)
+    machine, share = counted_on(job)
+    return EmbedRun(cycle, machine, titles, seconds * share)
 
 
 def measured_rate(runs: Sequence[EmbedRun], machine: str) -> tuple[float, str] | None:
@@ -131,13 +136,10 @@ def array_lines(
         amount = amounts.get(job.name)
         if amount is None:
             continue
-        needs = job.resources
-        machine = needs.instance_type or VCPU
+        (machine, share), workers = counted_on(job), max(1, job.array_size)
         seconds, source = None, "none measured on this machine"
-        workers = max(1, job.array_size)
         if measured := measured_rate(runs.get(job.name, ()), machine):
             rate, cycles = measured
-            share = machine_share(job) if needs.instance_type else needs.vcpus
             seconds = amount.units / (rate * share * workers)
             source = f"{rate:,.0f}/s of {machine}, measured in {cycles}"
         rows.append(

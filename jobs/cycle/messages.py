@@ -265,7 +265,7 @@ class _Sender:
         return found[0] if found else f"no answer within {budget_s:.0f} s"
 
     def _send(self, message: Message, budget_s: float) -> str:
-        self._url = self._url or _checked(self._looked_up(), self.hook)
+        self._url = self._url or self._address()
         body = json.dumps(FORMS[self.hook.form](message)).encode()
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(3) | tenacity.stop_after_delay(budget_s),
@@ -276,10 +276,18 @@ class _Sender:
         answer: _Answer = retrying(_post, self._url, body, message.id)
         return answer.problem
 
-    def _looked_up(self) -> str:
-        if self.hook.url_secret:
-            return self.secret_of(self.hook.url_secret).strip()
-        return self.env.get(self.hook.url_variable, "").strip()
+    def _address(self) -> str:
+        """ConfigError, which does not show it, when it is none or would be sent to in clear."""
+        secret, variable = self.hook.url_secret, self.hook.url_variable
+        url = (self.secret_of(secret) if secret else self.env.get(variable, "")).strip()
+        parts = urlsplit(url)
+        if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOCAL):
+            return url
+        raise ConfigError(
+            f"{variable or secret} holds {'no https:// address' if url else 'nothing'}",
+            expected="the address that the webhook was given",
+            next_command="set it where cycles are closed: the driver, and whoever submits",
+        )
 
 
 @dataclass(frozen=True)
@@ -320,16 +328,3 @@ def _wait(state: tenacity.RetryCallState) -> float:
     """As long as the server asks for, where that is short; the rest is left to the next look."""
     asked = state.outcome.result().retry_after_s if state.outcome else 0.0
     return min(max(asked, 0.2 * 2.0**state.attempt_number), MAX_RETRY_AFTER_S)
-
-
-def _checked(url: str, hook: Webhook) -> str:
-    """The address itself. ConfigError, which does not show it, when it is none or would be sent to in clear."""
-    where = hook.url_variable or hook.url_secret
-    parts = urlsplit(url)
-    if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOCAL):
-        return url
-    raise ConfigError(
-        f"{where} holds {'no https:// address' if url else 'nothing'}",
-        expected="the address that the webhook was given",
-        next_command="set it where cycles are closed: the driver, and whoever submits",
-    )
