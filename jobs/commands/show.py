@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, success_line, summary, total_lines
+from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
@@ -126,11 +126,7 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
         ]
         say(json.dumps({"cycles": shown, "success": success_of(ledgers).model_dump(mode="json")}, indent=1))
         return EXIT_OK
-    if len(ledgers) == 1:
-        lines = cost_lines(ledgers[0])
-    else:
-        totals = total_lines([ledger.total for ledger in ledgers])
-        lines = [*map(summary, ledgers), *totals, success_line(success_of(ledgers))]
+    lines = cost_lines(ledgers[0]) if len(ledgers) == 1 else total_lines(ledgers)
     for line in (*lines, GOODPUT):
         say(line)
     return EXIT_OK

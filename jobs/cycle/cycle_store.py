@@ -64,11 +64,12 @@ class CycleStore:
         lease over meanwhile).
         """
         is_new = self._has_no_plan()
-        etag = self._take(plan, target, owner)
+        mine, etag = self._take(plan, target, owner)
 
         def renew() -> None:
-            nonlocal etag
-            etag = self._replace(self._claim().model_copy(update={"lease_until": self.clock() + LEASE_S}), etag)
+            nonlocal mine, etag
+            mine = mine.model_copy(update={"lease_until": self.clock() + LEASE_S})
+            etag = self._replace(mine, etag)
 
         try:
             yield renew
@@ -78,9 +79,8 @@ class CycleStore:
                 self.storage.delete([self.key("claim.json")])
             raise
         finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
-            if held := self.claim():
-                free = held.model_copy(update={"owner": "", "lease_until": 0.0})
-                self.storage.write_if_match(self.key("claim.json"), free.model_dump_json(indent=1).encode(), etag)
+            free = mine.model_copy(update={"owner": "", "lease_until": 0.0})
+            self.storage.write_if_match(self.key("claim.json"), free.model_dump_json(indent=1).encode(), etag)
 
     def claim(self) -> Claim | None:
         """None when nobody has claimed the cycle."""
@@ -166,13 +166,14 @@ class CycleStore:
         """A retry of jobs that failed: the cycle is under way again."""
         self.storage.delete([self.key("closed.json")])
 
-    def _take(self, plan: Plan, target: str, owner: str) -> str:
-        now = self.clock()
+    def _take(self, plan: Plan, target: str, owner: str) -> tuple[Claim, str]:
+        """The claim of this process, and its etag."""
+        now, is_other = self.clock(), False
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
-        key, is_other = self.key("claim.json"), False
-        if not self.storage.write_if_absent(key, mine.model_dump_json(indent=1).encode()):
-            etag = self._etag()
-            theirs = self._claim()
+        if not self.storage.write_if_absent(self.key("claim.json"), mine.model_dump_json(indent=1).encode()):
+            etag, theirs = self._etag(), self.claim()
+            if theirs is None:
+                raise DataError(f"{self.storage.uri(self.key('claim.json'))} is gone", next_command="trnjobs status")
             is_other = (theirs.plan_id, theirs.target) != (mine.plan_id, target)
             if is_other and not self._has_no_plan():
                 raise ConfigError(
@@ -186,13 +187,14 @@ class CycleStore:
                     expected=f"one at a time; its lease runs out in {theirs.lease_until - now:.0f} s",
                     next_command="run the same command again then",
                 )
-            self._replace(mine.model_copy(update={"claimed_at": theirs.claimed_at}), etag)
+            mine = mine.model_copy(update={"claimed_at": theirs.claimed_at})
+            self._replace(mine, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
         write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
         etag = self._etag()
-        if self._claim().plan_id != plan.plan_id:  # this process was slower than its lease
+        if self.claim() != mine:  # this process was slower than its lease
             raise self._taken_over()
-        return etag
+        return mine, etag
 
     def _has_no_plan(self) -> bool:
         """plan.json follows the claim, and the first job follows plan.json."""
@@ -206,12 +208,6 @@ class CycleStore:
     def _taken_over(self) -> TransientError:
         uri = self.storage.uri(self.key("claim.json"))
         return TransientError(f"{uri}: another process took the cycle over", next_command="trnjobs status")
-
-    def _claim(self) -> Claim:
-        found = self.claim()
-        if found is None:
-            raise DataError(f"{self.storage.uri(self.key('claim.json'))} is gone", next_command="trnjobs status")
-        return found
 
     def _etag(self) -> str:
         stat = self.storage.stat(self.key("claim.json"))

@@ -12,20 +12,17 @@ from pipeline.core.format import aligned, format_count, format_duration, usd
 from pipeline.core.machines import usd_per_million
 
 
-def run_seconds(record: JobRecord) -> float | None:
-    """Of the try that succeeded; of an array the longest child. None when it did not succeed."""
-    last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
-    known = [seconds for seconds in last if seconds is not None]
-    return max(known) if len(known) == len(record.leaves()) else None
-
-
 def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]:
-    """Median seconds by job, over the cycles given; a job that never succeeded is missing."""
+    """Median seconds by job, over the cycles given: of the try that succeeded, of an array the longest child.
+
+    A job that never succeeded is missing.
+    """
     seen: dict[str, list[float]] = {}
-    for records in history:
-        for record in records:
-            if (seconds := run_seconds(record)) is not None:
-                seen.setdefault(record.name, []).append(seconds)
+    for record in (one for records in history for one in records):
+        last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
+        known = [seconds for seconds in last if seconds is not None]
+        if len(known) == len(record.leaves()):
+            seen.setdefault(record.name, []).append(max(known))
     return {name: statistics.median(values) for name, values in seen.items()}
 
 

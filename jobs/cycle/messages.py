@@ -19,6 +19,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -133,25 +134,14 @@ def plain(text: str) -> str:
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
-def as_json(message: Message) -> dict[str, Any]:
-    return message.model_dump(mode="json")
-
-
 def as_slack(message: Message) -> dict[str, Any]:
     """Of an incoming webhook: one line with a link to the page."""
-    text = slack_escaped(message.text)
+    text = escape(message.text, quote=False)
     if message.page.startswith(("https://", "http://")):
-        text += f" <{slack_escaped(message.page).replace('|', '%7C')}|page>"
+        text += f" <{escape(message.page, quote=False).replace('|', '%7C')}|page>"
     elif message.page:
-        text += f" ({slack_escaped(message.page)})"
+        text += f" ({escape(message.page, quote=False)})"
     return {"text": text, "unfurl_links": False, "unfurl_media": False}
-
-
-def slack_escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-FORMS = {"json": as_json, "slack": as_slack}
 
 
 # On their way.
@@ -266,14 +256,14 @@ class _Sender:
 
     def _send(self, message: Message, budget_s: float) -> str:
         self._url = self._url or self._address()
-        body = json.dumps(FORMS[self.hook.form](message)).encode()
+        content = as_slack(message) if self.hook.form == "slack" else message.model_dump(mode="json")
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(3) | tenacity.stop_after_delay(budget_s),
             wait=_wait,
             retry=tenacity.retry_if_result(lambda answer: answer.is_worth_another),
             retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
         )
-        answer: _Answer = retrying(_post, self._url, body, message.id)
+        answer: _Answer = retrying(_post, self._url, json.dumps(content).encode(), message.id)
         return answer.problem
 
     def _address(self) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from jobs.cycle.attempt_time import SPENT
-from jobs.cycle.cost_ledger import CycleLedger, Success, Total, sum_if_known
+from jobs.cycle.cost_ledger import CycleLedger, Success, Total, success_of, sum_if_known
 from jobs.cycle.forecast import critical_seconds
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code, reason_of
@@ -149,8 +149,10 @@ def success_line(found: Success) -> str:
     return " | ".join(words)
 
 
-def total_lines(totals: Sequence[Total]) -> list[str]:
-    return aligned([("cycle", *HEAD[1:]), *(total_row(one) for one in totals)])
+def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
+    """Several cycles: each summed up, a row each, and their success rate."""
+    rows = [("cycle", *HEAD[1:]), *(total_row(one.total) for one in ledgers)]
+    return [*map(summary, ledgers), *aligned(rows), success_line(success_of(ledgers))]
 
 
 def total_row(one: Total) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What the page of a cycle shows, gathered once: also `reports/<cycle>.json`, for other tools."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -50,10 +51,7 @@ NOTICES = frozenset(
         EventName.CHECKPOINT_REJECTED,
     }
 )
-_AT_STEPS = {
-    "loss": "losses",
-    "gradient norm": "grad_norms",
-}
+_AT_STEPS = {"loss": "losses", "gradient norm": "grad_norms"}
 _AT_REPORTS = {
     "learning rate": "learning_rate",
     "samples a second": "samples_per_s",
@@ -194,10 +192,19 @@ def gather(
     moments = read_moments(storage, cycle)
     ancestors = read(lambda: _ancestors(storage, cycle), tuple[str, ...]())
     compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
-    settings = read(lambda: _settings(storage, cycle), dict[str, Any]())
     compared = compared if compared != cycle else ""
-    before = read(lambda: _settings(storage, compared), dict[str, Any]())
+    settings, before = (
+        read(partial(_json, storage, f"cycles/{name}/jobs/settings.json"), dict[str, Any]()) if name else {}
+        for name in (cycle, compared)
+    )
     made = [result for stage in ("evaluate", "train") if (result := results[stage]) is not None]
+    prepared = read(lambda: load_prepared(storage, cycle), None)
+    vectors = read(lambda: load_verified(storage, cycle), None)
+    nodes = [
+        read(partial(_node_report, storage, stat.key), None)
+        for stat in storage.list(f"cycles/{cycle}/health")
+        if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
+    ]
     checkpoint = next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), "")
     return PageData(
         cycle=cycle,
@@ -210,9 +217,9 @@ def gather(
         evaluation=evaluation,
         scores=scores,
         training=_training(moments, read_moments(storage, compared) if compared else (), compared),
-        prepared=read(lambda: load_prepared(storage, cycle), None),
-        vectors=read(lambda: load_verified(storage, cycle), None),
-        machines=tuple(_machines(storage, cycle, unread)),
+        prepared=prepared,
+        vectors=vectors,
+        machines=tuple(sorted((one for one in nodes if one), key=lambda one: (one.node_rank, one.host))),
         lineage=Lineage(
             checkpoint=checkpoint,
             ancestors=ancestors,
@@ -252,8 +259,7 @@ def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
     """Checkpoints by what each cycle pinned as the model it starts from."""
     found: list[str] = []
     while cycle and len(found) < MAX_ANCESTORS:
-        tree = _json(storage, f"cycles/{cycle}/train/parent.json")
-        parent = tree.get("checkpoint") if isinstance(tree, dict) else None
+        parent = _json(storage, f"cycles/{cycle}/train/parent.json").get("checkpoint")
         if not isinstance(parent, str) or parent in found:
             break
         found.append(parent)
@@ -267,20 +273,15 @@ def _cycle_of(checkpoints: Sequence[str]) -> str:
     return words[1] if len(words) == 3 and words[0] == "checkpoints" else ""
 
 
-def _settings(storage: Storage, cycle: str) -> dict[str, Any]:
-    tree = _json(storage, f"cycles/{cycle}/jobs/settings.json") if cycle else None
-    return tree if isinstance(tree, dict) else {}
-
-
-def _json(storage: Storage, key: str) -> JsonValue:
-    """None when there is nothing. Raises DataError."""
+def _json(storage: Storage, key: str) -> dict[str, Any]:
+    """Empty when there is nothing. Raises DataError."""
     try:
-        tree: JsonValue = json.loads(storage.read_bytes(key))
+        tree = json.loads(storage.read_bytes(key))
     except KeyNotFound:
-        return None
+        return {}
     except ValueError as error:
         raise DataError(f"{storage.uri(key)} is no JSON: {error}", expected="what a job wrote there") from error
-    return tree
+    return tree if isinstance(tree, dict) else {}
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -298,19 +299,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, JsonV
             yield above + name, value
 
 
-def _machines(storage: Storage, cycle: str, unread: list[str]) -> Iterator[NodeReport]:
-    """By node, in order; of a node that was replaced each machine."""
-    found = []
-    for stat in storage.list(f"cycles/{cycle}/health"):
-        name = stat.key.removeprefix(f"cycles/{cycle}/health/")
-        rank = name.partition("-")[0]
-        if "/" in name or not name.endswith(".json") or not rank.isdigit():
-            continue
-        try:
-            found.append(from_json(storage.read_bytes(stat.key), storage.uri(stat.key)))
-        except DataError as error:
-            unread.append(error.seen)
-    yield from sorted(found, key=lambda one: (one.node_rank, one.host))
+def _node_report(storage: Storage, key: str) -> NodeReport:
+    return from_json(storage.read_bytes(key), storage.uri(key))
 
 
 def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:

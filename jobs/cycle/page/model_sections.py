@@ -4,7 +4,7 @@ Pure, as jobs/cycle/page/sections.py is.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jobs.cycle.page.charts import (
     BOTTOM,
@@ -59,32 +59,31 @@ def gate(data: PageData) -> str:
     compared = [check for check in report.verdict.checks if check.low is not None and check.high is not None]
     overall = [check for check in compared if check.kind != "slice"]
     slices = sorted((check for check in compared if check.kind == "slice"), key=_by_harm)
-    shown = slices[:MAX_EFFECTS]
     parts = [f"<p>{escaped(report.verdict.lines()[0])}</p>"]
-    for title, checks in (("Overall", overall), ("Slices, those that lost most first", shown)):
+    for title, checks in (("Overall", overall), ("Slices, those that lost most first", slices[:MAX_EFFECTS])):
         if checks:
             label = (
                 f"{title}: differences to what is in production or to a simple tool, with intervals and what is allowed"
             )
-            chart = forest(checks, label)
             words = "candidate minus the other, above 0 is better unless the metric is an error; ╎ what is allowed"
             rows = [(_name(one), one.outcome, number(one.candidate), _interval(one), one.reason) for one in checks]
-            more = details("Numbers", table(("check", "gate", "candidate", "interval", "why"), rows, {2}))
-            parts.append(f"<h3>{title}</h3>{figure(chart, words, more)}")
-    parts.append(left_out(len(slices) - len(shown), "slices that lost less"))
+            more = _numbers(("check", "gate", "candidate", "interval", "why"), rows, {2})
+            parts.append(f"<h3>{title}</h3>{figure(forest(checks, label), words, more)}")
+    parts.append(left_out(len(slices) - MAX_EFFECTS, "slices that lost less"))
     others = [(check.outcome, check.reason) for check in report.verdict.checks if check not in compared]
     if others:
         parts.append("<h3>Other checks</h3>" + rows_of(("gate", "what was seen"), sorted(others), (), "checks"))
     parts.append(items(report.warnings))
     lines = table_lines(report)
-    text = "\n".join(lines[:MAX_TRIES])
-    parts.append(
-        details(
-            "As the terminal shows it",
-            f'<pre tabindex="0">{escaped(text)}</pre>{left_out(len(lines) - MAX_TRIES, "lines")}',
-        )
-    )
+    shown = escaped("\n".join(lines[:MAX_TRIES]))
+    shown = f'<pre tabindex="0">{shown}</pre>' + left_out(len(lines) - MAX_TRIES, "lines")
+    parts.append(details("As the terminal shows it", shown))
     return "".join(parts)
+
+
+def _numbers(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] | None = None) -> str:
+    """The table under a chart; `numbers`: as in `table`, all but the first column where they are not given."""
+    return details("Numbers", table(head, rows, range(1, len(head)) if numbers is None else numbers))
 
 
 def _by_harm(check: GateCheck) -> tuple[int, float]:
@@ -162,7 +161,7 @@ def learned(data: PageData) -> str:
         others = [dict(one.points) for one in series[1:]]
         some = curve.now[:: max(1, math.ceil(len(curve.now) / MAX_POINTS))]
         numbers = [tuple(map(number, (x, y, *(found.get(x) for found in others)))) for x, y in some]
-        rows = details("Numbers", table(head, numbers, range(len(head))))
+        rows = _numbers(head, numbers, range(len(head)))
         chart = line_chart(series, label, marks=marks)
         parts.append(figure(chart, f'<span class="key">{legend}</span> {escaped(label)}', rows))
     return "".join(parts)
@@ -188,20 +187,14 @@ def trusted(data: PageData) -> str:
     legend = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name, _ in models)
     head = ("confidence", *(f"{what}, {name}" for _, name, _ in models for what in ("rows", "right")))
     rows = [
-        (f"{first.low:.2f} to {first.high:.2f}", *(word for b in bins for word in (number(b.rows), number(b.right))))
+        (f"{bins[0].low:.2f} to {bins[0].high:.2f}", *(number(n) for b in bins for n in (b.rows, b.right)))
         for bins in zip(*(one.reliability for _, _, one in models), strict=True)
-        for first in bins[:1]
     ]
     chart = reliability(
         points, "Share of right rows by the confidence of the model; on the diagonal it is as right as it is sure"
     )
-    parts = [
-        figure(
-            chart,
-            f'<span class="key">{legend}</span> on the diagonal it is as often right as it says; circles by their rows',
-            details("Numbers", table(head, rows, range(1, len(head)))),
-        )
-    ]
+    words = "on the diagonal it is as often right as it says; circles by their rows"
+    parts = [figure(chart, f'<span class="key">{legend}</span> {words}', _numbers(head, rows))]
     if found.candidate.confusion:
         cells = [(label, *map(number, row)) for label, row in zip(found.labels, found.candidate.confusion, strict=True)]
         parts.append("<h3>Labels: judged (rows) and most probable (columns)</h3>")
@@ -291,19 +284,16 @@ def vectors(data: PageData) -> str:
         ("share of vectors that moved", number(found.moved_share)),
         ("least cosine to vectors embedded again", number(found.recompute_min_cosine, 6)),
     ]
-    rows += [
-        (name.replace("_", " "), value_text(figures[name]))
-        for name in ("tokens_per_s", "padding_share")
-        if name in figures
-    ]
+    for name in ("tokens_per_s", "padding_share"):
+        if name in figures:
+            rows.append((name.replace("_", " "), value_text(figures[name])))
     parts = [table((), rows, {1})]
     if found.drift:
         edges = found.drift.edges
         groups = [(f"{edge:.2f}", [float(count)]) for edge, count in zip(edges, found.drift.counts, strict=False)]
         chart = stacked_columns(groups, ("now",), f"Cosines to the vectors of cycle {found.previous}", x_name="cosine")
-        parts.append(
-            figure(chart, f"cosines between both cycles' vectors of the same ids, {escaped(found.previous or '')}")
-        )
+        words = f"cosines between both cycles' vectors of the same ids, {escaped(found.previous or '')}"
+        parts.append(figure(chart, words))
     checks = [(check.outcome, check.name, check.seen) for check in found.checks]
     parts.append(table(("verify", "check", "what was seen"), checks))
     return "".join(parts)
@@ -317,25 +307,16 @@ def prepared(data: PageData) -> str:
     labelled = all(one.labels for one in shown)
     kinds = [f"l{i % 8}" for i in range(len(found.labels))] if labelled else ["now"]
     groups: list[tuple[str, Sequence[float]]] = []
+    rows = []
     for one in shown:
-        by_label = [sum(counts) for counts in zip(*one.labels.values(), strict=True)]
-        groups.append((one.watermark or one.partition, by_label if labelled else [sum(one.rows.values())]))
+        by_label, split_rows = [sum(counts) for counts in zip(*one.labels.values(), strict=True)], one.rows
+        groups.append((one.watermark or one.partition, by_label if labelled else [sum(split_rows.values())]))
+        splits = (split_rows.get(split, 0) for split in ("train", "valid", "test"))
+        rows.append((one.partition, *map(number, (*splits, *by_label, one.bad, one.filtered, one.truncated))))
     chart = stacked_columns(groups, kinds, "Rows by day and label", x_name="rows")
     head = ("partition", "train", "valid", "test", *found.labels, "bad", "filtered", "truncated")
-    rows = [
-        (
-            one.partition,
-            *(number(one.rows.get(split, 0)) for split in ("train", "valid", "test")),
-            *(number(sum(counts)) for counts in zip(*one.labels.values(), strict=True)),
-            number(one.bad),
-            number(one.filtered),
-            number(one.truncated),
-        )
-        for one in shown
-        if labelled
-    ]
     legend = f'<span class="key">{_labels(found.labels)}</span>' if labelled else ""
-    parts = [figure(chart, legend, details("Numbers", table(head, rows, range(1, len(head)))) if rows else "")]
+    parts = [figure(chart, legend, _numbers(head, rows) if labelled and rows else "")]
     parts.append(left_out(len(found.partitions) - len(shown), "older partitions"))
     sizes = [sum(counts) for counts in zip(*(one.bucket_rows for one in found.partitions), strict=True)]
     total, cut = sum(sizes), sum(one.truncated for one in found.partitions)
@@ -355,14 +336,11 @@ def prepared(data: PageData) -> str:
         )
     without = list(_without_category(found.partitions))
     if without:
-        parts.append(
-            "<h3>Features</h3>" + table(("category", "rows without a value", "newest", "before"), without, {1, 2, 3})
-        )
+        head = ("category", "rows without a value", "newest", "before")
+        parts.append("<h3>Features</h3>" + table(head, without, {1, 2, 3}))
     if found.reasons:
-        reasons = list(found.reasons.items())[:MAX_ROWS]
-        parts.append(
-            "<h3>Rows in quarantine</h3>" + table(("reason", "rows"), [(why, number(n)) for why, n in reasons], {1})
-        )
+        reasons = [(why, number(rows)) for why, rows in list(found.reasons.items())[:MAX_ROWS]]
+        parts.append("<h3>Rows in quarantine</h3>" + table(("reason", "rows"), reasons, {1}))
         samples = [(one.reason, f"{one.file}:{one.row}", one.content) for one in found.samples][:MAX_ROWS]
         parts.append(details("Samples", table(("reason", "where", "content"), samples)) if samples else "")
     return "".join(parts)

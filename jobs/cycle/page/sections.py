@@ -53,7 +53,10 @@ def sentence(data: PageData) -> str:
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
         return f"Under way: {running} running." if running else "Under way."
     if outcome == "refused":
-        return f"Refused: {_reasons(data.evaluation) or data.reason or 'the gate says why'}. Production stays as it is."
+        checks = data.evaluation.verdict.checks if data.evaluation else ()
+        reasons = [check.reason for check in checks if check.outcome == "fail"]
+        why = "; ".join(reasons[:2]) + (f"; and {len(reasons) - 2} more" if len(reasons) > 2 else "")
+        return f"Refused: {why or data.reason or 'the gate says why'}. Production stays as it is."
     if outcome == "failed":
         return f"Failed{f' in {failed}' if failed else ''}: {data.reason or 'no reason is on record'}."
     if outcome == "cancelled":
@@ -64,12 +67,6 @@ def sentence(data: PageData) -> str:
     if evaluated.get("nothing_new"):
         return "Nothing new: there was nothing to learn from, and the model in production stays."
     return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
-
-
-def _reasons(report: EvaluationReport | None) -> str:
-    failed = [check.reason for check in report.verdict.checks if check.outcome == "fail"] if report else []
-    more = f"; and {len(failed) - 2} more" if len(failed) > 2 else ""
-    return "; ".join(failed[:2]) + more
 
 
 def _change(report: EvaluationReport | None) -> str:
@@ -310,7 +307,7 @@ def machines(data: PageData) -> str:
             cells[result.name] = (verdict, "" if verdict == "pass" else result.seen)
             if verdict != "pass":
                 bad.append((str(node.node_rank), node.host, result.name, verdict, result.seen, result.expected))
-            for name, value in {"seconds": result.seconds, **result.figures}.items():
+            for name, value in (("seconds", result.seconds), *result.figures.items()):
                 if isinstance(value, int | float):
                     values.setdefault((result.name, name.replace("_", " ")), []).append(float(value))
         if id(node) in kept:
@@ -381,8 +378,8 @@ def everything(data: PageData) -> str:
     parts = []
     for stage, figures in data.figures.items():
         if figures:
-            shown = [(name, value_text(value)) for name, value in figures.items()]
-            parts.append(details(f"Figures of {stage}", table((), shown, {1})))
+            named = [(name, value_text(value)) for name, value in figures.items()]
+            parts.append(details(f"Figures of {stage}", table((), named, {1})))
     entries = data.ledger.entries
     if entries:
         head = ("job", "try", "started", "nodes", "waited", *SPENT, "cost", "ended")
@@ -397,25 +394,22 @@ def everything(data: PageData) -> str:
                 usd(entry.usd),
                 entry.ending,
             )
-            for entry in sorted(entries, key=lambda one: not _failed(one))[:MAX_TRIES]
+            for entry in sorted(entries, key=lambda one: not _failed(one))
         ]
-        table_ = table(head, rows, {1, *range(3, len(head) - 1)})
-        parts.append(details("Tries", table_ + left_out(len(entries) - MAX_TRIES, "tries")))
+        parts.append(details("Tries", rows_of(head, rows, {1, *range(3, len(head) - 1)}, "tries", MAX_TRIES)))
     if data.notices:
-        rows_ = [
+        newest = [
             (stamp(one.at), one.event, "-" if one.step is None else f"{one.step:,}", one.text)
             for one in data.notices[-MAX_ROWS:]
         ]
-        table_ = table(("when", "event", "step", "what"), rows_, {2})
-        parts.append(
-            details("Warnings and failures", table_ + left_out(len(data.notices) - MAX_ROWS, "earlier events"))
-        )
+        told = table(("when", "event", "step", "what"), newest, {2})
+        told += left_out(len(data.notices) - MAX_ROWS, "earlier events")
+        parts.append(details("Warnings and failures", told))
     if data.post_mortems:
         lines = items([one.uri for one in data.post_mortems[:MAX_ROWS]])
         more = left_out(len(data.post_mortems) - MAX_ROWS, "post-mortems")
-        parts.append(
-            f'<div id="post-mortems">{details("Post-mortems of failed tries", lines + more, is_open=True)}</div>'
-        )
+        shown = details("Post-mortems of failed tries", lines + more, is_open=True)
+        parts.append(f'<div id="post-mortems">{shown}</div>')
     if data.unread:
         parts.append("<h3>Could not be read</h3>" + items(data.unread[:MAX_ROWS]))
     return "".join(parts)
@@ -441,9 +435,11 @@ def items(lines: Iterable[str]) -> str:
     return f"<ul>{found}</ul>" if found else ""
 
 
-def rows_of(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int], what: str) -> str:
-    """A table of the first MAX_ROWS, and how many more `what` there are."""
-    return table(head, rows[:MAX_ROWS], numbers) + left_out(len(rows) - MAX_ROWS, what)
+def rows_of(
+    head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int], what: str, most: int = MAX_ROWS
+) -> str:
+    """A table of the first `most`, and how many more `what` there are."""
+    return table(head, rows[:most], numbers) + left_out(len(rows) - most, what)
 
 
 def left_out(count: int, what: str) -> str:
