@@ -51,6 +51,10 @@ class Entry(Record):
         return sum(self.spent_ms.values())
 
     @property
+    def has_failed(self) -> bool:
+        return self.ending not in ("succeeded", "running")
+
+    @property
     def try_name(self) -> str:
         """Its number, and of which submission it is where there was more than the first."""
         return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"

@@ -1,22 +1,26 @@
-"""Charts as SVG, from numbers. Pure: the same numbers give the same bytes, on every machine.
+"""Charts as SVG, from numbers and records. Pure: the same numbers give the same bytes, on every machine.
 
 Text is text, colours are classes of the page's style sheet, and what colour says a shape or a word says too. Every
 chart has one sentence for whoever does not see it, and can be reached by keyboard.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from jobs.cycle.attempt_time import Category
+from jobs.cycle.cost_ledger import Entry
+from jobs.cycle.page.data import Job, Point, thin
+from pipeline.core.format import format_duration
+from pipeline.evaluate.config import MetricName
+from pipeline.evaluate.gate.compare import GateCheck
+
 WIDTH = 1000
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 24
-MAX_POINTS = 600
-"""Of one line: about one a pixel."""
-Point = tuple[float, float]
-
-
+KINDS = {category: f"s-{category.value.replace(' ', '-')}" for category in Category}
+"""Classes of the style sheet."""
 _HIDDEN = dict.fromkeys(
     [
         *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and code not in (0x09, 0x0A)),
@@ -55,19 +59,6 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points that keep the first, the last, and the lowest and highest of each stretch."""
-    if len(points) <= limit:
-        return list(points)
-    inner, stretches = points[1:-1], max(1, (limit - 2) // 2)
-    kept = [points[0]]
-    for i in range(stretches):
-        part = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
-        ends = {part.index(choose(part, key=lambda point: point[1])) for choose in (min, max)}
-        kept += [part[place] for place in sorted(ends)]
-    return [*kept, points[-1]]
 
 
 @dataclass(frozen=True)
@@ -193,6 +184,44 @@ def bar(parts: Sequence[tuple[str, float, str]], whole: float) -> str:
     return f'<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{"".join(rects)}</svg>'
 
 
+def gantt(
+    lanes: Mapping[str, Sequence[Entry]], began_ms: int, end_s: float, due_s: float | None, explained: Container[str]
+) -> str:
+    """`end_s`, `due_s`: since the beginning. Failed tries of the jobs in `explained` lead to their post-mortems."""
+    left, row = 130.0, 18.0
+    bottom = TOP + row * len(lanes)
+    last = end_s if due_s is None or due_s >= 2 * end_s else max(end_s, due_s)  # one far ahead is told, not drawn
+    across, body = Scale(0, last or 1.0, left, WIDTH - RIGHT), []
+    for seconds in time_ticks(last):
+        body.append(stroke("grid", f"M{px(across(seconds))} {TOP}V{px(bottom)}"))
+        body.append(text(across(seconds), bottom + BOTTOM - 8, time_label(seconds), anchor="middle"))
+    for number_, (name, tries) in enumerate(lanes.items()):
+        y, tall = TOP + row * number_ + 3, row - 6
+        body.append(text(left - 6, y + 9, name, anchor="end"))
+        for one in tries:
+            at, drawn = (one.start_ms - began_ms) / 1000, ""
+            if one.waiting_ms > 0:
+                x = across(at - one.waiting_ms / 1000)
+                drawn += rect("waiting", x, y, across(at) - x, tall)
+            for kind, ms in one.spent_ms.items():
+                if ms:
+                    drawn += rect(KINDS[kind], across(at), y, max(0.4, across(at + ms / 1000) - across(at)), tall)
+                    at += ms / 1000
+            if one.has_failed:
+                drawn += text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
+            spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
+            words = f"{one.job}, try {one.try_name}: {one.ending}; {spent}"
+            drawn = titled(drawn, words)
+            if one.has_failed and name in explained:
+                drawn = f'<a href="#post-mortems" aria-label="{escaped(words)}">{drawn}</a>'
+            body.append(drawn)
+    if due_s is not None and due_s <= last:
+        body.append(stroke("deadline", f"M{px(across(due_s))} 0V{px(bottom)}"))
+        body.append(text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
+    label = f"Every try over {format_duration(end_s)} since the cycle was submitted"
+    return svg("".join(body), bottom + BOTTOM, label, "gantt")
+
+
 TIME_STEPS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 28_800, 86_400)
 
 
@@ -210,10 +239,94 @@ def time_label(seconds: float) -> str:
     return f"{seconds:g}s" if seconds < 60 or seconds % 60 else f"{seconds / 60:g}m"
 
 
+def dag(jobs: Sequence[Job]) -> str:
+    """Jobs in columns, each after those it waits for."""
+    column: dict[str, int] = {}
+    for job in jobs:
+        column[job.name] = max((column[name] + 1 for name in job.after if name in column), default=0)
+    columns = [[name for name in column if column[name] == i] for i in range(max(column.values(), default=-1) + 1)]
+    if not columns:
+        return ""
+    gap, tall = 18.0, 46.0
+    wide = (WIDTH - 4 - gap * (len(columns) - 1)) / len(columns)
+    height = max(map(len, columns)) * (tall + 8)
+    place: dict[str, tuple[float, float]] = {}
+    for across, inside in enumerate(columns):
+        for down, name in enumerate(inside):
+            free = height - len(inside) * (tall + 8)
+            place[name] = (2 + across * (wide + gap), 4 + free / 2 + down * (tall + 8))
+    body, boxes, states = [], [], []
+    for job in jobs:
+        x, y = place[job.name]
+        for x0, y0 in (place[name] for name in job.after if name in place):
+            body.append(stroke("edge", f"M{px(x0 + wide)} {px(y0 + tall / 2)}L{px(x - 1)} {px(y + tall / 2)}"))
+        state, tries = job.ending, "1 try" if job.tries == 1 else f"{job.tries} tries"
+        states.append(f"{job.name} {state} after {tries}")
+        code = f", exit {job.exit_code}" if job.exit_code else ""
+        lines = (job.name, state + code, f"{tries}, {format_duration(job.ran_s)}")
+        words = "".join(
+            text(x + 6, y + 15 + 12 * i, fit(line, wide - 10), kind="" if i else "strong")
+            for i, line in enumerate(lines)
+        )
+        kind = {"succeeded": "good", "failed": "bad", "refused": "bad"}.get(state, "")
+        boxes.append(
+            f'<g class="box {kind}"><rect x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="{px(tall)}" rx="4"/>'
+            f"{words}<title>{escaped(': '.join(lines))}</title></g>"
+        )
+    label = f"Jobs in the order they wait for each other: {', '.join(states)}"
+    return svg("".join((*body, *boxes)), height, label, "dag")
+
+
 def fit(words: str, width: float) -> str:
     """As many letters as `width` pixels hold."""
     most = max(3, int(width / 6.2))
     return words if len(words) <= most else words[: most - 1] + "…"
+
+
+SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 0H4", "pass": "M0-4A4 4 0 1 1-.1-4Z"}
+"""By outcome of a check."""
+
+
+def forest(checks: Sequence[GateCheck], label: str) -> str:
+    """A row a check: the difference with its interval, a shape by outcome, and what is allowed; what does not fit ends
+    in an arrow.
+    """
+    left, row = 330.0, 17.0
+    ends = sorted(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in checks)
+    if not ends:
+        return ""
+    reach = max(ends[min(len(ends) - 1, int(0.95 * len(ends)))], *(2 * abs(one.bound or 0.0) for one in checks), 1e-9)
+    across, bottom = Scale(-reach, reach, left, WIDTH - RIGHT - 6), TOP + row * len(checks)
+    body = []
+    for value in ticks(-reach, reach, 6):
+        body.append(stroke("grid" if value else "zero", f"M{px(across(value))} {TOP}V{px(bottom)}"))
+        body.append(text(across(value), bottom + BOTTOM - 8, f"{value:+g}" if value else "0", anchor="middle"))
+    for number_, one in enumerate(checks):
+        y, low, high = TOP + row * (number_ + 0.5), one.low or 0.0, one.high or 0.0
+        drawn = text(left - 8, y + 4, fit(check_name(one), left - 12), anchor="end")
+        drawn += stroke("whisker", f"M{px(across(low))} {px(y)}H{px(across(high))}")
+        if low < -reach:
+            drawn += stroke("arrow", f"M{px(left)} {px(y)}l6-4v8Z")
+        if high > reach:
+            drawn += stroke("arrow", f"M{px(across(reach))} {px(y)}l-6-4v8Z")
+        if one.bound is not None:
+            lower = bool(one.metric) and MetricName.parse(one.metric).lower_is_better
+            drawn += stroke("bound", f"M{px(across(one.bound if lower else -one.bound))} {px(y - 7)}v14")
+        change = (one.candidate or 0.0) - ((one.baseline_value if one.baseline else one.incumbent) or 0.0)
+        at, shape = f"translate({px(across(change))} {px(y)})", SHAPES[one.outcome]
+        drawn += f'<path class="dot {one.outcome}" transform="{at}" d="{shape}"/>'
+        body.append(titled(drawn, f"{one.outcome}: {one.reason}; {interval_text(one)}"))
+    return svg("".join(body), bottom + BOTTOM, label, "forest")
+
+
+def check_name(check: GateCheck) -> str:
+    against = f" against {check.baseline}" if check.baseline else ""
+    queries = f" ({number(check.num_queries)} queries)" if check.num_queries is not None else ""
+    return f"{check.metric}{against}{f' of {check.slice}' if check.slice else ''}{queries}"
+
+
+def interval_text(check: GateCheck) -> str:
+    return f"{check.low:+.4f} to {check.high:+.4f}" if check.low is not None and check.high is not None else "-"
 
 
 def stacked_columns(

@@ -13,11 +13,10 @@ from jobs.cycle.cost_ledger import CycleLedger, read_moments
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, Outcome
 from jobs.cycle.job_states import exit_code, reason_of
-from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import ran_seconds
 from jobs.plan.dag import Plan
 from pipeline.context import Figure, load_result
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, GateRefused
 from pipeline.core.record import Record
 from pipeline.data.digest import PrepareDigest
 from pipeline.data.digest import load_digest as load_prepared
@@ -59,6 +58,9 @@ _AT_REPORTS = {
     "memory, bytes": "memory_bytes",
 }
 HOLDOUT = "holdout loss"
+MAX_POINTS = 600
+"""Of one curve: about one a pixel."""
+Point = tuple[float, float]
 T = TypeVar("T")
 
 
@@ -74,6 +76,13 @@ class Job(Record):
     ran_s: float | None
     exit_code: int | None
     why: str
+
+    @property
+    def ending(self) -> str:
+        """As on record; a job that was left out because of another one has not failed itself."""
+        if self.state == "FAILED":
+            return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
+        return self.state.lower()
 
 
 class Curve(Record):
@@ -347,6 +356,19 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
             if isinstance(value, int | float):
                 found[HOLDOUT].append((step, float(value)))
     return {name: points for name, points in found.items() if points}
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most `limit` points that keep the first, the last, and the lowest and highest of each stretch."""
+    if len(points) <= limit:
+        return list(points)
+    inner, stretches = points[1:-1], max(1, (limit - 2) // 2)
+    kept = [points[0]]
+    for i in range(stretches):
+        part = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
+        ends = {part.index(choose(part, key=lambda point: point[1])) for choose in (min, max)}
+        kept += [part[place] for place in sorted(ends)]
+    return [*kept, points[-1]]
 
 
 def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:

@@ -7,25 +7,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jobs.cycle.page.charts import (
-    BOTTOM,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Scale,
     Series,
+    check_name,
     escaped,
-    fit,
+    forest,
+    interval_text,
     line_chart,
     number,
-    px,
     reliability,
     stacked_columns,
-    stroke,
-    svg,
     table,
-    text,
-    ticks,
-    titled,
 )
 from jobs.cycle.page.data import HOLDOUT, PageData
 from jobs.cycle.page.sections import (
@@ -48,8 +39,6 @@ MAX_EFFECTS = 40
 MAX_PARTITIONS = 60
 MAX_POINTS = 12
 """Of a curve, in the table under it."""
-SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 0H4", "pass": "M0-4A4 4 0 1 1-.1-4Z"}
-"""By outcome of a check."""
 
 
 def gate(data: PageData) -> str:
@@ -66,7 +55,9 @@ def gate(data: PageData) -> str:
                 f"{title}: differences to what is in production or to a simple tool, with intervals and what is allowed"
             )
             words = "candidate minus the other, above 0 is better unless the metric is an error; ╎ what is allowed"
-            rows = [(_name(one), one.outcome, number(one.candidate), _interval(one), one.reason) for one in checks]
+            rows = [
+                (check_name(one), one.outcome, number(one.candidate), interval_text(one), one.reason) for one in checks
+            ]
             more = _numbers(("check", "gate", "candidate", "interval", "why"), rows, {2})
             parts.append(f"<h3>{title}</h3>{figure(forest(checks, label), words, more)}")
     parts.append(left_out(len(slices) - MAX_EFFECTS, "slices that lost less"))
@@ -93,48 +84,6 @@ def _by_harm(check: GateCheck) -> tuple[int, float]:
         change = check.candidate - check.incumbent
         gain = -change if MetricName.parse(check.metric).lower_is_better else change
     return ("fail", "warn", "pass", "skipped").index(check.outcome), gain
-
-
-def _name(check: GateCheck) -> str:
-    against = f" against {check.baseline}" if check.baseline else ""
-    queries = f" ({number(check.num_queries)} queries)" if check.num_queries is not None else ""
-    return f"{check.metric}{against}{f' of {check.slice}' if check.slice else ''}{queries}"
-
-
-def forest(checks: Sequence[GateCheck], label: str) -> str:
-    """A row a check: the difference with its interval, a shape by outcome, and what is allowed; what does not fit ends
-    in an arrow.
-    """
-    left, row = 330.0, 17.0
-    ends = sorted(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in checks)
-    if not ends:
-        return ""
-    reach = max(ends[min(len(ends) - 1, int(0.95 * len(ends)))], *(2 * abs(one.bound or 0.0) for one in checks), 1e-9)
-    across, bottom = Scale(-reach, reach, left, WIDTH - RIGHT - 6), TOP + row * len(checks)
-    body = []
-    for value in ticks(-reach, reach, 6):
-        body.append(stroke("grid" if value else "zero", f"M{px(across(value))} {TOP}V{px(bottom)}"))
-        body.append(text(across(value), bottom + BOTTOM - 8, f"{value:+g}" if value else "0", anchor="middle"))
-    for number_, one in enumerate(checks):
-        y, low, high = TOP + row * (number_ + 0.5), one.low or 0.0, one.high or 0.0
-        drawn = text(left - 8, y + 4, fit(_name(one), left - 12), anchor="end")
-        drawn += stroke("whisker", f"M{px(across(low))} {px(y)}H{px(across(high))}")
-        if low < -reach:
-            drawn += stroke("arrow", f"M{px(left)} {px(y)}l6-4v8Z")
-        if high > reach:
-            drawn += stroke("arrow", f"M{px(across(reach))} {px(y)}l-6-4v8Z")
-        if one.bound is not None:
-            lower = bool(one.metric) and MetricName.parse(one.metric).lower_is_better
-            drawn += stroke("bound", f"M{px(across(one.bound if lower else -one.bound))} {px(y - 7)}v14")
-        change = (one.candidate or 0.0) - ((one.baseline_value if one.baseline else one.incumbent) or 0.0)
-        at, shape = f"translate({px(across(change))} {px(y)})", SHAPES[one.outcome]
-        drawn += f'<path class="dot {one.outcome}" transform="{at}" d="{shape}"/>'
-        body.append(titled(drawn, f"{one.outcome}: {one.reason}; {_interval(one)}"))
-    return svg("".join(body), bottom + BOTTOM, label, "forest")
-
-
-def _interval(check: GateCheck) -> str:
-    return f"{check.low:+.4f} to {check.high:+.4f}" if check.low is not None and check.high is not None else "-"
 
 
 def learned(data: PageData) -> str:

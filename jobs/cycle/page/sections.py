@@ -4,37 +4,15 @@ Pure: markup from data. Every text of a job or a judgement is escaped where it i
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from statistics import median
 
 from jobs.cycle.attempt_time import SPENT, Category
 from jobs.cycle.cost_ledger import Entry
-from jobs.cycle.page.charts import (
-    BOTTOM,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Scale,
-    bar,
-    escaped,
-    fit,
-    heat,
-    number,
-    px,
-    rect,
-    spark,
-    stroke,
-    svg,
-    table,
-    text,
-    time_label,
-    time_ticks,
-    titled,
-)
-from jobs.cycle.page.data import MEDIAN_OF, CycleRow, Job, PageData, main_metric
+from jobs.cycle.page.charts import KINDS, bar, dag, escaped, gantt, heat, number, spark, table
+from jobs.cycle.page.data import MEDIAN_OF, CycleRow, PageData, main_metric
 from jobs.cycle.tables import DEADLINES, GOODPUT, money, time_text
-from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.evaluate.report import EvaluationReport
 
@@ -48,7 +26,7 @@ MAX_ROWS = 40
 def sentence(data: PageData) -> str:
     """How the cycle ended, in one line."""
     outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
-    failed = ", ".join(job.name for job in data.jobs if _state(job) == "failed")
+    failed = ", ".join(job.name for job in data.jobs if job.ending == "failed")
     if outcome == "open":
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
         return f"Under way: {running} running." if running else "Under way."
@@ -111,7 +89,7 @@ def happened(data: PageData) -> str:
     rows = [
         (
             job.name,
-            _state(job) + (f" ({job.children} children)" if job.children else ""),
+            job.ending + (f" ({job.children} children)" if job.children else ""),
             str(job.nodes),
             str(job.tries),
             format_duration(job.ran_s),
@@ -121,52 +99,7 @@ def happened(data: PageData) -> str:
         for job in data.jobs
     ]
     head = ("job", "state", "nodes", "tries", "ran", "exit", "why")
-    return _dag(data.jobs) + _tries(data) + table(head, rows, {2, 3, 4, 5})
-
-
-def _state(job: Job) -> str:
-    """As on record; a job that was left out because of another one has not failed itself."""
-    if job.state == "FAILED":
-        return "not run" if not job.tries else "refused" if job.exit_code == GateRefused.exit_code else "failed"
-    return job.state.lower()
-
-
-def _dag(jobs: Sequence[Job]) -> str:
-    """Jobs in columns, each after those it waits for."""
-    column: dict[str, int] = {}
-    for job in jobs:
-        column[job.name] = max((column[name] + 1 for name in job.after if name in column), default=0)
-    columns = [[name for name in column if column[name] == i] for i in range(max(column.values(), default=-1) + 1)]
-    if not columns:
-        return ""
-    gap, tall = 18.0, 46.0
-    wide = (WIDTH - 4 - gap * (len(columns) - 1)) / len(columns)
-    height = max(map(len, columns)) * (tall + 8)
-    place: dict[str, tuple[float, float]] = {}
-    for across, inside in enumerate(columns):
-        for down, name in enumerate(inside):
-            free = height - len(inside) * (tall + 8)
-            place[name] = (2 + across * (wide + gap), 4 + free / 2 + down * (tall + 8))
-    body, boxes, states = [], [], []
-    for job in jobs:
-        x, y = place[job.name]
-        for x0, y0 in (place[name] for name in job.after if name in place):
-            body.append(stroke("edge", f"M{px(x0 + wide)} {px(y0 + tall / 2)}L{px(x - 1)} {px(y + tall / 2)}"))
-        state, tries = _state(job), "1 try" if job.tries == 1 else f"{job.tries} tries"
-        states.append(f"{job.name} {state} after {tries}")
-        code = f", exit {job.exit_code}" if job.exit_code else ""
-        lines = (job.name, state + code, f"{tries}, {format_duration(job.ran_s)}")
-        words = "".join(
-            text(x + 6, y + 15 + 12 * i, fit(line, wide - 10), kind="" if i else "strong")
-            for i, line in enumerate(lines)
-        )
-        kind = {"succeeded": "good", "failed": "bad", "refused": "bad"}.get(state, "")
-        boxes.append(
-            f'<g class="box {kind}"><rect x="{px(x)}" y="{px(y)}" width="{px(wide)}" height="{px(tall)}" rx="4"/>'
-            f"{words}<title>{escaped(': '.join(lines))}</title></g>"
-        )
-    label = f"Jobs in the order they wait for each other: {', '.join(states)}"
-    return svg("".join((*body, *boxes)), height, label, "dag")
+    return dag(data.jobs) + _tries(data) + table(head, rows, {2, 3, 4, 5})
 
 
 def _tries(data: PageData) -> str:
@@ -177,65 +110,19 @@ def _tries(data: PageData) -> str:
     lanes: dict[str, list[Entry]] = {}
     for entry in ledger.entries:
         lanes.setdefault(entry.job, []).append(entry)
-    with_failures = {name for name, tries in lanes.items() if any(_failed(one) for one in tries)}
+    with_failures = {name for name, tries in lanes.items() if any(one.has_failed for one in tries)}
     first = sorted(lanes, key=lambda name: (name not in with_failures and ":" in name, list(lanes).index(name)))
     shown = {name: tries for name, tries in lanes.items() if name in set(first[:MAX_LANES])}
     known = {re.sub(r"-[0-9]+-node[0-9]+(-round-[0-9]+)?$", "", one.job) for one in data.post_mortems}
     began_ms = round(1000 * ledger.began_at)
     end_s = (max(one.start_ms + one.length_ms for one in ledger.entries) - began_ms) / 1000
     due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
-    chart = _gantt(shown, began_ms, end_s, due_s, {name for name in shown if name.replace(":", "-") in known})
+    chart = gantt(shown, began_ms, end_s, due_s, {name for name in shown if name.replace(":", "-") in known})
     return figure(chart, _key(), left_out(len(lanes) - len(shown), "children that succeeded"))
 
 
-def _gantt(
-    lanes: Mapping[str, Sequence[Entry]], began_ms: int, end_s: float, due_s: float | None, explained: Container[str]
-) -> str:
-    """`end_s`, `due_s`: since the beginning. Failed tries of the jobs in `explained` lead to their post-mortems."""
-    left, row = 130.0, 18.0
-    bottom = TOP + row * len(lanes)
-    last = end_s if due_s is None or due_s >= 2 * end_s else max(end_s, due_s)  # one far ahead is told, not drawn
-    across, body = Scale(0, last or 1.0, left, WIDTH - RIGHT), []
-    for seconds in time_ticks(last):
-        body.append(stroke("grid", f"M{px(across(seconds))} {TOP}V{px(bottom)}"))
-        body.append(text(across(seconds), bottom + BOTTOM - 8, time_label(seconds), anchor="middle"))
-    for number_, (name, tries) in enumerate(lanes.items()):
-        y, tall = TOP + row * number_ + 3, row - 6
-        body.append(text(left - 6, y + 9, name, anchor="end"))
-        for one in tries:
-            at, drawn = (one.start_ms - began_ms) / 1000, ""
-            if one.waiting_ms > 0:
-                x = across(at - one.waiting_ms / 1000)
-                drawn += rect("waiting", x, y, across(at) - x, tall)
-            for kind, ms in one.spent_ms.items():
-                if ms:
-                    drawn += rect(_kind(kind), across(at), y, max(0.4, across(at + ms / 1000) - across(at)), tall)
-                    at += ms / 1000
-            if _failed(one):
-                drawn += text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
-            spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
-            words = f"{one.job}, try {one.try_name}: {one.ending}; {spent}"
-            drawn = titled(drawn, words)
-            if _failed(one) and name in explained:
-                drawn = f'<a href="#post-mortems" aria-label="{escaped(words)}">{drawn}</a>'
-            body.append(drawn)
-    if due_s is not None and due_s <= last:
-        body.append(stroke("deadline", f"M{px(across(due_s))} 0V{px(bottom)}"))
-        body.append(text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
-    label = f"Every try over {format_duration(end_s)} since the cycle was submitted"
-    return svg("".join(body), bottom + BOTTOM, label, "gantt")
-
-
-def _failed(entry: Entry) -> bool:
-    return entry.ending not in ("succeeded", "running")
-
-
-def _kind(category: Category) -> str:
-    return f"s-{category.value.replace(' ', '-')}"
-
-
 def _key() -> str:
-    marks = (*((_kind(kind), kind.value) for kind in SPENT), ("waiting", Category.WAITING.value))
+    marks = (*((KINDS[kind], kind.value) for kind in SPENT), ("waiting", Category.WAITING.value))
     spans = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in marks)
     return f'<span class="key">{spans}</span>'
 
@@ -250,7 +137,7 @@ def cost(data: PageData) -> str:
     for one in totals:
         last = one is totals[-1]
         parts = [
-            (_kind(kind), ms, f"{kind}: {format_duration(ms / 1000)}") for kind, ms in one.machine_ms.items() if ms
+            (KINDS[kind], ms, f"{kind}: {format_duration(ms / 1000)}") for kind, ms in one.machine_ms.items() if ms
         ]
         rows.append(
             (
@@ -394,7 +281,7 @@ def everything(data: PageData) -> str:
                 usd(entry.usd),
                 entry.ending,
             )
-            for entry in sorted(entries, key=lambda one: not _failed(one))
+            for entry in sorted(entries, key=lambda one: not one.has_failed)
         ]
         parts.append(details("Tries", rows_of(head, rows, {1, *range(3, len(head) - 1)}, "tries", MAX_TRIES)))
     if data.notices:

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from jobs.cycle.page.charts import (
     Series,
     escaped,
+    forest,
     heat,
     line_chart,
     number,
     short_number,
     spark,
-    thin,
     ticks,
     time_label,
     time_ticks,
 )
-from jobs.cycle.page.model_sections import forest
+from jobs.cycle.page.data import thin
 from pipeline.evaluate.gate.compare import GateCheck
 
 VALUES = st.floats(-1e6, 1e6, allow_nan=False)
