@@ -34,7 +34,6 @@ from jobs.setup import make_plan, open_cycle
 from jobs.targets.base import PATIENCE_S
 from pipeline.context import Figure
 from pipeline.core.errors import TransientError
-from pipeline.core.format import format_duration
 from pipeline.core.progress import Say
 from pipeline.core.record import Record
 from pipeline.settings import resolve
@@ -66,17 +65,7 @@ class CycleStatus(Record):
 
     def _repr_html_(self) -> str:
         head = ("job", "state", "tries", "ran", "exit", "why")
-        rows = [
-            (
-                job.name,
-                job.state.lower(),
-                str(job.tries),
-                format_duration(job.ran_s),
-                "-" if job.exit_code is None else str(job.exit_code),
-                job.why,
-            )
-            for job in self.jobs
-        ]
+        rows = [(job.name, job.state.lower(), *job.cells) for job in self.jobs]
         said = f"cycle {self.cycle}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
         return f"<p><b>{escaped(said)}</b></p>{table(head, rows, {2, 3, 4})}"
 

@@ -204,12 +204,7 @@ def success_of(ledgers: Iterable[CycleLedger]) -> Success:
 
 
 def _entries(
-    job: JobSpec,
-    rounds: Sequence[JobRecord],
-    runnable_at: float,
-    moments: Sequence[Moment],
-    prices: Prices,
-    now: float,
+    job: JobSpec, rounds: Sequence[JobRecord], runnable_at: float, moments: Sequence[Moment], prices: Prices, now: float
 ) -> list[Entry]:
     """`rounds`: one leaf, as it was submitted in each."""
     nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name

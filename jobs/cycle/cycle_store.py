@@ -122,8 +122,7 @@ class CycleStore:
         theirs = self._read(name, Submission.model_validate_json)
         if theirs is None or theirs.id != submission.id:
             raise TransientError(
-                f"{self.storage.uri(self.key(name))}: another process submitted this job",
-                next_command="trnjobs status",
+                f"{self.storage.uri(self.key(name))}: another process submitted this job", next_command="trnjobs status"
             )
 
     def records(self) -> tuple[JobRecord, ...]:

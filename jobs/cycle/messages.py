@@ -91,11 +91,8 @@ def messages_of(
     """
 
     def message(event: NotifyEvent, text: str, *, of: str = "", **more: Any) -> Message:
-        name = f"{event}-{of}" if of else f"{event}-{round_}"
-        line = f"{about.pipeline} {about.cycle}: {text}"
-        return about.model_copy(
-            update={"id": f"{about.pipeline}/{about.cycle}/{name}", "event": event, "text": plain(line), **more}
-        )
+        name, line = f"{about.pipeline}/{about.cycle}/{event}-{of or round_}", f"{about.pipeline} {about.cycle}: {text}"
+        return about.model_copy(update={"id": name, "event": event, "text": plain(line), **more})
 
     for record in records:
         for leaf in record.leaves():

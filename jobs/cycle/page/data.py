@@ -3,8 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field, JsonValue
 
@@ -17,6 +16,7 @@ from jobs.cycle.tables import ran_seconds
 from jobs.plan.dag import Plan
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
+from pipeline.core.format import format_duration
 from pipeline.core.record import Record
 from pipeline.data.digest import PrepareDigest
 from pipeline.data.digest import load_digest as load_prepared
@@ -61,6 +61,7 @@ HOLDOUT = "holdout loss"
 MAX_POINTS = 600
 """Of one curve: about one a pixel."""
 Point = tuple[float, float]
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -83,6 +84,12 @@ class Job(Record):
         if self.state == "FAILED":
             return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
         return self.state.lower()
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Tries, time, exit code and reason, for a table."""
+        code = "-" if self.exit_code is None else str(self.exit_code)
+        return str(self.tries), format_duration(self.ran_s), code, self.why
 
 
 class Curve(Record):
@@ -185,32 +192,31 @@ def gather(
     """Read what the stages have left. A result that is damaged is told of, and does not hide the others."""
     storage, cycle, unread = store.storage, store.cycle, list[str]()
 
-    def read(load: Callable[[], T], otherwise: T) -> T:
+    def read(otherwise: T, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return load()
+            return load(*args, **kwargs)
         except DataError as error:
             unread.append(error.seen)
             return otherwise
 
-    results = {stage: read(partial(load_result, storage, cycle, stage), None) for stage in STAGES}
+    results = {stage: read(None, load_result, storage, cycle, stage) for stage in STAGES}
     figures = {stage: result.figures for stage, result in results.items() if result is not None}
-    evaluation = read(lambda: load_report(storage, cycle), None)
-    scores = read(lambda: load_scores(storage, cycle), None)
+    evaluation = read(None, load_report, storage, cycle)
+    scores = read(None, load_scores, storage, cycle)
     if scores and evaluation and scores.candidate.digest != evaluation.candidate.digest:
         scores = None  # of another candidate, that was judged before
     moments = read_moments(storage, cycle)
-    ancestors = read(lambda: _ancestors(storage, cycle), tuple[str, ...]())
+    ancestors = read((), _ancestors, storage, cycle)
     compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
     compared = compared if compared != cycle else ""
     settings, before = (
-        read(partial(_json, storage, f"cycles/{name}/jobs/settings.json"), dict[str, Any]()) if name else {}
-        for name in (cycle, compared)
+        read({}, _json, storage, f"cycles/{name}/jobs/settings.json") if name else {} for name in (cycle, compared)
     )
     made = [result for stage in ("evaluate", "train") if (result := results[stage]) is not None]
-    prepared = read(lambda: load_prepared(storage, cycle), None)
-    vectors = read(lambda: load_verified(storage, cycle), None)
+    prepared = read(None, load_prepared, storage, cycle)
+    vectors = read(None, load_verified, storage, cycle)
     nodes = [
-        read(partial(_node_report, storage, stat.key), None)
+        read(None, _node_report, storage, stat.key)
         for stat in storage.list(f"cycles/{cycle}/health")
         if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
     ]

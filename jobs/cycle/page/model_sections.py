@@ -19,16 +19,7 @@ from jobs.cycle.page.charts import (
     table,
 )
 from jobs.cycle.page.data import HOLDOUT, PageData
-from jobs.cycle.page.sections import (
-    MAX_ROWS,
-    MAX_TRIES,
-    details,
-    figure,
-    items,
-    left_out,
-    rows_of,
-    value_text,
-)
+from jobs.cycle.page.sections import MAX_ROWS, MAX_TRIES, details, figure, items, left_out, rows_of, value_text
 from pipeline.core.format import format_share
 from pipeline.data.digest import PartitionDigest
 from pipeline.evaluate.config import MetricName

@@ -86,18 +86,8 @@ def banner(data: PageData) -> str:
 
 
 def happened(data: PageData) -> str:
-    rows = [
-        (
-            job.name,
-            job.ending + (f" ({job.children} children)" if job.children else ""),
-            str(job.nodes),
-            str(job.tries),
-            format_duration(job.ran_s),
-            "-" if job.exit_code is None else str(job.exit_code),
-            job.why,
-        )
-        for job in data.jobs
-    ]
+    children = {job.name: f" ({job.children} children)" if job.children else "" for job in data.jobs}
+    rows = [(job.name, job.ending + children[job.name], str(job.nodes), *job.cells) for job in data.jobs]
     head = ("job", "state", "nodes", "tries", "ran", "exit", "why")
     return dag(data.jobs) + _tries(data) + table(head, rows, {2, 3, 4, 5})
 
