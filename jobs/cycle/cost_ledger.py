@@ -208,12 +208,15 @@ def _entries(
 ) -> list[Entry]:
     """`rounds`: one leaf, as it was submitted in each."""
     nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name
-    ran = [
-        (leaf.created_at, submission, number, attempt)
-        for submission, (leaf, after) in enumerate(zip(rounds, (*rounds[1:], None), strict=True), 1)
-        for number, attempt in enumerate(_ended_before(leaf, after), 1)
-        if attempt.started_at is not None
-    ]
+    ran: list[tuple[float, int, int, AttemptRecord]] = []
+    for submission, leaf in enumerate(rounds, 1):
+        for number, attempt in enumerate(leaf.attempts, 1):
+            if attempt.started_at is None:
+                continue
+            if attempt.stopped_at is None and submission < len(rounds):  # when it was submitted again, at the latest
+                stopped_at = max(attempt.started_at, rounds[submission].created_at)
+                attempt = attempt.model_copy(update={"stopped_at": stopped_at})
+            ran.append((leaf.created_at, submission, number, attempt))
     logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
     tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
     ready_ms, made = 0, []
@@ -244,18 +247,6 @@ def _entries(
         )
         ready_ms = one.stop_ms
     return made
-
-
-def _ended_before(leaf: JobRecord, after: JobRecord | None) -> Sequence[AttemptRecord]:
-    """The tries of a leaf. One whose end is not on record ended when the leaf was submitted again, at the latest."""
-    if after is None:
-        return leaf.attempts
-    return [
-        one
-        if one.stopped_at is not None
-        else one.model_copy(update={"stopped_at": max(one.started_at or 0.0, after.created_at)})
-        for one in leaf.attempts
-    ]
 
 
 def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
