@@ -148,8 +148,6 @@ ANSWER_S = 5.0
 """For one answer."""
 MAX_RETRY_AFTER_S = 5.0
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-SecretOf = Callable[[str], str]
-"""Name or ARN of a secret to its text."""
 
 
 class Pending(Record):
@@ -168,21 +166,16 @@ def put_messages(store: CycleStore, messages: Iterable[Message]) -> None:
 
 
 def deliver(
-    storage: Storage,
-    config: NotifyConfig,
-    env: Mapping[str, str],
-    secret_of: SecretOf,
-    say: Say,
-    *,
-    clock: Callable[[], float] = time.monotonic,
+    storage: Storage, config: NotifyConfig, env: Mapping[str, str], secret_of: Callable[[str], str], say: Say
 ) -> int:
     """Send what waits, of all cycles, for `budget_s` at most; how many messages still wait.
 
     No webhook has more than its share of the time that is left, so one that hangs takes nothing from the others.
 
     Nothing that a webhook does or is makes this fail: what it did not take waits for the next look at any cycle.
+    `secret_of`: name or ARN of a secret to its text.
     """
-    until, waiting = clock() + config.budget_s, 0
+    until, waiting = time.monotonic() + config.budget_s, 0
     failed = dict[str, str]()  # by webhook: one that failed is left alone until the next look
     senders = {name: _Sender(hook, env, secret_of) for name, hook in config.webhooks.items()}
     for key, pending in sorted(_pending(storage, say), key=lambda one: one[1].message.at):
@@ -193,7 +186,7 @@ def deliver(
             if pending.message.event != "test" and pending.message.event not in sender.hook.events:
                 taken.add(name)
                 continue
-            problem = sender.send(pending.message, (until - clock()) / (len(senders) - place))
+            problem = sender.send(pending.message, (until - time.monotonic()) / (len(senders) - place))
             if problem:
                 failed[name] = problem
             else:
@@ -228,7 +221,7 @@ class _Sender:
 
     hook: Webhook
     env: Mapping[str, str]
-    secret_of: SecretOf
+    secret_of: Callable[[str], str]
     _url: str = ""
 
     def send(self, message: Message, budget_s: float) -> str:

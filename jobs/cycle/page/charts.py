@@ -112,9 +112,7 @@ def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "
     return f'<text x="{px(x)}" y="{px(y)}"{where}{named}>{escaped(words)}</text>'
 
 
-def line_chart(
-    series: Sequence[Series], label: str, *, marks: Sequence[tuple[float, str]] = (), height: float = 190
-) -> str:
+def line_chart(series: Sequence[Series], label: str, *, marks: Sequence[tuple[float, str]] = ()) -> str:
     """Lines over steps, with ticks, a grid and marks. `label`: the sentence for a screen reader.
 
     `marks`: (step, text) of what happened there.
@@ -124,6 +122,7 @@ def line_chart(
     if not every:
         return ""
     xs, ys = [x for x, _ in every], [y for _, y in every]
+    height = 190.0
     low, high, bottom = min(ys), max(ys), height - BOTTOM
     room = (high - low) * 0.04 or abs(high) * 0.04 or 1.0
     across = Scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
@@ -293,8 +292,6 @@ def forest(checks: Sequence[GateCheck], label: str) -> str:
     """
     left, row = 330.0, 17.0
     ends = sorted(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in checks)
-    if not ends:
-        return ""
     reach = max(ends[min(len(ends) - 1, int(0.95 * len(ends)))], *(2 * abs(one.bound or 0.0) for one in checks), 1e-9)
     across, bottom = Scale(-reach, reach, left, WIDTH - RIGHT - 6), TOP + row * len(checks)
     body = []
