@@ -10,9 +10,10 @@ commands, prints nothing unless it is told where to, and installs no signal hand
 """
 
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +34,6 @@ from jobs.setup import make_plan, open_cycle
 from jobs.targets.base import PATIENCE_S
 from pipeline.context import Figure
 from pipeline.core.errors import TransientError
-from pipeline.core.format import format_duration
 from pipeline.core.progress import Say
 from pipeline.core.record import Record
 from pipeline.settings import resolve
@@ -65,17 +65,7 @@ class CycleStatus(Record):
 
     def _repr_html_(self) -> str:
         head = ("job", "state", "tries", "ran", "exit", "why")
-        rows = [
-            (
-                job.name,
-                job.state.lower(),
-                str(job.tries),
-                format_duration(job.ran_s),
-                "-" if job.exit_code is None else str(job.exit_code),
-                job.why,
-            )
-            for job in self.jobs
-        ]
+        rows = [(job.name, job.state.lower(), *job.cells) for job in self.jobs]
         said = f"cycle {self.cycle}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
         return f"<p><b>{escaped(said)}</b></p>{table(head, rows, {2, 3, 4})}"
 
@@ -146,7 +136,8 @@ class Cycle:
         opened = open_cycle(self.settings, say or (lambda _: None))
         self._cycle = opened.other(opened.name)  # today may end before the cycle
         self.settings, self._store = self._cycle.settings, self._cycle.store
-        self._running: _Running | None = None
+        self._engine: Future[int] | None = None
+        """The jobs of this machine, in a thread; None once what ended it was told."""
 
     @property
     def name(self) -> str:
@@ -169,12 +160,12 @@ class Cycle:
         plan = make_plan(self.settings)
         if target == "batch":
             submit_plan(self._cycle, plan, target)
-        elif self._running is None or self._running.has_ended:
-            self._running = _Running(lambda: submit_plan(self._cycle, plan, target))
-            while self._store.plan() is None and not self._running.has_ended:
+        elif self._engine is None or self._engine.done():
+            thread = ThreadPoolExecutor(1, "cycle")
+            self._engine = thread.submit(submit_plan, self._cycle, plan, target)
+            thread.shutdown(wait=False)
+            while self._runs_here() and self._store.plan() is None:  # it ends when refused, or with nothing to do
                 time.sleep(0.05)
-            if self._running.has_ended:  # refused, or there was nothing to do
-                self._running.join(None)
         return self.status()
 
     def wait(self, timeout_s: float | None = None, every_s: float = 5.0) -> CycleStatus:
@@ -185,19 +176,20 @@ class Cycle:
         here.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        self._cycle.plan()
-        target, answered_at = self._cycle.target(), time.monotonic()
+        plan, target, answered_at = self._cycle.plan(), self._cycle.target(), time.monotonic()
         while True:
             left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
-            if self._running is not None:
-                self._running.join(left)
-            is_mine = self._running is not None and not self._running.has_ended
+            if self._engine is not None:
+                wait_for([self._engine], left)
+            is_mine = self._runs_here()
             try:
-                status = self._status(self._cycle.records if is_mine or self._store.closed() else target.advance)
-                answered_at = time.monotonic()
-                if status.has_ended and not is_mine:
-                    if self._store.closed() is None:
+                closed = None if is_mine else self._store.closed()
+                if not is_mine and closed is None:
+                    closed = outcome_of(plan, target.advance(plan))
+                    if closed is not None:
                         close_cycle(self._cycle)
+                answered_at = time.monotonic()
+                if closed is not None:
                     return self.status()
             except TransientError:
                 if time.monotonic() - answered_at > PATIENCE_S:
@@ -210,15 +202,20 @@ class Cycle:
             if not is_mine:
                 time.sleep(left)
 
-    def status(self) -> CycleStatus:
-        return self._status(self._cycle.records)
+    def _runs_here(self) -> bool:
+        """Whether this process still runs the jobs. Raises what ended that, once."""
+        if self._engine is None or not self._engine.done():
+            return self._engine is not None
+        engine, self._engine = self._engine, None
+        engine.result()
+        return False
 
-    def _status(self, records_of: Callable[[Plan], Sequence[JobRecord]]) -> CycleStatus:
+    def status(self) -> CycleStatus:
         plan, claim = self._store.plan(), self._store.claim()
         if plan is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
             return CycleStatus(cycle=self.name, target="", outcome="not submitted", reason="", jobs=jobs)
-        records = records_of(plan)
+        records = self._cycle.records(plan)
         closed = self._store.closed() or outcome_of(plan, records)
         return CycleStatus(
             cycle=self.name,
@@ -233,8 +230,7 @@ class Cycle:
         plan, records, closed = self._ended()
         ledger = read_ledger(self._store, plan, records, self.settings.jobs, closed=closed)
         data = gather(self._store, plan, ledger, records, closed)
-        claim = self._store.claim()
-        row = row_of(data, claim.claimed_at if claim else 0.0, closed)
+        row = row_of(self._store, data, closed)
         code = exit_code_of_cycle(closed, records) if closed else None
         return CycleResult(**row.model_dump(), exit_code=code, figures=data.figures)
 
@@ -257,30 +253,3 @@ class Cycle:
         plan = self._cycle.plan()
         records = self._cycle.records(plan)
         return plan, records, self._store.closed() or outcome_of(plan, records)
-
-
-class _Running:
-    """The engine of this machine, in a thread."""
-
-    def __init__(self, run: Callable[[], int]) -> None:
-        self._error: BaseException | None = None
-
-        def work() -> None:
-            try:
-                run()
-            except BaseException as error:  # raised again by whoever waits
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="cycle")
-        self._thread.start()
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def join(self, seconds: float | None) -> None:
-        """Wait for it at most so long. Raises what ended it, once."""
-        self._thread.join(seconds)
-        if self.has_ended and (error := self._error) is not None:
-            self._error = None
-            raise error

@@ -275,13 +275,15 @@ def due_cycles(config: ScheduleConfig, *, scheduled: datetime, now: datetime, cl
             if one < oldest or cycle_name(schedule, one) in claimed:
                 break
             missed.insert(0, one)
+    start, passed = [when], [Passed(one, "missed, and the policy is skip") for one in missed]
     if config.policy is MissedPolicy.COALESCE:
         times = [*missed, when, *newer]
         reason = f"coalesced into {cycle_name(schedule, times[-1])}"
-        return _not_late(times[-1:], oldest, [Passed(one, reason) for one in times[:-1]])
-    if config.policy is MissedPolicy.CATCH_UP:
-        return _not_late([*missed, when], oldest, [])
-    return _not_late([when], oldest, [Passed(one, "missed, and the policy is skip") for one in missed])
+        start, passed = times[-1:], [Passed(one, reason) for one in times[:-1]]
+    elif config.policy is MissedPolicy.CATCH_UP:
+        start, passed = [*missed, when], []
+    late = [Passed(one, "too late (jobs.schedule.max_late_s)") for one in start if one < oldest]
+    return Due(tuple(one for one in start if one >= oldest), (*passed, *late))
 
 
 def _on_schedule(schedule: Schedule, scheduled: datetime) -> datetime:
@@ -298,8 +300,3 @@ def _on_schedule(schedule: Schedule, scheduled: datetime) -> datetime:
             next_command="make jobs.schedule and the schedule of EventBridge the same",
         )
     return found
-
-
-def _not_late(start: list[datetime], oldest: datetime, passed: list[Passed]) -> Due:
-    late = [Passed(one, "too late (jobs.schedule.max_late_s)") for one in start if one < oldest]
-    return Due(tuple(one for one in start if one >= oldest), (*passed, *late))

@@ -37,7 +37,7 @@ class WorkspaceCycles:
     target_name: str
 
     def claimed(self) -> Sequence[str]:
-        return claimed_cycles(self.any.store.storage)
+        return claimed_cycles(self.any.store)
 
     def newest_under_way(self, names: Sequence[str]) -> str:
         """Empty: all of these cycles have ended."""

@@ -3,9 +3,10 @@
 import argparse
 import os
 import time
+from dataclasses import replace
 
 from jobs.cycle.cost_ledger import read_ledger
-from jobs.cycle.cycle_store import CycleStore, claimed_cycles
+from jobs.cycle.cycle_store import claimed_cycles
 from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.messages import Message, deliver, messages_of, put_messages
 from jobs.cycle.page.publish import report_key
@@ -47,7 +48,8 @@ def make_messages(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], 
     if not settings.jobs.notify.webhooks:
         return
     try:
-        rounds = store.rounds()
+        rounds, earlier = store.rounds(), [name for name in claimed_cycles(store) if name < store.cycle]
+        before = replace(store, cycle=earlier[-1]).closed() if earlier else None
         evaluated = load_result(store.storage, store.cycle, "evaluate")
         found = messages_of(
             _about(cycle, store.clock()),
@@ -56,7 +58,7 @@ def make_messages(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], 
             closed=closed,
             round_=(closed.round if closed else None) or max(rounds, default=1),
             promoted=bool(evaluated and evaluated.figures.get("promoted")),
-            failed_before=_failed_before(store),
+            failed_before=before is not None and before.outcome == "failed",
             retried_at=settings.jobs.notify.retried_at,
             rounds={one.id: number for number in rounds if number > 1 for one in store.submitted(number).values()},
         )
@@ -97,11 +99,3 @@ def _about(cycle: OpenCycle, at: float) -> Message:
         text="",
         page=f"{base}/{key.rpartition('/')[2]}" if base else store.storage.uri(key),
     )
-
-
-def _failed_before(store: CycleStore) -> bool:
-    earlier = [name for name in claimed_cycles(store.storage) if name < store.cycle]
-    if not earlier:
-        return False
-    closed = CycleStore(store.storage, earlier[-1], store.clock).closed()
-    return closed is not None and closed.outcome == "failed"

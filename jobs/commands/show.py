@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, success_line, summary, total_lines
+from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
@@ -106,20 +106,11 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
     asked = open_cycle(arguments.settings, say)
-    claims = claims_by_age(asked.store) if arguments.last else {}
-    names = list(claims)[-arguments.last :] if arguments.last else [asked.name]
-    ledgers: list[CycleLedger] = []
-    for name in names:
-        if arguments.last and claims[name] is None:
-            if not arguments.json:
-                say(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
-            continue
-        cycle = asked.other(name)
-        plan = cycle.store.plan() if arguments.last else cycle.plan()
-        if plan is not None:
-            ledgers.append(cycle.ledger(plan, cycle.records(plan)))
-        elif not arguments.json:
-            say(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
+    if arguments.last:
+        ledgers = list(_newest_ledgers(asked, arguments.last, (lambda _: None) if arguments.json else say))
+    else:
+        plan = asked.plan()
+        ledgers = [asked.ledger(plan, asked.records(plan))]
     if not ledgers:
         raise ConfigError(
             f"no cycle with jobs in {asked.store.storage.root}",
@@ -135,14 +126,22 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
         ]
         say(json.dumps({"cycles": shown, "success": success_of(ledgers).model_dump(mode="json")}, indent=1))
         return EXIT_OK
-    if len(ledgers) == 1:
-        lines = cost_lines(ledgers[0])
-    else:
-        totals = total_lines([ledger.total for ledger in ledgers])
-        lines = [*map(summary, ledgers), *totals, success_line(success_of(ledgers))]
+    lines = cost_lines(ledgers[0]) if len(ledgers) == 1 else total_lines(ledgers)
     for line in (*lines, GOODPUT):
         say(line)
     return EXIT_OK
+
+
+def _newest_ledgers(asked: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
+    for name, claim in list(claims_by_age(asked.store).items())[-last:]:
+        cycle = asked.other(name)
+        plan = cycle.store.plan() if claim else None
+        if claim is None:
+            warn(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
+        elif plan is None:
+            warn(f"cycle {name}: claimed, but nothing was submitted: left out; trnjobs submit --cycle {name} goes on")
+        else:
+            yield cycle.ledger(plan, cycle.records(plan))
 
 
 def run_report(arguments: argparse.Namespace, say: Say) -> int:

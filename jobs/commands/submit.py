@@ -165,7 +165,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     if asked.settings.cycle:
         close_cycle(asked)
         return EXIT_OK
-    names = unclosed_cycles(asked.store, claimed_cycles(asked.store.storage, runs=True))
+    names = unclosed_cycles(asked.store, claimed_cycles(asked.store, runs=True))
     under_way = [asked.other(name) for name in names]
     failed: TrnpipeError | None = None
     for cycle in under_way:

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jobs.cycle.attempt_time import Moment, moment_of
-from jobs.cycle.cost_ledger import SKEW_MS, CycleLedger, read_ledger
+from jobs.cycle.attempt_time import Moment
+from jobs.cycle.cost_ledger import SKEW_MS, CycleLedger, read_ledger, read_moments
 from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.tables import STATUS, status_rows
@@ -19,13 +19,11 @@ from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle
 from pipeline.core.errors import EXIT_OK, TransientError
 from pipeline.core.format import format_count, format_duration, usd
-from pipeline.telemetry.events import EventName, read_events
+from pipeline.telemetry.events import EventName
 
 NEWEST_BYTES = 256 * 1024
 """Of the event log: enough for the figures of now, however long the cycle has run."""
 _STYLES = {"✓": "green", "✗": "red bold", "●": "cyan"}
-
-
 _SIGNS = {JobState.SUCCEEDED: "✓", JobState.FAILED: "✗", JobState.RUNNING: "●", JobState.STARTING: "●"}
 
 
@@ -80,7 +78,13 @@ def live_cycle(
         sign = "●" if running else _SIGNS.get(record.state, "○")
         tries = f"{row['tries']}/{spec.retry.attempts}" if record.tries() and not record.children else row["tries"]
         jobs.append(LiveJob(spec.name, depths[spec.name], sign, row["state"], tries, ran, doing))
-    return LiveCycle(_head(plan, ledger, target, closed, now), tuple(jobs), _last(moments, now))
+    last = ""
+    if moments:
+        newest = moments[-1]
+        stage = newest.fields.get("stage")
+        name = newest.name.replace("_", " ") + (f" ({stage})" if isinstance(stage, str) else "")
+        last = f"last event: {name}, {format_duration(max(0.0, now - newest.at_ms / 1000))} ago"
+    return LiveCycle(_head(plan, ledger, target, closed, now), tuple(jobs), last)
 
 
 def doing_text(stage: str, moments: Sequence[Moment]) -> str:
@@ -108,8 +112,7 @@ def doing_text(stage: str, moments: Sequence[Moment]) -> str:
 
 def plain_lines(view: LiveCycle, before: LiveCycle | None) -> list[str]:
     """What is new since `before`, one line each; everything where there is none."""
-    earlier = set(before.jobs) if before else set[LiveJob]()
-    known = {(job.name, job.state, job.tries, job.doing) for job in earlier}
+    known = {(job.name, job.state, job.tries, job.doing) for job in (before.jobs if before else ())}
     lines = [view.head] if before is None else []
     for job in view.jobs:
         if (job.name, job.state, job.tries, job.doing) not in known:
@@ -131,15 +134,6 @@ def _head(plan: Plan, ledger: CycleLedger, target: str, closed: Closed | None, n
     return " | ".join([*words, f"{usd(cost)} so far" if cost is not None else "cost unknown"])
 
 
-def _last(moments: Sequence[Moment], now: float) -> str:
-    if not moments:
-        return ""
-    one = moments[-1]
-    stage = one.fields.get("stage")
-    name = one.name.replace("_", " ") + (f" ({stage})" if isinstance(stage, str) else "")
-    return f"last event: {name}, {format_duration(max(0.0, now - one.at_ms / 1000))} ago"
-
-
 def watch(
     cycle: OpenCycle,
     every_s: float,
@@ -159,8 +153,7 @@ def watch(
     def look() -> tuple[LiveCycle, Closed | None, tuple[JobRecord, ...]]:
         records = target.records(plan)
         closed = store.closed() or outcome_of(plan, records)
-        events = read_events(store.storage, f"cycles/{store.cycle}/events.jsonl", last_bytes=NEWEST_BYTES)
-        moments = tuple(one for one in map(moment_of, events) if one is not None)
+        moments = read_moments(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
         ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed, moments=moments)
         view = live_cycle(plan, records, moments, ledger, target=target.name, closed=closed, now=store.clock())
         return view, closed, records

@@ -51,6 +51,10 @@ class Entry(Record):
         return sum(self.spent_ms.values())
 
     @property
+    def has_failed(self) -> bool:
+        return self.ending not in ("succeeded", "running")
+
+    @property
     def try_name(self) -> str:
         """Its number, and of which submission it is where there was more than the first."""
         return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"
@@ -164,22 +168,26 @@ def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *
     return "met" if done and ended_at <= deadline_at else "missed"
 
 
-def total(name: str, entries: Iterable[Entry]) -> Total:
-    entries = tuple(entries)
-    machine = {kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT}
-    known = [entry.usd for entry in entries if entry.usd is not None]
-    priced = len(known) == len(entries)
-    wasted = (
-        (entry.usd or 0.0) * entry.spent_ms[Category.WASTED] / entry.length_ms for entry in entries if entry.length_ms
-    )
+def total(name: str, entries: Sequence[Entry]) -> Total:
+    wasted = [
+        None if entry.usd is None else entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms
+        for entry in entries
+        if entry.usd is None or entry.length_ms
+    ]
     return Total(
         name=name,
         tries=len(entries),
-        machine_ms=machine,
+        machine_ms={kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT},
         waiting_ms=sum(entry.waiting_ms for entry in entries),
-        usd=sum(known) if priced else None,
-        wasted_usd=sum(wasted) if priced else None,
+        usd=sum_if_known([entry.usd for entry in entries]),
+        wasted_usd=sum_if_known(wasted),
     )
+
+
+def sum_if_known(amounts: Sequence[float | None]) -> float | None:
+    """None when one of them is."""
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
 
 
 def success_of(ledgers: Iterable[CycleLedger]) -> Success:
@@ -196,21 +204,19 @@ def success_of(ledgers: Iterable[CycleLedger]) -> Success:
 
 
 def _entries(
-    job: JobSpec,
-    rounds: Sequence[JobRecord],
-    runnable_at: float,
-    moments: Sequence[Moment],
-    prices: Prices,
-    now: float,
+    job: JobSpec, rounds: Sequence[JobRecord], runnable_at: float, moments: Sequence[Moment], prices: Prices, now: float
 ) -> list[Entry]:
     """`rounds`: one leaf, as it was submitted in each."""
     nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name
-    ran = [
-        (leaf.created_at, submission, number, attempt)
-        for submission, (leaf, after) in enumerate(zip(rounds, (*rounds[1:], None), strict=True), 1)
-        for number, attempt in enumerate(_ended_before(leaf, after), 1)
-        if attempt.started_at is not None
-    ]
+    ran: list[tuple[float, int, int, AttemptRecord]] = []
+    for submission, leaf in enumerate(rounds, 1):
+        for number, attempt in enumerate(leaf.attempts, 1):
+            if attempt.started_at is None:
+                continue
+            if attempt.stopped_at is None and submission < len(rounds):  # when it was submitted again, at the latest
+                stopped_at = max(attempt.started_at, rounds[submission].created_at)
+                attempt = attempt.model_copy(update={"stopped_at": stopped_at})
+            ran.append((leaf.created_at, submission, number, attempt))
     logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
     tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
     ready_ms, made = 0, []
@@ -243,18 +249,6 @@ def _entries(
     return made
 
 
-def _ended_before(leaf: JobRecord, after: JobRecord | None) -> Sequence[AttemptRecord]:
-    """The tries of a leaf. One whose end is not on record ended when the leaf was submitted again, at the latest."""
-    if after is None:
-        return leaf.attempts
-    return [
-        one
-        if one.stopped_at is not None
-        else one.model_copy(update={"stopped_at": max(one.started_at or 0.0, after.created_at)})
-        for one in leaf.attempts
-    ]
-
-
 def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
     """Each with the events that fall into it: an event belongs to the last try that had started by then."""
     made: list[Try] = []
@@ -273,9 +267,12 @@ def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Mome
 # The ledger of a cycle, from what its workspace holds.
 
 
-def read_moments(storage: Storage, cycle: str) -> tuple[Moment, ...]:
-    """All events of a cycle; none when there is no log. Lines that are no events are left out."""
-    found = map(moment_of, read_events(storage, f"cycles/{cycle}/events.jsonl"))
+def read_moments(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[Moment, ...]:
+    """All events of a cycle, or about as much of the newest; none when there is no log.
+
+    Lines that are no events are left out.
+    """
+    found = map(moment_of, read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes))
     return tuple(moment for moment in found if moment is not None)
 
 

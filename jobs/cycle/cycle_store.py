@@ -64,11 +64,12 @@ class CycleStore:
         lease over meanwhile).
         """
         is_new = self._has_no_plan()
-        etag = self._take(plan, target, owner)
+        mine, etag = self._take(plan, target, owner)
 
         def renew() -> None:
-            nonlocal etag
-            etag = self._replace(self._claim().model_copy(update={"lease_until": self.clock() + LEASE_S}), etag)
+            nonlocal mine, etag
+            mine = mine.model_copy(update={"lease_until": self.clock() + LEASE_S})
+            etag = self._replace(mine, etag)
 
         try:
             yield renew
@@ -78,9 +79,8 @@ class CycleStore:
                 self.storage.delete([self.key("claim.json")])
             raise
         finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
-            if held := self.claim():
-                free = held.model_copy(update={"owner": "", "lease_until": 0.0})
-                self.storage.write_if_match(self.key("claim.json"), _dump(free), etag)
+            free = mine.model_copy(update={"owner": "", "lease_until": 0.0})
+            self.storage.write_if_match(self.key("claim.json"), free.model_dump_json(indent=1).encode(), etag)
 
     def claim(self) -> Claim | None:
         """None when nobody has claimed the cycle."""
@@ -122,8 +122,7 @@ class CycleStore:
         theirs = self._read(name, Submission.model_validate_json)
         if theirs is None or theirs.id != submission.id:
             raise TransientError(
-                f"{self.storage.uri(self.key(name))}: another process submitted this job",
-                next_command="trnjobs status",
+                f"{self.storage.uri(self.key(name))}: another process submitted this job", next_command="trnjobs status"
             )
 
     def records(self) -> tuple[JobRecord, ...]:
@@ -166,13 +165,14 @@ class CycleStore:
         """A retry of jobs that failed: the cycle is under way again."""
         self.storage.delete([self.key("closed.json")])
 
-    def _take(self, plan: Plan, target: str, owner: str) -> str:
-        now = self.clock()
+    def _take(self, plan: Plan, target: str, owner: str) -> tuple[Claim, str]:
+        """The claim of this process, and its etag."""
+        now, is_other = self.clock(), False
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
-        key, is_other = self.key("claim.json"), False
-        if not self.storage.write_if_absent(key, _dump(mine)):
-            etag = self._etag()
-            theirs = self._claim()
+        if not self.storage.write_if_absent(self.key("claim.json"), mine.model_dump_json(indent=1).encode()):
+            etag, theirs = self._etag(), self.claim()
+            if theirs is None:
+                raise DataError(f"{self.storage.uri(self.key('claim.json'))} is gone", next_command="trnjobs status")
             is_other = (theirs.plan_id, theirs.target) != (mine.plan_id, target)
             if is_other and not self._has_no_plan():
                 raise ConfigError(
@@ -186,32 +186,27 @@ class CycleStore:
                     expected=f"one at a time; its lease runs out in {theirs.lease_until - now:.0f} s",
                     next_command="run the same command again then",
                 )
-            self._replace(mine.model_copy(update={"claimed_at": theirs.claimed_at}), etag)
+            mine = mine.model_copy(update={"claimed_at": theirs.claimed_at})
+            self._replace(mine, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
         write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
         etag = self._etag()
-        if self._claim().plan_id != plan.plan_id:  # this process was slower than its lease
+        if self.claim() != mine:  # this process was slower than its lease
             raise self._taken_over()
-        return etag
+        return mine, etag
 
     def _has_no_plan(self) -> bool:
         """plan.json follows the claim, and the first job follows plan.json."""
         return self.storage.stat(self.key("plan.json")) is None and not self.rounds()
 
     def _replace(self, claim: Claim, etag: str) -> str:
-        if not self.storage.write_if_match(self.key("claim.json"), _dump(claim), etag):
+        if not self.storage.write_if_match(self.key("claim.json"), claim.model_dump_json(indent=1).encode(), etag):
             raise self._taken_over()
         return self._etag()
 
     def _taken_over(self) -> TransientError:
         uri = self.storage.uri(self.key("claim.json"))
         return TransientError(f"{uri}: another process took the cycle over", next_command="trnjobs status")
-
-    def _claim(self) -> Claim:
-        found = self.claim()
-        if found is None:
-            raise DataError(f"{self.storage.uri(self.key('claim.json'))} is gone", next_command="trnjobs status")
-        return found
 
     def _etag(self) -> str:
         stat = self.storage.stat(self.key("claim.json"))
@@ -231,15 +226,14 @@ class CycleStore:
             ) from error
 
 
-def claimed_cycles(storage: Storage, *, runs: bool = False) -> list[str]:
-    """Names of the cycles with jobs, sorted; `runs`: also what `trnjobs run` has submitted, which is no cycle."""
-    names = _cycle_names(storage, runs)
-    found = _of_each(storage, names, lambda name: storage.stat(f"cycles/{name}/jobs/claim.json"))
-    return [name for name, stat in zip(names, found, strict=True) if stat]
+def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:
+    """Names of the cycles with jobs, in their own order; arguments as below."""
+    return sorted(claims_by_age(store, runs=runs))
 
 
 def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim | None]:
-    """By name the claims of the cycles in the workspace of `store`, the newest last; `runs` as above.
+    """By name the claims of the cycles in the workspace of `store`, the newest last; `runs`: also of what `trnjobs run`
+    has submitted, which is no cycle.
 
     None, before all others: a claim that is not a valid record.
     """
@@ -250,7 +244,7 @@ def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim |
         except DataError as error:  # one that is damaged hides no other cycle
             return error
 
-    names = _cycle_names(store.storage, runs)
+    names = [name for name in store.storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
     found = zip(names, _of_each(store.storage, names, read), strict=True)
     claims = {name: None if isinstance(claim, DataError) else claim for name, claim in found if claim is not None}
     return dict(sorted(claims.items(), key=lambda one: (one[1].claimed_at if one[1] else -inf, one[0])))
@@ -262,15 +256,7 @@ def unclosed_cycles(store: CycleStore, names: Sequence[str]) -> list[str]:
     return [name for name, closed in zip(names, found, strict=True) if closed is None]
 
 
-def _cycle_names(storage: Storage, runs: bool) -> list[str]:
-    return [name for name in storage.list_dirs("cycles") if runs or not name.startswith(RUN_PREFIX)]
-
-
 def _of_each(storage: Storage, names: Sequence[str], read: Callable[[str], T]) -> list[T]:
     return run_parallel(
         read, names, num_threads=NUM_READ_THREADS, stop=storage.stop, doing=f"looking at cycles of {storage.root}"
     )
-
-
-def _dump(claim: Claim) -> bytes:
-    return claim.model_dump_json(indent=1).encode()

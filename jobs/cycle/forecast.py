@@ -12,20 +12,17 @@ from pipeline.core.format import aligned, format_count, format_duration, usd
 from pipeline.core.machines import usd_per_million
 
 
-def run_seconds(record: JobRecord) -> float | None:
-    """Of the try that succeeded; of an array the longest child. None when it did not succeed."""
-    last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
-    known = [seconds for seconds in last if seconds is not None]
-    return max(known) if len(known) == len(record.leaves()) else None
-
-
 def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]:
-    """Median seconds by job, over the cycles given; a job that never succeeded is missing."""
+    """Median seconds by job, over the cycles given: of the try that succeeded, of an array the longest child.
+
+    A job that never succeeded is missing.
+    """
     seen: dict[str, list[float]] = {}
-    for records in history:
-        for record in records:
-            if (seconds := run_seconds(record)) is not None:
-                seen.setdefault(record.name, []).append(seconds)
+    for record in (one for records in history for one in records):
+        last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
+        known = [seconds for seconds in last if seconds is not None]
+        if len(known) == len(record.leaves()):
+            seen.setdefault(record.name, []).append(max(known))
     return {name: statistics.median(values) for name, values in seen.items()}
 
 
@@ -61,15 +58,20 @@ class EmbedRun:
     machine_s: float
 
 
+def counted_on(job: JobSpec) -> tuple[str, float]:
+    """The machine by which a job is counted, and how many of them a node of it is: vCPUs where it has no type."""
+    needs = job.resources
+    return (needs.instance_type, machine_share(job)) if needs.instance_type else (VCPU, needs.vcpus)
+
+
 def embed_run(cycle: str, job: JobSpec, record: JobRecord, titles: int) -> EmbedRun | None:
     """What an embedding that has succeeded tells; None where it embedded nothing, or not all its times are known."""
     times = [attempt.seconds for attempt in record.tries()]
     seconds = sum(time for time in times if time is not None)
     if record.state is not JobState.SUCCEEDED or None in times or titles < 1 or seconds <= 0:
         return None
-    needs = job.resources
-    share = machine_share(job) if needs.instance_type else needs.vcpus  # without a type, vCPUs are what is counted
-    return EmbedRun(cycle, needs.instance_type or VCPU, titles, seconds * share)
+    machine, share = counted_on(job)
+    return EmbedRun(cycle, machine, titles, seconds * share)
 
 
 def measured_rate(runs: Sequence[EmbedRun], machine: str) -> tuple[float, str] | None:
@@ -131,13 +133,10 @@ def array_lines(
         amount = amounts.get(job.name)
         if amount is None:
             continue
-        needs = job.resources
-        machine = needs.instance_type or VCPU
+        (machine, share), workers = counted_on(job), max(1, job.array_size)
         seconds, source = None, "none measured on this machine"
-        workers = max(1, job.array_size)
         if measured := measured_rate(runs.get(job.name, ()), machine):
             rate, cycles = measured
-            share = machine_share(job) if needs.instance_type else needs.vcpus
             seconds = amount.units / (rate * share * workers)
             source = f"{rate:,.0f}/s of {machine}, measured in {cycles}"
         rows.append(

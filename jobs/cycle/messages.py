@@ -19,6 +19,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -90,11 +91,8 @@ def messages_of(
     """
 
     def message(event: NotifyEvent, text: str, *, of: str = "", **more: Any) -> Message:
-        name = f"{event}-{of}" if of else f"{event}-{round_}"
-        line = f"{about.pipeline} {about.cycle}: {text}"
-        return about.model_copy(
-            update={"id": f"{about.pipeline}/{about.cycle}/{name}", "event": event, "text": plain(line), **more}
-        )
+        name, line = f"{about.pipeline}/{about.cycle}/{event}-{of or round_}", f"{about.pipeline} {about.cycle}: {text}"
+        return about.model_copy(update={"id": name, "event": event, "text": plain(line), **more})
 
     for record in records:
         for leaf in record.leaves():
@@ -133,25 +131,14 @@ def plain(text: str) -> str:
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
 
 
-def as_json(message: Message) -> dict[str, Any]:
-    return message.model_dump(mode="json")
-
-
 def as_slack(message: Message) -> dict[str, Any]:
     """Of an incoming webhook: one line with a link to the page."""
-    text = slack_escaped(message.text)
+    text = escape(message.text, quote=False)
     if message.page.startswith(("https://", "http://")):
-        text += f" <{slack_escaped(message.page).replace('|', '%7C')}|page>"
+        text += f" <{escape(message.page, quote=False).replace('|', '%7C')}|page>"
     elif message.page:
-        text += f" ({slack_escaped(message.page)})"
+        text += f" ({escape(message.page, quote=False)})"
     return {"text": text, "unfurl_links": False, "unfurl_media": False}
-
-
-def slack_escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-FORMS = {"json": as_json, "slack": as_slack}
 
 
 # On their way.
@@ -161,8 +148,6 @@ ANSWER_S = 5.0
 """For one answer."""
 MAX_RETRY_AFTER_S = 5.0
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-SecretOf = Callable[[str], str]
-"""Name or ARN of a secret to its text."""
 
 
 class Pending(Record):
@@ -181,21 +166,16 @@ def put_messages(store: CycleStore, messages: Iterable[Message]) -> None:
 
 
 def deliver(
-    storage: Storage,
-    config: NotifyConfig,
-    env: Mapping[str, str],
-    secret_of: SecretOf,
-    say: Say,
-    *,
-    clock: Callable[[], float] = time.monotonic,
+    storage: Storage, config: NotifyConfig, env: Mapping[str, str], secret_of: Callable[[str], str], say: Say
 ) -> int:
     """Send what waits, of all cycles, for `budget_s` at most; how many messages still wait.
 
     No webhook has more than its share of the time that is left, so one that hangs takes nothing from the others.
 
     Nothing that a webhook does or is makes this fail: what it did not take waits for the next look at any cycle.
+    `secret_of`: name or ARN of a secret to its text.
     """
-    until, waiting = clock() + config.budget_s, 0
+    until, waiting = time.monotonic() + config.budget_s, 0
     failed = dict[str, str]()  # by webhook: one that failed is left alone until the next look
     senders = {name: _Sender(hook, env, secret_of) for name, hook in config.webhooks.items()}
     for key, pending in sorted(_pending(storage, say), key=lambda one: one[1].message.at):
@@ -206,7 +186,7 @@ def deliver(
             if pending.message.event != "test" and pending.message.event not in sender.hook.events:
                 taken.add(name)
                 continue
-            problem = sender.send(pending.message, (until - clock()) / (len(senders) - place))
+            problem = sender.send(pending.message, (until - time.monotonic()) / (len(senders) - place))
             if problem:
                 failed[name] = problem
             else:
@@ -241,7 +221,7 @@ class _Sender:
 
     hook: Webhook
     env: Mapping[str, str]
-    secret_of: SecretOf
+    secret_of: Callable[[str], str]
     _url: str = ""
 
     def send(self, message: Message, budget_s: float) -> str:
@@ -265,21 +245,29 @@ class _Sender:
         return found[0] if found else f"no answer within {budget_s:.0f} s"
 
     def _send(self, message: Message, budget_s: float) -> str:
-        self._url = self._url or _checked(self._looked_up(), self.hook)
-        body = json.dumps(FORMS[self.hook.form](message)).encode()
+        self._url = self._url or self._address()
+        content = as_slack(message) if self.hook.form == "slack" else message.model_dump(mode="json")
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(3) | tenacity.stop_after_delay(budget_s),
             wait=_wait,
             retry=tenacity.retry_if_result(lambda answer: answer.is_worth_another),
             retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
         )
-        answer: _Answer = retrying(_post, self._url, body, message.id)
+        answer: _Answer = retrying(_post, self._url, json.dumps(content).encode(), message.id)
         return answer.problem
 
-    def _looked_up(self) -> str:
-        if self.hook.url_secret:
-            return self.secret_of(self.hook.url_secret).strip()
-        return self.env.get(self.hook.url_variable, "").strip()
+    def _address(self) -> str:
+        """ConfigError, which does not show it, when it is none or would be sent to in clear."""
+        secret, variable = self.hook.url_secret, self.hook.url_variable
+        url = (self.secret_of(secret) if secret else self.env.get(variable, "")).strip()
+        parts = urlsplit(url)
+        if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOCAL):
+            return url
+        raise ConfigError(
+            f"{variable or secret} holds {'no https:// address' if url else 'nothing'}",
+            expected="the address that the webhook was given",
+            next_command="set it where cycles are closed: the driver, and whoever submits",
+        )
 
 
 @dataclass(frozen=True)
@@ -320,16 +308,3 @@ def _wait(state: tenacity.RetryCallState) -> float:
     """As long as the server asks for, where that is short; the rest is left to the next look."""
     asked = state.outcome.result().retry_after_s if state.outcome else 0.0
     return min(max(asked, 0.2 * 2.0**state.attempt_number), MAX_RETRY_AFTER_S)
-
-
-def _checked(url: str, hook: Webhook) -> str:
-    """The address itself. ConfigError, which does not show it, when it is none or would be sent to in clear."""
-    where = hook.url_variable or hook.url_secret
-    parts = urlsplit(url)
-    if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOCAL):
-        return url
-    raise ConfigError(
-        f"{where} holds {'no https:// address' if url else 'nothing'}",
-        expected="the address that the webhook was given",
-        next_command="set it where cycles are closed: the driver, and whoever submits",
-    )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from jobs.cycle.attempt_time import SPENT
-from jobs.cycle.cost_ledger import CycleLedger, Success, Total
+from jobs.cycle.cost_ledger import CycleLedger, Success, Total, success_of, sum_if_known
 from jobs.cycle.forecast import critical_seconds
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code, reason_of
@@ -34,15 +34,15 @@ def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: 
             )
         )
     total = critical_seconds(plan, seconds)
-    known = [cost for cost in costs if cost is not None]
     lines = [
         f"cycle {plan.cycle} of {plan.pipeline} in {plan.workspace}, plan {plan.plan_id[:12]}",
         *aligned(rows, left=(0, 1, 2)),
     ]
     if not seconds:
         return [*lines, "no earlier cycle to estimate the duration from"]
-    cost = usd(sum(known)) if len(known) == len(plan.jobs) else "unknown (jobs.prices, jobs.vcpu_usd_per_hour)"
-    lines.append(f"expected {format_duration(total)} from start to end without waiting for machines, {cost}")
+    cost = sum_if_known(costs)
+    priced = "unknown (jobs.prices, jobs.vcpu_usd_per_hour)" if cost is None else usd(cost)
+    lines.append(f"expected {format_duration(total)} from start to end without waiting for machines, {priced}")
     if sla_s is not None and total is not None:
         fits = "within" if total <= sla_s else "LATE for"
         lines.append(f"{fits} the {format_duration(sla_s)} of jobs.sla_s")
@@ -59,8 +59,7 @@ def target_cost_lines(plan: Plan, seconds: Mapping[str, float], prices: Mapping[
     rows: list[tuple[str, ...]] = [("target", *(job.name for job in plan.jobs), "cycle")]
     for target, its in prices.items():
         costs = [job_usd(job, seconds[job.name], its) for job in plan.jobs]
-        known = [cost for cost in costs if cost is not None]
-        rows.append((target, *map(usd, costs), usd(sum(known) if len(known) == len(costs) else None)))
+        rows.append((target, *map(usd, (*costs, sum_if_known(costs)))))
     return aligned(rows, left=(0,))
 
 
@@ -150,8 +149,10 @@ def success_line(found: Success) -> str:
     return " | ".join(words)
 
 
-def total_lines(totals: Sequence[Total]) -> list[str]:
-    return aligned([("cycle", *HEAD[1:]), *(total_row(one) for one in totals)])
+def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
+    """Several cycles: each summed up, a row each, and their success rate."""
+    rows = [("cycle", *HEAD[1:]), *(total_row(one.total) for one in ledgers)]
+    return [*map(summary, ledgers), *aligned(rows), success_line(success_of(ledgers))]
 
 
 def total_row(one: Total) -> tuple[str, ...]:

@@ -1,23 +1,22 @@
 """What the page of a cycle shows, gathered once: also `reports/<cycle>.json`, for other tools."""
 
 import json
-import statistics
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field, JsonValue
 
 from jobs.cycle.attempt_time import Moment
-from jobs.cycle.cost_ledger import CycleLedger, Total, read_moments
+from jobs.cycle.cost_ledger import CycleLedger, read_moments
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, Outcome
 from jobs.cycle.job_states import exit_code, reason_of
-from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import ran_seconds
 from jobs.plan.dag import Plan
 from pipeline.context import Figure, load_result
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, GateRefused
+from pipeline.core.format import format_duration
 from pipeline.core.record import Record
 from pipeline.data.digest import PrepareDigest
 from pipeline.data.digest import load_digest as load_prepared
@@ -51,10 +50,7 @@ NOTICES = frozenset(
         EventName.CHECKPOINT_REJECTED,
     }
 )
-_AT_STEPS = {
-    "loss": "losses",
-    "gradient norm": "grad_norms",
-}
+_AT_STEPS = {"loss": "losses", "gradient norm": "grad_norms"}
 _AT_REPORTS = {
     "learning rate": "learning_rate",
     "samples a second": "samples_per_s",
@@ -62,6 +58,10 @@ _AT_REPORTS = {
     "memory, bytes": "memory_bytes",
 }
 HOLDOUT = "holdout loss"
+MAX_POINTS = 600
+"""Of one curve: about one a pixel."""
+Point = tuple[float, float]
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -77,6 +77,19 @@ class Job(Record):
     ran_s: float | None
     exit_code: int | None
     why: str
+
+    @property
+    def ending(self) -> str:
+        """As on record; a job that was left out because of another one has not failed itself."""
+        if self.state == "FAILED":
+            return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
+        return self.state.lower()
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Tries, time, exit code and reason, for a table."""
+        code = "-" if self.exit_code is None else str(self.exit_code)
+        return str(self.tries), format_duration(self.ran_s), code, self.why
 
 
 class Curve(Record):
@@ -179,26 +192,34 @@ def gather(
     """Read what the stages have left. A result that is damaged is told of, and does not hide the others."""
     storage, cycle, unread = store.storage, store.cycle, list[str]()
 
-    def read(load: Callable[[], T], otherwise: T) -> T:
+    def read(otherwise: T, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return load()
+            return load(*args, **kwargs)
         except DataError as error:
             unread.append(error.seen)
             return otherwise
 
-    results = {stage: read(partial(load_result, storage, cycle, stage), None) for stage in STAGES}
+    results = {stage: read(None, load_result, storage, cycle, stage) for stage in STAGES}
     figures = {stage: result.figures for stage, result in results.items() if result is not None}
-    evaluation = read(lambda: load_report(storage, cycle), None)
-    scores = read(lambda: load_scores(storage, cycle), None)
+    evaluation = read(None, load_report, storage, cycle)
+    scores = read(None, load_scores, storage, cycle)
     if scores and evaluation and scores.candidate.digest != evaluation.candidate.digest:
         scores = None  # of another candidate, that was judged before
     moments = read_moments(storage, cycle)
-    ancestors = read(lambda: _ancestors(storage, cycle), tuple[str, ...]())
+    ancestors = read((), _ancestors, storage, cycle)
     compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
-    settings = read(lambda: _settings(storage, cycle), dict[str, Any]())
     compared = compared if compared != cycle else ""
-    before = read(lambda: _settings(storage, compared), dict[str, Any]())
+    settings, before = (
+        read({}, _json, storage, f"cycles/{name}/jobs/settings.json") if name else {} for name in (cycle, compared)
+    )
     made = [result for stage in ("evaluate", "train") if (result := results[stage]) is not None]
+    prepared = read(None, load_prepared, storage, cycle)
+    vectors = read(None, load_verified, storage, cycle)
+    nodes = [
+        read(None, _node_report, storage, stat.key)
+        for stat in storage.list(f"cycles/{cycle}/health")
+        if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
+    ]
     checkpoint = next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), "")
     return PageData(
         cycle=cycle,
@@ -211,9 +232,9 @@ def gather(
         evaluation=evaluation,
         scores=scores,
         training=_training(moments, read_moments(storage, compared) if compared else (), compared),
-        prepared=read(lambda: load_prepared(storage, cycle), None),
-        vectors=read(lambda: load_verified(storage, cycle), None),
-        machines=tuple(_machines(storage, cycle, unread)),
+        prepared=prepared,
+        vectors=vectors,
+        machines=tuple(sorted((one for one in nodes if one), key=lambda one: (one.node_rank, one.host))),
         lineage=Lineage(
             checkpoint=checkpoint,
             ancestors=ancestors,
@@ -253,8 +274,7 @@ def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
     """Checkpoints by what each cycle pinned as the model it starts from."""
     found: list[str] = []
     while cycle and len(found) < MAX_ANCESTORS:
-        tree = _json(storage, f"cycles/{cycle}/train/parent.json")
-        parent = tree.get("checkpoint") if isinstance(tree, dict) else None
+        parent = _json(storage, f"cycles/{cycle}/train/parent.json").get("checkpoint")
         if not isinstance(parent, str) or parent in found:
             break
         found.append(parent)
@@ -268,20 +288,15 @@ def _cycle_of(checkpoints: Sequence[str]) -> str:
     return words[1] if len(words) == 3 and words[0] == "checkpoints" else ""
 
 
-def _settings(storage: Storage, cycle: str) -> dict[str, Any]:
-    tree = _json(storage, f"cycles/{cycle}/jobs/settings.json") if cycle else None
-    return tree if isinstance(tree, dict) else {}
-
-
-def _json(storage: Storage, key: str) -> JsonValue:
-    """None when there is nothing. Raises DataError."""
+def _json(storage: Storage, key: str) -> dict[str, Any]:
+    """Empty when there is nothing. Raises DataError."""
     try:
-        tree: JsonValue = json.loads(storage.read_bytes(key))
+        tree = json.loads(storage.read_bytes(key))
     except KeyNotFound:
-        return None
+        return {}
     except ValueError as error:
         raise DataError(f"{storage.uri(key)} is no JSON: {error}", expected="what a job wrote there") from error
-    return tree
+    return tree if isinstance(tree, dict) else {}
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -299,19 +314,8 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, JsonV
             yield above + name, value
 
 
-def _machines(storage: Storage, cycle: str, unread: list[str]) -> Iterator[NodeReport]:
-    """By node, in order; of a node that was replaced each machine."""
-    found = []
-    for stat in storage.list(f"cycles/{cycle}/health"):
-        name = stat.key.removeprefix(f"cycles/{cycle}/health/")
-        rank = name.partition("-")[0]
-        if "/" in name or not name.endswith(".json") or not rank.isdigit():
-            continue
-        try:
-            found.append(from_json(storage.read_bytes(stat.key), storage.uri(stat.key)))
-        except DataError as error:
-            unread.append(error.seen)
-    yield from sorted(found, key=lambda one: (one.node_rank, one.host))
+def _node_report(storage: Storage, key: str) -> NodeReport:
+    return from_json(storage.read_bytes(key), storage.uri(key))
 
 
 def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
@@ -360,14 +364,26 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
     return {name: points for name, points in found.items() if points}
 
 
-def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow:
-    ledger, total = data.ledger, data.ledger.total
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most `limit` points that keep the first, the last, and the lowest and highest of each stretch."""
+    if len(points) <= limit:
+        return list(points)
+    inner, stretches = points[1:-1], max(1, (limit - 2) // 2)
+    kept = [points[0]]
+    for i in range(stretches):
+        part = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
+        ends = {part.index(choose(part, key=lambda point: point[1])) for choose in (min, max)}
+        kept += [part[place] for place in sorted(ends)]
+    return [*kept, points[-1]]
+
+
+def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:
+    claim, ledger, total = store.claim(), data.ledger, data.ledger.total
     metric, value, low, high = main_metric(data.evaluation)
-    stages: Sequence[Total] = ledger.stages()
     rows = data.figures.get("prepare", {}).get("rows")
     return CycleRow(
         cycle=data.cycle,
-        claimed_at=claimed_at,
+        claimed_at=claim.claimed_at if claim else 0.0,
         closed_at=closed.at if closed else None,
         outcome=ledger.outcome,
         promoted=data.promoted,
@@ -381,8 +397,8 @@ def row_of(data: PageData, claimed_at: float, closed: Closed | None) -> CycleRow
         usd=total.usd,
         wasted_usd=total.wasted_usd,
         goodput=total.goodput,
-        stage_s={one.name: one.all_ms / 1000 for one in stages},
-        stage_usd={one.name: one.usd for one in stages},
+        stage_s={one.name: one.all_ms / 1000 for one in ledger.stages()},
+        stage_usd={one.name: one.usd for one in ledger.stages()},
         rows=rows if isinstance(rows, int) else None,
         drift=data.vectors.mean_cosine if data.vectors else None,
     )
@@ -401,9 +417,3 @@ def main_metric(report: EvaluationReport | None) -> tuple[str, float | None, flo
     if compared.low is None or compared.high is None or other is None:
         return compared.metric, value, None, None
     return compared.metric, value, other + compared.low, other + compared.high
-
-
-def median_of(rows: Sequence[CycleRow], what: Callable[[CycleRow], float | None]) -> float | None:
-    """Over the last ten cycles that were not cancelled; None where none tells."""
-    known = [value for row in rows[-MEDIAN_OF:] if row.outcome != "cancelled" and (value := what(row)) is not None]
-    return statistics.median(known) if known else None

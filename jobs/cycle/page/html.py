@@ -5,7 +5,7 @@ The page forbids all that it does not bring itself (Content-Security-Policy, by 
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jobs.cycle.page import model_sections, sections
 from jobs.cycle.page.charts import escaped, number, spark, table
@@ -121,19 +121,21 @@ def page(data: PageData, own: CycleRow) -> str:
         "What is it wrong about": model_sections.wrong(data),
         "Does it find": model_sections.finds(data),
         "Vectors": model_sections.vectors(data),
-        "Data": sections.prepared(data),
+        "Data": model_sections.prepared(data),
         "Machines": sections.machines(data),
         "From what to what": sections.lineage(data),
         "Trend": sections.trend(data, own),
         "Everything else": sections.everything(data),
     }
-    found = {title: body for title, body in shown.items() if body}
-    links = "".join(f'<li><a href="#{_id(title)}">{title}</a></li>' for title in found)
-    body = "".join(
-        f'<section id="{_id(title)}" aria-labelledby="h-{_id(title)}">'
-        f'<h2 id="h-{_id(title)}" tabindex="-1">{title}</h2>{part}</section>'
-        for title, part in found.items()
-    )
+    links, body = "", ""
+    for title, part in shown.items():
+        if part:
+            name = title.lower().replace(" ", "-")
+            links += f'<li><a href="#{name}">{title}</a></li>'
+            body += (
+                f'<section id="{name}" aria-labelledby="h-{name}">'
+                f'<h2 id="h-{name}" tabindex="-1">{title}</h2>{part}</section>'
+            )
     top = (
         f'<header>{sections.banner(data)}</header><nav aria-label="Sections"><ul>'
         f'<li><a href="index.html">All cycles</a></li><li><a href="{escaped(data.cycle)}.json">As JSON</a></li>{links}'
@@ -161,21 +163,19 @@ def index(rows: Sequence[CycleRow]) -> str:
         )
     head = ("cycle", "outcome", "why", "submitted", "metric", "took", "cost", "goodput", "rows")
     recent = rows[-20:]
+    figures: dict[str, Callable[[CycleRow], float | None]] = {
+        "metric": lambda row: row.value,
+        "cost": lambda row: row.usd,
+        "took, s": lambda row: row.took_s,
+        "goodput": lambda row: row.goodput,
+    }
     drawn = [
         (name, spark([(value(row), row.promoted, f"{row.cycle}: {number(value(row))}") for row in recent], name))
-        for name, value in _TRENDS.items()
+        for name, value in figures.items()
     ]
     trends = table((), [one for one in drawn if one[1]], raw={1}) if len(recent) > 1 else ""
     listed = table(head, lines, range(5, 9), raw=range(9))
     return _document("Cycles", f'<header><h1>Cycles</h1></header><main id="main">{trends}{listed}</main>')
-
-
-_TRENDS: dict[str, sections.Reader] = {
-    "metric": lambda row: row.value,
-    "cost": lambda row: row.usd,
-    "took, s": lambda row: row.took_s,
-    "goodput": lambda row: row.goodput,
-}
 
 
 def _document(title: str, body: str) -> str:
@@ -192,10 +192,6 @@ def _document(title: str, body: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head>{head}</head><body>{skip}{body}<script>{SCRIPT}</script></body></html>\n'
     )
-
-
-def _id(title: str) -> str:
-    return title.lower().replace(" ", "-")
 
 
 def _hash(text: str) -> str:

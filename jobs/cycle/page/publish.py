@@ -5,6 +5,7 @@ index.json, index.html       one line a cycle, in the order in which they were s
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
 from jobs.config import JobsConfig
@@ -45,15 +46,18 @@ def write_page(
     """Write the page over an earlier one; what it shows. `closed`: the end, on record or not yet."""
     ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
     data = gather(store, plan, ledger, records, closed)
-    claim = store.claim()
-    own = row_of(data, claim.claimed_at if claim else 0.0, closed)
+    own = row_of(store, data, closed)
     if not store.cycle.startswith(RUN_PREFIX):  # what is no cycle is in no trend
         try:
             cycles = add_to_index(store.storage, own)
         except DataError as error:
             data = data.model_copy(update={"unread": (*data.unread, error.seen)})
         else:
-            data = data.model_copy(update={"history": _before(cycles, own)})
+            # Cycles that were submitted before this one and had ended when it did, so that its page stays as it is.
+            earlier = [row for row in cycles if (row.claimed_at, row.cycle) < (own.claimed_at, own.cycle)]
+            until = inf if own.closed_at is None else own.closed_at
+            ended = [row for row in earlier if row.closed_at is not None and row.closed_at <= until]
+            data = data.model_copy(update={"history": tuple(ended[-(TREND - 1) :])})
             store.storage.write_bytes(INDEX_PAGE, index(cycles).encode())
     store.storage.write_bytes(data_key(store.cycle), data.model_dump_json(indent=1).encode() + b"\n")
     store.storage.write_bytes(report_key(store.cycle), page(data, own).encode())
@@ -82,11 +86,3 @@ def read_index(storage: Storage) -> Index | None:
     """None when there is none. Raises DataError when it cannot be read."""
     again = "delete it; trnjobs report --cycle puts each cycle into it again"
     return read_record(storage, INDEX, Index, "the index of cycles", "trnjobs report", next_command=again)
-
-
-def _before(cycles: Sequence[CycleRow], own: CycleRow) -> tuple[CycleRow, ...]:
-    """Cycles that were submitted before this one and had ended when it did, so that the page of it stays as it is."""
-    until = own.closed_at
-    earlier = [row for row in cycles if (row.claimed_at, row.cycle) < (own.claimed_at, own.cycle)]
-    ended = [row for row in earlier if row.closed_at is not None and (until is None or row.closed_at <= until)]
-    return tuple(ended[-(TREND - 1) :])

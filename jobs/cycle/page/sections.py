@@ -4,54 +4,37 @@ Pure: markup from data. Every text of a job or a judgement is escaped where it i
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from statistics import median
 
 from jobs.cycle.attempt_time import SPENT, Category
 from jobs.cycle.cost_ledger import Entry
-from jobs.cycle.page.charts import (
-    Bar,
-    Box,
-    Lane,
-    Part,
-    bar,
-    dag,
-    escaped,
-    gantt,
-    heat,
-    number,
-    spark,
-    stacked_columns,
-    table,
-)
-from jobs.cycle.page.data import MEDIAN_OF, CycleRow, Job, PageData, main_metric, median_of
+from jobs.cycle.page.charts import KINDS, bar, dag, escaped, gantt, heat, number, spark, table
+from jobs.cycle.page.data import MEDIAN_OF, CycleRow, PageData, main_metric
 from jobs.cycle.tables import DEADLINES, GOODPUT, money, time_text
-from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_duration, format_share, usd
-from pipeline.data.digest import PartitionDigest
 from pipeline.evaluate.report import EvaluationReport
 
 MAX_LANES = 60
-MAX_EFFECTS = 40
 MAX_TRIES = 100
 MAX_NODES = 160
-MAX_PARTITIONS = 60
 MAX_ROWS = 40
 """Of any other table; what is left out is counted below it, and is in the JSON."""
-Reader = Callable[[CycleRow], float | None]
-Writer = Callable[[float | None], str]
 
 
 def sentence(data: PageData) -> str:
     """How the cycle ended, in one line."""
     outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
-    failed = ", ".join(job.name for job in data.jobs if _state(job) == "failed")
+    failed = ", ".join(job.name for job in data.jobs if job.ending == "failed")
     if outcome == "open":
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
         return f"Under way: {running} running." if running else "Under way."
     if outcome == "refused":
-        return f"Refused: {_reasons(data.evaluation) or data.reason or 'the gate says why'}. Production stays as it is."
+        checks = data.evaluation.verdict.checks if data.evaluation else ()
+        reasons = [check.reason for check in checks if check.outcome == "fail"]
+        why = "; ".join(reasons[:2]) + (f"; and {len(reasons) - 2} more" if len(reasons) > 2 else "")
+        return f"Refused: {why or data.reason or 'the gate says why'}. Production stays as it is."
     if outcome == "failed":
         return f"Failed{f' in {failed}' if failed else ''}: {data.reason or 'no reason is on record'}."
     if outcome == "cancelled":
@@ -62,12 +45,6 @@ def sentence(data: PageData) -> str:
     if evaluated.get("nothing_new"):
         return "Nothing new: there was nothing to learn from, and the model in production stays."
     return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
-
-
-def _reasons(report: EvaluationReport | None) -> str:
-    failed = [check.reason for check in report.verdict.checks if check.outcome == "fail"] if report else []
-    more = f"; and {len(failed) - 2} more" if len(failed) > 2 else ""
-    return "; ".join(failed[:2]) + more
 
 
 def _change(report: EvaluationReport | None) -> str:
@@ -109,115 +86,49 @@ def banner(data: PageData) -> str:
 
 
 def happened(data: PageData) -> str:
-    boxes = [
-        Box(
-            name=job.name,
-            state={"succeeded": "good", "failed": "bad", "refused": "bad"}.get(_state(job), ""),
-            lines=(
-                _state(job) + (f", exit {job.exit_code}" if job.exit_code else ""),
-                f"{_times(job.tries)}, {format_duration(job.ran_s)}",
-            ),
-            after=job.after,
-        )
-        for job in data.jobs
-    ]
-    states = ", ".join(f"{job.name} {_state(job)} after {_times(job.tries)}" for job in data.jobs)
-    rows = [
-        (
-            job.name,
-            _state(job) + (f" ({job.children} children)" if job.children else ""),
-            str(job.nodes),
-            str(job.tries),
-            format_duration(job.ran_s),
-            "-" if job.exit_code is None else str(job.exit_code),
-            job.why,
-        )
-        for job in data.jobs
-    ]
+    children = {job.name: f" ({job.children} children)" if job.children else "" for job in data.jobs}
+    rows = [(job.name, job.ending + children[job.name], str(job.nodes), *job.cells) for job in data.jobs]
     head = ("job", "state", "nodes", "tries", "ran", "exit", "why")
-    parts = [dag(boxes, f"Jobs in the order they wait for each other: {states}"), _gantt(data)]
-    parts.append(table(head, rows, {2, 3, 4, 5}))
-    return "".join(parts)
+    return dag(data.jobs) + _tries(data) + table(head, rows, {2, 3, 4, 5})
 
 
-def _state(job: Job) -> str:
-    """As on record; a job that was left out because of another one has not failed itself."""
-    if job.state == "FAILED":
-        return "not run" if not job.tries else "refused" if job.exit_code == GateRefused.exit_code else "failed"
-    return job.state.lower()
-
-
-def _times(count: int) -> str:
-    return "1 try" if count == 1 else f"{count} tries"
-
-
-def _gantt(data: PageData) -> str:
+def _tries(data: PageData) -> str:
+    """Every try over time: a lane for each job and each child of an array."""
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return ""
-    began_ms = round(1000 * ledger.began_at)
     lanes: dict[str, list[Entry]] = {}
     for entry in ledger.entries:
         lanes.setdefault(entry.job, []).append(entry)
-    with_failures = {name for name, tries in lanes.items() if any(_failed(one) for one in tries)}
+    with_failures = {name for name, tries in lanes.items() if any(one.has_failed for one in tries)}
     first = sorted(lanes, key=lambda name: (name not in with_failures and ":" in name, list(lanes).index(name)))
-    shown = [name for name in lanes if name in set(first[:MAX_LANES])]
+    shown = {name: tries for name, tries in lanes.items() if name in set(first[:MAX_LANES])}
     known = {re.sub(r"-[0-9]+-node[0-9]+(-round-[0-9]+)?$", "", one.job) for one in data.post_mortems}
-
-    def drawn(entry: Entry) -> Bar:
-        spent = [Part(_kind(kind), ms / 1000, "") for kind, ms in entry.spent_ms.items() if ms]
-        words = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in entry.spent_ms.items() if ms)
-        failed = _failed(entry)
-        has_more = failed and entry.job.replace(":", "-") in known
-        return Bar(
-            start=(entry.start_ms - began_ms) / 1000,
-            waited=entry.waiting_ms / 1000,
-            parts=spent,
-            text=f"{entry.job}, try {entry.try_name}: {entry.ending}; {words}",
-            failed=failed,
-            link="post-mortems" if has_more else "",
-        )
-
-    end = max(one.start_ms + one.length_ms for one in ledger.entries) - began_ms
-    due = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
-    chart = gantt(
-        [Lane(name, [drawn(one) for one in lanes[name]]) for name in shown],
-        end / 1000,
-        due,
-        f"Every try over {format_duration(end / 1000)} since the cycle was submitted",
-    )
+    began_ms = round(1000 * ledger.began_at)
+    end_s = (max(one.start_ms + one.length_ms for one in ledger.entries) - began_ms) / 1000
+    due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
+    chart = gantt(shown, began_ms, end_s, due_s, {name for name in shown if name.replace(":", "-") in known})
     return figure(chart, _key(), left_out(len(lanes) - len(shown), "children that succeeded"))
 
 
-def _failed(entry: Entry) -> bool:
-    return entry.ending not in ("succeeded", "running")
-
-
-def _kind(category: Category) -> str:
-    return f"s-{category.value.replace(' ', '-')}"
-
-
 def _key() -> str:
-    kinds = ((_kind(kind), kind.value) for kind in SPENT)
-    marks = (*kinds, ("waiting", Category.WAITING.value))
-    return (
-        '<span class="key">' + "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in marks) + "</span>"
-    )
+    marks = (*((KINDS[kind], kind.value) for kind in SPENT), ("waiting", Category.WAITING.value))
+    spans = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in marks)
+    return f'<span class="key">{spans}</span>'
 
 
 def cost(data: PageData) -> str:
     if not data.ledger.entries:
         return ""
-    totals, history = (*data.ledger.stages(), data.ledger.total), data.history
+    totals = (*data.ledger.stages(), data.ledger.total)
+    usual = [row for row in data.history[-MEDIAN_OF:] if row.outcome != "cancelled"]
     whole = max(one.all_ms for one in totals[:-1]) or 1
     rows = []
     for one in totals:
         last = one is totals[-1]
         parts = [
-            Part(_kind(kind), ms, f"{kind}: {format_duration(ms / 1000)}") for kind, ms in one.machine_ms.items() if ms
+            (KINDS[kind], ms, f"{kind}: {format_duration(ms / 1000)}") for kind, ms in one.machine_ms.items() if ms
         ]
-        usual_s = median_of(history, (lambda row: row.machine_s) if last else _stage_s(one.name))
-        usual = median_of(history, (lambda row: row.usd) if last else _stage_usd(one.name))
         rows.append(
             (
                 one.name,
@@ -225,23 +136,14 @@ def cost(data: PageData) -> str:
                 str(one.tries),
                 format_duration(one.waiting_ms / 1000),
                 format_duration(one.all_ms / 1000),
-                format_duration(usual_s),
+                format_duration(_median(row.machine_s if last else row.stage_s.get(one.name) for row in usual)),
                 format_share(one.goodput),
                 usd(one.usd),
-                usd(usual),
+                usd(_median(row.usd if last else row.stage_usd.get(one.name) for row in usual)),
             )
         )
-    head = (
-        "stage",
-        "machine time by what it went into",
-        "tries",
-        "waiting",
-        "time",
-        "median",
-        "goodput",
-        "cost",
-        "median",
-    )
+    times = ("tries", "waiting", "time", "median", "goodput", "cost", "median")
+    head = ("stage", "machine time by what it went into", *times)
     wasted = [
         (
             entry.job,
@@ -257,92 +159,14 @@ def cost(data: PageData) -> str:
     if wasted:
         columns = ("job", "try", "machine time", "cost", "ended")
         lost = "<h3>Wasted by failures</h3>" + rows_of(columns, wasted, {1, 2, 3}, "tries")
-    note = f"median: of the last {min(MEDIAN_OF, len(history))} cycles before. " if history else ""
+    note = f"median: of the last {min(MEDIAN_OF, len(data.history))} cycles before. " if data.history else ""
     return figure(table(head, rows, range(2, 9), raw={1}), f"{_key()} {note}{escaped(GOODPUT)}") + lost
 
 
-def _stage_s(name: str) -> Reader:
-    return lambda row: row.stage_s.get(name)
-
-
-def _stage_usd(name: str) -> Reader:
-    return lambda row: row.stage_usd.get(name)
-
-
-def prepared(data: PageData) -> str:
-    found = data.prepared
-    if found is None:
-        return ""
-    shown = found.partitions[-MAX_PARTITIONS:]
-    labelled = all(one.labels for one in shown)
-    kinds = [f"l{i % 8}" for i in range(len(found.labels))] if labelled else ["now"]
-    groups: list[tuple[str, Sequence[float]]] = []
-    for one in shown:
-        by_label = [sum(counts) for counts in zip(*one.labels.values(), strict=True)]
-        groups.append((one.watermark or one.partition, by_label if labelled else [sum(one.rows.values())]))
-    chart = stacked_columns(groups, kinds, "Rows by day and label", x_name="rows")
-    head = ("partition", "train", "valid", "test", *found.labels, "bad", "filtered", "truncated")
-    rows = [
-        (
-            one.partition,
-            *(number(one.rows.get(split, 0)) for split in ("train", "valid", "test")),
-            *(number(sum(counts)) for counts in zip(*one.labels.values(), strict=True)),
-            number(one.bad),
-            number(one.filtered),
-            number(one.truncated),
-        )
-        for one in shown
-        if labelled
-    ]
-    legend = f'<span class="key">{labels_text(found.labels)}</span>' if labelled else ""
-    parts = [figure(chart, legend, details("Numbers", table(head, rows, range(1, len(head)))) if rows else "")]
-    parts.append(left_out(len(found.partitions) - len(shown), "older partitions"))
-    sizes = [sum(counts) for counts in zip(*(one.bucket_rows for one in found.partitions), strict=True)]
-    total, cut = sum(sizes), sum(one.truncated for one in found.partitions)
-    buckets = [
-        (name, number(size), format_share(size / total if total else None))
-        for name, size in zip(found.buckets, sizes, strict=True)
-    ]
-    parts.append("<h3>Lengths</h3>" + table(("query x product tokens, at most", "rows", "share"), buckets, {1, 2}))
-    parts.append(f"<p>{number(cut)} rows ({format_share(cut / total if total else None)}) were cut to fit.</p>")
-    figures = data.figures.get("train", {})
-    new, replayed = (figures.get(name) for name in ("groups_new", "groups_replayed"))
-    if isinstance(new, int) and isinstance(replayed, int) and new + replayed:
-        share = format_share(replayed / (new + replayed))
-        parts.append(
-            f"<p>Trained on {number(new)} groups of new partitions and {number(replayed)} of earlier ones"
-            f" ({share} replayed).</p>"
-        )
-    without = list(_without_category(found.partitions))
-    if without:
-        parts.append(
-            "<h3>Features</h3>" + table(("category", "rows without a value", "newest", "before"), without, {1, 2, 3})
-        )
-    if found.reasons:
-        reasons = list(found.reasons.items())[:MAX_ROWS]
-        parts.append(
-            "<h3>Rows in quarantine</h3>" + table(("reason", "rows"), [(why, number(n)) for why, n in reasons], {1})
-        )
-        samples = [(one.reason, f"{one.file}:{one.row}", one.content) for one in found.samples][:MAX_ROWS]
-        parts.append(details("Samples", table(("reason", "where", "content"), samples)) if samples else "")
-    return "".join(parts)
-
-
-def _without_category(partitions: Sequence[PartitionDigest]) -> Iterator[Sequence[str]]:
-    """Of each column: rows, their share in the newest partition, and in those before it."""
-    counting = [one for one in partitions if one.without_category]
-    if not counting:
-        return
-    *before, newest = counting
-    for column, rows in newest.without_category.items():
-        counted = [one for one in before if column in one.without_category]
-        earlier, of = sum(one.without_category[column] for one in counted), sum(_usable(one) for one in counted)
-        share, usual = rows / _usable(newest) if _usable(newest) else None, earlier / of if of else None
-        yield column, number(rows + earlier), format_share(share), format_share(usual)
-
-
-def _usable(partition: PartitionDigest) -> int:
-    return sum(partition.rows.values())
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def machines(data: PageData) -> str:
@@ -352,49 +176,28 @@ def machines(data: PageData) -> str:
     names = list(dict.fromkeys(result.name for node in nodes for result in node.results))
     worst = sorted(nodes, key=lambda node: (-node.verdict, node.node_rank))[:MAX_NODES]
     kept = {id(node) for node in worst}
-    shown = [node for node in nodes if id(node) in kept]
-    rows = []
-    for node in shown:
-        found = {result.name: result for result in node.results}
-        cells = [
-            (found[name].verdict.text, "" if found[name].verdict.text == "pass" else found[name].seen)
-            if name in found
-            else ("none", "")
-            for name in names
-        ]
-        rows.append((f"{node.node_rank} {node.host}", cells))
-    bad = [
-        (str(node.node_rank), node.host, result.name, result.verdict.text, result.seen, result.expected)
-        for node in nodes
-        for result in node.results
-        if result.verdict.text != "pass"
-    ]
+    rows, bad, values = [], [], dict[tuple[str, str], list[float]]()
+    for node in nodes:
+        cells = dict.fromkeys(names, ("none", ""))
+        for result in node.results:
+            verdict = result.verdict.text
+            cells[result.name] = (verdict, "" if verdict == "pass" else result.seen)
+            if verdict != "pass":
+                bad.append((str(node.node_rank), node.host, result.name, verdict, result.seen, result.expected))
+            for name, value in (("seconds", result.seconds), *result.figures.items()):
+                if isinstance(value, int | float):
+                    values.setdefault((result.name, name.replace("_", " ")), []).append(float(value))
+        if id(node) in kept:
+            rows.append((f"{node.node_rank} {node.host}", list(cells.values())))
     label = f"{len(nodes)} nodes by {len(names)} checks, {len(bad)} of them not passed"
-    parts = [
-        figure(
-            heat(rows, names, label), f"{escaped(label)}; W: a warning, R: try another machine, F: to be mended first"
-        )
-    ]
-    parts.append(left_out(len(nodes) - len(shown), "nodes that passed"))
+    meaning = f"{escaped(label)}; W: a warning, R: try another machine, F: to be mended first"
+    parts = [figure(heat(rows, names, label), meaning), left_out(len(nodes) - len(rows), "nodes that passed")]
     if bad:
         parts.append(rows_of(("node", "host", "check", "verdict", "seen", "expected"), bad, {0}, "findings"))
-    measured = list(_measured(data))
-    if measured:
-        head = ("check", "figure", "lowest", "median", "highest")
-        parts.append(details("Figures over all nodes", table(head, measured[:MAX_TRIES], {2, 3, 4})))
+    measured = [(*names, *map(number, (min(found), median(found), max(found)))) for names, found in values.items()]
+    head = ("check", "figure", "lowest", "median", "highest")
+    parts.append(details("Figures over all nodes", table(head, measured[:MAX_TRIES], {2, 3, 4})) if measured else "")
     return "".join(parts)
-
-
-def _measured(data: PageData) -> Iterator[Sequence[str]]:
-    values: dict[tuple[str, str], list[float]] = {}
-    for node in data.machines:
-        for result in node.results:
-            values.setdefault((result.name, "seconds"), []).append(result.seconds)
-            for name, value in result.figures.items():
-                if isinstance(value, int | float):
-                    values.setdefault((result.name, name), []).append(float(value))
-    for (check, name), found in values.items():
-        yield check, name.replace("_", " "), number(min(found)), number(median(found)), number(max(found))
 
 
 def lineage(data: PageData) -> str:
@@ -420,7 +223,7 @@ def trend(data: PageData, own: CycleRow) -> str:
     rows = (*data.history, own)
     if len(rows) < 2:
         return ""
-    kinds: list[tuple[str, Reader, Writer]] = [
+    kinds: list[tuple[str, Callable[[CycleRow], float | None], Callable[[float | None], str]]] = [
         (own.metric or "metric", lambda row: row.value if row.metric == own.metric else None, number),
         ("cost", lambda row: row.usd, usd),
         ("took", lambda row: row.took_s, format_duration),
@@ -452,8 +255,8 @@ def everything(data: PageData) -> str:
     parts = []
     for stage, figures in data.figures.items():
         if figures:
-            shown = [(name, value_text(value)) for name, value in figures.items()]
-            parts.append(details(f"Figures of {stage}", table((), shown, {1})))
+            named = [(name, value_text(value)) for name, value in figures.items()]
+            parts.append(details(f"Figures of {stage}", table((), named, {1})))
     entries = data.ledger.entries
     if entries:
         head = ("job", "try", "started", "nodes", "waited", *SPENT, "cost", "ended")
@@ -468,25 +271,22 @@ def everything(data: PageData) -> str:
                 usd(entry.usd),
                 entry.ending,
             )
-            for entry in sorted(entries, key=lambda one: not _failed(one))[:MAX_TRIES]
+            for entry in sorted(entries, key=lambda one: not one.has_failed)
         ]
-        table_ = table(head, rows, {1, *range(3, len(head) - 1)})
-        parts.append(details("Tries", table_ + left_out(len(entries) - MAX_TRIES, "tries")))
+        parts.append(details("Tries", rows_of(head, rows, {1, *range(3, len(head) - 1)}, "tries", MAX_TRIES)))
     if data.notices:
-        rows_ = [
+        newest = [
             (stamp(one.at), one.event, "-" if one.step is None else f"{one.step:,}", one.text)
             for one in data.notices[-MAX_ROWS:]
         ]
-        table_ = table(("when", "event", "step", "what"), rows_, {2})
-        parts.append(
-            details("Warnings and failures", table_ + left_out(len(data.notices) - MAX_ROWS, "earlier events"))
-        )
+        told = table(("when", "event", "step", "what"), newest, {2})
+        told += left_out(len(data.notices) - MAX_ROWS, "earlier events")
+        parts.append(details("Warnings and failures", told))
     if data.post_mortems:
         lines = items([one.uri for one in data.post_mortems[:MAX_ROWS]])
         more = left_out(len(data.post_mortems) - MAX_ROWS, "post-mortems")
-        parts.append(
-            f'<div id="post-mortems">{details("Post-mortems of failed tries", lines + more, is_open=True)}</div>'
-        )
+        shown = details("Post-mortems of failed tries", lines + more, is_open=True)
+        parts.append(f'<div id="post-mortems">{shown}</div>')
     if data.unread:
         parts.append("<h3>Could not be read</h3>" + items(data.unread[:MAX_ROWS]))
     return "".join(parts)
@@ -512,9 +312,11 @@ def items(lines: Iterable[str]) -> str:
     return f"<ul>{found}</ul>" if found else ""
 
 
-def rows_of(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int], what: str) -> str:
-    """A table of the first MAX_ROWS, and how many more `what` there are."""
-    return table(head, rows[:MAX_ROWS], numbers) + left_out(len(rows) - MAX_ROWS, what)
+def rows_of(
+    head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int], what: str, most: int = MAX_ROWS
+) -> str:
+    """A table of the first `most`, and how many more `what` there are."""
+    return table(head, rows[:most], numbers) + left_out(len(rows) - most, what)
 
 
 def left_out(count: int, what: str) -> str:
@@ -523,7 +325,3 @@ def left_out(count: int, what: str) -> str:
 
 def stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def labels_text(labels: Sequence[str]) -> str:
-    return "".join(f'<span><i class="l{i % 8}"></i>{escaped(label)}</span>' for i, label in enumerate(labels))

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.cycle.page.charts import (
-    Effect,
     Series,
     escaped,
     forest,
@@ -15,11 +14,12 @@ from jobs.cycle.page.charts import (
     number,
     short_number,
     spark,
-    thin,
     ticks,
     time_label,
     time_ticks,
 )
+from jobs.cycle.page.data import thin
+from pipeline.evaluate.gate.compare import GateCheck
 
 VALUES = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -65,9 +65,14 @@ def test_a_line_lies_where_its_frame_says() -> None:
     assert line_chart([Series("loss", [(0, float("nan"))])], "") == ""
 
 
+def check(outcome: str, low: float, high: float, bound: float | None) -> GateCheck:
+    given = {"name": "x", "kind": "delta", "outcome": outcome, "reason": "why", "metric": "ndcg@10", "candidate": 0.7}
+    return GateCheck.model_validate(given | {"incumbent": 0.7, "low": low, "high": high, "bound": bound})
+
+
 def test_what_does_not_fit_ends_in_an_arrow() -> None:
-    effects = [Effect(f"e{i}", 0.0, -0.01, 0.01, -0.005, "pass", "fine") for i in range(40)]
-    text = forest([*effects, Effect("wide", 0.5, -0.9, 0.9, None, "fail", "far")], "differences")
+    checks = [check("pass", -0.01, 0.01, 0.005) for _ in range(40)]
+    text = forest([*checks, check("fail", -0.9, 0.9, None)], "differences")
     assert text.count('class="arrow"') == 2 and text.count('class="bound"') == 40 and "dot fail" in text
 
 

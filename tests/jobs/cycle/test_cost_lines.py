@@ -61,4 +61,4 @@ def test_several_cycles() -> None:
         "1 of 2 cycles done (50%) | 2 of 3 jobs succeeded (67%) | 1 of 2 deadlines met"
     )
     assert success_line(success_of([])) == "0 of 0 cycles done (-) | 0 of 0 jobs succeeded (-)"
-    assert len(total_lines([GOOD.total, bad.total])) == 3
+    assert len(total_lines([GOOD, bad])) == 6

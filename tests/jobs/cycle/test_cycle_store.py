@@ -276,11 +276,11 @@ def test_a_broken_submission_names_its_file(store: CycleStore, storage: Storage)
         store.submitted(1)
 
 
-def test_claimed_cycles(storage: Storage, clock: Clock) -> None:
+def test_claimed_cycles(storage: Storage, store: CycleStore, clock: Clock) -> None:
     for name in ("2026-11-21", "2026-11-20"):
         claim(CycleStore(storage, name, clock), cycle())
     storage.write_bytes("cycles/2026-11-19/train/result.json", b"{}")
-    assert claimed_cycles(storage) == ["2026-11-20", "2026-11-21"]
+    assert claimed_cycles(store) == ["2026-11-20", "2026-11-21"]
 
 
 def test_claims_by_age_whatever_the_cycles_are_called(storage: Storage, store: CycleStore, clock: Clock) -> None:
@@ -313,6 +313,6 @@ def test_cycles_are_looked_at_side_by_side_and_stay_in_order(
 
     for request in ("stat", "read_bytes"):
         monkeypatch.setattr(storage, request, met(getattr(storage, request)))
-    assert claimed_cycles(storage) == names
+    assert claimed_cycles(store) == names
     assert unclosed_cycles(store, names) == ["cycle-3"]
     assert list(claims_by_age(store)) == names

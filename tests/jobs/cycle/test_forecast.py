@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.cycle.forecast import critical_seconds, expected_seconds, run_seconds
+from jobs.cycle.forecast import critical_seconds, expected_seconds
 from jobs.cycle.job_records import JobRecord
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
@@ -22,7 +22,7 @@ from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
     ],
 )
 def test_what_a_job_took(record: JobRecord, seconds: float | None) -> None:
-    assert run_seconds(record) == seconds
+    assert expected_seconds([[record]]).get(record.name) == seconds
 
 
 def test_the_median_of_the_cycles_in_which_a_job_succeeded() -> None:

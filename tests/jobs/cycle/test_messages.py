@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jobs.config import NotifyConfig
 from jobs.cycle import messages
 from jobs.cycle.job_records import Closed, JobRecord
-from jobs.cycle.messages import MAX_TEXT, Message, as_json, as_slack, messages_of, plain
+from jobs.cycle.messages import MAX_TEXT, Message, as_slack, messages_of, plain
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import bad, good, tried
@@ -74,7 +74,7 @@ def test_hostile_reasons(text: str) -> None:
         assert len(line) <= MAX_TEXT and not any(unicodedata.category(one)[0] == "C" for one in line)
     slack = as_slack(message)["text"]
     assert "<" not in slack.replace("&lt;", "") and ">" not in slack.replace("&gt;", "")
-    assert as_json(message)["reason"] == message.reason
+    assert message.model_dump(mode="json")["reason"] == message.reason
 
 
 @given(st.text())
