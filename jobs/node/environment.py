@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Self
 
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import Storage
 from pipeline.parallel.network import MASTER_PORT
@@ -102,9 +104,10 @@ class Timing:
         return cls(**{name: _seconds(env, variable) for name, variable in names.items() if variable in env})
 
 
-def round_variable(round_: int) -> dict[str, str]:
-    """What whoever submits a job tells it of its round; nothing in the first."""
-    return {ROUND: str(round_)} if round_ > 1 else {}
+def job_variables(plan: Plan, job: JobSpec, round_: int) -> dict[str, str]:
+    """What whoever submits a job tells it on every platform; of its round nothing in the first."""
+    words = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
+    return words | ({ROUND: str(round_)} if round_ > 1 else {})
 
 
 def _whole(env: Mapping[str, str], variable: str, default: int) -> int:

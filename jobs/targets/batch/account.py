@@ -52,7 +52,7 @@ def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
 
 def look_up(client: BatchClient, plan: Plan) -> Account:
     names = list(dict.fromkeys(placement_of(plan, job).queue for job in plan.jobs))
-    described = client.queues(names)
+    described = client.described("queues", names)
     queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
     arns = {arn for queue in queues.values() for arn in _environments_of(queue)}
     policies = {queue["schedulingPolicyArn"] for queue in queues.values() if queue.get("schedulingPolicyArn")}
@@ -60,10 +60,10 @@ def look_up(client: BatchClient, plan: Plan) -> Account:
         queues,
         {
             word: one
-            for one in client.compute_environments(sorted(arns))
+            for one in client.described("compute environments", sorted(arns))
             for word in (one["computeEnvironmentArn"], one["computeEnvironmentName"])
         },
-        {one["arn"]: one for one in client.scheduling_policies(sorted(policies))},
+        {one["arn"]: one for one in client.described("scheduling policies", sorted(policies))},
     )
 
 

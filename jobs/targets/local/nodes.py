@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jobs.cycle.job_records import JobRecord
 from jobs.cycle.job_states import Leaf
-from jobs.node.environment import round_variable
+from jobs.node.environment import job_variables
 from jobs.plan.dag import Plan
 from jobs.targets.local import node_keeper
 from pipeline.core.errors import DataError
@@ -235,8 +235,7 @@ def node_environment(
     # As an image has its commands on the path.
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
-    environment |= {"TRNPIPE_WORKSPACE": plan.workspace, "TRNPIPE_CYCLE": plan.cycle, "TRNJOBS_JOB": spec.name}
-    environment |= {JOB_ID: leaf_id, ATTEMPT: str(attempt), **round_variable(round_)}
+    environment |= {**job_variables(plan, spec, round_), JOB_ID: leaf_id, ATTEMPT: str(attempt)}
     if leaf.index is not None:
         environment[ARRAY_INDEX] = str(leaf.index)
     if spec.num_nodes:

@@ -38,6 +38,7 @@ class LocalTarget(Target):
     this process before.
     """
 
+    name = "local"
     store: CycleStore
     scratch: Path
     machine: Slots
@@ -47,10 +48,6 @@ class LocalTarget(Target):
     poll_s: float = 0.1
     new_id: Callable[[], str] = lambda: str(uuid.uuid4())
     monotonic: Callable[[], float] = time.monotonic
-
-    @property
-    def name(self) -> str:
-        return "local"
 
     @property
     def files(self) -> LocalFiles:
@@ -84,7 +81,7 @@ class LocalTarget(Target):
         return known.by_job(plan, known.records)
 
     def check(self, plan: Plan) -> None:
-        check_fits(plan.check().jobs, self.machine)
+        check_fits(plan.jobs, self.machine)
         for job in plan.jobs:
             if (script := script_of(job)) and not Path(script).is_file():
                 raise ConfigError(

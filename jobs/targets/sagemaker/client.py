@@ -9,7 +9,7 @@ sagemaker:DescribeTrainingJob on training-job/AWSBatch*; iam:PassRole on the exe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jobs.targets.batch.client import (
@@ -119,9 +119,7 @@ class ServiceJobClient(BatchClient):
 
     def service_job_named(self, queue: str, name: str) -> Detail | None:
         """The oldest of exactly this name in any state; None while there is none, or it is not described yet."""
-        wanted = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
-        listed = self._pages("listing service jobs", "list_service_jobs", "jobSummaryList", wanted)
-        ours = [one for one in listed if one["jobName"] == name]  # the filter ignores case
+        ours = self.jobs_named(queue, name, "list_service_jobs")
         oldest = min(ours, key=lambda one: (one["createdAt"], one["jobId"]), default=None)
         return oldest and self.describe_service_job(oldest["jobId"])
 
@@ -134,7 +132,3 @@ class ServiceJobClient(BatchClient):
         """End it in whatever state; one that has ended stays as it is."""
         text = quotable(reason)[:MAX_REASON_CHARACTERS]
         self.call(f"ending service job {job_id}", "terminate_service_job", jobId=job_id, reason=text)
-
-    def service_environments(self, names: Sequence[str]) -> list[Detail]:
-        doing, operation = "describing service environments", "describe_service_environments"
-        return self._described(doing, operation, "serviceEnvironments", names)

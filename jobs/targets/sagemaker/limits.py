@@ -15,9 +15,9 @@ from botocore.session import Session
 from botocore.validate import ParamValidator
 
 from jobs.cycle.job_states import Leaf
-from jobs.plan.dag import Plan, dag_problems, refuse
+from jobs.plan.dag import Plan, refuse
 from jobs.plan.spec import JobSpec
-from jobs.targets.batch.limits import MAX_ATTEMPTS, MAX_RULES, MAX_SUBMIT_BYTES, SHARE
+from jobs.targets.batch.limits import MAX_SUBMIT_BYTES, SHARE
 from jobs.targets.placement import role_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
@@ -42,7 +42,6 @@ def check_plan(plan: Plan) -> None:
 
 
 def plan_problems(plan: Plan) -> Iterator[str]:
-    yield from dag_problems(plan.jobs)
     for job in plan.jobs:
         problems = [*_shape(plan, job), *_words(job)]
         for problem in problems or _requests(plan, job):
@@ -60,8 +59,6 @@ def _shape(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"workspace {plan.workspace}; expected one on S3 (s3://...), which training jobs share"
     if not role_of(plan, job):
         yield "no role; expected the ARN of an execution role (jobs.role)"
-    if job.num_nodes and job.array_size:
-        yield "nodes and an array; expected one of them"
     if job.array_size > MAX_CHILDREN:
         yield f"an array of {job.array_size}; expected at most {MAX_CHILDREN}, each is a training job"
     if job.timeout_s > MAX_RUNTIME_S:
@@ -73,9 +70,7 @@ def _shape(plan: Plan, job: JobSpec) -> Iterator[str]:
 def _words(job: JobSpec) -> Iterator[str]:
     if not job.image:
         yield "no image; expected one in Amazon ECR (jobs.image)"
-    if not job.command or not all(job.command):
-        yield "an empty command, or one with an empty argument"
-    elif len(job.command) > MAX_WORDS:
+    if len(job.command) > MAX_WORDS:
         yield f"a command of {len(job.command)} words; expected at most {MAX_WORDS}"
     for word in job.command:
         if len(word) > MAX_WORD:
@@ -105,13 +100,9 @@ def _requests(plan: Plan, job: JobSpec) -> Iterator[str]:
 
 def service_job_problems(request: Request) -> Iterator[str]:
     """What Batch refuses, or takes and never runs; it does not look into the payload, and botocore has no bounds."""
-    share, retry, payload = request["shareIdentifier"], request["retryStrategy"], request["serviceRequestPayload"]
+    share, payload = request["shareIdentifier"], request["serviceRequestPayload"]
     if not SHARE.match(share):
         yield f"share identifier {share!r}; expected letters and digits only, 1 to 255 (jobs.share_identifier)"
-    if not 1 <= retry["attempts"] <= MAX_ATTEMPTS:
-        yield f"{retry['attempts']} attempts; expected 1 to {MAX_ATTEMPTS}"
-    if (number := len(retry["evaluateOnExit"])) > MAX_RULES:
-        yield f"{number} retry rules; expected at most {MAX_RULES}"
     if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
         yield f"a payload of {size:,} bytes; expected at most {MAX_PAYLOAD_BYTES:,} (command and environment)"
     if (size := len(json.dumps(request).encode())) > MAX_SUBMIT_BYTES:

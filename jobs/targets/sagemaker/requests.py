@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.cycle.job_states import Leaf, leaves_of
-from jobs.node.environment import STARTS, round_variable
+from jobs.node.environment import STARTS, job_variables
 from jobs.plan.dag import Plan
 from jobs.plan.resources import ml_machine
 from jobs.plan.retry import Retry
@@ -40,16 +40,13 @@ class Cycle:
     plan: Plan
     life: float
 
-    def job_id(self, job: str, round_: int) -> str:
-        """How records name a job of a round: as its training jobs begin."""
-        return _name([self.plan.pipeline, self.plan.cycle, job, f"r{round_}"], [self._key, job, round_], MAX_NAME)
-
     def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
         """The name of one try, the same on every machine and different for any other try of any cycle."""
         return _name(self._words(leaf, f"r{round_}a{attempt}"), [self._key, leaf.name, round_, attempt], MAX_NAME)
 
     def leaf_id(self, leaf: Leaf, round_: int) -> str:
-        """Of all tries of a leaf in a round: the name of its service job, and where its starts are counted."""
+        """Of all tries of a leaf in a round: the name of its service job, where its starts are counted, and the id in
+        records (of an array that of the whole job)."""
         return _name(self._words(leaf, f"r{round_}"), [self._key, leaf.name, round_], MAX_NAME)
 
     def _words(self, leaf: Leaf, last: str) -> list[str]:
@@ -169,11 +166,8 @@ def retry_rules(retry: Retry) -> list[Request]:
 def environment(plan: Plan, leaf: Leaf, attempt: int | None, starts: str, round_: int) -> dict[str, str]:
     variables = {
         **leaf.spec.environment,
-        "TRNPIPE_CYCLE": plan.cycle,
-        "TRNPIPE_WORKSPACE": plan.workspace,
-        "TRNJOBS_JOB": leaf.spec.name,
         PLAN: plan.plan_id,
-        **round_variable(round_),
+        **job_variables(plan, leaf.spec, round_),
     }
     if attempt is not None:
         variables[ATTEMPT] = str(attempt)
