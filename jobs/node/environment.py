@@ -100,8 +100,18 @@ class Timing:
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
         """Raises ConfigError for what is no positive number."""
-        names = {field.name: f"TRNJOBS_{field.name.upper()}" for field in fields(cls)}
-        return cls(**{name: _seconds(env, variable) for name, variable in names.items() if variable in env})
+        given = dict[str, float]()
+        for name in (field.name for field in fields(cls)):
+            variable = f"TRNJOBS_{name.upper()}"
+            if variable not in env:
+                continue
+            try:
+                given[name] = float(env[variable])
+            except ValueError:
+                given[name] = math.nan
+            if not 0 < given[name] < math.inf:
+                raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0")
+        return cls(**given)
 
 
 def job_variables(plan: Plan, job: JobSpec, round_: int) -> dict[str, str]:
@@ -115,16 +125,6 @@ def _whole(env: Mapping[str, str], variable: str, default: int) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{variable}={text!r}", expected="a whole number")
     return int(text)
-
-
-def _seconds(env: Mapping[str, str], variable: str) -> float:
-    try:
-        seconds = float(env[variable])
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0")
-    return seconds
 
 
 _OF_BATCH = {

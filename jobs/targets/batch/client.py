@@ -6,7 +6,7 @@ DescribeSchedulingPolicies on *.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from botocore import exceptions as boto
 from botocore.config import Config
@@ -216,17 +216,16 @@ class BatchClient(AwsClient):
             found |= {one["jobId"]: one for one in answer["jobs"]}
         return found
 
-    def jobs_named(self, queue: str, name: str, operation: str = "list_jobs") -> list[Detail]:
+    def jobs_named(self, queue: str, name: str, kind: Literal["job", "service_job"] = "job") -> list[Detail]:
         """Whole jobs of exactly this name in any state. (The filter ignores case; some list the children too.)"""
         wanted = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
-        doing = operation.replace("list", "listing").replace("_", " ")
-        jobs = self._pages(doing, operation, "jobSummaryList", wanted)
+        jobs = self._pages(f"listing {kind.replace('_', ' ')}s", f"list_{kind}s", "jobSummaryList", wanted)
         return [one for one in jobs if one["jobName"] == name and not {":", "#"} & {*one["jobId"]}]
 
-    def terminate_job(self, job_id: str, reason: str) -> None:
+    def terminate_job(self, job_id: str, reason: str, kind: Literal["job", "service_job"] = "job") -> None:
         """End a job in whatever state; one that has ended stays as it is."""
         text = quotable(reason)[:MAX_REASON_CHARACTERS]
-        self.call(f"ending job {job_id}", "terminate_job", jobId=job_id, reason=text)
+        self.call(f"ending {kind.replace('_', ' ')} {job_id}", f"terminate_{kind}", jobId=job_id, reason=text)
 
     def described(self, what: str, names: Sequence[str]) -> list[Detail]:
         """`queues`, or another word of the table, by name or ARN; those that do not exist are left out."""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jobs.targets.batch.client import (
-    MAX_REASON_CHARACTERS,
     AwsClient,
     BatchClient,
     Detail,
@@ -23,7 +22,6 @@ from jobs.targets.batch.client import (
 )
 from jobs.targets.sagemaker.requests import PLAN, Request
 from pipeline.core.errors import ConfigError
-from pipeline.core.format import quotable
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 
@@ -119,7 +117,7 @@ class ServiceJobClient(BatchClient):
 
     def service_job_named(self, queue: str, name: str) -> Detail | None:
         """The oldest of exactly this name in any state; None while there is none, or it is not described yet."""
-        ours = self.jobs_named(queue, name, "list_service_jobs")
+        ours = self.jobs_named(queue, name, "service_job")
         oldest = min(ours, key=lambda one: (one["createdAt"], one["jobId"]), default=None)
         return oldest and self.describe_service_job(oldest["jobId"])
 
@@ -127,8 +125,3 @@ class ServiceJobClient(BatchClient):
         """None for one that does not exist, or not yet."""
         doing, operation = f"describing service job {job_id}", "describe_service_job"
         return self.call(doing, operation, accepted=is_missing, jobId=job_id) or None
-
-    def terminate_service_job(self, job_id: str, reason: str) -> None:
-        """End it in whatever state; one that has ended stays as it is."""
-        text = quotable(reason)[:MAX_REASON_CHARACTERS]
-        self.call(f"ending service job {job_id}", "terminate_service_job", jobId=job_id, reason=text)

@@ -16,9 +16,10 @@ from botocore.validate import ParamValidator
 
 from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan, refuse
+from jobs.plan.resources import ml_machine
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.limits import MAX_SUBMIT_BYTES, SHARE
-from jobs.targets.placement import role_of, sagemaker_placement_of
+from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
     MAX_PAYLOAD_NAME,
@@ -26,7 +27,6 @@ from jobs.targets.sagemaker.requests import (
     Request,
     direct_request,
     service_job_request,
-    training_job_request,
 )
 
 MAX_CHILDREN = 50
@@ -43,21 +43,20 @@ def check_plan(plan: Plan) -> None:
 
 def plan_problems(plan: Plan) -> Iterator[str]:
     for job in plan.jobs:
-        problems = [*_shape(plan, job), *_words(job)]
-        for problem in problems or _requests(plan, job):
+        for problem in [*_words(plan, job)] or _requests(plan, job):
             yield f"{job.name}: {problem}"
 
 
-def _shape(plan: Plan, job: JobSpec) -> Iterator[str]:
-    where, cycle = sagemaker_placement_of(plan, job), Cycle(plan, 0.0)
-    machine = training_job_request(cycle, Leaf(job), name="x", attempt=1)["ResourceConfig"]["InstanceType"]
+def _words(plan: Plan, job: JobSpec) -> Iterator[str]:
+    """Machine, place, shape, command and environment."""
+    where, machine = sagemaker_placement_of(plan, job), ml_machine(job.resources)
     if not machine:
         yield f"{job.resources.vcpus} vCPU and {job.resources.memory_mib:,} MiB a node; expected an instance (jobs.*)"
     elif machine not in instance_types():
         yield f"instance type {machine}, which SageMaker does not have; expected one of its training instances"
     if not plan.workspace.startswith("s3://"):
         yield f"workspace {plan.workspace}; expected one on S3 (s3://...), which training jobs share"
-    if not role_of(plan, job):
+    if not placement_of(plan, job).job_role:
         yield "no role; expected the ARN of an execution role (jobs.role)"
     if job.array_size > MAX_CHILDREN:
         yield f"an array of {job.array_size}; expected at most {MAX_CHILDREN}, each is a training job"
@@ -65,9 +64,6 @@ def _shape(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"a timeout of {job.timeout_s:,} s; expected at most {MAX_RUNTIME_S:,}"
     if bool(where.subnets) != bool(where.security_groups):
         yield "subnets or security groups alone; expected both (jobs.sagemaker), or neither"
-
-
-def _words(job: JobSpec) -> Iterator[str]:
     if not job.image:
         yield "no image; expected one in Amazon ECR (jobs.image)"
     if len(job.command) > MAX_WORDS:

@@ -20,7 +20,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.resources import ml_machine
 from jobs.plan.retry import Retry
 from jobs.plan.script import ENTRY
-from jobs.targets.placement import placement_of, role_of, sagemaker_placement_of
+from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.describe import RECEIVED
 from pipeline.core.fingerprint import fingerprint
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
@@ -40,22 +40,19 @@ class Cycle:
     plan: Plan
     life: float
 
-    def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
-        """The name of one try, the same on every machine and different for any other try of any cycle."""
-        return _name(self._words(leaf, f"r{round_}a{attempt}"), [self._key, leaf.name, round_, attempt], MAX_NAME)
-
     def leaf_id(self, leaf: Leaf, round_: int) -> str:
         """Of all tries of a leaf in a round: the name of its service job, where its starts are counted, and the id in
         records (of an array that of the whole job)."""
-        return _name(self._words(leaf, f"r{round_}"), [self._key, leaf.name, round_], MAX_NAME)
+        return self._named(leaf, f"r{round_}", round_)
 
-    def _words(self, leaf: Leaf, last: str) -> list[str]:
+    def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
+        """The name of one try, the same on every machine and different for any other try of any cycle."""
+        return self._named(leaf, f"r{round_}a{attempt}", round_, attempt)
+
+    def _named(self, leaf: Leaf, last: str, *numbers: int) -> str:
         index = [] if leaf.index is None else [str(leaf.index)]
-        return [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, last]
-
-    @property
-    def _key(self) -> str:
-        return f"{self.plan.plan_id} {self.life!r}"
+        words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, last]
+        return _name(words, [f"{self.plan.plan_id} {self.life!r}", leaf.name, *numbers], MAX_NAME)
 
 
 def _name(words: list[str], content: list[str | int], limit: int) -> str:
@@ -97,7 +94,7 @@ def training_job_request(
         algorithm["ContainerArguments"] = [*job.command[entry:]]
     request: Request = {
         "TrainingJobName": name,
-        "RoleArn": role_of(plan, job),
+        "RoleArn": placement_of(plan, job).job_role,
         "AlgorithmSpecification": algorithm,
         "OutputDataConfig": {"S3OutputPath": where.output or f"{plan.workspace.rstrip('/')}/sagemaker"},
         "ResourceConfig": resources,

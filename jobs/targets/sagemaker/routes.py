@@ -100,7 +100,7 @@ class QueueRoute:
 
     def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
         if detail := self._find(cycle, leaf, round_):
-            self.client.terminate_service_job(detail["jobId"], reason)
+            self.client.terminate_job(detail["jobId"], reason, "service_job")
 
     def _find(self, cycle: Cycle, leaf: Leaf, round_: int) -> Detail | None:
         name = cycle.leaf_id(leaf, round_)
