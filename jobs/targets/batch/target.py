@@ -210,16 +210,12 @@ class BatchTarget(Target):
 # From DescribeJobs to records. Times of AWS are milliseconds.
 
 
-def _num_nodes(detail: Detail) -> int:
-    """Of a gang; 0 for other jobs."""
-    return int(detail.get("nodeProperties", {}).get("numNodes", 0))
-
-
 def _parts(detail: Detail) -> list[str]:
     """Ids of what a job consists of: the children of an array, the nodes of a gang."""
     job_id = detail["jobId"]
     size = int(detail.get("arrayProperties", {}).get("size", 0))
-    return [*(f"{job_id}:{i}" for i in range(size)), *(f"{job_id}#{i}" for i in range(_num_nodes(detail)))]
+    num_nodes = int(detail.get("nodeProperties", {}).get("numNodes", 0))
+    return [*(f"{job_id}:{i}" for i in range(size)), *(f"{job_id}#{i}" for i in range(num_nodes))]
 
 
 def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> JobRecord:
@@ -248,25 +244,23 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
         stopped_at=seconds_of(detail.get("stoppedAt")),
         attempts=tuple(attempts),
         children=tuple(children),
-        num_nodes=_num_nodes(detail),
+        num_nodes=len(nodes),
     )
 
 
 def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptRecord:
+    """The one of this `index`, from 0. A node or single container that has no log (yet) has an empty stream."""
     container = detail.get("container") or {}
-    code = container.get("exitCode")
+    code, streams = container.get("exitCode"), []
+    for node in nodes:
+        ended = node.get("attempts") or ()
+        one = ended[index] if index < len(ended) else node
+        streams.append(str((one.get("container") or {}).get("logStreamName") or ""))
     return AttemptRecord(
         started_at=seconds_of(detail.get("startedAt")),
         stopped_at=seconds_of(detail.get("stoppedAt")),
         exit_code=None if code is None else int(code),
         status_reason=str(detail.get("statusReason") or ""),
         reason=str(container.get("reason") or ""),
-        log_streams=tuple(_log_stream(node, index) for node in nodes),
+        log_streams=tuple(streams),
     )
-
-
-def _log_stream(node: Detail, index: int) -> str:
-    """Of attempt `index` (from 0) of a node or single container; empty when it has none (yet)."""
-    ended = node.get("attempts") or ()
-    one = ended[index] if index < len(ended) else node
-    return str((one.get("container") or {}).get("logStreamName") or "")

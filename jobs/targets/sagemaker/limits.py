@@ -85,25 +85,22 @@ def _requests(plan: Plan, job: JobSpec) -> Iterator[str]:
     request = direct_request(cycle, leaf, 1, job.retry.attempts)
     name = request["TrainingJobName"]
     yield from request_problems("sagemaker", "CreateTrainingJob", request)
-    if sagemaker_placement_of(plan, job).queue:
-        queued = service_job_request(cycle, leaf, 1)
-        yield from request_problems("sagemaker", "CreateTrainingJob", json.loads(queued["serviceRequestPayload"]))
-        yield from request_problems("batch", "SubmitServiceJob", queued)
-        yield from service_job_problems(queued)
     if len(name) > MAX_NAME:
         yield f"training job name {name} of {len(name)} characters; expected at most {MAX_NAME}"
-
-
-def service_job_problems(request: Request) -> Iterator[str]:
-    """What Batch refuses, or takes and never runs; it does not look into the payload, and botocore has no bounds."""
-    share, payload = request["shareIdentifier"], request["serviceRequestPayload"]
+    if not sagemaker_placement_of(plan, job).queue:
+        return
+    queued = service_job_request(cycle, leaf, 1)
+    share, payload = queued["shareIdentifier"], queued["serviceRequestPayload"]
+    name = json.loads(payload)["TrainingJobName"]
+    yield from request_problems("sagemaker", "CreateTrainingJob", json.loads(payload))
+    yield from request_problems("batch", "SubmitServiceJob", queued)
+    # What Batch refuses, or takes and never runs: it does not look into the payload, and botocore has no bounds.
     if not SHARE.match(share):
         yield f"share identifier {share!r}; expected letters and digits only, 1 to 255 (jobs.share_identifier)"
     if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
         yield f"a payload of {size:,} bytes; expected at most {MAX_PAYLOAD_BYTES:,} (command and environment)"
-    if (size := len(json.dumps(request).encode())) > MAX_SUBMIT_BYTES:
+    if (size := len(json.dumps(queued).encode())) > MAX_SUBMIT_BYTES:
         yield f"a SubmitServiceJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"
-    name = json.loads(payload)["TrainingJobName"]
     if len(name) > MAX_PAYLOAD_NAME:
         yield f"training job name {name} of {len(name)} characters; expected at most {MAX_PAYLOAD_NAME}"
 
