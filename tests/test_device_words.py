@@ -22,7 +22,6 @@ ALLOWED = {
     ("jobs/node/post_mortem.py", "neuron"): "how environment variables begin",
     ("jobs/node/post_mortem.py", "xla"): "how environment variables begin",
     ("jobs/node/post_mortem.py", "pjrt"): "how environment variables begin",
-    ("jobs/targets/batch/limits.py", "neuron"): "device files of a container, /dev/neuron0",
     ("pipeline/compile/config.py", "neuron"): "a choice of the setting compile.tool",
     ("pipeline/compile/neuron_tool.py", "neuron"): "a choice of the setting compile.tool",
     ("pipeline/health/neuron.py", "neuron"): "device files and folders of the driver, neuron0",

@@ -21,25 +21,6 @@ BLOCK_BYTES = 64 * 1024
 END_S = 2.0
 
 
-class LogTail:
-    """The last bytes that went by."""
-
-    def __init__(self, limit_bytes: int = TAIL_BYTES) -> None:
-        self._limit = limit_bytes
-        self._bytes = bytearray()
-        self._lock = threading.Lock()
-
-    def add(self, block: bytes) -> None:
-        with self._lock:
-            self._bytes += block
-            del self._bytes[: -self._limit]
-
-    def lines(self) -> tuple[str, ...]:
-        """What is no UTF-8 shows as such."""
-        with self._lock:
-            return tuple(bytes(self._bytes).decode(errors="replace").splitlines())
-
-
 @dataclass(frozen=True)
 class ProcessSeen:
     pid: int
@@ -52,7 +33,7 @@ class ProcessSeen:
 class Command:
     """A running command. Its output goes to ours, and its last part is kept."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], stacks: Path, tail: LogTail) -> None:
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], stacks: Path) -> None:
         """`stacks`: an empty folder for the stacks that its Python processes may be asked for.
 
         Raises ConfigError when there is no such command.
@@ -79,8 +60,13 @@ class Command:
             ) from error
         finally:
             os.close(target)
-        self._pump = threading.Thread(target=_pump, args=(source, tail), name="log", daemon=True)
+        self._tail = b""
+        self._pump = threading.Thread(target=self._copy_output, args=(source,), name="log", daemon=True)
         self._pump.start()
+
+    def log(self) -> tuple[str, ...]:
+        """Its last lines; what is no UTF-8 shows as such."""
+        return tuple(self._tail.decode(errors="replace").splitlines())
 
     def returncode(self) -> int | None:
         """None while it runs; minus the signal that ended it. Also takes the ends of orphans off the kernel's table."""
@@ -138,18 +124,17 @@ class Command:
             return [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
         return []
 
-
-def _pump(source: int, tail: LogTail) -> None:
-    """Copy until the last writer has closed. When nobody reads our output any more, the command still goes on."""
-    target: int | None = 1
-    while block := os.read(source, BLOCK_BYTES):
-        tail.add(block)
-        try:
-            while target is not None and block:
-                block = block[os.write(target, block) :]
-        except OSError:
-            target = None
-    os.close(source)
+    def _copy_output(self, source: int) -> None:
+        """Until the last writer has closed. When nobody reads our output any more, the command still goes on."""
+        target: int | None = 1
+        while block := os.read(source, BLOCK_BYTES):
+            self._tail = (self._tail + block)[-TAIL_BYTES:]
+            try:
+                while target is not None and block:
+                    block = block[os.write(target, block) :]
+            except OSError:
+                target = None
+        os.close(source)
 
 
 # From how a process ended to an exit code of the family.

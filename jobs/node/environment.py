@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Self
 
+from jobs.plan.dag import Plan
+from jobs.plan.spec import JobSpec
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import Storage
 from pipeline.parallel.network import MASTER_PORT
@@ -98,13 +100,24 @@ class Timing:
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
         """Raises ConfigError for what is no positive number."""
-        names = {field.name: f"TRNJOBS_{field.name.upper()}" for field in fields(cls)}
-        return cls(**{name: _seconds(env, variable) for name, variable in names.items() if variable in env})
+        given = dict[str, float]()
+        for name in (field.name for field in fields(cls)):
+            variable = f"TRNJOBS_{name.upper()}"
+            if variable not in env:
+                continue
+            try:
+                given[name] = float(env[variable])
+            except ValueError:
+                given[name] = math.nan
+            if not 0 < given[name] < math.inf:
+                raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0")
+        return cls(**given)
 
 
-def round_variable(round_: int) -> dict[str, str]:
-    """What whoever submits a job tells it of its round; nothing in the first."""
-    return {ROUND: str(round_)} if round_ > 1 else {}
+def job_variables(plan: Plan, job: JobSpec, round_: int) -> dict[str, str]:
+    """What whoever submits a job tells it on every platform; of its round nothing in the first."""
+    words = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
+    return words | ({ROUND: str(round_)} if round_ > 1 else {})
 
 
 def _whole(env: Mapping[str, str], variable: str, default: int) -> int:
@@ -112,16 +125,6 @@ def _whole(env: Mapping[str, str], variable: str, default: int) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{variable}={text!r}", expected="a whole number")
     return int(text)
-
-
-def _seconds(env: Mapping[str, str], variable: str) -> float:
-    try:
-        seconds = float(env[variable])
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0")
-    return seconds
 
 
 _OF_BATCH = {

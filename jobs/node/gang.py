@@ -125,11 +125,11 @@ class Hub(Peers):
                     self._drop(channel, reason)
                     continue
                 caller.node = words.pop(0).node
-                self._roster.hear(caller.node, now)
+                self._roster.heard[caller.node] = now
                 if self._stop_reason:
-                    self._send(channel, Message(kind="stop", text=self._stop_reason))
+                    self._tell(Message(kind="stop", text=self._stop_reason), channel)
             elif words:
-                self._roster.hear(caller.node, now)
+                self._roster.heard[caller.node] = now
             for word in words:
                 if word.kind == "done":
                     self._roster.report(caller.node, word.code)
@@ -196,15 +196,13 @@ class Hub(Peers):
             return "it is no node of this try (wrong token)"
         return "" if self._roster.takes(hello.node) else f"node {hello.node} is here already, or not of this job"
 
-    def _tell(self, message: "Message") -> None:
-        for channel in [one for one, caller in self._callers.items() if caller.node is not None]:
-            self._send(channel, message)
-
-    def _send(self, channel: "Channel", message: "Message") -> None:
-        try:
-            channel.send(message)
-        except PeerGone as gone:
-            self._drop(channel, str(gone))
+    def _tell(self, message: "Message", *channels: "Channel") -> None:
+        """These, or all nodes."""
+        for channel in channels or [one for one, caller in self._callers.items() if caller.node is not None]:
+            try:
+                channel.send(message)
+            except PeerGone as gone:
+                self._drop(channel, str(gone))
 
     def _drop(self, channel: "Channel", why: str) -> None:
         caller = self._callers.pop(channel)
@@ -257,7 +255,10 @@ class Link(Peers):
         try:
             if self._channel is None and now - self._tried_at >= PAUSE_S:
                 self._tried_at = now
-                self._connect(now)
+                main = (self._place.main_address, self._place.port)
+                self._channel = Channel(socket.create_connection(main, timeout=CONNECT_S))
+                self._heard = now
+                self._channel.send(Message(kind="hello", token=self._place.token, node=self._place.node))
             if self._channel is not None:
                 self._talk(self._channel, now)
         except (PeerGone, OSError) as error:
@@ -291,11 +292,6 @@ class Link(Peers):
         """The main node takes the end of the connection for the end of this node."""
         if self._channel is not None:
             self._channel.socket.close()
-
-    def _connect(self, now: float) -> None:
-        connection = socket.create_connection((self._place.main_address, self._place.port), timeout=CONNECT_S)
-        self._channel, self._heard = Channel(connection), now
-        self._channel.send(Message(kind="hello", token=self._place.token, node=self._place.node))
 
     def _talk(self, channel: "Channel", now: float) -> None:
         for word in channel.receive():
@@ -338,13 +334,14 @@ class Roster:
     lost_after_s: float
     trouble: str = ""
     """The first thing that went wrong; empty while all is well. From then on the try cannot succeed."""
-    _heard: dict[int, float] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each other node was last heard of, by number; none of those that have not come."""
     _codes: dict[int, int | None] = field(default_factory=dict)
     _lost: dict[int, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
-        return [node for node in range(1, self.num_nodes) if node not in self._heard]
+        return [node for node in range(1, self.num_nodes) if node not in self.heard]
 
     @property
     def settled(self) -> bool:
@@ -354,10 +351,7 @@ class Roster:
 
     def takes(self, node: int) -> bool:
         """Whether a node of this number may come now: each comes once."""
-        return 0 < node < self.num_nodes and node not in self._heard
-
-    def hear(self, node: int, now: float) -> None:
-        self._heard[node] = now
+        return 0 < node < self.num_nodes and node not in self.heard
 
     def report(self, node: int, code: int) -> None:
         """The command of a node has ended.
@@ -366,17 +360,17 @@ class Roster:
         """
         self._codes[node] = None if self.trouble and code == EXIT_BUG else code
         if code != EXIT_OK:
-            self._note(f"node {node} exited with {code}")
+            self.trouble = self.trouble or f"node {node} exited with {code}"
 
     def lose(self, node: int, why: str) -> None:
         """The connection of a node has ended. One that has reported is none the worse for it."""
         if node not in self._codes and node not in self._lost:
             self._lost[node] = why
-            self._note(f"node {node} is lost: {why}")
+            self.trouble = self.trouble or f"node {node} is lost: {why}"
 
     def check(self, now: float) -> list[int]:
         """Lose the nodes that have been silent for too long, and return them."""
-        late = {node for node, at in self._heard.items() if now - at > self.lost_after_s}
+        late = {node for node, at in self.heard.items() if now - at > self.lost_after_s}
         silent = sorted(late - self._codes.keys() - self._lost.keys())
         for node in silent:
             self.lose(node, f"no heartbeat for {format_duration(self.lost_after_s)}")
@@ -387,7 +381,8 @@ class Roster:
         for node in self.missing:
             self._lost[node] = "never came"
         if names := ", ".join(map(str, self.missing)):
-            self._note(f"node {names} of {self.num_nodes} has not come within {format_duration(waited_s)}")
+            late = f"node {names} of {self.num_nodes} has not come within {format_duration(waited_s)}"
+            self.trouble = self.trouble or late
 
     def exit_code(self, *, stopped: bool) -> int:
         """One code for the job. `stopped`: by a signal from outside."""
@@ -397,15 +392,12 @@ class Roster:
         return [
             NodeSeen(
                 node,
-                round(now - self._heard[node], 3) if node in self._heard else None,
+                round(now - self.heard[node], 3) if node in self.heard else None,
                 self._codes.get(node),
                 self._lost.get(node, ""),
             )
             for node in range(self.num_nodes)
         ]
-
-    def _note(self, trouble: str) -> None:
-        self.trouble = self.trouble or trouble
 
 
 class Message(Record):

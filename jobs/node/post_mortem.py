@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -70,28 +70,26 @@ def secrets_of(env: Mapping[str, str]) -> tuple[str, ...]:
 
 def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES) -> bytes:
     """JSON without secrets, of `max_bytes` at most: the oldest lines go first, then stacks and settings."""
-    cut = one.model_copy(update={"events": one.events[-MAX_EVENTS:], "log": one.log[-MAX_LOG_LINES:]})
-    for shorten in _shortenings():
-        data = _dump(cut, secrets)
+    halves: list[Callable[[PostMortem], dict[str, Any]]] = [
+        lambda cut: {"events": cut.events[len(cut.events) // 2 + 1 :]},
+        lambda cut: {"log": cut.log[len(cut.log) // 2 + 1 :]},
+    ]
+    shortenings: list[Callable[[PostMortem], dict[str, Any]]] = [
+        lambda cut: {"events": cut.events[-MAX_EVENTS:], "log": cut.log[-MAX_LOG_LINES:]},
+        *(8 * halves),
+        lambda cut: {"stacks": {pid: text[:4096] for pid, text in [*cut.stacks.items()][:32]}},
+        lambda cut: {"processes": cut.processes[:32]},
+        lambda cut: {"settings": "left out: too long", "environment": {}},
+        lambda cut: {"processes": (), "stacks": {}, "command": cut.command[:1], "nodes": cut.nodes[:32]},
+        lambda cut: {"reason": cut.reason[:1000], "unread": ()},
+    ]
+    data = b""
+    for shorten in shortenings:
+        one = one.model_copy(update=shorten(one))
+        data = json.dumps(scrubbed(one.model_dump(mode="json"), secrets), indent=1).encode() + b"\n"
         if len(data) <= max_bytes:
-            return data
-        cut = cut.model_copy(update=shorten(cut))
-    return _dump(cut, secrets)[:max_bytes]
-
-
-def _shortenings() -> Iterable[Callable[[PostMortem], dict[str, Any]]]:
-    for _ in range(8):
-        yield lambda cut: {"events": cut.events[len(cut.events) // 2 + 1 :]}
-        yield lambda cut: {"log": cut.log[len(cut.log) // 2 + 1 :]}
-    yield lambda cut: {"stacks": {pid: text[:4096] for pid, text in [*cut.stacks.items()][:32]}}
-    yield lambda cut: {"processes": cut.processes[:32]}
-    yield lambda cut: {"settings": "left out: too long", "environment": {}}
-    yield lambda cut: {"processes": (), "stacks": {}, "command": cut.command[:1], "nodes": cut.nodes[:32]}
-    yield lambda cut: {"reason": cut.reason[:1000], "unread": ()}
-
-
-def _dump(one: PostMortem, secrets: Sequence[str]) -> bytes:
-    return json.dumps(scrubbed(one.model_dump(mode="json"), secrets), indent=1).encode() + b"\n"
+            break
+    return data[:max_bytes]
 
 
 def scrubbed(value: Any, secrets: Sequence[str]) -> Any:

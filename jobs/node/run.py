@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import JsonValue
 
-from jobs.node.command import Command, LogTail, deserves_post_mortem
+from jobs.node.command import Command, deserves_post_mortem
 from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
 from jobs.node.gang import Hub, Link, Peers, listen
 from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, shown_environment
@@ -56,7 +56,9 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             outcome = supervisor.run()
             if outcome.reason:
                 say(f"exit {outcome.code}: {outcome.reason}")
-            why = attempt.last_words(outcome)
+            # In one line without secrets: the reason, else the last line of the log.
+            said = [line for line in supervisor.command.log() if line.strip()] if supervisor.command else []
+            why = str(scrubbed(outcome.reason or (said[-1] if said else ""), secrets_of(attempt.env)))
             peers.acknowledge(outcome.code, why)
             attempt.explain(outcome, supervisor.command)
             write_failure(env, *(peers.agreed or (outcome.code, why)))
@@ -76,13 +78,10 @@ class _Attempt:
     folder: Path
     say: Say
     peers: Peers
-
-    def __post_init__(self) -> None:
-        self.tail = LogTail()
-        self._settings: bytes | None = None
-        self._failure: TrnpipeError | None = None
-        self._kills_before = kills_for_memory()
-        self._started = datetime.now(UTC)
+    _settings: bytes | None = None
+    _failure: TrnpipeError | None = None
+    _kills_before: int | None = field(default_factory=kills_for_memory)
+    _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def prepare(self, stop: StopSignal) -> None:
         """Look for the network of a gang, read the settings of the cycle.
@@ -122,12 +121,7 @@ class _Attempt:
             words[end:end] = ["--config", str(file)]
         stacks = self.folder / "stacks"
         stacks.mkdir()
-        return Command(words, self.env, stacks, self.tail)
-
-    def last_words(self, outcome: Outcome) -> str:
-        """Why it ended so, in one line without secrets: the reason, else the last line of the log."""
-        said = [line for line in self.tail.lines() if line.strip()]
-        return str(scrubbed(outcome.reason or (said[-1] if said else ""), secrets_of(self.env)))
+        return Command(words, self.env, stacks)
 
     def explain(self, outcome: Outcome, command: Command | None) -> None:
         """Leave a post-mortem where there is a failure. Whatever happens here, the exit code stays what it is."""
@@ -197,7 +191,7 @@ class _Attempt:
             nodes=tuple(self.peers.seen()),
             processes=outcome.processes,
             stacks=command.stacks() if command else {},
-            log=self.tail.lines(),
+            log=command.log() if command else (),
             events=tuple(events),
             unread=tuple(unread),
         )

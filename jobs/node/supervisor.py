@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -26,19 +26,6 @@ class Signals:
 
     stop: StopSignal
     wake: socket.socket
-
-    @property
-    def asked(self) -> signal.Signals | None:
-        """What to pass on to the command."""
-        return signal.Signals[self.stop.reason] if self.stop.is_set() else None
-
-    def drain(self) -> None:
-        """Read what woke the loop."""
-        try:
-            while self.wake.recv(4096):
-                continue
-        except BlockingIOError:
-            return
 
 
 @contextmanager
@@ -138,7 +125,7 @@ class Supervisor:
         )
 
     def _stop_when_asked(self) -> None:
-        asked = self.signals.asked
+        asked = signal.Signals[self.signals.stop.reason] if self.signals.stop.is_set() else None
         reason = f"{asked.name} from outside" if asked else self.peers.trouble
         if not reason:
             return
@@ -187,4 +174,6 @@ class Supervisor:
         for one in (self.signals.wake, *self.peers.sockets()):
             poll.register(one, select.POLLIN)
         poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
-        self.signals.drain()
+        with suppress(BlockingIOError):
+            while self.signals.wake.recv(4096):
+                continue

@@ -10,12 +10,11 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jobs.config import JobsConfig, StageJob
+from jobs.config import JobsConfig
 from jobs.plan.dag import Plan
-from jobs.plan.resources import check_instance, resources_of
-from jobs.plan.retry import Retry
+from jobs.plan.resources import job_of
 from jobs.plan.script import ENTRY, ordered, script_job
-from jobs.plan.spec import Dependency, JobSpec
+from jobs.plan.spec import JobSpec
 from pipeline.core.errors import ConfigError
 
 AFTER: dict[str, tuple[str, ...]] = {
@@ -80,46 +79,6 @@ def stages(mines: bool) -> dict[str, tuple[str, ...]]:
 
 def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: float) -> JobSpec:
     wanted = jobs.stage(name)
-    _check_shape(name, wanted)
-    check_instance(name, wanted)
-    return JobSpec(
-        name=name,
-        stage=name,
-        command=_command(name, wanted),
-        resources=resources_of(wanted),
-        image=wanted.image or jobs.image,
-        num_nodes=wanted.nodes if wanted.nodes > 1 else 0,
-        array_size=wanted.workers if wanted.workers > 1 else 0,
-        environment=jobs.environment,
-        retry=Retry.of(wanted.attempts),
-        timeout_s=_timeout_s(name, wanted, stage_limit_s),
-        depends_on=tuple(Dependency(job=one) for one in after),
-    )
-
-
-def _command(name: str, wanted: StageJob) -> tuple[str, ...]:
-    words = _WORDS.get(name, ("trnpipe", name))
-    if name in _RANKS and wanted.processes > 1:
-        words += ("--launch.processes", str(wanted.processes))
-    if wanted.workers > 1:
-        words += (f"--{_SECTION.get(name, name)}.workers", str(wanted.workers))
-    return ENTRY + words
-
-
-def _timeout_s(name: str, wanted: StageJob, stage_limit_s: float) -> int:
-    """Of one try. A stage that reaches its own limit says why, and may be tried again; a job that does is lost."""
-    if wanted.timeout_s is None:
-        return max(USUAL_TIMEOUT_S.get(name, 3600), math.ceil(stage_limit_s + START_S))
-    if wanted.timeout_s < stage_limit_s:
-        raise ConfigError(
-            f"jobs.{name}.timeout_s is {wanted.timeout_s:,}; the stage itself may take {math.ceil(stage_limit_s):,} s",
-            expected="more than that, or no timeout_s: the plan then takes enough",
-            next_command=f"remove jobs.{name}.timeout_s, or lower the limits under [{name}]; then trnjobs plan",
-        )
-    return wanted.timeout_s
-
-
-def _check_shape(name: str, wanted: StageJob) -> None:
     for setting, value, stages in (
         ("nodes", wanted.nodes, _GANGS),
         ("processes", wanted.processes, _RANKS),
@@ -131,3 +90,28 @@ def _check_shape(name: str, wanted: StageJob) -> None:
                 expected=f"1: only {', '.join(sorted(stages))} can have more",
                 next_command="correct it under [jobs], then trnjobs plan",
             )
+    words = _WORDS.get(name, ("trnpipe", name))
+    if wanted.processes > 1:
+        words += ("--launch.processes", str(wanted.processes))
+    if wanted.workers > 1:
+        words += (f"--{_SECTION.get(name, name)}.workers", str(wanted.workers))
+    # A stage that reaches its own limit says why, and may be tried again; a job that does is lost.
+    timeout_s = wanted.timeout_s
+    if timeout_s is None:
+        timeout_s = max(USUAL_TIMEOUT_S.get(name, 3600), math.ceil(stage_limit_s + START_S))
+    elif timeout_s < stage_limit_s:
+        raise ConfigError(
+            f"jobs.{name}.timeout_s is {timeout_s:,}; the stage itself may take {math.ceil(stage_limit_s):,} s",
+            expected="more than that, or no timeout_s: the plan then takes enough",
+            next_command=f"remove jobs.{name}.timeout_s, or lower the limits under [{name}]; then trnjobs plan",
+        )
+    return job_of(
+        jobs,
+        wanted,
+        name=name,
+        stage=name,
+        command=ENTRY + words,
+        environment=jobs.environment,
+        timeout_s=timeout_s,
+        after=after,
+    )

@@ -1,7 +1,7 @@
 """A plan: any DAG of jobs, of which a cycle is one and a single command another."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -12,7 +12,7 @@ from pipeline.core.record import Record
 
 
 class Plan(Record):
-    """Jobs that belong together, each after those it depends on.
+    """Jobs that belong together, each after those it depends on (see `ordered` in script.py).
 
     Stored with each placement beside the fields of its job: so cycles that an earlier revision planned are read, and
     keep their id.
@@ -35,16 +35,6 @@ class Plan(Record):
     def job(self, name: str) -> JobSpec:
         """One job by name. Raises KeyError."""
         return next(job for job in self.jobs if job.name == name)
-
-    def check(self) -> Self:
-        """The plan itself. Raises ConfigError with everything that makes it no DAG in order."""
-        if problems := list(dag_problems(self.jobs)):
-            raise ConfigError(
-                "\n  ".join([f"plan {self.pipeline} {self.cycle} cannot be run in order:", *problems]),
-                expected="unique names, and every job after those it depends on",
-                next_command="correct the jobs of the plan",
-            )
-        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -70,18 +60,6 @@ class Plan(Record):
         tree: dict[str, Any] = handler(self)
         placements = tree.pop("placements")
         return tree | {"jobs": [job | dict(placements.get(job["name"], {})) for job in tree["jobs"]]}
-
-
-def dag_problems(jobs: Sequence[JobSpec]) -> Iterator[str]:
-    """What keeps jobs from being run in this order, one line each: names, unknown jobs and circles."""
-    before = set[str]()
-    for job in jobs:
-        if job.name in before:
-            yield f"{job.name}: two jobs have this name"
-        for one in job.depends_on:
-            if one.job not in before:
-                yield f"{job.name}: depends on {one.job!r}, which is not a job before it"
-        before.add(job.name)
 
 
 def refuse(plan: Plan, problems: Iterable[str], *, platform: str, next_command: str) -> None:

@@ -1,7 +1,10 @@
-"""What one node of a job asks for, from its settings and the table of machines; and as a machine of SageMaker. Pure."""
+"""A job from its settings and the table of machines; and the machine of SageMaker that holds it. Pure."""
 
-from jobs.config import StageJob
-from jobs.plan.spec import Resources, Ulimit
+from collections.abc import Iterable, Mapping
+
+from jobs.config import JobsConfig, StageJob
+from jobs.plan.retry import Retry
+from jobs.plan.spec import Dependency, JobSpec, Resources, Ulimit
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES, Node
 
@@ -10,7 +13,17 @@ OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of
 LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # what Neuron devices and EFA read and write stays in memory
 
 
-def check_instance(name: str, wanted: StageJob) -> None:
+def job_of(
+    jobs: JobsConfig,
+    wanted: StageJob,
+    *,
+    name: str,
+    stage: str,
+    command: tuple[str, ...],
+    environment: Mapping[str, str],
+    timeout_s: int,
+    after: Iterable[str],
+) -> JobSpec:
     """Raises ConfigError for a machine that is not in the table, without sizes beside it."""
     if wanted.instance and wanted.instance not in NODES and None in (wanted.vcpus, wanted.memory_mib):
         raise ConfigError(
@@ -18,22 +31,31 @@ def check_instance(name: str, wanted: StageJob) -> None:
             expected=f"one of {', '.join(NODES)}; or vcpus and memory_mib beside it",
             next_command=f"set jobs.{name}.vcpus and jobs.{name}.memory_mib, then trnjobs plan",
         )
-
-
-def resources_of(wanted: StageJob) -> Resources:
     known = NODES.get(wanted.instance, Node(vcpus=1, memory_mib=2048, num_devices=0, num_efa=0))
     memory_mib = wanted.memory_mib or known.memory_mib
     devices = [f"/dev/neuron{index}" for index in range(known.num_devices)]
     if wanted.nodes > 1:
         devices += [f"/dev/infiniband/uverbs{index}" for index in range(known.num_efa)]
-    return Resources(
-        vcpus=wanted.vcpus or known.vcpus,
-        memory_mib=memory_mib,
-        shared_memory_mib=max(64, memory_mib // SHARED_MEMORY_SHARE),
-        devices=tuple(devices),
-        ulimits=(OPEN_FILES, LOCKED_MEMORY) if known.num_devices else (OPEN_FILES,),
-        instance_type=wanted.instance,
-        processes_per_node=wanted.processes,
+    return JobSpec(
+        name=name,
+        stage=stage,
+        command=command,
+        resources=Resources(
+            vcpus=wanted.vcpus or known.vcpus,
+            memory_mib=memory_mib,
+            shared_memory_mib=max(64, memory_mib // SHARED_MEMORY_SHARE),
+            devices=tuple(devices),
+            ulimits=(OPEN_FILES, LOCKED_MEMORY) if known.num_devices else (OPEN_FILES,),
+            instance_type=wanted.instance,
+            processes_per_node=wanted.processes,
+        ),
+        image=wanted.image or jobs.image,
+        num_nodes=wanted.nodes if wanted.nodes > 1 else 0,
+        array_size=wanted.workers if wanted.workers > 1 else 0,
+        environment=environment,
+        retry=Retry.of(wanted.attempts),
+        timeout_s=timeout_s,
+        depends_on=tuple(Dependency(job=one) for one in after),
     )
 
 

@@ -29,12 +29,13 @@ class Retry(Record):
         Source: the API reference of AWS Batch, EvaluateOnExit. Without a matching entry it would try again, so the last
         entry matches everything.
         """
-        return (
-            _rule("RETRY", on_status_reason="Host EC2*"),
-            _rule("RETRY", on_status_reason="Task failed to start*"),  # images not pulled, containers not created
-            *(_rule("RETRY", on_exit_code=str(code)) for code in self.exit_codes),
-            _rule("EXIT", on_reason="*"),
-        )
+        again = [
+            {"on_status_reason": "Host EC2*"},
+            {"on_status_reason": "Task failed to start*"},  # images not pulled, containers not created
+            *({"on_exit_code": str(code)} for code in self.exit_codes),
+        ]
+        none = {"on_status_reason": "", "on_reason": "", "on_exit_code": ""}
+        return (*({"action": "RETRY"} | none | one for one in again), {"action": "EXIT"} | none | {"on_reason": "*"})
 
     @model_validator(mode="before")
     @classmethod
@@ -47,8 +48,3 @@ class Retry(Record):
     @model_serializer
     def _stored(self) -> dict[str, Any]:
         return {"attempts": self.attempts, "rules": self.as_rules()}
-
-
-def _rule(action: str, *, on_status_reason: str = "", on_reason: str = "", on_exit_code: str = "") -> dict[str, str]:
-    conditions = {"on_status_reason": on_status_reason, "on_reason": on_reason, "on_exit_code": on_exit_code}
-    return {"action": action, **conditions}

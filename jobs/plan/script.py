@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jobs.config import JobsConfig, Step
 from jobs.plan.dag import Plan
-from jobs.plan.resources import check_instance, resources_of
-from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, JobSpec
+from jobs.plan.resources import job_of
+from jobs.plan.spec import JobSpec
 from pipeline.core.errors import ConfigError
 from pipeline.core.interpreter import without_interpreter
 
@@ -23,7 +22,6 @@ _TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 
 def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace: str, cycle: str) -> JobSpec:
     """The job of a step. Raises ConfigError for ranks of a command that torchrun cannot start, and taken variables."""
-    check_instance(step.name, step)
     for variable in step.environment:
         if variable.startswith(_OURS) or variable in _TORCHRUN:
             raise ConfigError(
@@ -31,21 +29,19 @@ def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace:
                 expected="a variable that is not set for the job: not AWS_BATCH*, TRNJOBS_*, or one of torchrun",
                 next_command="choose another name",
             )
-    return JobSpec(
+    return job_of(
+        jobs,
+        step,
         name=step.name,
         stage=STAGE,
         command=_words(step),
-        resources=resources_of(step),
-        image=step.image or jobs.image,
-        num_nodes=step.nodes if step.nodes > 1 else 0,
         environment={
             **jobs.environment,
             **step.environment,
             CHECKPOINT_URI: f"{workspace.rstrip('/')}/checkpoints/{cycle}/{step.name}",
         },
-        retry=Retry.of(step.attempts),
         timeout_s=step.timeout_s or USUAL_TIMEOUT_S,
-        depends_on=tuple(Dependency(job=one) for one in after),
+        after=after,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
@@ -17,9 +17,8 @@ PATIENCE_S = 900.0
 class Target(Protocol):
     """One place that runs the jobs of a cycle."""
 
-    @property
-    def name(self) -> str:
-        """`local`, `batch` or `sagemaker`."""
+    name: ClassVar[str]
+    """`local`, `batch` or `sagemaker`."""
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Hand over these jobs of a claimed plan in its order; those handed over in this round before stay as they are.

@@ -38,60 +38,41 @@ class SageMakerPlacement(Record):
 
 
 def placed(plan: Plan, jobs: JobsConfig) -> Plan:
-    placements = {}
-    for job in plan.jobs:
-        wanted = jobs.stage(job.name)
-        placements[job.name] = BatchPlacement(
-            queue=wanted.queue or jobs.queue,
-            share_identifier=jobs.share_identifier,
-            priority=jobs.priority,
-            job_role=wanted.role or jobs.role,
-            log_group=jobs.log_group,
-        ).model_dump()
-    return placed_on_sagemaker(plan.model_copy(update={"placements": placements}), jobs)
-
-
-def placed_on_sagemaker(plan: Plan, jobs: JobsConfig) -> Plan:
-    """The plan with what `[jobs.sagemaker]` says beside each placement; the plan itself where that says nothing."""
+    """The plan with where each job runs, on AWS Batch and, where `[jobs.sagemaker]` says anything, on SageMaker."""
     wanted = jobs.sagemaker
     fields = SageMakerPlacement.model_fields.keys()
     where = SageMakerPlacement.model_validate({k: v for k, v in wanted.model_dump().items() if k in fields})
-    placements = dict(plan.placements)
+    pools = {}
     for job in plan.jobs:
+        needs = job.resources
+        machine = (needs.instance_type,) if needs.instance_type else (needs.vcpus, needs.memory_mib)
+        pools[job.name] = jobs.stage(job.name).role or jobs.role, machine, max(1, job.num_nodes), job.array_size
+    # A job right after another takes over its machines: same role, machines and number of them. A warm pool that nobody
+    # takes over is paid for nothing. Source: SageMaker developer guide, managed warm pools.
+    is_followed = {one.job for job in plan.jobs for one in job.depends_on if pools[one.job] == pools[job.name]}
+    placements = {}
+    for job in plan.jobs:
+        stage = jobs.stage(job.name)
+        placements[job.name] = BatchPlacement(
+            queue=stage.queue or jobs.queue,
+            share_identifier=jobs.share_identifier,
+            priority=jobs.priority,
+            job_role=stage.role or jobs.role,
+            log_group=jobs.log_group,
+        ).model_dump()
         said = where.model_copy(
             update={  # warm pools know no Spot capacity
                 "spot_wait_s": wanted.spot_wait_s if wanted.spot else 0,
-                "keep_alive_s": wanted.keep_alive_s if not wanted.spot and _keeps_warm(plan, job) else 0,
+                "keep_alive_s": wanted.keep_alive_s if not wanted.spot and job.name in is_followed else 0,
             }
         ).model_dump(mode="json", exclude_defaults=True)
         if said:  # what only a follower reads, such as poll_s, does not make another plan
-            placements[job.name] = {**plan.placements.get(job.name, {}), SAGEMAKER: said}
+            placements[job.name][SAGEMAKER] = said
     return plan.model_copy(update={"placements": placements})
 
 
 def sagemaker_placement_of(plan: Plan, job: JobSpec) -> SageMakerPlacement:
     return SageMakerPlacement.model_validate(plan.placements.get(job.name, {}).get(SAGEMAKER, {}))
-
-
-def role_of(plan: Plan, job: JobSpec) -> str:
-    """ARN of the execution role; empty where the settings name none."""
-    return str(plan.placements.get(job.name, {}).get("job_role", ""))
-
-
-def _keeps_warm(plan: Plan, job: JobSpec) -> bool:
-    """Whether a job right after this one takes over its machines: same role, machines and number of them.
-
-    Source: SageMaker developer guide, managed warm pools. A pool that nobody takes over is paid for nothing.
-    """
-    return any(
-        _pool(plan, job) == _pool(plan, other) for other in plan.jobs if job.name in [d.job for d in other.depends_on]
-    )
-
-
-def _pool(plan: Plan, job: JobSpec) -> tuple[object, ...]:
-    needs = job.resources
-    machine = (needs.instance_type,) if needs.instance_type else (needs.vcpus, needs.memory_mib)
-    return role_of(plan, job), machine, max(1, job.num_nodes), job.array_size
 
 
 def placement_of(plan: Plan, job: JobSpec) -> BatchPlacement:

@@ -38,19 +38,13 @@ def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: Las
     Forked workers share the wake-up descriptor: they let go of it, so that ending one does not stop us, and ignore
     SIGINT, which a terminal sends to the whole group while it is ours to decide.
     """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         stop.set(signal.Signals(signum).name)
 
     handlers = {signum: signal.signal(signum, on_signal) for signum in SIGNALS}
-    wakeup_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     _guard_forks(lambda: signal.getsignal(signal.SIGTERM) is on_signal)
-    monitor = threading.Thread(
-        target=_monitor, args=((reader, writer), stop, grace_s, last_hook), name="signals", daemon=True
-    )
-    monitor.start()
+    writer, wakeup_fd, monitor = _start_monitor(stop, grace_s, last_hook)
     try:
         yield
     finally:
@@ -67,13 +61,8 @@ def end_in_time(grace_s: float = RANK_S) -> None:
 
     No handler is set here: where there is none, the signal ends the process at once.
     """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     _guard_forks(lambda: True, resets=False)
-    threading.Thread(
-        target=_monitor, args=((reader, writer), StopSignal(), grace_s, None), name="signals", daemon=True
-    ).start()
+    _start_monitor(StopSignal(), grace_s, None)
 
 
 def show_stacks_when_asked(env: Mapping[str, str] = os.environ) -> None:
@@ -118,6 +107,20 @@ def _guard_forks(is_ours: Callable[[], bool], *, resets: bool = True) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier.mask)
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
+
+
+def _start_monitor(
+    stop: StopSignal, grace_s: float, last_hook: LastHook | None
+) -> tuple[socket.socket, int, threading.Thread]:
+    """Where signal numbers are written from now on, where they were before, and the thread that reads them."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    earlier = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    monitor = threading.Thread(
+        target=_monitor, args=((reader, writer), stop, grace_s, last_hook), name="signals", daemon=True
+    )
+    monitor.start()
+    return writer, earlier, monitor
 
 
 def _monitor(

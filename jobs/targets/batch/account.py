@@ -52,18 +52,19 @@ def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
 
 def look_up(client: BatchClient, plan: Plan) -> Account:
     names = list(dict.fromkeys(placement_of(plan, job).queue for job in plan.jobs))
-    described = client.queues(names)
+    described = client.described("queues", names)
     queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
-    arns = {arn for queue in queues.values() for arn in _environments_of(queue)}
+    orders = [queue.get("computeEnvironmentOrder", ()) for queue in queues.values()]
+    arns = {one["computeEnvironment"] for order in orders for one in order}
     policies = {queue["schedulingPolicyArn"] for queue in queues.values() if queue.get("schedulingPolicyArn")}
     return Account(
         queues,
         {
             word: one
-            for one in client.compute_environments(sorted(arns))
+            for one in client.described("compute environments", sorted(arns))
             for word in (one["computeEnvironmentArn"], one["computeEnvironmentName"])
         },
-        {one["arn"]: one for one in client.scheduling_policies(sorted(policies))},
+        {one["arn"]: one for one in client.described("scheduling policies", sorted(policies))},
     )
 
 
@@ -76,11 +77,8 @@ def account_problems(plan: Plan, account: Account) -> Iterator[str]:
             yield f"queue {where.queue}: does not exist in this account and region"
             continue
         yield from queue_problems(where.queue, queue, is_shared=bool(where.share_identifier))
-        yield from _room(
-            job,
-            where.queue,
-            [account.environments[arn] for arn in _environments_of(queue) if arn in account.environments],
-        )
+        arns = [one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())]
+        yield from _room(job, where.queue, [account.environments[arn] for arn in arns if arn in account.environments])
 
 
 def queue_problems(name: str, queue: Detail, *, is_shared: bool) -> Iterator[str]:
@@ -136,10 +134,6 @@ def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[
     wanted = job.resources.instance_type
     if wanted and offered and not offered & {wanted, wanted.split(".")[0], "optimal"}:
         yield f"{job.name}: instance type {wanted}; the compute environments offer {', '.join(sorted(offered))}"
-
-
-def _environments_of(queue: Detail) -> list[str]:
-    return [one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())]
 
 
 class Fleet(BaseModel):

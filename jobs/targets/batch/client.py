@@ -6,7 +6,7 @@ DescribeSchedulingPolicies on *.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from botocore import exceptions as boto
 from botocore.config import Config
@@ -179,12 +179,15 @@ class AwsClient:
         return answer
 
 
-class BatchClient(AwsClient):
-    def register(self, request: Request) -> str:
-        """A new revision of a job definition, as `name:revision`."""
-        answer = self.call("registering a job definition", "register_job_definition", **request)
-        return f"{answer['jobDefinitionName']}:{answer['revision']}"
+_DESCRIBED = {  # the operation, what its answer holds, and what it is asked by
+    "queues": ("describe_job_queues", "jobQueues", "jobQueues"),
+    "compute environments": ("describe_compute_environments", "computeEnvironments", "computeEnvironments"),
+    "scheduling policies": ("describe_scheduling_policies", "schedulingPolicies", "arns"),
+    "service environments": ("describe_service_environments", "serviceEnvironments", "serviceEnvironments"),
+}
 
+
+class BatchClient(AwsClient):
     def active_definitions(self, name: str) -> list[Detail]:
         wanted = {"jobDefinitionName": name, "status": "ACTIVE"}
         return list(self._pages("describing job definitions", "describe_job_definitions", "jobDefinitions", wanted))
@@ -211,34 +214,25 @@ class BatchClient(AwsClient):
             found |= {one["jobId"]: one for one in answer["jobs"]}
         return found
 
-    def jobs_named(self, queue: str, name: str) -> list[Detail]:
+    def jobs_named(self, queue: str, name: str, kind: Literal["job", "service_job"] = "job") -> list[Detail]:
         """Whole jobs of exactly this name in any state. (The filter ignores case; some list the children too.)"""
         wanted = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
-        jobs = self._pages("listing jobs", "list_jobs", "jobSummaryList", wanted)
+        jobs = self._pages(f"listing {kind.replace('_', ' ')}s", f"list_{kind}s", "jobSummaryList", wanted)
         return [one for one in jobs if one["jobName"] == name and not {":", "#"} & {*one["jobId"]}]
 
-    def terminate_job(self, job_id: str, reason: str) -> None:
+    def terminate_job(self, job_id: str, reason: str, kind: Literal["job", "service_job"] = "job") -> None:
         """End a job in whatever state; one that has ended stays as it is."""
         text = quotable(reason)[:MAX_REASON_CHARACTERS]
-        self.call(f"ending job {job_id}", "terminate_job", jobId=job_id, reason=text)
+        self.call(f"ending {kind.replace('_', ' ')} {job_id}", f"terminate_{kind}", jobId=job_id, reason=text)
 
-    def queues(self, names: Sequence[str]) -> list[Detail]:
-        """By name or ARN, like the next two; those that do not exist are left out."""
-        return self._described("describing queues", "describe_job_queues", "jobQueues", names)
-
-    def compute_environments(self, names: Sequence[str]) -> list[Detail]:
-        doing, operation = "describing compute environments", "describe_compute_environments"
-        return self._described(doing, operation, "computeEnvironments", names)
-
-    def scheduling_policies(self, arns: Sequence[str]) -> list[Detail]:
-        doing, operation = "describing scheduling policies", "describe_scheduling_policies"
-        return self._described(doing, operation, "schedulingPolicies", arns, argument="arns")
-
-    def _described(
-        self, doing: str, operation: str, members: str, names: Sequence[str], argument: str = ""
-    ) -> list[Detail]:
-        chunks = _chunks(names)
-        return [one for chunk in chunks for one in self._pages(doing, operation, members, {argument or members: chunk})]
+    def described(self, what: str, names: Sequence[str]) -> list[Detail]:
+        """`queues`, or another word of the table, by name or ARN; those that do not exist are left out."""
+        operation, members, argument = _DESCRIBED[what]
+        return [
+            one
+            for chunk in _chunks(names)
+            for one in self._pages(f"describing {what}", operation, members, {argument: chunk})
+        ]
 
     def _pages(self, doing: str, operation: str, members: str, request: Request) -> Iterator[Detail]:
         page: Request = {}

@@ -24,7 +24,8 @@ def registered(client: BatchClient, request: Request) -> Detail | None:
 def ensure_definition(client: BatchClient, request: Request) -> str:
     """`name:revision` of this content, registered if need be. (Two at once may register it twice: both serve.)"""
     found = registered(client, request)
-    return f"{found['jobDefinitionName']}:{found['revision']}" if found else client.register(request)
+    found = found or client.call("registering a job definition", "register_job_definition", **request)
+    return f"{found['jobDefinitionName']}:{found['revision']}"
 
 
 def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:

@@ -6,7 +6,7 @@ A multi-node definition is one open range of nodes (`0:`), so that one definitio
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.node.environment import round_variable
+from jobs.node.environment import job_variables
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.placement import placement_of
@@ -45,7 +45,7 @@ def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[st
     """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
     where = placement_of(plan, job)
     request: Request = {
-        "jobName": job_name(plan, job),
+        "jobName": job_name(plan, job, round_),
         "jobQueue": where.queue,
         "jobDefinition": definition,
         "shareIdentifier": where.share_identifier,
@@ -55,8 +55,7 @@ def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[st
         "propagateTags": True,
     }
     # What differs between cycles is not part of the definition.
-    of_cycle = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
-    of_cycle |= round_variable(round_)
+    of_cycle = job_variables(plan, job, round_)
     environment = [{"name": name, "value": value} for name, value in sorted(of_cycle.items())]
     override: Request = {"command": [*job.command], "environment": environment}
     if job.num_nodes:
@@ -71,9 +70,9 @@ def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[st
     return request
 
 
-def job_name(plan: Plan, job: JobSpec) -> str:
-    """Deterministic, so that a driver that died finds its jobs again."""
-    return f"{plan.pipeline}-{plan.cycle}-{job.name}"
+def job_name(plan: Plan, job: JobSpec, round_: int) -> str:
+    """Another one in every round, and the same on every try to submit it: a driver that died finds its jobs again."""
+    return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{round_}" if round_ > 1 else "")
 
 
 def _container(plan: Plan, job: JobSpec) -> Request:

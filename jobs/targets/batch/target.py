@@ -22,11 +22,6 @@ PLAN_TAG = "plan"
 CLOCK_SKEW_S = 300.0
 
 
-def name_in_round(plan: Plan, job: JobSpec, round_: int) -> str:
-    """The name of a job in AWS Batch: the same on every try to submit it, another one in every round."""
-    return job_name(plan, job) + (f"-round-{round_}" if round_ > 1 else "")
-
-
 @dataclass(frozen=True)
 class Finder:
     """Finds the jobs of one plan. `since`: seconds since 1970; what is older belongs to an earlier life of the cycle
@@ -81,15 +76,12 @@ MAX_NAME_CHARACTERS = 128
 class BatchTarget(Target):
     """Jobs of one cycle on AWS Batch. `renew` renews the lease of the one who submits; `warn` takes one line."""
 
+    name = "batch"
     client: BatchClient
     logs_client: LogsClient
     store: CycleStore
     renew: Callable[[], None] = lambda: None
     warn: Callable[[str], object] = lambda line: None
-
-    @property
-    def name(self) -> str:
-        return "batch"
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Hand over the jobs in the plan's order, each recorded before the next.
@@ -101,7 +93,7 @@ class BatchTarget(Target):
         missing = [job for job in plan.jobs if job.name in jobs and job.name not in ids]
         if missing:
             self.check(plan)
-            longest = max((name_in_round(plan, job, round_) for job in missing), key=len)
+            longest = max((job_name(plan, job, round_) for job in missing), key=len)
             if len(longest) > MAX_NAME_CHARACTERS:  # the number of the round makes names longer
                 raise ConfigError(
                     f"job name {longest} of {len(longest)} characters",
@@ -147,7 +139,7 @@ class BatchTarget(Target):
         running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
         for job in reversed(plan.jobs):
             queue = placement_of(plan, job).queue
-            named = [one for round_ in rounds for one in finder.live_ids(queue, name_in_round(plan, job, round_))]
+            named = [one for round_ in rounds for one in finder.live_ids(queue, job_name(plan, job, round_))]
             for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
                 self.client.terminate_job(job_id, reason)
 
@@ -164,7 +156,6 @@ class BatchTarget(Target):
         self.renew()
         definition = ensure_definition(self.client, definition_request(plan, job))
         request = submit_request(plan, job, definition=definition, ids=ids, round_=round_)
-        request["jobName"] = name_in_round(plan, job, round_)
         request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(round_)}
         self.renew()  # nobody else may have taken over when the job is made
         job_id = finder.adopt_or_submit(request)
@@ -186,7 +177,7 @@ class BatchTarget(Target):
             for job in plan.jobs:
                 if job.name not in jobs:
                     continue
-                for job_id in finder.live_ids(placement_of(plan, job).queue, name_in_round(plan, job, round_)):
+                for job_id in finder.live_ids(placement_of(plan, job).queue, job_name(plan, job, round_)):
                     if job_id not in recorded:
                         self.renew()
                         self.client.terminate_job(
@@ -219,16 +210,12 @@ class BatchTarget(Target):
 # From DescribeJobs to records. Times of AWS are milliseconds.
 
 
-def _num_nodes(detail: Detail) -> int:
-    """Of a gang; 0 for other jobs."""
-    return int(detail.get("nodeProperties", {}).get("numNodes", 0))
-
-
 def _parts(detail: Detail) -> list[str]:
     """Ids of what a job consists of: the children of an array, the nodes of a gang."""
     job_id = detail["jobId"]
     size = int(detail.get("arrayProperties", {}).get("size", 0))
-    return [*(f"{job_id}:{i}" for i in range(size)), *(f"{job_id}#{i}" for i in range(_num_nodes(detail)))]
+    num_nodes = int(detail.get("nodeProperties", {}).get("numNodes", 0))
+    return [*(f"{job_id}:{i}" for i in range(size)), *(f"{job_id}#{i}" for i in range(num_nodes))]
 
 
 def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> JobRecord:
@@ -257,25 +244,23 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
         stopped_at=seconds_of(detail.get("stoppedAt")),
         attempts=tuple(attempts),
         children=tuple(children),
-        num_nodes=_num_nodes(detail),
+        num_nodes=len(nodes),
     )
 
 
 def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptRecord:
+    """The one of this `index`, from 0. A node or single container that has no log (yet) has an empty stream."""
     container = detail.get("container") or {}
-    code = container.get("exitCode")
+    code, streams = container.get("exitCode"), []
+    for node in nodes:
+        ended = node.get("attempts") or ()
+        one = ended[index] if index < len(ended) else node
+        streams.append(str((one.get("container") or {}).get("logStreamName") or ""))
     return AttemptRecord(
         started_at=seconds_of(detail.get("startedAt")),
         stopped_at=seconds_of(detail.get("stoppedAt")),
         exit_code=None if code is None else int(code),
         status_reason=str(detail.get("statusReason") or ""),
         reason=str(container.get("reason") or ""),
-        log_streams=tuple(_log_stream(node, index) for node in nodes),
+        log_streams=tuple(streams),
     )
-
-
-def _log_stream(node: Detail, index: int) -> str:
-    """Of attempt `index` (from 0) of a node or single container; empty when it has none (yet)."""
-    ended = node.get("attempts") or ()
-    one = ended[index] if index < len(ended) else node
-    return str((one.get("container") or {}).get("logStreamName") or "")

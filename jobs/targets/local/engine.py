@@ -23,7 +23,6 @@ from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,
     NodeEnd,
-    NodeStart,
     NodeView,
     Phase,
     Processes,
@@ -256,14 +255,11 @@ class Engine:
         for node, cause in self._late(leaf, folders, views, step, by, ran_s):
             self.nodes.kill(folders[node], cause)
         for node in step.start:
-            start = NodeStart(
-                command=local_command(leaf.spec.command),
-                environment=node_environment(
-                    os.environ, self.plan, leaf, leaf_id, attempt, node, _address(), round_=self.rounds[leaf.name]
-                ),
-                timeout_s=max(0.0, leaf.spec.timeout_s - ran_s),
+            environment = node_environment(
+                os.environ, self.plan, leaf, leaf_id, attempt, node, _address(), round_=self.rounds[leaf.name]
             )
-            self.nodes.start(folders[node], start)
+            command, left_s = local_command(leaf.spec.command), max(0.0, leaf.spec.timeout_s - ran_s)
+            self.nodes.start(folders[node], command, environment, left_s)
         if step.is_over and main.end is not None:
             end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
             at = self.clock() if main.end.at is None else main.end.at

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jobs.cycle.job_records import JobRecord
 from jobs.cycle.job_states import Leaf
-from jobs.node.environment import round_variable
+from jobs.node.environment import job_variables
 from jobs.plan.dag import Plan
 from jobs.targets.local import node_keeper
 from pipeline.core.errors import DataError
@@ -76,15 +76,6 @@ class NodeView:
 
 
 @dataclass(frozen=True)
-class NodeStart:
-    """What a keeper is told. `timeout_s`: from the start of the command."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    timeout_s: float
-
-
-@dataclass(frozen=True)
 class _Started:
     pid: int
     at: float
@@ -104,12 +95,13 @@ class Processes:
     grace_s: float
     _own: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, folder: Path, start: NodeStart) -> None:
+    def start(self, folder: Path, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
+        """`timeout_s`: from the start of the command."""
         make_dirs(folder)
         with (folder / "log.txt").open("ab") as log:
             self._own[folder] = subprocess.Popen(  # noqa: S603 - a list, no shell
-                [*KEEPER, str(folder), f"{start.timeout_s:.3f}", f"{self.grace_s:g}", *start.command],
-                env={**start.environment, node_keeper.MARK: _mark(folder)},
+                [*KEEPER, str(folder), f"{timeout_s:.3f}", f"{self.grace_s:g}", *command],
+                env={**environment, node_keeper.MARK: _mark(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -174,7 +166,7 @@ def end_leftovers(attempts: Mapping[str, int]) -> int:
         attempt = rest.partition("/")[0]
         return leaf in over and attempt.isdecimal() and int(attempt) <= over[leaf]
 
-    over = {leaf_folder(leaf_id): number for leaf_id, number in attempts.items()}
+    over = {leaf_id.replace(":", "_"): number for leaf_id, number in attempts.items()}
     return kill_marked(node_keeper.MARK, is_over)[0]
 
 
@@ -235,8 +227,7 @@ def node_environment(
     # As an image has its commands on the path.
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
-    environment |= {"TRNPIPE_WORKSPACE": plan.workspace, "TRNPIPE_CYCLE": plan.cycle, "TRNJOBS_JOB": spec.name}
-    environment |= {JOB_ID: leaf_id, ATTEMPT: str(attempt), **round_variable(round_)}
+    environment |= {**job_variables(plan, spec, round_), JOB_ID: leaf_id, ATTEMPT: str(attempt)}
     if leaf.index is not None:
         environment[ARRAY_INDEX] = str(leaf.index)
     if spec.num_nodes:
@@ -296,19 +287,12 @@ class LocalFiles:
 
     def node(self, leaf_id: str, attempt: int, node: int) -> Path:
         """Of one node of one try (from 1)."""
-        return self.folder / "attempts" / leaf_folder(leaf_id) / str(attempt) / f"node-{node}"
+        return self.folder / "attempts" / leaf_id.replace(":", "_") / str(attempt) / f"node-{node}"
 
     def log_stream(self, leaf_id: str, attempt: int, node: int) -> str:
         path = self.node(leaf_id, attempt, node) / "log.txt"
         is_inside = self.workspace is not None and path.is_relative_to(self.workspace)
         return str(path.relative_to(self.workspace) if self.workspace is not None and is_inside else path)
-
-    def log_path(self, stream: str) -> Path:
-        return (self.workspace or self.folder) / stream
-
-
-def leaf_folder(leaf_id: str) -> str:
-    return leaf_id.replace(":", "_")
 
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:

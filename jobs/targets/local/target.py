@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
-from jobs.targets.base import Known, Target, job_id_of, known_leaves, log_stream, no_log
+from jobs.targets.base import Target, job_id_of, known_leaves, log_stream, no_log
 from jobs.targets.local.engine import Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
@@ -38,6 +38,7 @@ class LocalTarget(Target):
     this process before.
     """
 
+    name = "local"
     store: CycleStore
     scratch: Path
     machine: Slots
@@ -49,10 +50,6 @@ class LocalTarget(Target):
     monotonic: Callable[[], float] = time.monotonic
 
     @property
-    def name(self) -> str:
-        return "local"
-
-    @property
     def files(self) -> LocalFiles:
         return local_files(self.store.storage, self.scratch, self.store.cycle)
 
@@ -60,7 +57,7 @@ class LocalTarget(Target):
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         check_fits([plan.job(name) for name in jobs], self.machine)
         with self._only_engine():
-            known = self._known(plan)
+            known = known_leaves(plan, self.store, self._saved())
             unfinished = [leaf.spec for leaf in known.leaves if not known.records[leaf.name].state.is_final]
             check_fits(unfinished, self.machine)
             done = self.store.submitted(round_)
@@ -80,11 +77,11 @@ class LocalTarget(Target):
             self._run(plan)
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        known = self._known(plan)
+        known = known_leaves(plan, self.store, self._saved())
         return known.by_job(plan, known.records)
 
     def check(self, plan: Plan) -> None:
-        check_fits(plan.check().jobs, self.machine)
+        check_fits(plan.jobs, self.machine)
         for job in plan.jobs:
             if (script := script_of(job)) and not Path(script).is_file():
                 raise ConfigError(
@@ -101,7 +98,7 @@ class LocalTarget(Target):
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         stream = log_stream(record, attempt, node)
-        path = self.files.log_path(stream)
+        path = (self.files.workspace or self.files.folder) / stream
         if not stream or not path.is_file():
             raise no_log(record, attempt, node)
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -120,9 +117,10 @@ class LocalTarget(Target):
 
     def _run(self, plan: Plan) -> None:
         # What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones.
-        if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in self._saved()}):
+        saved = self._saved()
+        if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in saved}):
             self.say(f"ended {number} processes left over from earlier attempts")
-        known = self._known(plan)
+        known = known_leaves(plan, self.store, saved)
         Engine(
             plan=plan,
             leaves=known.leaves,
@@ -138,9 +136,6 @@ class LocalTarget(Target):
             poll_s=self.poll_s,
             monotonic=self.monotonic,
         ).run()
-
-    def _known(self, plan: Plan) -> Known:
-        return known_leaves(plan, self.store, self._saved())
 
     def _saved(self) -> list[JobRecord]:
         """Of all leaves in all rounds."""

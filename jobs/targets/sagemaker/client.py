@@ -9,11 +9,10 @@ sagemaker:DescribeTrainingJob on training-job/AWSBatch*; iam:PassRole on the exe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jobs.targets.batch.client import (
-    MAX_REASON_CHARACTERS,
     AwsClient,
     BatchClient,
     Detail,
@@ -23,7 +22,6 @@ from jobs.targets.batch.client import (
 )
 from jobs.targets.sagemaker.requests import PLAN, Request
 from pipeline.core.errors import ConfigError
-from pipeline.core.format import quotable
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 
@@ -119,9 +117,7 @@ class ServiceJobClient(BatchClient):
 
     def service_job_named(self, queue: str, name: str) -> Detail | None:
         """The oldest of exactly this name in any state; None while there is none, or it is not described yet."""
-        wanted = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
-        listed = self._pages("listing service jobs", "list_service_jobs", "jobSummaryList", wanted)
-        ours = [one for one in listed if one["jobName"] == name]  # the filter ignores case
+        ours = self.jobs_named(queue, name, "service_job")
         oldest = min(ours, key=lambda one: (one["createdAt"], one["jobId"]), default=None)
         return oldest and self.describe_service_job(oldest["jobId"])
 
@@ -129,12 +125,3 @@ class ServiceJobClient(BatchClient):
         """None for one that does not exist, or not yet."""
         doing, operation = f"describing service job {job_id}", "describe_service_job"
         return self.call(doing, operation, accepted=is_missing, jobId=job_id) or None
-
-    def terminate_service_job(self, job_id: str, reason: str) -> None:
-        """End it in whatever state; one that has ended stays as it is."""
-        text = quotable(reason)[:MAX_REASON_CHARACTERS]
-        self.call(f"ending service job {job_id}", "terminate_service_job", jobId=job_id, reason=text)
-
-    def service_environments(self, names: Sequence[str]) -> list[Detail]:
-        doing, operation = "describing service environments", "describe_service_environments"
-        return self._described(doing, operation, "serviceEnvironments", names)

@@ -111,41 +111,20 @@ def _seconds(at: datetime | float | None) -> float | None:
     return at.timestamp() if isinstance(at, datetime) else at
 
 
-@dataclass(frozen=True)
-class ServiceTry:
-    """One try, as a service job tells of it. `again`: Batch goes on after it. Times are seconds since 1970."""
-
-    training_job: str
-    reason: str
-    is_over: bool
-    is_good: bool
-    again: bool
-    started_at: float | None
-    stopped_at: float | None
-
-
-def tries_of(detail: Detail) -> list[ServiceTry]:
-    """In order. A training job that found no capacity is none: Batch drops it and waits again."""
+def tries_of(detail: Detail) -> list[Detail]:
+    """Of a service job, in order. A training job that found no capacity is none: Batch drops it and waits again."""
     told, status = [*detail.get("attempts", ())], str(detail["status"])
     latest = detail.get("latestAttempt", {})
-    if status in _WITH_SAGEMAKER | _OVER and _arn(latest) and _arn(latest) not in map(_arn, told):
+    own = training_job_of(latest)
+    if status in _WITH_SAGEMAKER | _OVER and own and own not in map(training_job_of, told):
         reason = detail.get("statusReason", "") if status in _OVER else ""
         told.append({**latest, "statusReason": reason, "stoppedAt": detail.get("stoppedAt")})
-    made = []
-    for number, one in enumerate(told, start=1):
-        is_last = number == len(told)
-        made.append(
-            ServiceTry(
-                training_job=_arn(one).rpartition("/")[2],
-                reason=str(one.get("statusReason") or ""),
-                is_over=not is_last or status not in _WITH_SAGEMAKER or bool(one.get("stoppedAt")),
-                is_good=is_last and status == "SUCCEEDED",
-                again=not (is_last and status in _OVER),
-                started_at=seconds_of(one.get("startedAt")),
-                stopped_at=seconds_of(one.get("stoppedAt")),
-            )
-        )
-    return made
+    return told
+
+
+def training_job_of(attempt: Detail) -> str:
+    """From the end of its ARN, which may be in small letters; empty while it has none."""
+    return str(attempt.get("serviceResourceId", {}).get("value", "")).rpartition("/")[2]
 
 
 def queued(detail: Detail) -> Seen:
@@ -158,28 +137,25 @@ def queued(detail: Detail) -> Seen:
     return Seen(is_queued=True, note=f"{QUEUED} {queue}{': ' if reason else ''}{reason}")
 
 
-def seen_of_try(one: ServiceTry, training: Detail | None, *, num_nodes: int) -> Seen:
-    """`training`: its training job, as SageMaker describes it; None where it does not (yet, or no more)."""
-    name = str(training["TrainingJobName"]) if training else one.training_job  # an ARN may be in small letters
+def seen_of_try(service_job: Detail, number: int, training: Detail | None, *, num_nodes: int) -> Seen:
+    """`number`: of the try, from 1. `training`: its training job, as SageMaker describes it; None where it does not
+    (yet, or no more)."""
+    told, status = tries_of(service_job), str(service_job["status"])
+    one, is_last = told[number - 1], number == len(told)
+    name = str(training["TrainingJobName"]) if training else training_job_of(one)
     streams = host_prefixes(name, num_nodes) if name else ()
-    seen = seen_of(training, streams) if training else Seen(started_at=one.started_at, streams=streams)
-    if not one.is_over:  # whether it was the last is Batch's to say
+    seen = Seen(started_at=seconds_of(one.get("startedAt")), streams=streams)
+    if training:
+        seen = seen_of(training, streams)
+    if is_last and status in _WITH_SAGEMAKER and not one.get("stoppedAt"):  # whether it was the last is Batch's to say
         return replace(seen, end=None, ended_at=None)
-    ended_at = seen.ended_at if seen.end else one.stopped_at
-    return replace(seen, end=_end(one, seen.end), ended_at=ended_at, note="", again=one.again)
-
-
-def _end(one: ServiceTry, of_training: AttemptEnd | None) -> AttemptEnd:
-    if one.is_good:
-        return AttemptEnd(0, EXITED)
-    is_batchs = bool(one.reason) and not one.reason.startswith(RECEIVED)
-    if is_batchs and of_training and of_training.exit_code != 0:  # Batch has ended it
-        return AttemptEnd(of_training.exit_code, one.reason, of_training.reason)
-    if of_training:
-        return of_training
-    said = one.reason.removeprefix(RECEIVED)
-    return AttemptEnd(None, said) if is_batchs else failure_end(said, said)
-
-
-def _arn(one: Detail) -> str:
-    return str(one.get("serviceResourceId", {}).get("value", ""))
+    reason, end = str(one.get("statusReason") or ""), seen.end
+    is_batchs, said = bool(reason) and not reason.startswith(RECEIVED), reason.removeprefix(RECEIVED)
+    if is_last and status == "SUCCEEDED":
+        end = AttemptEnd(0, EXITED)
+    elif is_batchs and end and end.exit_code != 0:  # Batch has ended it
+        end = AttemptEnd(end.exit_code, reason, end.reason)
+    elif end is None:
+        end = AttemptEnd(None, said) if is_batchs else failure_end(said, said)
+    ended_at = seen.ended_at if seen.end else seconds_of(one.get("stoppedAt"))
+    return replace(seen, end=end, ended_at=ended_at, note="", again=not (is_last and status in _OVER))

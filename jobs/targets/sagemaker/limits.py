@@ -15,10 +15,11 @@ from botocore.session import Session
 from botocore.validate import ParamValidator
 
 from jobs.cycle.job_states import Leaf
-from jobs.plan.dag import Plan, dag_problems, refuse
+from jobs.plan.dag import Plan, refuse
+from jobs.plan.resources import ml_machine
 from jobs.plan.spec import JobSpec
-from jobs.targets.batch.limits import MAX_ATTEMPTS, MAX_RULES, MAX_SUBMIT_BYTES, SHARE
-from jobs.targets.placement import role_of, sagemaker_placement_of
+from jobs.targets.batch.limits import MAX_SUBMIT_BYTES, SHARE
+from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
     MAX_PAYLOAD_NAME,
@@ -26,7 +27,6 @@ from jobs.targets.sagemaker.requests import (
     Request,
     direct_request,
     service_job_request,
-    training_job_request,
 )
 
 MAX_CHILDREN = 50
@@ -42,40 +42,31 @@ def check_plan(plan: Plan) -> None:
 
 
 def plan_problems(plan: Plan) -> Iterator[str]:
-    yield from dag_problems(plan.jobs)
     for job in plan.jobs:
-        problems = [*_shape(plan, job), *_words(job)]
-        for problem in problems or _requests(plan, job):
+        for problem in [*_words(plan, job)] or _requests(plan, job):
             yield f"{job.name}: {problem}"
 
 
-def _shape(plan: Plan, job: JobSpec) -> Iterator[str]:
-    where, cycle = sagemaker_placement_of(plan, job), Cycle(plan, 0.0)
-    machine = training_job_request(cycle, Leaf(job), name="x", attempt=1)["ResourceConfig"]["InstanceType"]
+def _words(plan: Plan, job: JobSpec) -> Iterator[str]:
+    """Machine, place, shape, command and environment."""
+    where, machine = sagemaker_placement_of(plan, job), ml_machine(job.resources)
     if not machine:
         yield f"{job.resources.vcpus} vCPU and {job.resources.memory_mib:,} MiB a node; expected an instance (jobs.*)"
     elif machine not in instance_types():
         yield f"instance type {machine}, which SageMaker does not have; expected one of its training instances"
     if not plan.workspace.startswith("s3://"):
         yield f"workspace {plan.workspace}; expected one on S3 (s3://...), which training jobs share"
-    if not role_of(plan, job):
+    if not placement_of(plan, job).job_role:
         yield "no role; expected the ARN of an execution role (jobs.role)"
-    if job.num_nodes and job.array_size:
-        yield "nodes and an array; expected one of them"
     if job.array_size > MAX_CHILDREN:
         yield f"an array of {job.array_size}; expected at most {MAX_CHILDREN}, each is a training job"
     if job.timeout_s > MAX_RUNTIME_S:
         yield f"a timeout of {job.timeout_s:,} s; expected at most {MAX_RUNTIME_S:,}"
     if bool(where.subnets) != bool(where.security_groups):
         yield "subnets or security groups alone; expected both (jobs.sagemaker), or neither"
-
-
-def _words(job: JobSpec) -> Iterator[str]:
     if not job.image:
         yield "no image; expected one in Amazon ECR (jobs.image)"
-    if not job.command or not all(job.command):
-        yield "an empty command, or one with an empty argument"
-    elif len(job.command) > MAX_WORDS:
+    if len(job.command) > MAX_WORDS:
         yield f"a command of {len(job.command)} words; expected at most {MAX_WORDS}"
     for word in job.command:
         if len(word) > MAX_WORD:
@@ -94,29 +85,22 @@ def _requests(plan: Plan, job: JobSpec) -> Iterator[str]:
     request = direct_request(cycle, leaf, 1, job.retry.attempts)
     name = request["TrainingJobName"]
     yield from request_problems("sagemaker", "CreateTrainingJob", request)
-    if sagemaker_placement_of(plan, job).queue:
-        queued = service_job_request(cycle, leaf, 1)
-        yield from request_problems("sagemaker", "CreateTrainingJob", json.loads(queued["serviceRequestPayload"]))
-        yield from request_problems("batch", "SubmitServiceJob", queued)
-        yield from service_job_problems(queued)
     if len(name) > MAX_NAME:
         yield f"training job name {name} of {len(name)} characters; expected at most {MAX_NAME}"
-
-
-def service_job_problems(request: Request) -> Iterator[str]:
-    """What Batch refuses, or takes and never runs; it does not look into the payload, and botocore has no bounds."""
-    share, retry, payload = request["shareIdentifier"], request["retryStrategy"], request["serviceRequestPayload"]
+    if not sagemaker_placement_of(plan, job).queue:
+        return
+    queued = service_job_request(cycle, leaf, 1)
+    share, payload = queued["shareIdentifier"], queued["serviceRequestPayload"]
+    name = json.loads(payload)["TrainingJobName"]
+    yield from request_problems("sagemaker", "CreateTrainingJob", json.loads(payload))
+    yield from request_problems("batch", "SubmitServiceJob", queued)
+    # What Batch refuses, or takes and never runs: it does not look into the payload, and botocore has no bounds.
     if not SHARE.match(share):
         yield f"share identifier {share!r}; expected letters and digits only, 1 to 255 (jobs.share_identifier)"
-    if not 1 <= retry["attempts"] <= MAX_ATTEMPTS:
-        yield f"{retry['attempts']} attempts; expected 1 to {MAX_ATTEMPTS}"
-    if (number := len(retry["evaluateOnExit"])) > MAX_RULES:
-        yield f"{number} retry rules; expected at most {MAX_RULES}"
     if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
         yield f"a payload of {size:,} bytes; expected at most {MAX_PAYLOAD_BYTES:,} (command and environment)"
-    if (size := len(json.dumps(request).encode())) > MAX_SUBMIT_BYTES:
+    if (size := len(json.dumps(queued).encode())) > MAX_SUBMIT_BYTES:
         yield f"a SubmitServiceJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"
-    name = json.loads(payload)["TrainingJobName"]
     if len(name) > MAX_PAYLOAD_NAME:
         yield f"training job name {name} of {len(name)} characters; expected at most {MAX_PAYLOAD_NAME}"
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.cycle.job_states import Leaf, leaves_of
-from jobs.node.environment import STARTS, round_variable
+from jobs.node.environment import STARTS, job_variables
 from jobs.plan.dag import Plan
 from jobs.plan.resources import ml_machine
 from jobs.plan.retry import Retry
 from jobs.plan.script import ENTRY
-from jobs.targets.placement import placement_of, role_of, sagemaker_placement_of
+from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.describe import RECEIVED
 from pipeline.core.fingerprint import fingerprint
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
@@ -40,25 +40,19 @@ class Cycle:
     plan: Plan
     life: float
 
-    def job_id(self, job: str, round_: int) -> str:
-        """How records name a job of a round: as its training jobs begin."""
-        return _name([self.plan.pipeline, self.plan.cycle, job, f"r{round_}"], [self._key, job, round_], MAX_NAME)
+    def leaf_id(self, leaf: Leaf, round_: int) -> str:
+        """Of all tries of a leaf in a round: the name of its service job, where its starts are counted, and the id in
+        records (of an array that of the whole job)."""
+        return self._named(leaf, f"r{round_}", round_)
 
     def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
         """The name of one try, the same on every machine and different for any other try of any cycle."""
-        return _name(self._words(leaf, f"r{round_}a{attempt}"), [self._key, leaf.name, round_, attempt], MAX_NAME)
+        return self._named(leaf, f"r{round_}a{attempt}", round_, attempt)
 
-    def leaf_id(self, leaf: Leaf, round_: int) -> str:
-        """Of all tries of a leaf in a round: the name of its service job, and where its starts are counted."""
-        return _name(self._words(leaf, f"r{round_}"), [self._key, leaf.name, round_], MAX_NAME)
-
-    def _words(self, leaf: Leaf, last: str) -> list[str]:
+    def _named(self, leaf: Leaf, last: str, *numbers: int) -> str:
         index = [] if leaf.index is None else [str(leaf.index)]
-        return [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, last]
-
-    @property
-    def _key(self) -> str:
-        return f"{self.plan.plan_id} {self.life!r}"
+        words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, last]
+        return _name(words, [f"{self.plan.plan_id} {self.life!r}", leaf.name, *numbers], MAX_NAME)
 
 
 def _name(words: list[str], content: list[str | int], limit: int) -> str:
@@ -100,7 +94,7 @@ def training_job_request(
         algorithm["ContainerArguments"] = [*job.command[entry:]]
     request: Request = {
         "TrainingJobName": name,
-        "RoleArn": role_of(plan, job),
+        "RoleArn": placement_of(plan, job).job_role,
         "AlgorithmSpecification": algorithm,
         "OutputDataConfig": {"S3OutputPath": where.output or f"{plan.workspace.rstrip('/')}/sagemaker"},
         "ResourceConfig": resources,
@@ -169,11 +163,8 @@ def retry_rules(retry: Retry) -> list[Request]:
 def environment(plan: Plan, leaf: Leaf, attempt: int | None, starts: str, round_: int) -> dict[str, str]:
     variables = {
         **leaf.spec.environment,
-        "TRNPIPE_CYCLE": plan.cycle,
-        "TRNPIPE_WORKSPACE": plan.workspace,
-        "TRNJOBS_JOB": leaf.spec.name,
         PLAN: plan.plan_id,
-        **round_variable(round_),
+        **job_variables(plan, leaf.spec, round_),
     }
     if attempt is not None:
         variables[ATTEMPT] = str(attempt)

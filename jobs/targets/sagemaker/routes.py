@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
@@ -10,26 +9,19 @@ from jobs.targets.batch.account import queue_problems, share_warning
 from jobs.targets.batch.client import Detail
 from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
-from jobs.targets.sagemaker.describe import QUEUED, Seen, host_prefixes, queued, seen_of, seen_of_try, tries_of
+from jobs.targets.sagemaker.describe import (
+    QUEUED,
+    Seen,
+    host_prefixes,
+    queued,
+    seen_of,
+    seen_of_try,
+    training_job_of,
+    tries_of,
+)
 from jobs.targets.sagemaker.requests import SERVICE_JOB_TYPE, Cycle, direct_request, service_job_request
 from pipeline.core.errors import ConfigError
 from pipeline.core.progress import Say
-
-
-class Route(Protocol):
-    """How training jobs are made and followed: by SageMaker's own calls, or through a queue of AWS Batch."""
-
-    def check(self, plan: Plan) -> None:
-        """Ask the account, where that can be; changes nothing. Raises ConfigError with what is wrong."""
-
-    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
-        """One try; None where it does not exist."""
-
-    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
-        """Make it, unless it is there; what is known of it then, or why that is not possible now (`is_queued`)."""
-
-    def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
-        """End it, if it runs or waits."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +30,14 @@ class DirectRoute:
 
     client: SageMakerClient
 
-    def check(self, plan: Plan) -> None:
-        """The account is not asked: SageMaker refuses a request that does not fit it."""
-
     def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
+        """One try; None where it does not exist."""
         name = cycle.training_job(leaf, round_, attempt)
         detail = self.client.describe(name)
         return None if detail is None else seen_of(detail, host_prefixes(name, leaf.spec.num_nodes))
 
     def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+        """Make it, unless it is there; what is known of it then, or why that is not possible now (`is_queued`)."""
         name = cycle.training_job(leaf, round_, attempt)
         refused = self.client.create(direct_request(cycle, leaf, round_, attempt))
         if refused:
@@ -54,6 +45,7 @@ class DirectRoute:
         return Seen(streams=host_prefixes(name, leaf.spec.num_nodes))
 
     def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
+        """End it, if it runs or waits."""
         self.client.stop(cycle.training_job(leaf, round_, attempt))
 
 
@@ -71,11 +63,11 @@ class QueueRoute:
         """Raises ConfigError with everything for which this account would not run the jobs of the plan."""
         problems, warnings = list[str](), list[str]()
         for name in dict.fromkeys(where for job in plan.jobs if (where := sagemaker_placement_of(plan, job).queue)):
-            queues = self.client.queues([name])
+            queues = self.client.described("queues", [name])
             names = [one["serviceEnvironment"] for queue in queues for one in queue.get("serviceEnvironmentOrder", ())]
-            problems += _problems(plan, name, queues, self.client.service_environments(names))
+            problems += _problems(plan, name, queues, self.client.described("service environments", names))
             policies = [arn for queue in queues if (arn := queue.get("schedulingPolicyArn"))]
-            for policy in self.client.scheduling_policies(policies):
+            for policy in self.client.described("scheduling policies", policies):
                 if "fairsharePolicy" not in policy:
                     problems.append(f"queue {name}: its scheduling policy has no fair shares")
                 for job in plan.jobs:
@@ -96,9 +88,9 @@ class QueueRoute:
         tries = tries_of(detail)
         if attempt > len(tries):
             return queued(detail)
-        one = tries[attempt - 1]
-        training = self.training.describe(one.training_job) if one.training_job else None
-        return seen_of_try(one, training, num_nodes=leaf.spec.num_nodes)
+        training_job = training_job_of(tries[attempt - 1])
+        training = self.training.describe(training_job) if training_job else None
+        return seen_of_try(detail, attempt, training, num_nodes=leaf.spec.num_nodes)
 
     def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
         """All its tries: Batch starts them."""
@@ -108,7 +100,7 @@ class QueueRoute:
 
     def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
         if detail := self._find(cycle, leaf, round_):
-            self.client.terminate_service_job(detail["jobId"], reason)
+            self.client.terminate_job(detail["jobId"], reason, "service_job")
 
     def _find(self, cycle: Cycle, leaf: Leaf, round_: int) -> Detail | None:
         name = cycle.leaf_id(leaf, round_)

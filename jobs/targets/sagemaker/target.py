@@ -22,12 +22,13 @@ from jobs.targets.sagemaker.controller import Advance, Cancel, Try, advance, obs
 from jobs.targets.sagemaker.describe import Seen
 from jobs.targets.sagemaker.limits import check_plan
 from jobs.targets.sagemaker.requests import Cycle
-from jobs.targets.sagemaker.routes import Route
+from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
+CANCELS = "cancel.json"
 _CANCELS = TypeAdapter(dict[str, Cancel])
 
 
@@ -38,17 +39,14 @@ class SageMakerTarget(Target):
     Each job takes the route of its plan, whatever the settings of the process that follows it.
     """
 
-    direct: Route
-    queue: Route
+    name = "sagemaker"
+    direct: DirectRoute
+    queue: QueueRoute
     logs_client: LogsClient
     store: CycleStore
     say: Callable[[str], object]
     stop: StopSignal
     poll_s: float = 30.0
-
-    @property
-    def name(self) -> str:
-        return "sagemaker"
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Raises Preempted when stopped, TransientError when nobody answers for 15 min; the same command goes on."""
@@ -74,7 +72,7 @@ class SageMakerTarget(Target):
         done, cycle = self.store.submitted(round_), self._cycle(plan)
         for job in plan.jobs:
             if job.name in jobs and job.name not in done:
-                one = Submission(job=job.name, id=cycle.job_id(job.name, round_), submitted_at=self.store.clock())
+                one = Submission(job=job.name, id=cycle.leaf_id(Leaf(job), round_), submitted_at=self.store.clock())
                 self.store.save_submission(round_, one)
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
@@ -106,8 +104,8 @@ class SageMakerTarget(Target):
         return known.by_job(plan, self._look(self._cycle(plan), known).records)
 
     def check(self, plan: Plan) -> None:
+        """Without a queue the account is not asked: SageMaker refuses a request that does not fit it."""
         check_plan(plan)
-        self.direct.check(plan)
         self.queue.check(plan)
 
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
@@ -139,7 +137,7 @@ class SageMakerTarget(Target):
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if ids:
             asked = dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())) | self._cancelled()
-            self.store.storage.write_bytes(self._cancel_key, _CANCELS.dump_json(asked))
+            self.store.storage.write_bytes(self.store.key(CANCELS), _CANCELS.dump_json(asked))
             self.advance(plan)
 
     def _look(self, cycle: Cycle, known: Known) -> Advance:
@@ -156,7 +154,7 @@ class SageMakerTarget(Target):
                 leaf = leaves[name]
                 seen[name, attempt] = self._route(cycle.plan, leaf).look(cycle, leaf, known.rounds[name], attempt)
 
-    def _route(self, plan: Plan, leaf: Leaf) -> Route:
+    def _route(self, plan: Plan, leaf: Leaf) -> DirectRoute | QueueRoute:
         return self.queue if sagemaker_placement_of(plan, leaf.spec).queue else self.direct
 
     def _known(self, plan: Plan) -> Known:
@@ -166,13 +164,9 @@ class SageMakerTarget(Target):
         claim = self.store.claim()
         return Cycle(plan, claim.claimed_at if claim else 0.0)
 
-    @property
-    def _cancel_key(self) -> str:
-        return self.store.key("cancel.json")
-
     def _cancelled(self) -> dict[str, Cancel]:
         """By id of job."""
         try:
-            return _CANCELS.validate_json(self.store.storage.read_bytes(self._cancel_key))
+            return _CANCELS.validate_json(self.store.storage.read_bytes(self.store.key(CANCELS)))
         except KeyNotFound:
             return {}

@@ -12,7 +12,7 @@ RETRY, PREEMPTED = 75, 143
 def roll(num_nodes: int = 3, *, joined: bool = True) -> Roster:
     one = Roster(num_nodes, lost_after_s=30.0)
     for node in range(1, num_nodes) if joined else ():
-        one.hear(node, 0.0)
+        one.heard[node] = 0.0
     return one
 
 
@@ -27,7 +27,7 @@ def test_all_well() -> None:
 
 def test_a_silent_node_is_lost_and_named() -> None:
     one = roll()
-    one.hear(1, 25.0)
+    one.heard[1] = 25.0
     assert (one.check(30.0), one.trouble) == ([], "")
     assert (one.check(30.1), one.check(30.2)) == ([2], [])
     assert one.trouble == "node 2 is lost: no heartbeat for 30s"
@@ -73,7 +73,7 @@ def test_who_reported_and_then_vanished_has_done_its_part() -> None:
 
 def test_nodes_that_never_came() -> None:
     one = roll(4, joined=False)
-    one.hear(2, 0.0)
+    one.heard[2] = 0.0
     one.give_up_waiting(900.0)
     assert one.trouble == "node 1, 3 of 4 has not come within 15m00s"
     one.report(0, RETRY)
@@ -83,7 +83,7 @@ def test_nodes_that_never_came() -> None:
 
 def test_after_trouble_nobody_waits_for_latecomers() -> None:
     one = roll(3, joined=False)
-    one.hear(1, 0.0)
+    one.heard[1] = 0.0
     one.report(1, 78)
     one.report(0, RETRY)
     assert (one.settled, one.exit_code(stopped=False)) == (True, 78)
@@ -92,14 +92,14 @@ def test_after_trouble_nobody_waits_for_latecomers() -> None:
 @pytest.mark.parametrize("node", [-1, 0, 1, 3])
 def test_a_node_comes_once_and_has_a_number_of_the_job(node: int) -> None:
     one = roll(3, joined=False)
-    one.hear(1, 0.0)
+    one.heard[1] = 0.0
     assert not one.takes(node)
     assert one.takes(2)
 
 
 def test_what_is_seen() -> None:
     one = roll(3, joined=False)
-    one.hear(1, 5.0)
+    one.heard[1] = 5.0
     one.report(1, 0)
     seen = one.seen(7.0)
     assert [(row.node, row.heard_s_ago, row.exit_code) for row in seen] == [

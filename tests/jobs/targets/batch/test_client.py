@@ -69,7 +69,7 @@ def test_reading_is_repeated(error: Exception) -> None:
 def test_what_is_wrong_is_not_repeated() -> None:
     raw = Raw(client_error("ClientException"))
     with pytest.raises(ConfigError):
-        BatchClient(raw, policy=FAST).queues(["q"])
+        BatchClient(raw, policy=FAST).described("queues", ["q"])
     assert raw.calls == 1
 
 

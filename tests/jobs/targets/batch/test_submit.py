@@ -254,7 +254,6 @@ def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(t
     [
         (plan(job("train"), queue="nobody"), "queue nobody: does not exist"),
         (plan(job("train"), share_identifier="prod-1"), "share identifier 'prod-1'"),
-        (plan(job("train", array_size=1)), "an array of 1"),
         (plan(job("train", command=("x" * 9000,))), "container overrides of"),
         (plan(job("train", num_nodes=11, resources={"vcpus": 128, "memory_mib": 1000})), "1,408 vCPU at once"),
     ],

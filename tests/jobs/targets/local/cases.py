@@ -10,7 +10,7 @@ from jobs.cycle.job_states import Leaf, leaves_of, new_record
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.engine import Engine, Slots, need_of
-from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeStart, NodeView, Phase, Signal, StoppedBy
+from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeView, Phase, Signal, StoppedBy
 from pipeline.core.stop import StopSignal
 
 START_S, STOP_S, POLL_S, GRACE_S = 0.25, 0.5, 0.1, 2.0
@@ -71,7 +71,7 @@ class FakeNodes:
     starts: list[tuple[str, int, int]] = field(default_factory=list)
     stops: list[tuple[tuple[str, int, int], Signal]] = field(default_factory=list)
     kills: list[tuple[tuple[str, int, int], StoppedBy]] = field(default_factory=list)
-    told: dict[tuple[str, int, int], NodeStart] = field(default_factory=dict)
+    timeouts: dict[tuple[str, int, int], float] = field(default_factory=dict)
 
     def look(self, folder: Path) -> NodeView:
         node = self.nodes.get(self.key(folder))
@@ -84,7 +84,7 @@ class FakeNodes:
             return NodeView(Phase.RUNNING, node.begins_at)
         return NodeView(Phase.STARTING)
 
-    def start(self, folder: Path, start: NodeStart) -> None:
+    def start(self, folder: Path, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
         self.before_call()
         key = self.key(folder)
         if key not in self.nodes:
@@ -94,7 +94,7 @@ class FakeNodes:
             ends = inf if fate.hangs else begins + fate.after_s
             self.nodes[key] = _Node(inf if fate.hangs == "starting" else begins, ends, fate.end, bool(fate.hangs))
             self.starts.append(key)
-            self.told[key] = start
+            self.timeouts[key] = timeout_s
         self.before_call()
 
     def stop(self, folder: Path, by: Signal) -> None:

@@ -62,9 +62,9 @@ def test_the_death_of_another_node_does_nothing() -> None:
 
 def test_the_timeout_of_a_gang_is_one_for_all_its_nodes() -> None:
     made = ran([job("g", num_nodes=2, timeout_s=100)], {})
-    main, child = made.nodes.told["g", 1, 0], made.nodes.told["g", 1, 1]
-    assert main.timeout_s == 100
-    assert 99 < child.timeout_s < 100  # the main node had begun before
+    main_s, child_s = made.nodes.timeouts["g", 1, 0], made.nodes.timeouts["g", 1, 1]
+    assert main_s == 100
+    assert 99 < child_s < 100  # the main node had begun before
 
 
 PATIENCE_S = GRACE_S + MARGIN_S

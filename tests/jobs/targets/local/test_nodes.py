@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jobs.targets.local import node_keeper
-from jobs.targets.local.nodes import NodeEnd, NodeStart, NodeView, Phase, Processes, end_leftovers
+from jobs.targets.local.nodes import NodeEnd, NodeView, Phase, Processes, end_leftovers
 from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
 
 # Starts a process in a session of its own, which ignores SIGTERM and writes its id to a file.
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def start(nodes: Processes, folder: Path, code: str, *, timeout_s: float = 600.0) -> None:
     command = [sys.executable, "-S", "-c", code]
-    nodes.start(folder, NodeStart(command, {**os.environ, "COLOUR": "blue"}, timeout_s))
+    nodes.start(folder, command, {**os.environ, "COLOUR": "blue"}, timeout_s)
 
 
 def ended(nodes: Processes, folder: Path) -> NodeEnd:
@@ -75,7 +75,7 @@ def test_a_signal_is_an_exit_code_as_a_container_has_it(folder: Path) -> None:
 
 def test_no_such_command(folder: Path) -> None:
     nodes = Processes(grace_s=5)
-    nodes.start(folder, NodeStart(["no-such-command"], os.environ, 60.0))
+    nodes.start(folder, ["no-such-command"], os.environ, 60.0)
     assert ended(nodes, folder).error == "no-such-command: No such file or directory"
     assert nodes.look(folder).started_at is None
 

@@ -167,7 +167,7 @@ def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_fo
     files = local_files(Elsewhere(), place / "scratch", "c1")  # type: ignore[arg-type]
     assert files.folder.is_relative_to(place / "scratch" / "jobs")
     assert files.folder.name == "c1"
-    assert files.log_path(files.log_stream("id", 1, 0)) == files.node("id", 1, 0) / "log.txt"
+    assert files.folder / files.log_stream("id", 1, 0) == files.node("id", 1, 0) / "log.txt"
 
 
 def test_the_timeout_of_a_gang_ends_all_its_nodes_and_is_final(place: Path) -> None:

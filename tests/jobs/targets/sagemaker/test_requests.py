@@ -13,7 +13,7 @@ from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices
 from jobs.plan.script import plan_script
 from jobs.targets.batch.requests import definition_request, submit_request
-from jobs.targets.placement import placed, placed_on_sagemaker
+from jobs.targets.placement import placed
 from jobs.targets.sagemaker.limits import request_problems
 from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, direct_request, sagemaker_requests, training_job_request
 from tests.jobs.cycle.cases import TRN1, job, plan
@@ -74,8 +74,9 @@ def test_the_request_of_a_gang() -> None:
 
 def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_starts() -> None:
     train = job("train", num_nodes=2, resources=TRN1)
-    settings = JobsConfig.model_validate({"sagemaker": {"spot": True, "spot_wait_s": 7200, "keep_alive_s": 600}})
-    of = placed_on_sagemaker(ml_plan(train, job("next", "train", num_nodes=2, resources=TRN1)), settings)
+    spot = {"spot": True, "spot_wait_s": 7200, "keep_alive_s": 600}
+    settings = JobsConfig.model_validate({"role": ROLE, "sagemaker": spot})
+    of = placed(ml_plan(train, job("evaluate", "train", num_nodes=2, resources=TRN1)), settings)
     cycle = Cycle(of, 0.0)
     first, second = (direct_request(cycle, Leaf(of.job("train")), 1, attempt) for attempt in (1, 2))
     assert [*request_problems("sagemaker", "CreateTrainingJob", first)] == []
@@ -98,7 +99,8 @@ def test_a_job_that_is_submitted_again_knows_its_round() -> None:
 @pytest.mark.parametrize("setting", [{"poll_s": 5.0}, {"price_factor": 1.2}, {"spot_wait_s": 99}])
 def test_what_no_job_is_placed_by_makes_no_other_plan(setting: dict[str, float]) -> None:
     plan = ml_plan(job("train", num_nodes=2, resources=TRN1))
-    assert placed_on_sagemaker(plan, JobsConfig.model_validate({"sagemaker": setting})).plan_id == plan.plan_id
+    without = placed(plan, JobsConfig()).plan_id
+    assert placed(plan, JobsConfig.model_validate({"sagemaker": setting})).plan_id == without
 
 
 def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
