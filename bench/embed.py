@@ -23,7 +23,7 @@ from sentence_transformers import SentenceTransformer
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.backends import Backend, open_backend
 from pipeline.backends.xla import XlaBackend
-from pipeline.compile.watch import NoWatch
+from pipeline.compile.watch import GraphWatch
 from pipeline.core.arrays import Float32s
 from pipeline.core.footprint import EncoderSizes
 from pipeline.core.stop import StopSignal
@@ -86,7 +86,7 @@ def our_side(weights: Weights, backend: Backend, precision: str) -> Encode:
     """Titles to vectors, as the embed stage does it."""
     with tempfile.TemporaryDirectory() as scratch:
         encoder = initial_model(weights.model, weights.spec, 1, Path(scratch)).encoder
-    engine = open_engine(encoder, backend, EmbedConfig.model_validate({"precision": precision}), NoWatch())
+    engine = open_engine(encoder, backend, EmbedConfig.model_validate({"precision": precision}), GraphWatch())
     embedder = Embedder(engine, backend, limit=weights.limit, sep_id=weights.tokenizer.sep_id, stop=StopSignal())
     return lambda titles: np.concatenate(list(embedder.stream(weights.windows(titles))))
 

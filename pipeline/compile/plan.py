@@ -7,7 +7,7 @@ from importlib import metadata
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
-from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard, NoWatch
+from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
@@ -145,7 +145,7 @@ def _unguarded(
 ) -> GraphWatch:
     if not others:
         console.info("graphs: none compiled ahead of time, so they are compiled as they come (trnpipe compile)")
-        return NoWatch()
+        return GraphWatch()
     seen = f"no graph of this run was compiled ahead of time: {'; '.join(plan_differences(plan, others))}"
     if config.on_unknown_graph == "error":
         raise ConfigError(
@@ -154,4 +154,4 @@ def _unguarded(
             next_command=f"{COMPILE}, or --compile.on-unknown-graph warn",
         )
     console.warn(f"{seen}; they are compiled as they come")
-    return NoWatch()
+    return GraphWatch()

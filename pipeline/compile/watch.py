@@ -52,9 +52,6 @@ class GraphWatch:
         """It has been handed to the device."""
 
 
-NoWatch = GraphWatch
-
-
 @dataclass
 class Recorder(GraphWatch):
     """Notes every different graph of a trial run with what compiling it took."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.plan import embed_plan, open_part_guard
-from pipeline.compile.watch import GraphWatch, NoWatch, Place
+from pipeline.compile.watch import GraphWatch, Place
 from pipeline.context import StageContext
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.progress import progress
@@ -62,7 +62,7 @@ class EmbedProgram:
         self.backend = backend
         self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens), packed=encoder.packs_rows)
         self._by_length = {shape.length: shape for shape in self.shapes}
-        self._watch: GraphWatch = watch or NoWatch()
+        self._watch: GraphWatch = watch or GraphWatch()
         backend.step_boundary(list(module.parameters()))
 
     @torch.no_grad()
@@ -347,7 +347,7 @@ def open_embedder(
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.uri)
     model.load_state_dict(weights, assign=True)
     return Embedder(
-        open_engine(model.encoder, backend, config, watch or NoWatch()),
+        open_engine(model.encoder, backend, config, watch or GraphWatch()),
         backend,
         limit=config.text_limit(state.max_tokens, state.model.max_positions),
         chunk=config.chunk_limit(state.max_tokens, state.model.max_positions),

@@ -10,7 +10,7 @@ import torch
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.compile.plan import evaluation_plan, open_part_guard
-from pipeline.compile.watch import GraphWatch, NoWatch
+from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
@@ -258,7 +258,7 @@ class ModelScorer:
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:
         """What holds graphs against the manifest of training with these settings and this architecture."""
         if not (self.backend.is_lazy or self.backend.compiles_steps):
-            return NoWatch()
+            return GraphWatch()
         name = _architecture(checkpoint.state.model)
         if name not in self._watches:
             dropout = self.settings.model.dropout  # of no effect here, but part of the plan of training

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
-from pipeline.compile.watch import GraphWatch, NoWatch, Place
+from pipeline.compile.watch import GraphWatch, Place
 from pipeline.core.batching import Bucket
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
@@ -70,7 +70,7 @@ class ScoreProgram:
         self._layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
         self._model = structure(model.eval(), backend)
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
-        self._watch: GraphWatch = watch or NoWatch()
+        self._watch: GraphWatch = watch or GraphWatch()
         self._flats: list[Tensor] = []
         self._forward = step_program(backend, self._computed)
 

@@ -15,7 +15,7 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, TrainState
 from pipeline.compile.plan import graph_plan, open_guard
-from pipeline.compile.watch import GraphWatch, NoWatch
+from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batching import BatchPlan, Bucket, RankShare
 from pipeline.core.errors import DataError, TransientError
@@ -174,7 +174,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
         model = initial_model(settings.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
-        watch: GraphWatch = NoWatch()
+        watch: GraphWatch = GraphWatch()
         if backend.is_lazy or backend.compiles_steps:  # graphs are held against the manifest of this way of running
             graphs = graph_plan(settings, inputs.spec, valid.buckets, share, backend.device_name())
             watch = open_guard(ctx.workspace, graphs, backend, settings.compile, ctx.console)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, step_program
-from pipeline.compile.watch import GraphWatch, NoWatch, Place
+from pipeline.compile.watch import GraphWatch, Place
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Memory, empty_memory, temperature_of
@@ -46,7 +46,7 @@ class TrainProgram:
         watch: GraphWatch | None = None,
     ) -> None:
         self.backend, self.config, self.strategy = backend, config, strategy
-        self._watch: GraphWatch = watch or NoWatch()
+        self._watch: GraphWatch = watch or GraphWatch()
         self._shapes = {bucket.name for bucket in buckets} | {str(rows) for rows in rows_of_batch(config, buckets)}
         self.has_dropout = strategy.model.encoder.is_random
         self._masters = strategy.masters

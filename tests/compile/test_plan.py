@@ -7,7 +7,7 @@ import pytest
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, store_manifest
 from pipeline.compile.plan import embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
-from pipeline.compile.watch import GraphWatch, Guard, NoWatch
+from pipeline.compile.watch import GraphWatch, Guard
 from pipeline.core.batching import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import EmbedConfig
@@ -86,7 +86,7 @@ def test_what_was_compiled_for_trainium_does_not_bind_a_cpu_machine(workspace: S
     store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig())), graphs=()))
     here = embedding(EmbedConfig(), device="xla:CPU")
     found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
-    assert type(found) is NoWatch
+    assert type(found) is GraphWatch
     store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=()))
     assert isinstance(open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True)), Guard)
     with pytest.raises(ConfigError, match=r"embed\.precision: compiled fp32, now bf16"):
@@ -100,7 +100,7 @@ def test_another_model_of_the_workspace_does_not_bind_a_cpu_machine(workspace: S
     store_manifest(workspace, GraphManifest(plan=other, graphs=()))
     here = embedding(EmbedConfig(), device="xla:CPU")
     found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
-    assert type(found) is NoWatch
+    assert type(found) is GraphWatch
 
 
 def test_what_was_compiled_on_a_cpu_machine_is_not_enough_for_trainium(workspace: Storage) -> None:
@@ -117,7 +117,7 @@ def test_what_embedding_was_not_compiled_for_is_named_alone(workspace: Storage) 
     assert "embed.buckets: compiled [64], now [128, 512]; embed.precision: compiled fp32, now bf16" in raised.value.seen
     assert "world_size" not in raised.value.seen and "train." not in raised.value.seen
     lenient = CompileConfig(on_unknown_graph="warn")
-    assert type(open_part_guard(workspace, plan, NoCounters(), lenient, Console(quiet=True))) is NoWatch
+    assert type(open_part_guard(workspace, plan, NoCounters(), lenient, Console(quiet=True))) is GraphWatch
 
 
 def test_settings_that_touch_no_graph_are_no_part_of_the_plan() -> None:
@@ -128,4 +128,4 @@ def test_settings_that_touch_no_graph_are_no_part_of_the_plan() -> None:
 
 def test_without_a_manifest_nothing_is_watched(workspace: Storage) -> None:
     found = open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
-    assert type(found) is NoWatch
+    assert type(found) is GraphWatch

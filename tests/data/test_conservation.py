@@ -67,9 +67,9 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
     assert stat is not None
     place, stats, malformed = storage, [stat], 0
     if (format_name := str(suffix_format(made.name))) != "parquet":
-        gathered = gather_rows(columns, Files(storage, ((stat, format_name),)), workspace)
-        malformed, columns, place = sum(gathered.info.unreadable.values()), COLUMNS, workspace
-        stats = [one for one in workspace.list(gathered.prefix) if one.key.endswith(".parquet")]
+        prefix, gathered = gather_rows(columns, Files(storage, ((stat, format_name),)), workspace)
+        malformed, columns, place = sum(gathered.unreadable.values()), COLUMNS, workspace
+        stats = [one for one in workspace.list(prefix) if one.key.endswith(".parquet")]
     assert malformed == made.malformed
     if not made.ids:
         return

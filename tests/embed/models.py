@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, open_backend
-from pipeline.compile.watch import NoWatch
+from pipeline.compile.watch import GraphWatch
 from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
@@ -59,7 +59,9 @@ def embedder(
     """On the CPU; `rows`: with the engine of devices with static shapes."""
     device = backend or open_backend("cpu")
     engine: Engine = (
-        RowEngine(encoder(), device, config, NoWatch()) if rows else open_engine(encoder(), device, config, NoWatch())
+        RowEngine(encoder(), device, config, GraphWatch())
+        if rows
+        else open_engine(encoder(), device, config, GraphWatch())
     )
     assert rows or backend is not None or isinstance(engine, CpuEngine)
     return Embedder(engine, device, limit=limit, chunk=chunk, sep_id=SEP, stop=stop or StopSignal())

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import Place
+from pipeline.compile.watch import GraphWatch, Place
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors
 from pipeline.evaluate.score import ScoreProgram
@@ -15,7 +15,7 @@ from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_program, make_row
 Seen = list[Place]
 
 
-class Watching:
+class Watching(GraphWatch):
     def __init__(self) -> None:
         self.seen: Seen = []
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, RankGroup, open_host
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import NoWatch
+from pipeline.compile.watch import GraphWatch
 from pipeline.core.batching import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig
@@ -83,7 +83,9 @@ def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: in
     gang.layout = run_layout(config, world.world_size, world.rank)
     share, model = batch_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
     if degree == 1 or variant in AS_A_RUN:
-        program = open_program(model, backend, config, share, gang, figure_rows=STEPS, buckets=BUCKETS, watch=NoWatch())
+        program = open_program(
+            model, backend, config, share, gang, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
+        )
         return program, share
     mesh = open_mesh(plan, backend, timeout_s=60.0)
     prepare_model(model, backend, config)

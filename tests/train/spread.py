@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.backends import Backend
-from pipeline.compile.watch import NoWatch
+from pipeline.compile.watch import GraphWatch
 from pipeline.core.errors import TransientError
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
@@ -75,7 +75,14 @@ class Place:
             strategy = module_strategy(fresh, self.backend, self.config, self.gang)
             return TrainProgram(strategy, self.backend, self.config, self.share, figure_rows=STEPS, buckets=BUCKETS)
         return open_program(
-            fresh, self.backend, self.config, self.share, self.gang, figure_rows=STEPS, buckets=BUCKETS, watch=NoWatch()
+            fresh,
+            self.backend,
+            self.config,
+            self.share,
+            self.gang,
+            figure_rows=STEPS,
+            buckets=BUCKETS,
+            watch=GraphWatch(),
         )
 
     def train(self, program: TrainProgram, start: int, stop: int) -> Trained:
