@@ -7,7 +7,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
 from pipeline.data.shards import TokenRows
-from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, spec_of
+from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, spec_of
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.config import InputSpec
 from pipeline.telemetry.events import EventName

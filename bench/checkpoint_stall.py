@@ -12,7 +12,7 @@ from bench.stepper import make_program, open_stepper, train_config
 from pipeline.backends import open_backend
 from pipeline.checkpoint.save import CheckpointWriter
 from pipeline.checkpoint.store import CheckpointStore, TrainState
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model

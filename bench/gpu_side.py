@@ -15,7 +15,7 @@ from bench.rows import RandomRows, input_spec
 from bench.side_process import Line
 from bench.stepper import ENDLESS, open_stepper, train_config
 from pipeline.backends import open_backend
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang

@@ -12,7 +12,7 @@ from bench.results import Figure, Result, Target, figure, finish
 from bench.rows import RandomRows, input_spec
 from bench.stepper import Stepper, make_program, open_stepper, train_config
 from pipeline.backends.xla import XlaBackend
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import GroupInputs, RelevanceOutputs, build_model

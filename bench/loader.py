@@ -10,7 +10,7 @@ from bench.catalogue import prepared_catalogue
 from bench.results import Result, Target, figure, finish
 from bench.stepper import ENDLESS, grouped, make_program, open_stepper, train_config
 from pipeline.backends import open_backend
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batch_order import BatchPlan, RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig, groups_of_batch

@@ -16,9 +16,10 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
+from pipeline.mine.choose import Judged
 from pipeline.mine.config import MineConfig
-from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
-from pipeline.mine.run import Judged, Parts, Search, all_negatives, mine_share, vector_search
+from pipeline.mine.run import Parts, Search, all_negatives, mine_share, vector_search
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
 
 WIDTH = 64
 JUDGED = 5

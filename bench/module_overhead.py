@@ -9,7 +9,7 @@ from bench.results import Result, figure, finish
 from bench.rows import RandomRows, input_spec
 from bench.stepper import make_program, open_stepper, train_config
 from pipeline.backends import open_host
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf_weights import initial_model
 from pipeline.parallel.gang import Gang

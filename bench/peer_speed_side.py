@@ -27,8 +27,8 @@ from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
 from pipeline.data.shards import TokenRows
 from pipeline.data.synthetic import generate, partitions
+from pipeline.data.token_sets import open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens
-from pipeline.data.tokens import open_rows, read_token_sets, spec_of
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.hf_weights import initial_model

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.data.shards import Arrays
 from pipeline.model.config import InputSpec
 

@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch
-from pipeline.core.batching import BatchPlan, Bucket
+from pipeline.core.batch_order import BatchPlan, Bucket
 from pipeline.data.loader import RowSource
-from pipeline.data.sampler import GroupedRows
+from pipeline.data.training_groups import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf_weights import initial_model
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch

@@ -18,7 +18,7 @@ from bench.rows import RandomRows, input_spec
 from bench.side_process import Line
 from bench.stepper import ENDLESS, BucketedRows, make_program, open_stepper, train_config
 from pipeline.backends import open_backend
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss

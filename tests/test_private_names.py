@@ -23,7 +23,7 @@ from tests.backends.xla_process import needs_xla
 ROOT = Path(__file__).parents[1]
 CONVENTIONS = frozenset({"_asdict", "_exit", "_fields", "_getframe", "_make"})
 """Public by their documentation: of namedtuple, of os and sys."""
-OURS = frozenset({("pipeline/parallel/strategies/sharded.py", "_held")})
+OURS = frozenset({("pipeline/parallel/strategies/zero1.py", "_held")})
 
 
 class Use(NamedTuple):
@@ -59,8 +59,8 @@ NEURON, MEMORY, DELAYED = (
     "pipeline/parallel/memory.py",
     "pipeline/parallel/delayed_init.py",
 )
-STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/transform.py"
-MODULES, LIGHTNING = "pipeline/parallel/strategies/module.py", "pipeline/parallel/lightning.py"
+STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/parallelize.py"
+MODULES, LIGHTNING = "pipeline/parallel/strategies/fsdp.py", "pipeline/parallel/lightning.py"
 OFFLOAD, MESH, TENSORS = "pipeline/parallel/offload.py", "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"
 OPTIMIZER, UNPADDED, TUNE = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py", "pipeline/tune/journal.py"
 _C10D, _XLAC, _GROUP = "torch._C._distributed_c10d", "torch_xla._XLAC", "torch.distributed.ProcessGroup"

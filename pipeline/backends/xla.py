@@ -26,7 +26,7 @@ class XlaBackend(Backend):
 
     name = "xla"
     is_lazy = True
-    spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/sharded.py
+    spreads: frozenset[str] = frozenset()  # sharding of the optimizer's state alone, by parallel/strategies/zero1.py
     default_tokens = 4096
     executes = True
     """False in a subclass that only traces."""

@@ -13,12 +13,12 @@ from pipeline.commands.registry import check_flags
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, check_plan, default_shapes, destination, parse_shapes, write_export
 from pipeline.convert.record import Format
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokens import read_token_sets
+from pipeline.data.token_sets import read_token_sets
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.io import atomic
 from pipeline.io.storage import Storage
@@ -133,7 +133,7 @@ def _plan(
 
 def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     from pipeline.embed.formats import open_form  # the libraries of other tools
-    from pipeline.embed.handover import hand_over
+    from pipeline.embed.vector_export import hand_over
 
     check_flags(call, "export", frozenset({"--to", "--out", "--index"}))
     out = call.options.get("--out", "")

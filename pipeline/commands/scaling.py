@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.commands import ToolCall
 from pipeline.context import cycle_name
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.fabrics import FABRICS, Fabric
 from pipeline.core.footprint import Footprint

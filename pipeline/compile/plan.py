@@ -8,7 +8,7 @@ from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
 from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard
-from pipeline.core.batching import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.io.storage import Storage

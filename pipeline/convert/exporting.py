@@ -31,7 +31,7 @@ from pipeline.convert.hugging_face import (
     TOKENIZER_CONFIG,
 )
 from pipeline.convert.record import CARD, FILE, KIND, ExportRecord, Family, Format, ProgramFile, TensorSpec, card
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress

@@ -98,7 +98,7 @@ class Workload:
     recompute: bool = False
     """Only what goes into a layer is kept for the backward pass, which computes one layer after the other again."""
     shards: int = 1
-    """Cores that share one state of the optimizer (parallel/strategies/sharded.py)."""
+    """Cores that share one state of the optimizer (parallel/strategies/zero1.py)."""
     match_bytes: int = 0
     """Kept by model/interactions.TokenMatch for the backward pass."""
     measured: MeasuredTexts | None = None

@@ -10,15 +10,15 @@ from pydantic import Field
 from safetensors.numpy import save
 
 from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.data.judgements import BucketCounts, count_shard
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
 from pipeline.data.shards import Arrays
+from pipeline.data.token_sets import SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
-from pipeline.data.tokens import SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.validate import CleanRows, Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import hash_bytes

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.core.batching import Bucket, check_buckets
+from pipeline.core.batch_order import Bucket, check_buckets
 from pipeline.core.record import Record
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from pipeline.core.record import Record
-from pipeline.data.tokens import QUARANTINE, QuarantinedRow, Split, TokenSetInfo
+from pipeline.data.token_sets import QUARANTINE, QuarantinedRow, Split, TokenSetInfo
 from pipeline.io.storage import KeyNotFound, Storage, read_record
 
 SAMPLES_PER_REASON = 5

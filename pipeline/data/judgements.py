@@ -18,10 +18,10 @@ import numpy.typing as npt
 from pydantic import Field
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokens import JudgedSplit, Split, TokenSetInfo
+from pipeline.data.token_sets import JudgedSplit, Split, TokenSetInfo
 
 Bins = npt.NDArray[np.uint8]
 

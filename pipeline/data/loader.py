@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import BatchPlan, RankShare, rank_slice
+from pipeline.core.batch_order import BatchPlan, RankShare, rank_slice
 from pipeline.core.shuffle import mix64
 from pipeline.data.shards import Arrays
 from pipeline.model.relevance import GroupInputs, RelevanceInputs
@@ -29,7 +29,7 @@ class RowSource(Protocol):
 
 
 class GroupSource(Protocol):
-    """Groups of one query with products of it by (pool, number), with what data/sampler.GroupedRows.read says."""
+    """Groups of one query with products of it by (pool, number), with what GroupedRows.read says."""
 
     @property
     def sizes(self) -> tuple[int, ...]: ...

@@ -23,8 +23,7 @@ from pipeline.data.lexical import numeric_names
 from pipeline.data.rows import quarantine_lines
 from pipeline.data.shards import map_safetensors
 from pipeline.data.sources import Partition
-from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.tokens import (
+from pipeline.data.token_sets import (
     KIND,
     QUARANTINE,
     SPLITS,
@@ -36,6 +35,7 @@ from pipeline.data.tokens import (
     Split,
     TokenSetInfo,
 )
+from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.validate import merge_names
 from pipeline.io.commit import commit_files, hash_bytes, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, os_errors, read_record

@@ -28,8 +28,8 @@ from pipeline.data.partition import Encoding, FileCount, FileRead, NamedPartitio
 from pipeline.data.rows import RawBatch, cut_chunks
 from pipeline.data.sources import Partition, Source, listed, open_source, reading
 from pipeline.data.survey import FileShare, Survey, share_files
+from pipeline.data.token_sets import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
-from pipeline.data.tokens import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
 from pipeline.data.validate import RowRules
 from pipeline.io.storage import KeyNotFound, Storage, read_record
 from pipeline.proc.pool import run_tasks

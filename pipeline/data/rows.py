@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
-from pipeline.data.tokens import QuarantinedRow
+from pipeline.data.token_sets import QuarantinedRow
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""

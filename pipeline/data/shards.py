@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 
 Arrays = dict[str, npt.NDArray[Any]]

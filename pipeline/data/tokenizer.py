@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipeline.core.arrays import Bools, Int32s, Int64s
-from pipeline.core.batching import Bucket, assign_buckets
+from pipeline.core.batch_order import Bucket, assign_buckets
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal

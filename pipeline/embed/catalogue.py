@@ -14,7 +14,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.data.readers import open_parquet
 from pipeline.data.rows import FILTER, ColumnPlan, match_columns, to_fields
-from pipeline.data.tokens import QuarantinedRow
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
 

@@ -21,7 +21,7 @@ from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import quarantine_lines, shorten
-from pipeline.data.tokens import QuarantinedRow
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.embed.carry_over import HashSpill, RowIndex, index_of, open_earlier, part_and_row, place_of
 from pipeline.embed.parts import PartRecord, id_range, load_records, stem_of
 from pipeline.embed.plan import EmbedPlan

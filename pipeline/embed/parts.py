@@ -22,8 +22,8 @@ from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.rows import BadRow, quarantined, shorten
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
-from pipeline.data.tokens import QuarantinedRow
 from pipeline.embed.carry_over import take_over
 from pipeline.embed.catalogue import ID_TYPES
 from pipeline.embed.plan import EmbedPlan

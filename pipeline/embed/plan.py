@@ -28,7 +28,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.rows import RawBatch, quarantined
 from pipeline.data.sources import Files, open_files, open_source, reading
-from pipeline.data.tokens import QuarantinedRow
+from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import EarlierCycle, HashSpill, find_earlier
 from pipeline.embed.catalogue import Catalogue, CatalogueColumns, WorkShard, look_at

@@ -13,14 +13,14 @@ import numpy as np
 from pydantic import JsonValue
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import locate
+from pipeline.core.batch_order import locate
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.tokens import TokenSetInfo, open_rows
+from pipeline.data.token_sets import TokenSetInfo, open_rows
 from pipeline.evaluate.bm25 import K1, B, Bm25, Ranked, best_weight, by_rank, by_weight
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline

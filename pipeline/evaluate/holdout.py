@@ -16,8 +16,8 @@ from pipeline.core.progress import progress
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import EXTRA, Arrays, TokenRows
+from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
-from pipeline.data.tokens import Split, TokenSet, open_rows
 from pipeline.data.validate import codes_of, merge_names
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.evaluate.products import join_tokens, text_hashes, to_tokens

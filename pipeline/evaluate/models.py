@@ -14,7 +14,7 @@ from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.data.tokens import TokenSet, spec_of
+from pipeline.data.token_sets import TokenSet, spec_of
 from pipeline.embed.engine import open_embedder
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport

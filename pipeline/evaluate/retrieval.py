@@ -20,8 +20,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows
 from pipeline.data.sources import Files, open_files
+from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
-from pipeline.data.tokens import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.validate import filter_mask
 from pipeline.embed.config import whole_limit
 from pipeline.embed.engine import counted

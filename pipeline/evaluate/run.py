@@ -11,7 +11,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError, TransientError
-from pipeline.data.tokens import Split, TokenSet, open_rows, read_token_sets, select_partitions
+from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import Scored, fuse, score_baselines
 from pipeline.evaluate.digest import (
     ScoreDigest,

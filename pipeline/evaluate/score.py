@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
 from pipeline.compile.watch import GraphWatch, Place
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress

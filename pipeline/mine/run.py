@@ -16,23 +16,24 @@ from pydantic import JsonValue
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
-from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s
-from pipeline.core.batching import first_rows, locate
+from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.batch_order import first_rows, locate
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import TokenSet, select_partitions
 from pipeline.data.tokenizer import Tokens, pieces
-from pipeline.data.tokens import TokenSet, select_partitions
 from pipeline.embed.plan import longest_text
 from pipeline.evaluate.bm25 import K1, B, Bm25, best_of
 from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
 from pipeline.evaluate.products import Products, decoded, distinct_products, text_hashes, to_tokens
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, join_key
+from pipeline.mine.choose import NONE, Candidates, Counts, Judged, choose_negatives
 from pipeline.mine.config import BM25, DECIDES, MineConfig
-from pipeline.mine.negatives import Negatives, NegativeSet, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives, empty_folder
 from pipeline.settings import Settings
 
 # What is mined for, and where: the training queries that have a positive, against the distinct training products; and
@@ -41,37 +42,8 @@ from pipeline.settings import Settings
 # Memory: 28 bytes for each training row while it is looked through; 32 for each product, 24 for each query and 17 for
 # each judged pair after.
 
-NONE = -1
 _TEXTS = 65_536
 """Made words again at a time."""
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Judged items of Q queries back to back, ascending: those of query q are `items[offsets[q]:offsets[q + 1]]`."""
-
-    offsets: Int64s
-    items: Int64s
-    positive: Bools
-
-    def part(self, start: int, stop: int) -> "Judged":
-        first, last = self.offsets[start], self.offsets[stop]
-        return Judged(self.offsets[start : stop + 1] - first, self.items[first:last], self.positive[first:last])
-
-    @property
-    def query(self) -> Int64s:
-        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-
-    def holds(self, items: Int64s) -> Bools:
-        """For items [Q, k] of the queries: which are judged."""
-        if not len(self.items):
-            return np.zeros(items.shape, dtype=np.bool_)
-        width = int(max(self.items.max(), items.max(initial=0))) + 1
-        known = self.query * width + self.items
-        asked = np.arange(len(items))[:, None] * width + items
-        places = np.minimum(np.searchsorted(known, asked), len(known) - 1)
-        found: Bools = (known[places] == asked) & (items != NONE)
-        return found
 
 
 @dataclass(frozen=True)
@@ -204,61 +176,6 @@ def make_task(
     new[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(asked)))]).astype(np.int64)
     return MiningTask(rows, asked, first, products, Judged(offsets, items[new], positive[new]))
-
-
-# From the best products of each query to its hard negatives. Pure. The margins are those of Moreira et al.,
-# "NV-Retriever: Improving text embedding models with effective hard-negative mining" (2024): what scores about as high
-# as a positive is likely one that nobody has judged.
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Of Q queries the best items, best first: scores [Q, k] and items [Q, k], NONE where there are fewer.
-
-    `best_positive` [Q]: the highest score of a positive of the query.
-    """
-
-    scores: Float64s
-    items: Int64s
-    best_positive: Float64s
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What became of the best products."""
-
-    queries: int = 0
-    negatives: int = 0
-    judged: int = 0
-    """Left out because they are judged."""
-    passed_over: int = 0
-    """Left out by skip_top."""
-    above_margin: int = 0
-    """Left out as likely positives."""
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
-
-
-def choose_negatives(found: Candidates, judged: Judged, config: MineConfig) -> tuple[Int64s, Counts]:
-    """Items [Q, negatives_per_query], best first, NONE behind the last."""
-    real = found.items != NONE
-    is_judged = judged.holds(found.items)
-    unjudged = real & ~is_judged
-    passed = unjudged & (np.cumsum(unjudged, axis=1) <= config.skip_top)
-    ceiling, best = np.full(len(found.items), np.inf), found.best_positive  # the highest score of a negative, [Q]
-    if config.relative_margin is not None:
-        ceiling = np.minimum(ceiling, best - config.relative_margin * np.abs(best))
-    if config.absolute_margin is not None:
-        ceiling = np.minimum(ceiling, best - config.absolute_margin)
-    above = unjudged & ~passed & (found.scores > ceiling[:, None])
-    left = unjudged & ~passed & ~above
-    left &= np.cumsum(left, axis=1) <= config.negatives_per_query
-    negatives = np.full((len(found.items), config.negatives_per_query), NONE, dtype=np.int64)
-    query, place = np.nonzero(left)
-    negatives[query, (np.cumsum(left, axis=1) - 1)[query, place]] = found.items[query, place]
-    counts = (len(negatives), left, is_judged, passed, above)
-    return negatives, Counts(*(int(np.sum(count)) for count in counts))
 
 
 _CHUNK_ITEMS = 16_384

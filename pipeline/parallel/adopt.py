@@ -14,8 +14,8 @@ from pipeline.core.layout import Layout
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import open_device, open_world_group
 from pipeline.parallel.mesh import Mesh, check_same, open_mesh, together
+from pipeline.parallel.parallelize import Model, parallelize
 from pipeline.parallel.tensor_plan import TensorPlan
-from pipeline.parallel.transform import Model, spread
 from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import world_from_env
 
@@ -90,4 +90,4 @@ def transform(model: Model, *, units: UnitRule = find_units, tensor_plan: Tensor
     if _mesh is None:
         kinds = {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
         init(device=kinds.pop() if len(kinds) == 1 else "auto")
-    return spread(model, current_mesh(), units=units, tensor_plan=tensor_plan)
+    return parallelize(model, current_mesh(), units=units, tensor_plan=tensor_plan)

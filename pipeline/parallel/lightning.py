@@ -21,9 +21,9 @@ from pipeline.parallel.adopt import TIMEOUT_S, mesh_of
 from pipeline.parallel.config import Plan
 from pipeline.parallel.files import check_shapes
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
 from pipeline.parallel.tensors import clip_grad_norm, fill, whole
-from pipeline.parallel.transform import spread
 from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import NUM_NODES, World, world_from_env
 
@@ -170,7 +170,7 @@ class Strategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         trainer.accelerator.setup(trainer)
         if not isinstance(self._module, FSDPModule):
-            spread(self._module, self.mesh, units=self._units, tensor_plan=self._tensor_plan)
+            parallelize(self._module, self.mesh, units=self._units, tensor_plan=self._tensor_plan)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -29,8 +29,8 @@ from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import GroupInputs, RelevanceModel
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import AXES, Mesh
+from pipeline.parallel.parallelize import arrange
 from pipeline.parallel.tensor_plan import TensorPlan, tensor_styles
-from pipeline.parallel.transform import arrange
 from pipeline.parallel.units import UnitRule, find_units
 
 

@@ -38,7 +38,7 @@ from pipeline.core.record import Record
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.tokens import Selection, Split, open_rows
+from pipeline.data.token_sets import Selection, Split, open_rows
 from pipeline.evaluate.holdout import HoldoutOrder, choose_rows, read_column
 from pipeline.evaluate.score import PartStore, Score, ScoreProgram, Scorer, figures
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, VectorSample, load_scores, save_scores

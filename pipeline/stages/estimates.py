@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, MeasuredTexts, Workload, estimate
 from pipeline.core.format import format_bytes
 from pipeline.model.factory import FactoryEncoder

@@ -10,11 +10,11 @@ from pipeline.compile.manifest import Plan
 from pipeline.compile.plan import evaluation_plan, graph_plan
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
-from pipeline.data.tokens import read_token_sets, spec_of
+from pipeline.data.token_sets import read_token_sets, spec_of
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World

@@ -10,11 +10,10 @@ from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_duration
-from pipeline.data.tokens import open_rows, read_token_sets
+from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.plan import open_model
 from pipeline.mine.config import BM25, PARENT
-from pipeline.mine.negatives import NegativeSet, find_negatives
 from pipeline.mine.run import (
     Mining,
     MiningTask,
@@ -29,6 +28,7 @@ from pipeline.mine.run import (
     vectors_of,
     word_search,
 )
+from pipeline.mine.store import NegativeSet, find_negatives
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings

@@ -17,15 +17,15 @@ from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, TrainSt
 from pipeline.compile.plan import graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
-from pipeline.core.batching import BatchPlan, Bucket, RankShare
+from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.data.sampler import MinedProducts, TrainingPools
 from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import Split, open_rows
 from pipeline.data.tokenizer import has_vocabulary
-from pipeline.data.tokens import Split, open_rows
+from pipeline.data.training_groups import MinedProducts, TrainingPools
 from pipeline.health.device import informed
-from pipeline.mine.negatives import open_negatives
+from pipeline.mine.store import open_negatives
 from pipeline.model.hf_config import hf_config
 from pipeline.model.hf_weights import from_hf, initial_model, to_hf
 from pipeline.model.losses import LOG_SCALE, start_values

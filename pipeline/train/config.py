@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.core.batching import Bucket, RankShare, row_lengths
+from pipeline.core.batch_order import Bucket, RankShare, row_lengths
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.record import Record

@@ -7,10 +7,10 @@ from pipeline.checkpoint.store import Checkpoint, Parent
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.judgements import training_warnings
-from pipeline.data.sampler import GroupedRows
-from pipeline.data.tokens import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions, spec_of
+from pipeline.data.token_sets import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions, spec_of
+from pipeline.data.training_groups import GroupedRows
 from pipeline.io.storage import Storage
-from pipeline.mine.negatives import MINE, NegativeSet, check_negatives, find_negatives
+from pipeline.mine.store import MINE, NegativeSet, check_negatives, find_negatives
 from pipeline.model.config import InputSpec, ModelConfig, check_architecture
 from pipeline.train.config import TrainConfig
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pipeline.backends import Batch
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batch_order import BatchPlan, RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
@@ -129,7 +129,7 @@ class Pace:
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
 
-_DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batching and data/sampler
+_DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batch_order and data/training_groups
 Ended = Literal["complete", "stopped", "late", "converged"]
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.compile.watch import GraphWatch
-from pipeline.core.batching import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.model.losses import Temperature
 from pipeline.model.ops import choose_forms
@@ -14,12 +14,12 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
 from pipeline.parallel.strategies.base import Strategy
 from pipeline.parallel.strategies.flat import FlatStrategy
-from pipeline.parallel.strategies.sharded import ShardedFlatStrategy
+from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig
 from pipeline.train.step import TrainProgram
 
 if TYPE_CHECKING:
-    from pipeline.parallel.strategies.module import ModuleStrategy
+    from pipeline.parallel.strategies.fsdp import FsdpStrategy
 
 
 def open_program(
@@ -43,7 +43,7 @@ def open_program(
     elif layout.shard_size > 1:
         prepare_model(model, backend, config)
         mesh = open_mesh(plan, backend, timeout_s=config.collective_timeout_s)
-        strategy = ShardedFlatStrategy(
+        strategy = Zero1Strategy(
             model,
             backend,
             precision=config.precision,
@@ -62,14 +62,14 @@ def open_program(
     return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
 
 
-def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> "ModuleStrategy":
+def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> "FsdpStrategy":
     """Shards, tensor peers and units as the plan of the run says. Takes the model over."""
-    from pipeline.parallel.strategies.module import ModuleStrategy  # 0.15 s of a start, and of flat vectors none
+    from pipeline.parallel.strategies.fsdp import FsdpStrategy  # 0.15 s of a start, and of flat vectors none
 
     prepare_model(model, backend, config)
     precision: Literal["fp32", "bf16"] = "bf16" if config.precision == "bf16" else "fp32"
     plan = config.parallel.model_copy(update={"precision": precision})
-    return ModuleStrategy(
+    return FsdpStrategy(
         model,
         open_mesh(plan, backend, timeout_s=config.collective_timeout_s),
         precision=config.precision,

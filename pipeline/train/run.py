@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from pipeline.checkpoint.store import Best, prefix_of
 from pipeline.core.errors import CheckpointError, Preempted, TransientError
-from pipeline.data.sampler import MOST_LINKED
 from pipeline.data.shards import TokenRows
+from pipeline.data.training_groups import MOST_LINKED
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.telemetry.console import TensorBoardSink
 from pipeline.telemetry.events import EventName

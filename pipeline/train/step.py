@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, step_program
 from pipeline.compile.watch import GraphWatch, Place
-from pipeline.core.batching import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Memory, empty_memory, temperature_of
 from pipeline.model.relevance import RelevanceOutputs

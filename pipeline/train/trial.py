@@ -12,10 +12,10 @@ import numpy as np
 from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch
 from pipeline.core.arrays import Int64s
-from pipeline.core.batching import BatchPlan, Bucket
+from pipeline.core.batch_order import BatchPlan, Bucket
 from pipeline.core.stop import StopSignal
-from pipeline.data.sampler import GroupedRows, MinedProducts
 from pipeline.data.shards import Arrays
+from pipeline.data.training_groups import GroupedRows, MinedProducts
 from pipeline.embed.engine import EmbedProgram
 from pipeline.evaluate.score import Outputs, ScoreProgram, evaluate_holdout
 from pipeline.model.config import InputSpec

@@ -23,7 +23,7 @@ from pipeline.backends.xla import XlaTracer
 from pipeline.compile.hlo import Instruction, Module, parse, stable_key
 from pipeline.compile.lint import lint
 from pipeline.compile.watch import Recorder
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Axis, Layout
 from pipeline.core.stop import StopSignal
@@ -36,7 +36,7 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.mesh import AXES
 from pipeline.parallel.strategies.base import Precision
-from pipeline.parallel.strategies.sharded import ShardedFlatStrategy
+from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
@@ -170,14 +170,14 @@ CORES, LARGEST_BYTES = 32, 3000
 
 def step_in_slices(
     config: TrainConfig, rows: TokenRows, shards: int, rank: int
-) -> tuple[ShardedFlatStrategy, Module, set[str]]:
+) -> tuple[Zero1Strategy, Module, set[str]]:
     """The graph of a step of one of CORES ranks, of which `shards` have the optimizer's state; phases of the others."""
     grid = Layout(rank, CORES // shards, shards)
     backend = Replica(0, 2, 2)
     recorder = Recorder(backend, {})
     model = build_model(MODEL, SPEC, 1)
     prepare_model(model, backend, config)
-    strategy = ShardedFlatStrategy(
+    strategy = Zero1Strategy(
         model,
         backend,
         precision=config.precision,

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.backends import Backend, Batch, RankGroup, is_lazy_host, lazy_device_name, open_backend
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.watch import Recorder
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
@@ -23,7 +23,7 @@ from pipeline.model.losses import Targets
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
-from pipeline.parallel.strategies.sharded import ShardedFlatStrategy
+from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig
 from pipeline.train.loop import BatchStream
 from pipeline.train.program import flat_strategy, prepare_model
@@ -270,7 +270,7 @@ def test_state_in_slices_goes_through_the_host(xla: Backend, rows: TokenRows) ->
     def in_slices() -> tuple[TrainProgram, list[str]]:
         model = build_model(SMALL, SPEC, config.seed)
         prepare_model(model, xla, config)
-        strategy = ShardedFlatStrategy(
+        strategy = Zero1Strategy(
             model,
             xla,
             precision=config.precision,

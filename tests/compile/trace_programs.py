@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.backends.xla import XlaBackend
-from pipeline.core.batching import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.relevance import build_model

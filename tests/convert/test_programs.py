@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.convert.exporting import Shapes, default_shapes, write_programs
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.model.config import InputSpec
 from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model

@@ -19,7 +19,7 @@ from pipeline.data.prepare import count_rows
 from pipeline.data.readers import MALFORMED, suffix_format
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FLAT, Files, FileSource, InputFile, Partition, open_source
-from pipeline.data.tokens import FileRows, TokenSetInfo
+from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, CatalogueReader, look_at
 from pipeline.embed.plan import COLUMNS, gather_rows

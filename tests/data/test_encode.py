@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.data.rows import product_text
 from pipeline.data.tokenizer import Tokens, id_dtype, pack, pair_tokens, take
 

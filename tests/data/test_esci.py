@@ -12,7 +12,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.esci import NO_PRODUCT, PRODUCTS, cut_utf8, open_products
 from pipeline.data.sources import open_source
-from pipeline.data.tokens import TokenSetInfo
+from pipeline.data.token_sets import TokenSetInfo
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import DiskFull, open_storage
 

@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data import judgements
 from pipeline.data.judgements import Judgements, add_up, count_shard, hundredths, judgements_of
 from pipeline.data.shards import map_safetensors
-from pipeline.data.tokens import JudgedSplit, ShardInfo, Split
+from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split
 from tests.train.rows import token_set_info, write_shard
 
 GAINS = np.array([0.0, 0.01, 0.1, 0.29, 0.333, 0.99, 1.0], dtype=np.float32)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.core.batching import BatchPlan, RankShare
+from pipeline.core.batch_order import BatchPlan, RankShare
 from pipeline.data.loader import (
     MicroBatch,
     group_tensors,
     sample_digest,
     training_batches,
 )
-from pipeline.data.sampler import TrainingPools
+from pipeline.data.training_groups import TrainingPools
 from pipeline.train.loop import add_digests
 from tests.train.rows import make_rows, mined_from
 

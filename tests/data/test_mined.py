@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.sampler import NONE, MinedProducts
+from pipeline.data.training_groups import NONE, MinedProducts
 from tests.train.rows import PAD, make_rows, mined_from
 
 

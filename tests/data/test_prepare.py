@@ -25,8 +25,8 @@ from pipeline.data.partition import read_parts
 from pipeline.data.shards import EXTRA
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
+from pipeline.data.token_sets import QuarantinedRow, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.tokens import QuarantinedRow, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.validate import codes_of
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.proc import pool

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.tokens import Partition, Selection, select_partitions
+from pipeline.data.token_sets import Partition, Selection, select_partitions
 
 
 def day(number: int, content: str = "") -> Partition:

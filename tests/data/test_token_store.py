@@ -6,7 +6,7 @@ import pytest
 from pydantic import JsonValue
 
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.data.tokens import open_rows, read_token_sets
+from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from tests.train.rows import write_token_set

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.data.config import CategoricalFeature, DataConfig
 from pipeline.data.rows import BadRow, Chunk, RawBatch, cut_chunks, plan_columns, to_fields
-from pipeline.data.tokens import CategoricalInfo
+from pipeline.data.token_sets import CategoricalInfo
 from pipeline.data.validate import CleanRows, RowRules, category_id, clean
 
 CONFIG = DataConfig(

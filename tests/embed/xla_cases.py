@@ -10,7 +10,7 @@ from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, store_manifest
 from pipeline.compile.plan import embed_plan, graph_plan, open_part_guard
 from pipeline.compile.watch import Guard, Recorder
-from pipeline.core.batching import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens, take

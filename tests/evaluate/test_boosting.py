@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.data.tokens import TokenSet
+from pipeline.data.token_sets import TokenSet
 from pipeline.evaluate import baselines
 from pipeline.evaluate.baselines import Boosting, fit, to_rows
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder

@@ -14,8 +14,8 @@ from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import TokenSet
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
-from pipeline.data.tokens import TokenSet
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import shorten_vectors
 from pipeline.evaluate.bm25 import Ranked

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.tokens import SliceInfo, TokenSet, read_token_sets
+from pipeline.data.token_sets import SliceInfo, TokenSet, read_token_sets
 from pipeline.data.validate import NO_VALUE
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder, judged_slices, length_column, open_holdout
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn

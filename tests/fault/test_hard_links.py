@@ -23,8 +23,9 @@ from pipeline.evaluate.scores import save_arrays, save_scores
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
-from pipeline.mine.run import Counts, Parts
+from pipeline.mine.choose import Counts
+from pipeline.mine.run import Parts
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
 from tests.checkpoint.test_checkpoints import snapshot
 from tests.evaluate.test_scores import scores
 from tests.killing import FORK, killed_at_byte

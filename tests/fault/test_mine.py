@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.mine.negatives import find_negatives
+from pipeline.mine.store import find_negatives
 from tests.fault.harness import TINY, Place
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]

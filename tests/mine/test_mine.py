@@ -13,18 +13,9 @@ from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT, exact_scores
 from pipeline.io.storage import open_storage
+from pipeline.mine.choose import NONE, Candidates, Judged, choose_negatives
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import (
-    NONE,
-    Candidates,
-    Judged,
-    Parts,
-    all_negatives,
-    choose_negatives,
-    mine_share,
-    vector_search,
-    word_search,
-)
+from pipeline.mine.run import Parts, all_negatives, mine_share, vector_search, word_search
 
 QUERIES, ITEMS, WIDTH = 23, 130, 8
 CONFIG = MineConfig(negatives_per_query=4, depth=20, relative_margin=0.1)

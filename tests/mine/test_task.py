@@ -7,7 +7,8 @@ import pytest
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.products import text_hashes
-from pipeline.mine.run import NONE, MiningTask, make_task
+from pipeline.mine.choose import NONE
+from pipeline.mine.run import MiningTask, make_task
 from tests.train.rows import BUCKETS, PAD, write_shard
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import trnpipe
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.delayed_init import delayed_init
+from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.tensor_plan import FusedColwise, TensorPlan
-from pipeline.parallel.transform import spread
 from tests.parallel.plain import plain_tensors
-from tests.parallel.test_transform import opened
+from tests.parallel.test_parallelize import opened
 from tests.parallel.test_units import Fused, Tied, llama
 from tests.ranks import run_ranks
 
@@ -90,7 +90,7 @@ def refused(_: str) -> list[str]:
     ]
     for model, plan, tensor_plan in cases:
         with pytest.raises(ConfigError) as caught:
-            spread(model, opened(plan), tensor_plan=tensor_plan)
+            parallelize(model, opened(plan), tensor_plan=tensor_plan)
         found.append(caught.value.seen)
     return found
 
@@ -116,12 +116,12 @@ def drawn(_: str) -> dict[str, Any]:
     """A random number after `spread`, by plan; how far bf16 is from fp32, and the types of what comes out of it."""
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    spread(Fused(), opened({"tensor_degree": 2}), tensor_plan={"qkv": FusedColwise(3), "out": "rowwise"})
+    parallelize(Fused(), opened({"tensor_degree": 2}), tensor_plan={"qkv": FusedColwise(3), "out": "rowwise"})
     found: dict[str, Any] = {"tensor": float(torch.rand(1))}
-    spread(nn.Linear(2, 2), opened({"seed": 5}))
+    parallelize(nn.Linear(2, 2), opened({"seed": 5}))
     found["data"] = float(torch.rand(1))
     alone = dense(0).eval()
-    model = spread(dense(0).eval(), opened({"precision": "bf16"}))
+    model = parallelize(dense(0).eval(), opened({"precision": "bf16"}))
     inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     outputs = model(inputs)
     outputs.sum().backward()
@@ -141,7 +141,7 @@ def halves(_: str) -> float:
     dist.init_process_group("gloo")
     alone = Fused()
     plan: TensorPlan = {"qkv": FusedColwise(3), "out": "rowwise"}
-    model = spread(Fused(), opened({"shard_degree": 1, "tensor_degree": 2}), tensor_plan=plan)
+    model = parallelize(Fused(), opened({"shard_degree": 1, "tensor_degree": 2}), tensor_plan=plan)
     alone.load_state_dict(plain_tensors(model))
     inputs = torch.ones(3, 4)
     return float((model(inputs) - alone(inputs)).abs().max())
@@ -180,7 +180,7 @@ def of_hugging_face(*plans: str) -> list[float]:
             torch.manual_seed(3 + dist.get_rank())
             with delayed_init():
                 model = make()
-            found = steps(spread(model, mesh), mesh.layout.data_rank, mesh.layout.data_size)
+            found = steps(parallelize(model, mesh), mesh.layout.data_rank, mesh.layout.data_size)
             worst.append(max(abs(a - b) for a, b in zip(found, expected, strict=True)))
     return worst
 

@@ -11,8 +11,8 @@ from torch import nn
 from pipeline.core.errors import ConfigError
 from pipeline.model.relevance import build_model
 from pipeline.parallel.delayed_init import Recipe, delayed_init, recipe_of
-from pipeline.parallel.transform import _recipes
-from tests.parallel.test_transform import INPUTS, MODEL
+from pipeline.parallel.parallelize import _recipes
+from tests.parallel.test_parallelize import INPUTS, MODEL
 from tests.parallel.test_units import bert, llama, vit
 
 

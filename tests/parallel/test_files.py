@@ -21,9 +21,9 @@ from pipeline.parallel import files
 from pipeline.parallel.delayed_init import delayed_init
 from pipeline.parallel.files import load, save
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.tensors import Slices, local
-from pipeline.parallel.transform import spread
-from tests.parallel.test_transform import INPUTS, MODEL, adamw, encoder_layers, opened, train
+from tests.parallel.test_parallelize import INPUTS, MODEL, adamw, encoder_layers, opened, train
 from tests.parallel.test_units import bert, llama
 from tests.ranks import run_ranks
 
@@ -46,7 +46,7 @@ def matrix(folder: str, *plans: str) -> dict[str, Any]:
     worst, exact = 0.0, []
     halves: dict[Path, tuple[Mesh, list[list[float]]]] = {}
     for mesh in meshes:
-        model = spread(build_model(MODEL, INPUTS, seed=1), mesh, units=encoder_layers)
+        model = parallelize(build_model(MODEL, INPUTS, seed=1), mesh, units=encoder_layers)
         optimizer = adamw(model)
         train(model, mesh, range(HALF), optimizer)
         saved = Path(folder) / str(len(halves))
@@ -54,7 +54,7 @@ def matrix(folder: str, *plans: str) -> dict[str, Any]:
         halves[saved] = (mesh, train(model, mesh, range(HALF, STEPS), optimizer))
     for saved, (first, rest) in halves.items():
         for mesh in meshes:
-            model = spread(build_model(MODEL, INPUTS, seed=9), mesh, units=encoder_layers)
+            model = parallelize(build_model(MODEL, INPUTS, seed=9), mesh, units=encoder_layers)
             optimizer = adamw(model)
             optimizer.param_groups[0]["lr"] = 7.0
             load(saved, model, optimizer)
@@ -99,7 +99,7 @@ def same_bytes(folder: str, *plans: str) -> list[int]:
         mesh = opened(json.loads(plan))
         with delayed_init(Path(folder) / "one"):
             model = build_model(MODEL, INPUTS, seed=2 + dist.get_rank())
-        spread(model, mesh, units=encoder_layers)
+        parallelize(model, mesh, units=encoder_layers)
         assert sum(taken) == sum(local(parameter).numel() for parameter in model.parameters())
         found.append(sum(taken))
         taken.clear()
@@ -123,7 +123,7 @@ def test_files_are_the_same_bytes_from_every_mesh(tmp_path: Path) -> None:
 def full_disk(folder: str) -> list[str]:
     """Rank 0 alone fails, half way through."""
     dist.init_process_group("gloo")
-    model = spread(build_model(MODEL, INPUTS, seed=1), opened({}), units=encoder_layers)
+    model = parallelize(build_model(MODEL, INPUTS, seed=1), opened({}), units=encoder_layers)
     save(folder, model)
     if dist.get_rank() == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

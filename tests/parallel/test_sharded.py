@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.backends import Backend, RankGroup, open_host
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.watch import GraphWatch
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
@@ -24,10 +24,10 @@ from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
 from pipeline.parallel.strategies.base import Chunk
 from pipeline.parallel.strategies.flat import ALIGNED, FlatLayout
-from pipeline.parallel.strategies.sharded import (
+from pipeline.parallel.strategies.zero1 import (
     LARGEST_BYTES,
     LARGEST_UNDER_AUTOCAST_BYTES,
-    ShardedFlatStrategy,
+    Zero1Strategy,
     buckets_of,
 )
 from pipeline.parallel.world import World, world_from_env
@@ -89,7 +89,7 @@ def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: in
         return program, share
     mesh = open_mesh(plan, backend, timeout_s=60.0)
     prepare_model(model, backend, config)
-    strategy = ShardedFlatStrategy(
+    strategy = Zero1Strategy(
         model,
         backend,
         precision=config.precision,

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from pipeline.context import load_result
-from pipeline.data.tokens import open_rows, read_token_sets
+from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.evaluate.products import text_hashes
 from pipeline.mine import run as mine_run
-from pipeline.mine.negatives import Negatives, NegativeSet, find_negatives, open_negatives
-from pipeline.mine.run import NONE, Parts, all_negatives
+from pipeline.mine.choose import NONE
+from pipeline.mine.run import Parts, all_negatives
+from pipeline.mine.store import Negatives, NegativeSet, find_negatives, open_negatives
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
 

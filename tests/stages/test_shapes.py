@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.compile.manifest import Plan, graph_key
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.footprint import EncoderSizes, Estimate
 from pipeline.model.factory import FactoryEncoder
 from pipeline.parallel.world import World

@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import open_ranks

@@ -8,11 +8,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
-from pipeline.core.batching import BatchPlan, Bucket, RankShare
+from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
 from pipeline.data.loader import RowSource
-from pipeline.data.sampler import NONE, GroupedRows, MinedProducts
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.data.tokens import CategoricalInfo, ShardInfo, TokenSetInfo
+from pipeline.data.token_sets import CategoricalInfo, ShardInfo, TokenSetInfo
+from pipeline.data.training_groups import NONE, GroupedRows, MinedProducts
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch

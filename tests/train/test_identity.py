@@ -5,7 +5,7 @@ from pydantic import BaseModel
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.data.tokens import Partition, Selection
+from pipeline.data.token_sets import Partition, Selection
 from pipeline.model.config import ModelConfig, check_architecture
 from pipeline.train.config import OptimizerConfig
 from pipeline.train.inputs import check_identity, identity_parts

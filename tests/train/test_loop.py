@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.compile.plan import graph_plan
-from pipeline.core.batching import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings, resolve, settings_hash

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.tokens import JudgedSplit, TokenSetInfo
+from pipeline.data.token_sets import JudgedSplit, TokenSetInfo
 from pipeline.model.config import LossConfig
 from pipeline.train.inputs import warnings_of
 from tests.train.rows import TRAIN, grouped, make_rows, token_set_info

@@ -18,12 +18,12 @@ from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
-from pipeline.data.sampler import NONE
 from pipeline.data.shards import TokenRows
-from pipeline.data.tokens import open_rows, read_token_sets
+from pipeline.data.token_sets import open_rows, read_token_sets
+from pipeline.data.training_groups import NONE
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
-from pipeline.mine.negatives import Negatives, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
 from pipeline.model.config import LossConfig
 from pipeline.model.hf_weights import from_hf
 from pipeline.model.losses import LOG_SCALE

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows

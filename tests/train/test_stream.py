@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.train.loop import BatchStream, schedule_of
 from tests.train.rows import TRAIN, grouped, make_rows, plan_of

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batching import RankShare
+from pipeline.core.batch_order import RankShare
 from pipeline.core.footprint import EncoderSizes, Workload, step_flops
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows

@@ -15,7 +15,7 @@ import pipeline.train.build as train_build
 import pipeline.tune.study as tune_trial
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokens import open_rows
+from pipeline.data.token_sets import open_rows
 from pipeline.io import atomic
 from pipeline.settings import LaunchConfig, Settings, resolve
 from pipeline.stages import train as train_stage

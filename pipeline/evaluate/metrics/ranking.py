@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
-from pipeline.core.batching import place_among_equals
+from pipeline.core.batch_order import place_among_equals
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, Queries, divided

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline.core.arrays import Int64s
-from pipeline.data.sampler import MOST_LINKED, GroupedRows, Links, MinedProducts, TrainingPools, _lined_up
 from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.training_groups import MOST_LINKED, GroupedRows, Links, MinedProducts, TrainingPools, _lined_up
 from tests.train.rows import make_rows, mined_from
 
 SLOTS = 4

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from pipeline.core.batching import Bucket
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.record import Record
 from pipeline.data.shards import ShardFile, TokenRows

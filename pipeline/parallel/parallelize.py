@@ -30,7 +30,9 @@ Model = TypeVar("Model", bound=nn.Module)
 _DROPOUT = 1  # purpose of a stream
 
 
-def spread(model: Model, mesh: Mesh, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None) -> Model:
+def parallelize(
+    model: Model, mesh: Mesh, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None
+) -> Model:
     """The model itself, on the mesh's device, its parameters DTensors of fp32 (or of the type that they had).
 
     All ranks have the weights of rank 0 then, and gradients are means over data-parallel ranks. `shard` "state" keeps
@@ -70,7 +72,7 @@ def spread(model: Model, mesh: Mesh, *, units: UnitRule = find_units, tensor_pla
 
 
 def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
-    """In place, what `spread` does once ranks agree; without peers too, for memory.py."""
+    """In place, what `parallelize` does once ranks agree; without peers too, for memory.py."""
     split(model, styles, mesh.devices[TENSOR])
     if mesh.plan.recompute == "units":
         recompute_units(units)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from pipeline.mine.choose import NONE, Candidates, Counts, Judged, choose_negatives
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import NONE, Candidates, Counts, Judged, choose_negatives
 
 ITEMS = 12
 

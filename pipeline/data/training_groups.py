@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int32s, Int64s
-from pipeline.core.batching import EMPTY, Groups, deal_groups, first_rows, locate, place_among_equals
+from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, place_among_equals
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
@@ -23,7 +23,7 @@ MOST_LINKED = 64
 _NOTHING: Int64s = np.zeros(0, dtype=np.int64)
 _BLOCK_ROWS = 65_536
 """Rows whose texts are read at a time."""
-_REPLAY, _FIRST = 3, 5  # purposes of streams of random numbers, apart from those of core/batching and train/loop
+_REPLAY, _FIRST = 3, 5  # purposes of streams of random numbers, apart from those of core/batch_order and train/loop
 _PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
 
 # Mined negatives as training reads them: of each query some products, by the row of the token shards that has them.
@@ -226,7 +226,7 @@ class GroupedRows:
         by_topic: bool = False,
         links: Links | None = None,
     ) -> "GroupedRows":
-        """Deal the rows of a source, see core/batching. Reads the judgement and the texts of every row once.
+        """Deal the rows of a source, see core/batch_order. Reads the judgement and the texts of every row once.
 
         `lengths`: ascending, the last holds the longest texts there can be. `by_topic`: in the order of their queries'
         first tokens, so that neighbours are alike; all queries stand there once before any comes again.

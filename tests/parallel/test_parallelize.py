@@ -18,13 +18,13 @@ from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.parallel.config import Plan
 from pipeline.parallel.delayed_init import delayed_init
 from pipeline.parallel.mesh import Mesh, open_mesh
+from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.tensors import clip_grad_norm
-from pipeline.parallel.transform import spread
 from pipeline.parallel.units import Unit, find_units
 from tests.parallel.plain import plain_tensors
 from tests.ranks import run_ranks
 
-CASES = "tests.parallel.test_transform"
+CASES = "tests.parallel.test_parallelize"
 STEPS, QUERIES, SLOTS = 3, 8, 4
 PAIRS = QUERIES * SLOTS
 MODEL = ModelConfig(
@@ -116,7 +116,7 @@ def matrix(*plans: str) -> list[dict[str, float]]:
         # Ranks that were seeded differently: the weights are those of rank 0, whether they are there or still to draw.
         with delayed_init() if number % 2 else nullcontext():
             model = build_model(MODEL, INPUTS, seed=1 + dist.get_rank())
-        spread(model, mesh, units=encoder_layers)
+        parallelize(model, mesh, units=encoder_layers)
         found = train(model, mesh, range(STEPS), adamw(model))
         weights, reference = plain_tensors(model), plain_tensors(alone)
         if mesh.plan.recompute == "none":

@@ -1,7 +1,8 @@
-"""A model spread over ranks as modules: shards of units, tensor peers, units computed again or offloaded.
+"""A model spread over ranks as modules: FSDP2's shards of units, tensor parallelism, recomputation, offloading.
 
-The masters are this rank's slices of the parameters, one of each. Checkpoints are those of flat vectors: whole named
-tensors, and moments in the order of FlatLayout, so a run may change the way it is spread at a resume.
+Where no rank shards it is replicated, by the same calls. The masters are this rank's slices of the parameters, one of
+each. Checkpoints are those of flat vectors: whole named tensors, and moments in the order of FlatLayout, so a run may
+change the way it is spread at a resume.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,16 +20,16 @@ from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.gang import peers
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.recompute import recompute_units
 from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State, Strategy
 from pipeline.parallel.strategies.flat import FlatLayout, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
 from pipeline.parallel.tensors import fill, local, sharing, whole
-from pipeline.parallel.transform import spread
 from pipeline.parallel.units import find_units
 
 
-class ModuleStrategy(Strategy):
+class FsdpStrategy(Strategy):
     """A Strategy: the parameters of a module, each in slices over the ranks of a mesh."""
 
     def __init__(
@@ -68,7 +69,7 @@ class ModuleStrategy(Strategy):
             model.to(self.backend.device)
             self._compute = self.backend.compiled(self._computed)
         else:
-            self._root = cast(Any, spread(model, mesh))
+            self._root = cast(Any, parallelize(model, mesh))
             # Before the first forward pass slices that need padding move, and masters would be copies from then on.
             self._root._get_fsdp_state()._lazy_init()
             self._compute = self._computed

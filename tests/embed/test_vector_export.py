@@ -22,9 +22,9 @@ from pipeline import cli
 from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.embed import handover
+from pipeline.embed import vector_export
 from pipeline.embed.formats import FORMS, IDS, MATRIX, Piece, open_form
-from pipeline.embed.handover import STATE, MappedVectors, hand_over, open_vectors
+from pipeline.embed.vector_export import STATE, MappedVectors, hand_over, open_vectors
 from pipeline.embed.vectors import PartCounts, PartInfo, PartRows, VectorLayout, VectorSet, part_files
 from pipeline.embed.vectors import open_vectors as open_committed
 from pipeline.io.atomic import write_bytes_atomic
@@ -146,11 +146,11 @@ def test_a_try_that_was_broken_off_goes_on(
 
         return rows
 
-    real, write = handover.rows_of, write_bytes_atomic
-    monkeypatch.setattr(handover, "rows_of", fail_at(2, -1))
+    real, write = vector_export.rows_of, write_bytes_atomic
+    monkeypatch.setattr(vector_export, "rows_of", fail_at(2, -1))
     with pytest.raises(Preempted):
         hand_over(vectors, made, out, STOP)
-    monkeypatch.setattr(handover, "rows_of", real)
+    monkeypatch.setattr(vector_export, "rows_of", real)
     assert json.loads((out / STATE).read_bytes())["done"] == 2
 
     def die(path: Path, data: bytes) -> None:
@@ -158,10 +158,10 @@ def test_a_try_that_was_broken_off_goes_on(
             raise Preempted("enough")
         write(path, data)
 
-    monkeypatch.setattr(handover, "write_bytes_atomic", die)
+    monkeypatch.setattr(vector_export, "write_bytes_atomic", die)
     with pytest.raises(Preempted):
         hand_over(vectors, made, out, STOP)
-    monkeypatch.setattr(handover, "write_bytes_atomic", write)
+    monkeypatch.setattr(vector_export, "write_bytes_atomic", write)
     with monkeypatch.context() as broken:
         broken.setattr(made, "check", lambda *given: (_ for _ in ()).throw(Preempted("enough")))
         with pytest.raises(Preempted):
@@ -195,10 +195,10 @@ def test_what_is_damaged_is_found_when_it_is_read_back(vectors: VectorSet, tmp_p
     assert data[place : place + 40] != bytes(40)
     data[place : place + 40] = bytes(40)
     largest.write_bytes(data)
-    piece = handover.pieces_of(vectors)
+    piece = vector_export.pieces_of(vectors)
     with pytest.raises((DataError, RuntimeError, OSError)):
         for one in piece:
-            made.check(out, one, handover.rows_of(vectors, one))
+            made.check(out, one, vector_export.rows_of(vectors, one))
 
 
 def test_a_folder_of_others_is_left_alone(vectors: VectorSet, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.core.batching import (
+from pipeline.core.batch_order import (
     EMPTY,
     BatchPlan,
     Bucket,

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.io.storage import Storage, open_storage
-from pipeline.mine.negatives import (
+from pipeline.mine.store import (
     Negatives,
     NegativeSet,
     NegativesInfo,

@@ -65,7 +65,7 @@ def buckets_of(layout: FlatLayout, shards: int, largest_bytes: int) -> tuple[Buc
     return tuple(found)
 
 
-class ShardedFlatStrategy(FlatStrategy):
+class Zero1Strategy(FlatStrategy):
     """A Strategy: whole weights on every rank; masters, and with them moments, in slices of buckets."""
 
     def __init__(
