@@ -1,7 +1,7 @@
 # Machines, queues and who gets how much of them.
 
 locals {
-  # vCPU and EFA interfaces by type; jobs/targets/batch/limits.py has the same (a test compares them).
+  # vCPU and EFA interfaces by type; pipeline/core/machines.py has the same (a test compares them).
   trainium = jsondecode(file("${path.module}/trainium.json"))
 }
 

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 def keep(
     command: list[str], timeout_s: float, grace_s: float, told: list[str], pause: Callable[[float], None]
 ) -> dict[str, object]:
-    """Run the command to its end and kill what it left. What ended.json says: see gang.NodeEnd."""
+    """Run the command to its end and kill what it left. What ended.json says: see nodes.NodeEnd."""
     deadline, kill_at, stopped_by = time.monotonic() + timeout_s, float("inf"), ""
     is_ours, kills = os.environ[MARK].__eq__, kills_for_memory(OF_MACHINE) or 0
     try:
