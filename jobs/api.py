@@ -179,8 +179,8 @@ class Cycle:
         plan, target, answered_at = self._cycle.plan(), self._cycle.target(), time.monotonic()
         while True:
             left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
-            if self._engine is not None:
-                wait_for([self._engine], left)
+            if (engine := self._engine) is not None:  # once: another thread may wait too, or cancel
+                wait_for([engine], left)
             is_mine = self._runs_here()
             try:
                 closed = None if is_mine else self._store.closed()
@@ -204,9 +204,10 @@ class Cycle:
 
     def _runs_here(self) -> bool:
         """Whether this process still runs the jobs. Raises what ended that, once."""
-        if self._engine is None or not self._engine.done():
-            return self._engine is not None
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        if engine is None or not engine.done():
+            return engine is not None
+        self._engine = None
         engine.result()
         return False
 

@@ -172,7 +172,7 @@ class CycleStore:
         if not self.storage.write_if_absent(self.key("claim.json"), mine.model_dump_json(indent=1).encode()):
             etag, theirs = self._etag(), self.claim()
             if theirs is None:
-                raise DataError(f"{self.storage.uri(self.key('claim.json'))} is gone", next_command="trnjobs status")
+                raise self._lost()
             is_other = (theirs.plan_id, theirs.target) != (mine.plan_id, target)
             if is_other and not self._has_no_plan():
                 raise ConfigError(
@@ -192,7 +192,7 @@ class CycleStore:
         write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
         etag = self._etag()
         if self.claim() != mine:  # this process was slower than its lease
-            raise self._taken_over()
+            raise self._lost()
         return mine, etag
 
     def _has_no_plan(self) -> bool:
@@ -201,11 +201,14 @@ class CycleStore:
 
     def _replace(self, claim: Claim, etag: str) -> str:
         if not self.storage.write_if_match(self.key("claim.json"), claim.model_dump_json(indent=1).encode(), etag):
-            raise self._taken_over()
+            raise self._lost()
         return self._etag()
 
-    def _taken_over(self) -> TransientError:
+    def _lost(self) -> DataError | TransientError:
+        """The claim is no longer that of this process."""
         uri = self.storage.uri(self.key("claim.json"))
+        if not self._etag():
+            return DataError(f"{uri} is gone", next_command="trnjobs status")
         return TransientError(f"{uri}: another process took the cycle over", next_command="trnjobs status")
 
     def _etag(self) -> str:

@@ -88,6 +88,15 @@ def test_the_same_owner_may_come_back_at_once(store: CycleStore) -> None:
             renew()
 
 
+def test_a_claim_that_somebody_deleted_is_not_told_as_taken_over(store: CycleStore) -> None:
+    with (
+        pytest.raises(DataError, match=r"claim\.json is gone"),
+        store.submitting(cycle(), "batch", "a") as renew,
+    ):
+        store.storage.delete([store.key("claim.json")])
+        renew()
+
+
 def test_who_lost_the_lease_does_not_free_the_next_one_s(store: CycleStore, clock: Clock) -> None:
     with store.submitting(cycle(), "batch", "a"):
         clock.now += LEASE_S + 1
