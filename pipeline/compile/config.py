@@ -107,7 +107,11 @@ class CompileConfig(Record):
     def cache_root(self, workspace: str) -> str:
         """Where compiled graphs lie: the absolute path of a folder, or s3://bucket/prefix."""
         root = self.cache_url or f"{workspace.rstrip('/')}/compile-cache"
-        return root if root.startswith("s3://") else str(Path(root.removeprefix("file://")).expanduser().absolute())
+        return (
+            root.rstrip("/")
+            if root.startswith("s3://")
+            else str(Path(root.removeprefix("file://")).expanduser().absolute())
+        )
 
 
 class EstimateConfig(Record):

@@ -67,19 +67,16 @@ def save_arrays(
     commit_arrays(storage, prefix, ARRAYS_FILE, arrays, scratch, kind=kind, fields=fields or {})
 
 
-def load_arrays(
-    storage: Storage, prefix: str, kind: str, cache_dir: Path, file: str = ARRAYS_FILE
-) -> tuple[Arrays, Mapping[str, JsonValue]]:
+def load_arrays(storage: Storage, prefix: str, kind: str, cache_dir: Path) -> tuple[Arrays, Mapping[str, JsonValue]]:
     """What was committed, verified: arrays and fields. Raises DataError."""
     try:
         manifest = require_manifest(storage, prefix)
         if manifest.kind != kind:
             raise DataError(f"it is of kind {manifest.kind}")
-        return load_file(fetch_dir(storage, prefix, cache_dir) / file), manifest.fields
+        return load_file(fetch_dir(storage, prefix, cache_dir) / ARRAYS_FILE), manifest.fields
     except (DataError, SafetensorError, OSError) as error:
-        what = f"{kind} figures" if file == ARRAYS_FILE else kind
         raise DataError(
-            f"{storage.uri(prefix)} holds no {what}: {first_line(error)}",
+            f"{storage.uri(prefix)} holds no {kind} figures: {first_line(error)}",
             expected="what trnpipe evaluate wrote",
             next_command="delete that folder and run trnpipe evaluate again",
         ) from error
@@ -153,13 +150,24 @@ def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
     """Committed scores, every byte verified. Raises DataError naming what is missing or does not fit."""
     where = storage.uri(prefix)
-    tensors, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
+    manifest = read_manifest(storage, prefix)
+    if manifest is None or manifest.kind != KIND:
+        raise DataError(
+            f"{where} holds no scores",
+            expected=f"a folder with a MANIFEST.json of kind {KIND}",
+            next_command="trnpipe evaluate",
+        )
     try:
-        description = _Description.model_validate(fields)
+        description = _Description.model_validate(manifest.fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "info"
         raise _bad(where, f"describes itself in another way ({place}: {first['msg']})") from error
+    file = fetch_dir(storage, prefix, cache_dir) / FILE
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise _bad(where, f"has no readable {FILE}: {error}") from error
     _check(description, tensors, where)
     vectors = [tensors[name] for name in _TYPES if "." in name] if description.info.vector_rows else []
     return ScoreSet(

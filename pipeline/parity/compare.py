@@ -209,7 +209,9 @@ def pearson(a: Float64s, b: Float64s) -> float | None:
     """Correlation of [N] values; None when either does not vary."""
     if not (np.ptp(a) and np.ptp(b)):
         return None
-    return float(np.corrcoef(a, b)[0, 1])
+    with np.errstate(all="ignore"):  # what varies by less than floats can square has no correlation either
+        found = float(np.corrcoef(a, b)[0, 1])
+    return found if math.isfinite(found) or not (np.isfinite(a).all() and np.isfinite(b).all()) else None
 
 
 def spearman(a: Float64s, b: Float64s) -> float | None:

@@ -42,9 +42,9 @@ def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: Las
     def on_signal(signum: int, frame: FrameType | None) -> None:
         stop.set(signal.Signals(signum).name)
 
+    writer, wakeup_fd, monitor = _start_monitor(stop, grace_s, last_hook)
     handlers = {signum: signal.signal(signum, on_signal) for signum in SIGNALS}
     _guard_forks(lambda: signal.getsignal(signal.SIGTERM) is on_signal)
-    writer, wakeup_fd, monitor = _start_monitor(stop, grace_s, last_hook)
     try:
         yield
     finally:

@@ -287,7 +287,7 @@ def judge_refusal(
     allowed, tool = comparison.allowed, comparison.baseline
     limit = f", {allowed:g} is allowed" if allowed or not tool else ""
     outcome: Outcome = "pass"
-    reason, says = limit, "is not better"
+    reason, says = limit if tool else f", {allowed:g} worse is allowed", "is not better"
     if math.isnan(best):
         outcome, reason, says = "skipped", "; not defined in enough bootstrap draws to say how sure that is", ""
     elif best > allowed:
@@ -353,14 +353,14 @@ def check_same_holdout(candidate: Side, incumbent: Side) -> None:
             expected="the same labels in the same order: else they are not scored on the same holdout",
             next_command="set data.labels to those of the incumbent and train again, or set --evaluate.incumbent none",
         )
-    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in ("query_id", "label", "gain")]
+    pairs = [(f"{name} of rows", getattr(ours, name), getattr(theirs, name)) for name in ("query_id", "label", "gain")]
     if candidate.retrieval is not None and incumbent.retrieval is not None:
-        pairs.append(("query_id of retrieval", candidate.retrieval.query_id, incumbent.retrieval.query_id))
+        pairs.append(("queries of retrieval", candidate.retrieval.query_id, incumbent.retrieval.query_id))
     for name, one, other in pairs:
         if not np.array_equal(one, other):
             raise DataError(
-                f"candidate and incumbent were not scored on the same holdout: the {name} of {len(one):,} rows and of"
-                f" {len(other):,} rows differ",
+                f"candidate and incumbent were not scored on the same holdout: the {name}, {len(one):,} and"
+                f" {len(other):,}, differ",
                 expected="both scored on the same rows",
                 next_command="run trnpipe evaluate again",
             )
