@@ -86,7 +86,8 @@ class RowDataset(Dataset[dict[str, Tensor]]):
 
     def __init__(self, arrays: Arrays) -> None:
         is_row = np.ones(len(arrays["label"]), dtype=np.bool_)
-        alone = {"is_row": is_row, "is_mined": ~is_row, "product_key": arrays["sample_id"]}
+        keys = {"query_key": arrays["query_id"], "product_key": arrays["sample_id"]}
+        alone = {"is_row": is_row, "is_mined": ~is_row, **keys}
         self._tensors = {**to_tensors(arrays), **target_tensors({**arrays, **alone})}
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from bench.embed_flow_side import MemoryPeak, cpu_seconds
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.prepare import prepare_share
+from pipeline.data.shared_prepare import prepare_share
 from pipeline.io.storage import open_storage
 
 

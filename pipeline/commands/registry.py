@@ -45,11 +45,11 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     named = prefix_in(registry.workspace, call.arguments[0]) if call.arguments else ""
     if call.action == "show":
         return _show(registry, named, say, as_json=as_json)
+    forced = call.options.get(FORCE)
+    if forced is not None and not one_line(forced):
+        raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
     before = registry.production()
     if call.action == "promote":
-        forced = call.options.get(FORCE)
-        if forced is not None and not one_line(forced):
-            raise ConfigError("the reason is empty", expected=f"{FORCE} and why the gate is wrong, in a few words")
         say_change(before, registry.promote(named, cycle=settings.cycle, force=forced or ""), say)
         return EXIT_OK
     without, reason = WITHOUT_VECTORS in call.switches, call.options.get(REASON, "")

@@ -1,4 +1,4 @@
-"""The work of one process: a chunk of rows becomes one shard per split, and a part that proves them."""
+"""The work of one worker: a chunk of rows becomes one shard per split, and a record that says it is done."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,26 +6,22 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 from safetensors.numpy import save
 
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.batch_order import Bucket
-from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
-from pipeline.data.judgements import BucketCounts, count_shard
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
-from pipeline.data.shards import Arrays
 from pipeline.data.token_sets import SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
 from pipeline.data.validate import CleanRows, Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
-from pipeline.io.commit import hash_bytes
 from pipeline.io.storage import os_errors
 
-SHARDS = "files"
-"""Where the shards lie in the folder that a chunk is staged in."""
+Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 class ChunkRecord(Record):
@@ -45,25 +41,37 @@ class ChunkRecord(Record):
     without_category: tuple[int, ...] = Field((), description="Usable rows without a value, by categorical column")
 
 
-class ChunkPart(Record):
-    """What proves a chunk: in the header of a file that holds the gains of its queries beside."""
+@dataclass(frozen=True)
+class Staging:
+    """Where a partition's shards wait for their commit: `files/` becomes the token set, `records/` proves progress."""
 
-    chunk: ChunkRecord
-    files: dict[str, FileRecord]
-    judged: dict[Split, tuple[BucketCounts, ...]]
+    folder: Path
 
+    @property
+    def files(self) -> Path:
+        return self.folder / "files"
 
-PART = "part"
-"""Where it stands in that header."""
+    def record_path(self, index: int) -> Path:
+        return self.folder / "records" / f"{index:05d}.json"
+
+    def create(self) -> None:
+        with os_errors("writing", f"file://{self.folder}"):
+            self.files.mkdir(parents=True, exist_ok=True)
+            (self.folder / "records").mkdir(exist_ok=True)
+
+    def finished(self, index: int) -> ChunkRecord | None:
+        """The record of a chunk whose shards are all there, else None."""
+        try:
+            record = ChunkRecord.model_validate_json(self.record_path(index).read_bytes())
+            whole = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
+        except (OSError, ValueError):  # never written, or torn: do it again
+            return None
+        return record if whole else None
 
 
 def chunk_name(file: int, chunk: int) -> str:
     """By the place of the file in its partition and of the chunk in its file: whoever reads one file can name it."""
     return f"{file:05d}-{chunk:05d}"
-
-
-def part_name(chunk: str) -> str:
-    return f"{chunk}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -80,13 +88,14 @@ class EncodeSettings:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One chunk to encode; `name` is that of the files that hold it. Its part is staged in a folder, shards below."""
+    """One chunk to encode; `index` numbers the chunks of a partition, `name` the files that hold it."""
 
     partition: str
+    index: int
     name: str
     chunk: Chunk
     settings: EncodeSettings
-    staging: Path
+    staging: Staging
 
 
 @lru_cache(maxsize=1)
@@ -94,10 +103,10 @@ def _tokenizer(data: bytes) -> TextTokenizer:
     return TextTokenizer(data)
 
 
-def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, str, tuple[str, ...]]:
-    """Validate, tokenise, pack and write; the part comes last and only after the shards are durable.
+def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:
+    """Validate, tokenise, pack and write; the record comes last and only after the shards are durable.
 
-    Returns the names of the partition, the chunk and its shards.
+    Returns the names of partition and chunk with it.
     """
     settings, tokenizer = task.settings, _tokenizer(tokenizer_json)
     rows, bad, rows_read = clean(task.chunk, settings.rules)
@@ -111,15 +120,12 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, str, tupl
     numeric = rows.numeric
     if settings.lexical:
         numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
-    folder = task.staging / SHARDS
     shards: dict[Split, ShardInfo] = {}
-    files: dict[str, FileRecord] = {}
-    judged: dict[Split, tuple[BucketCounts, ...]] = {}
-    query_gains: Arrays = {}
+    sizes: dict[str, int] = {}
     reasons = Counter[str]()
     for row in bad:
         reasons[row.reason] += row.count
-    with os_errors("writing", f"file://{task.staging}"):
+    with os_errors("writing", f"file://{task.staging.folder}"):
         for place, split in enumerate(SPLITS):
             index = np.flatnonzero(rows.split == place)
             if not len(index):
@@ -127,11 +133,8 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, str, tupl
             name = f"{split}-{task.name}.safetensors"
             arrays, counts = _shard_arrays(rows, numeric, pairs, index, tokenizer, settings.buckets)
             data = save(arrays)
-            write_bytes_atomic(folder / name, data)
-            shards[split] = ShardInfo(file=name, rows=counts)
-            files[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
-            judged[split], gains = count_shard(arrays, counts, len(settings.rules.labels))
-            query_gains |= {f"{split}.{field}": array for field, array in gains._asdict().items()}
+            write_bytes_atomic(task.staging.files / name, data)
+            shards[split], sizes[name] = ShardInfo(file=name, rows=counts), len(data)
         record = ChunkRecord(
             file=task.chunk.file,
             rows_filtered=task.chunk.num_rows - rows_read,
@@ -141,15 +144,13 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, str, tupl
             truncated_rows=int(pairs.truncated.sum()),
             tokens=int(pairs.num_tokens.sum()),
             shards=shards,
-            sizes_bytes={name: file.size_bytes for name, file in files.items()},
+            sizes_bytes=sizes,
             quarantined=quarantined(bad[: settings.quarantine_rows]),
             slices=rows.slices.names,
             without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
         )
-        part = ChunkPart(chunk=record, files=files, judged=judged)
-        data = save(query_gains, metadata={PART: part.model_dump_json()})
-        write_bytes_atomic(task.staging / part_name(task.name), data)
-    return task.partition, task.name, tuple(files)
+        write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
+    return task.partition, task.index, record
 
 
 def _shard_arrays(

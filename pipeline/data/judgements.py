@@ -1,6 +1,6 @@
 """Counts of what was judged in a partition, and what they say about the quality that can be learnt from it.
 
-They are counted in each shard as it is made, and added up before the partition is committed.
+They are read from its staged shards before these are committed.
 
 Nothing here depends on the settings of training: gains are counted in hundredths, so that whoever asks later may choose
 which gain makes a positive. Memory does not grow with the rows: queries are counted a range of ids at a time.
@@ -8,9 +8,10 @@ which gain makes a positive. Memory does not grow with the rows: queries are cou
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,8 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.token_sets import JudgedSplit, Split, TokenSetInfo
+from pipeline.data.shards import map_safetensors
+from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split, TokenSetInfo
 
 Bins = npt.NDArray[np.uint8]
 
@@ -55,38 +57,63 @@ class Queries(NamedTuple):
     high: Bins
 
 
-def count_shard(
-    arrays: Mapping[str, npt.NDArray[Any]], rows: Sequence[int], num_labels: int
-) -> tuple[tuple[BucketCounts, ...], Queries]:
-    """Of each bucket with rows, and the queries of all of them. `arrays`: of a shard, with `rows` in each bucket."""
-    counts, queries = list[BucketCounts](), list[Queries]()
-    for bucket in np.flatnonzero(rows).tolist():
-        ids, label, gain = (arrays[f"b{bucket}.{name}"] for name in ("query_id", "label", "gain"))
-        known, bins = label >= 0, hundredths(gain).astype(np.uint8)
-        counts.append(
-            BucketCounts(
-                bucket=bucket,
-                gains=_filled(np.bincount(bins, minlength=_STEPS + 1)),
-                labels=tuple(np.bincount(label[known], minlength=num_labels).tolist()),
-                label_gain_sums=tuple(np.bincount(label[known], weights=gain[known], minlength=num_labels).tolist()),
-            )
+Pieces = Callable[[int, int], Iterable[Queries]]
+"""Queries of a split with ids from one number up to another, in pieces; a query may be in several."""
+
+
+def count_judgements(
+    folder: Path, splits: Mapping[Split, Sequence[ShardInfo]], num_labels: int, stop: StopSignal
+) -> dict[Split, JudgedSplit]:
+    """Of the shards in `folder`. The same shards give the same counts, to the bit."""
+
+    def queries_in(shards: Sequence[ShardInfo]) -> Pieces:
+        return lambda first, last: _queries(folder, shards, first, last, stop)
+
+    return {
+        split: add_up(
+            bucket_counts(folder, shards, num_labels, stop),
+            queries_in(shards),
+            trained=queries_in(splits.get("train", ()) if split != "train" else ()),
+            num_buckets=len(shards[0].rows),
+            num_labels=num_labels,
         )
-        queries.append(Queries(ids, bins, bins))
-    return tuple(counts), _by_query(queries)
+        for split, shards in splits.items()
+    }
+
+
+def bucket_counts(
+    folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: StopSignal
+) -> Iterator[BucketCounts]:
+    """Of each bucket of each shard in turn."""
+    for bucket, arrays in _buckets(folder, shards, stop):
+        gain, label = np.asarray(arrays["gain"]), np.asarray(arrays["label"])
+        known = label >= 0
+        yield BucketCounts(
+            bucket=bucket,
+            gains=_filled(np.bincount(hundredths(gain), minlength=_STEPS + 1)),
+            labels=tuple(np.bincount(label[known], minlength=num_labels).tolist()),
+            label_gain_sums=tuple(np.bincount(label[known], weights=gain[known], minlength=num_labels).tolist()),
+        )
+
+
+def queries_of(folder: Path, shard: ShardInfo, stop: StopSignal) -> Queries:
+    """Those of one shard."""
+    return _by_query(_queries(folder, [shard], 0, _IDS - 1, stop))
 
 
 def add_up(
     counts: Iterable[BucketCounts],
-    queries: Sequence[Queries],
-    trained: Sequence[Queries],
+    queries: Pieces,
     *,
+    trained: Pieces,
+    num_queries: int | None = None,
     num_buckets: int,
     num_labels: int,
-    stop: StopSignal,
 ) -> JudgedSplit:
     """The counts of a split of those of its shards, in their order.
 
-    `queries`: of each shard. `trained`: of those of the train split, where this is another one.
+    `queries`: of the split. `trained`: of the train split, where this is another one. `num_queries`: in all pieces of
+    the split together (None: at most one a row); it bounds memory, and changes nothing else.
     """
     gains = np.zeros((num_buckets, _STEPS + 1), dtype=np.int64)
     rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
@@ -96,14 +123,14 @@ def add_up(
         sums += np.array(one.label_gain_sums, dtype=np.float64)
     best, worst = np.zeros((2, _STEPS + 1), dtype=np.int64)
     in_train = 0
-    passes = -(-sum(len(one.ids) for one in queries) // _ROWS_AT_ONCE)
+    passes = -(-(int(gains.sum()) if num_queries is None else num_queries) // _ROWS_AT_ONCE)
     for number in range(passes):
         first, last = number * _IDS // passes, (number + 1) * _IDS // passes - 1
-        ids, low, high = _by_query(_between(queries, first, last, stop))
+        ids, low, high = _by_query(queries(first, last))
         best += np.bincount(high, minlength=_STEPS + 1)
         worst += np.bincount(low, minlength=_STEPS + 1)
         is_trained = np.zeros(len(ids), dtype=np.bool_)
-        for piece in _between(trained, first, last, stop):
+        for piece in trained(first, last):
             places = ids.searchsorted(piece.ids)
             places = places[places < len(ids)]
             is_trained[places[ids[places] == piece.ids[: len(places)]]] = True  # both ascend, so the rest is behind
@@ -118,12 +145,23 @@ def add_up(
     )
 
 
-def _between(queries: Sequence[Queries], first: int, last: int, stop: StopSignal) -> Iterator[Queries]:
-    """Those with ids from one number up to another."""
-    for ids, low, high in queries:
+def _queries(folder: Path, shards: Sequence[ShardInfo], first: int, last: int, stop: StopSignal) -> Iterator[Queries]:
+    """Of one bucket of one shard after the other."""
+    for _, arrays in _buckets(folder, shards, stop):
+        ids = np.asarray(arrays["query_id"])
+        chosen = (ids >= first) & (ids <= last)
+        bins = hundredths(arrays["gain"][chosen]).astype(np.uint8)
+        yield _by_query([Queries(ids[chosen], bins, bins)])
+
+
+def _buckets(folder: Path, shards: Sequence[ShardInfo], stop: StopSignal) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The arrays of each bucket of each shard, mapped."""
+    for shard in shards:
         stop.raise_if_set("counting judgements")
-        start, end = ids.searchsorted(first), ids.searchsorted(last, side="right")
-        yield Queries(ids[start:end], low[start:end], high[start:end])
+        arrays = map_safetensors(folder / shard.file)
+        for bucket, count in enumerate(shard.rows):
+            if count:
+                yield bucket, {name: arrays[f"b{bucket}.{name}"] for name in ("query_id", "label", "gain")}
 
 
 def _by_query(pieces: Iterable[Queries]) -> Queries:

@@ -2,45 +2,48 @@
 
 Order: open the input, look at its labels and find or train the tokenizer, name each partition by fingerprint, reuse
 what is committed, tokenise the rest chunk by chunk in worker processes, commit a partition when its last chunk is done.
-
-Several jobs may share the work, each with a share of the chunks; whoever has the last one of a partition commits it.
-Killed anywhere and run again, also with another number of jobs, it encodes only what is missing and writes the same
-bytes. Memory: a chunk (64 MiB of columns at most) per process, and two in the parent.
+Memory: a chunk (64 MiB of columns at most) per worker, and two in the parent. Killed anywhere and run again, it skips
+finished chunks and writes the same bytes.
 """
 
 import shutil
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.chunks import ChunkTask, EncodeSettings, chunk_name, encode_chunk, part_name
+from pipeline.data.chunks import ChunkRecord, ChunkTask, EncodeSettings, Staging, chunk_name, encode_chunk
 from pipeline.data.config import DataConfig
-from pipeline.data.labels import decide_labels
+from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES
-from pipeline.data.partition import Encoding, FileCount, FileRead, NamedPartition, commit, committed, file_name
-from pipeline.data.rows import RawBatch, cut_chunks
-from pipeline.data.sources import Partition, Source, listed, open_source, reading
-from pipeline.data.survey import FileShare, Survey, share_files
-from pipeline.data.token_sets import FORMAT_VERSION, CategoricalInfo, TokenSetInfo
+from pipeline.data.row_counts import (
+    Encoding,
+    FileCount,
+    NamedPartition,
+    describe,
+    first_bad,
+    refuse_bad_share,
+    shards_by_split,
+)
+from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
+from pipeline.data.sources import InputFile, Partition, Source, open_source, reading
+from pipeline.data.survey import Survey, decide_labels, survey
+from pipeline.data.token_sets import FORMAT_VERSION, KIND, QUARANTINE, CategoricalInfo, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
 from pipeline.data.validate import RowRules
-from pipeline.io.storage import KeyNotFound, Storage, read_record
+from pipeline.io.atomic import write_bytes_atomic
+from pipeline.io.commit import commit_dir, read_manifest
+from pipeline.io.storage import Storage, os_errors
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
 Tell = Callable[[RawBatch | None], None]
 Emit = Callable[..., object]
 """Writes one event: its name, and its fields by keyword."""
-Share = tuple[NamedPartition, dict[int, FileShare]]
-"""What one worker does of a partition: of its files, by their number."""
-_UPLOADS = 4
+Look = Callable[[bool, bool], Survey]
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,31 @@ class PreparedData:
     infos: tuple[TokenSetInfo, ...]
 
 
-class Todo(Record):
-    """The partitions that the workers share, by prefix: those that were not there when the first of them looked."""
+@dataclass
+class _Work:
+    """A partition on its way: chunks announced so far, and those done.
 
-    prefixes: tuple[str, ...]
+    `with_bad`: which of those hold bad rows that may be kept of the partition. Other chunks hold none: memory stays
+    bounded.
+    """
+
+    named: NamedPartition
+    staging: Staging
+    done: dict[int, ChunkRecord] = field(default_factory=dict)
+    read: dict[str, FileCount] = field(default_factory=dict)
+    num_chunks: int | None = None
+    with_bad: list[int] = field(default_factory=list)
+
+    def note(self, index: int, record: ChunkRecord) -> None:
+        """A chunk is done. Of the bad rows only those are held that are among the first by now."""
+        self.done[index] = record
+        room, found = self.named.settings.quarantine_rows, sorted({*self.with_bad, index})
+        for number in found:
+            record = self.done[number]
+            bad = record.quarantined[:room]
+            room -= len(bad)
+            self.done[number] = record.model_copy(update={"quarantined": bad})
+        self.with_bad = [number for number in found if self.done[number].quarantined]
 
 
 def prepare(
@@ -83,69 +107,43 @@ def prepare(
     events: Emit,
     stop: StopSignal,
 ) -> PreparedData:
-    """Bring the workspace's token sets up to date with the input, alone. See prepare_share()."""
-    result = prepare_share(
-        config, workspace, worker=0, workers=1, scratch=scratch, tokenizer=tokenizer, events=events, stop=stop
-    )
-    if isinstance(result, int):
-        raise TransientError(
-            f"parts of {result} partition(s) are gone",
-            expected="no other prepare of this input at the same time",
-            next_command="the same command again: it finds what is done",
-        )
-    return result
-
-
-def prepare_share(
-    config: DataConfig,
-    workspace: Storage,
-    *,
-    worker: int,
-    workers: int,
-    scratch: Path,
-    tokenizer: bytes | None = None,
-    events: Emit,
-    stop: StopSignal,
-) -> PreparedData | int:
-    """Do the share of `worker` of `workers`; all that is prepared, or how many partitions the others still work on.
+    """Bring the workspace's token sets up to date with the input.
 
     Args:
-        scratch: a local folder for what is not published yet, not needed once prepare has returned.
+        scratch: a local folder that a rerun finds again; staging for chunks, not needed once prepare has returned.
         tokenizer: tokenizer.json of the model to go on training; `config.tokenizer.path` comes first.
-    Raises DataError, ConfigError, Preempted; TransientError too when the others have something to finish and the input
-    has changed: those that started later share another whole, of which this worker's part would be missing.
+    Raises DataError, ConfigError, TransientError, Preempted.
     """
-    scratch = scratch / "prepare" / f"worker-{worker}"
-    files = listed(config, stop)
     source = open_source(config, scratch=scratch, stop=stop)
-    survey = Survey(source, config, workspace, worker, workers, stop)
-    encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, survey, events, stop)
-    named = name_partitions(encoding, source, workspace, scratch / "parts")
-    # What all workers find is told once.
-    tell = events if worker == 0 else None
-    infos = {one.prefix: info for one in named if (info := committed(encoding, one, tell))}
-    _tidy_up(workspace, [one for one in named if one.prefix in infos])
-    plan = f"tokens/{config.name}/share/{fingerprint([one.prefix for one in named])}.json"
-    todo = _agree(workspace, plan, [one.prefix for one in named if one.prefix not in infos])
-    shares = _shares([one for one in named if one.prefix in todo], worker, workers)
-    shares = [(one, share) for one, share in shares if one.prefix not in infos]
-    infos |= _encode(encoding, source, shares, events, stop)
+
+    def look(want_labels: bool, want_sample: bool) -> Survey:
+        return survey(source, config, want_labels=want_labels, want_sample=want_sample, stop=stop)
+
+    encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, look, events, stop)
+    named = name_partitions(encoding, source)
+    infos: dict[str, TokenSetInfo] = {}
+    works: list[_Work] = []
     for one in named:
-        if one.prefix not in infos and (info := commit(encoding, one, events)):
-            infos[one.prefix] = info
-    if missing := len(named) - len(infos):
-        if listed(config, stop) != files:
-            raise TransientError(
-                f"{config.path} has changed since worker {worker} of {workers} looked at it",
-                expected="one input for all workers: those that started later share what lies there now",
-                next_command="the same command again: it finds what is done, and shares the rest with them",
-            )
-        return missing
-    result = gather(encoding, tokenizer_prefix, named, infos, prepared=todo)
-    workspace.delete([plan])
-    survey.delete()
-    shutil.rmtree(scratch, ignore_errors=True)
-    return result
+        staging = Staging(scratch / "tokens" / one.fingerprint)
+        if (info := committed(encoding, one, workspace, events)) is None:
+            works.append(_Work(one, staging))
+            continue
+        # What a try killed at the end of its commit left: were the folder ever deleted for damage, these are its files.
+        shutil.rmtree(staging.folder, ignore_errors=True)
+        infos[one.prefix] = info
+    infos |= _encode_all(encoding, workspace, source, works, events, stop)
+    return gather(encoding, tokenizer_prefix, named, infos, prepared=[work.named.prefix for work in works])
+
+
+def committed(encoding: Encoding, named: NamedPartition, workspace: Storage, events: Emit) -> TokenSetInfo | None:
+    """What a partition says of itself that is there already. Raises DataError above the share of bad rows."""
+    manifest = read_manifest(workspace, named.prefix)
+    if manifest is None:
+        return None
+    info = TokenSetInfo.model_validate(manifest.fields)
+    refuse_bad_share(encoding.config, info, [], workspace)
+    events(EventName.PARTITION_REUSED, partition=info.partition, prefix=named.prefix, rows=info.rows)
+    return info
 
 
 def gather(
@@ -192,11 +190,14 @@ def decide(
     workspace: Storage,
     scratch: Path,
     given: bytes | None,
-    survey: Survey,
+    look: Look,
     events: Emit,
     stop: StopSignal,
 ) -> tuple[Encoding, str]:
-    """Labels and tokenizer, and the prefix of the tokenizer. Unless given, both need a look at all rows, the same."""
+    """Labels and tokenizer, and the prefix of the tokenizer. Both need a look at all rows, unless given; they share it.
+
+    `look`: the survey of all rows, given whether labels and whether texts are wanted.
+    """
     found = given_tokenizer(config, given, stop)
     if found is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
         found = found.with_split_digits()
@@ -205,17 +206,17 @@ def decide(
         trained_on = source.partitions
         found = find_tokenizer(config, source, workspace)
     want_labels = not config.labels and not source.fixed_labels
-    labels, sample = survey.look(want_labels, found is None) if want_labels or found is None else (None, None)
-    label_set = decide_labels(config, source, labels)
+    seen = look(want_labels, found is None) if want_labels or found is None else None
+    labels = decide_labels(config, source, seen)
     if found is None:  # unless another worker has trained it meanwhile
         found = find_tokenizer(config, source, workspace)
     if found is None:
-        found = train_in_worker(config, list(sample.texts() if sample else ()), stop)
-        events(EventName.TOKENIZER_TRAINED, rows=len(sample.held) if sample else 0, fingerprint=found.fingerprint)
-    return Encoding(config, found, label_set), store_tokenizer(config, trained_on, workspace, found, scratch)
+        found = train_in_worker(config, list(seen.sample.texts() if seen else ()), stop)
+        events(EventName.TOKENIZER_TRAINED, rows=len(seen.sample.held) if seen else 0, fingerprint=found.fingerprint)
+    return Encoding(config, found, labels), store_tokenizer(config, trained_on, workspace, found, scratch)
 
 
-def name_partitions(encoding: Encoding, source: Source, workspace: Storage, scratch: Path) -> list[NamedPartition]:
+def name_partitions(encoding: Encoding, source: Source) -> list[NamedPartition]:
     """Every partition of the input, in order, with the name that its shards have or will have."""
     config, labels, named = encoding.config, encoding.labels, list[NamedPartition]()
     for partition in source.partitions:
@@ -240,8 +241,7 @@ def name_partitions(encoding: Encoding, source: Source, workspace: Storage, scra
             product_prefix=config.product_prefix,
             quarantine_rows=config.quarantine_rows,
         )
-        prefix = f"tokens/{config.name}/{name}"
-        named.append(NamedPartition(partition, settings, workspace, prefix, scratch / name))
+        named.append(NamedPartition(partition, f"tokens/{config.name}/{name}", settings))
     return named
 
 
@@ -272,138 +272,92 @@ def _token_set_fingerprint(config: DataConfig, partition: Partition, rules: RowR
     )
 
 
-# What is shared by all workers, and the share of one: of each file, all chunks or every n-th.
-
-
-def _tidy_up(workspace: Storage, whole: Sequence[NamedPartition]) -> None:
-    """Take away what a try killed at the end of its commit left of the parts of whole partitions.
-
-    Were a partition ever deleted for damage, they would prove files that are gone.
-    """
-    folder = whole[0].parts.rpartition("/")[0] if whole else ""  # the one of a dataset
-    left = set(workspace.list_dirs(folder)) if whole else set()
-    for one in whole:
-        if one.fingerprint in left:
-            workspace.delete_prefix(one.parts)
-
-
-def _agree(workspace: Storage, key: str, missing: Sequence[str]) -> frozenset[str]:
-    """What is shared, agreed upon by the first worker that looks: the shares of all must be of the same whole.
-
-    `missing`: prefixes that are not committed. One that a plan of earlier workers lacks is added to it.
-    """
-    while missing:
-        if workspace.write_if_absent(key, Todo(prefixes=tuple(missing)).model_dump_json().encode()):
-            break
-        stat = workspace.stat(key)
-        known = read_record(workspace, key, Todo, "a list of partitions", "trnpipe prepare")
-        if stat is None or known is None:
-            continue
-        together = frozenset(known.prefixes) | frozenset(missing)
-        new = Todo(prefixes=tuple(sorted(together))).model_dump_json().encode()
-        if len(together) == len(known.prefixes) or workspace.write_if_match(key, new, stat.etag):
-            return together
-    return frozenset(missing)
-
-
-def _shares(named: Sequence[NamedPartition], worker: int, workers: int) -> list[Share]:
-    """Of partitions of which a worker has something to do."""
-    files = [(one, number) for one in named for number in range(len(one.partition.files))]
-    sizes = [one.partition.files[number].size_bytes for one, number in files]
-    shares: dict[str, Share] = {}
-    for place, share in share_files(sizes, worker, workers).items():
-        one, number = files[place]
-        shares.setdefault(one.prefix, (one, {}))[1][number] = share
-    return list(shares.values())
-
-
 # Tokenise the chunks of all partitions in one stream, and commit each partition as it completes.
 
 
-def _encode(
-    encoding: Encoding, source: Source, shares: Sequence[Share], events: Emit, stop: StopSignal
+def _encode_all(
+    encoding: Encoding, workspace: Storage, source: Source, works: list[_Work], events: Emit, stop: StopSignal
 ) -> dict[str, TokenSetInfo]:
-    """Encode and publish the chunks of a share that nobody has published; returns what is whole by then, by prefix."""
-    files = [named.partition.files[number] for named, share in shares for number in share]
+    by_name = {work.named.partition.name: work for work in works}
+    waiting, infos = list(works), dict[str, TokenSetInfo]()
+
+    def commit_complete() -> None:
+        for work in [work for work in waiting if work.num_chunks == len(work.done)]:
+            infos[work.named.prefix] = _commit(encoding, workspace, work, events)
+            waiting.remove(work)
+            work.done.clear()
+
+    files = [file for work in works for file in work.named.partition.files]
     if not files:
         return {}
-    by_name = {named.partition.name: named for named, _ in shares}
-    under_way, read, infos = Counter[str](), set[str](), dict[str, TokenSetInfo]()
-    uploads, pending = ThreadPoolExecutor(_UPLOADS, "upload"), deque[tuple[str, Future[None]]]()
-
-    def tasks(tell: Tell) -> Iterator[ChunkTask]:
-        for named, share in shares:
-            name = named.partition.name
-            for task in _tasks(encoding.config, source, named, share, tell, stop):
-                under_way[name] += 1
-                yield task
-            read.add(name)
-
-    def finish(most: int) -> None:
-        """Uploads, until at most so many are under way."""
-        while len(pending) > most or (pending and pending[0][1].done()):
-            name, future = pending.popleft()
-            future.result()
-            under_way[name] -= 1
-            if name in read and not under_way[name] and (info := commit(encoding, by_name[name], events)):
-                infos[by_name[name].prefix] = info
-
-    try:
-        with reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
-            results = run_tasks(
-                encode_chunk,
-                encoding.tokenizer.data,
-                tasks(tell),
-                num_workers=encoding.config.num_workers,
-                stop=stop,
-                doing="preparing data",
-                waiting=lambda: tell(None),
-            )
-            with closing(results):
-                for partition, chunk, shards in results:
-                    pending.append((partition, uploads.submit(by_name[partition].publish, chunk, shards)))
-                    finish(2 * _UPLOADS)
-        finish(0)
-    finally:
-        uploads.shutdown(cancel_futures=True)
+    with reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
+        results = run_tasks(
+            encode_chunk,
+            encoding.tokenizer.data,
+            _tasks(encoding.config, source, works, tell, stop),
+            num_workers=encoding.config.num_workers,
+            stop=stop,
+            doing="preparing data",
+            waiting=lambda: tell(None),
+        )
+        with closing(results):
+            for partition, index, record in results:
+                by_name[partition].note(index, record)
+                commit_complete()
+    commit_complete()
     return infos
 
 
-def _tasks(
-    config: DataConfig,
-    source: Source,
-    named: NamedPartition,
-    share: Mapping[int, FileShare],
-    tell: Tell,
-    stop: StopSignal,
-) -> Iterator[ChunkTask]:
-    """The chunks of a share that are not there yet. A file of which all are there is not read."""
-    partition, there = named.partition, named.there()
-    for number, mine in share.items():
-        if file_name(number) in there:
-            try:
-                num_chunks = named.read_of(number).num_chunks
-            except KeyNotFound:  # another worker has committed the partition meanwhile, and tidied up
-                continue
-            if all(part_name(chunk_name(number, place)) in there for place in mine.chunks(num_chunks)):
-                continue
-        file, counts, num_chunks = partition.files[number], list[FileCount](), 0
-        batches = count_rows(source.read(file), counts.append, tell)
-        for place, chunk in enumerate(cut_chunks(file.key, batches, config.rows_per_chunk)):
-            stop.raise_if_set("preparing data")
-            name, num_chunks = chunk_name(number, place), place + 1
-            if mine.has(place) and part_name(name) not in there:
-                yield ChunkTask(partition.name, name, chunk, named.settings, named.scratch)
-        named.note(number, FileRead(count=counts[0], num_chunks=num_chunks))
+def _tasks(config: DataConfig, source: Source, works: list[_Work], tell: Tell, stop: StopSignal) -> Iterator[ChunkTask]:
+    """The chunks that still have to be encoded; those a killed run finished are noted as done."""
+    for work in works:
+        work.staging.create()
+        partition, index = work.named.partition, 0
+        for number, file in enumerate(partition.files):
+
+            def counted(count: FileCount, file: InputFile = file, work: _Work = work) -> None:
+                work.read[file.key] = count
+
+            batches = count_rows(source.read(file), counted, tell)
+            for place, chunk in enumerate(cut_chunks(file.key, batches, config.rows_per_chunk)):
+                stop.raise_if_set("preparing data")
+                if record := work.staging.finished(index):
+                    work.note(index, record)
+                else:
+                    name = chunk_name(number, place)
+                    yield ChunkTask(partition.name, index, name, chunk, work.named.settings, work.staging)
+                index += 1
+        work.num_chunks = index
 
 
 def count_rows(batches: Iterable[RawBatch], counted: Callable[[FileCount], None], tell: Tell) -> Iterator[RawBatch]:
     """The batches of one file; behind the last one `counted` is told what there was in it."""
-    rows = blank = left_out = 0
+    count = FileCount()
     for batch in batches:
-        rows += len(batch.rows) + sum(row.count for row in batch.bad) + batch.left_out
-        blank += batch.blank
-        left_out += batch.left_out
+        count = count.plus(batch)
         tell(batch)
         yield batch
-    counted(FileCount(rows=rows, blank=blank, left_out=left_out))
+    counted(count)
+
+
+def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -> TokenSetInfo:
+    """Publish the shards of all chunks with their manifest. Raises DataError above the share of bad rows."""
+    records, staging = [work.done[index] for index in range(len(work.done))], work.staging
+    with os_errors("reading", f"file://{staging.files}"):
+        num_labels = len(encoding.labels.gains)
+        judged = count_judgements(staging.files, shards_by_split(records), num_labels, workspace.stop)
+    info = describe(encoding, work.named, work.read, records, judged)
+    bad = first_bad(encoding.config, records)
+    refuse_bad_share(encoding.config, info, bad, workspace)
+    with os_errors("writing", f"file://{staging.files}"):
+        write_bytes_atomic(staging.files / QUARANTINE, quarantine_lines(bad))
+    commit_dir(workspace, staging.files, work.named.prefix, kind=KIND, fields=info.model_dump(mode="json"))
+    shutil.rmtree(staging.folder, ignore_errors=True)
+    tell_prepared(work.named, info, events)
+    return info
+
+
+def tell_prepared(named: NamedPartition, info: TokenSetInfo, events: Emit) -> None:
+    if info.rows_bad:
+        events(EventName.ROWS_QUARANTINED, partition=info.partition, rows=info.rows_bad, reasons=info.reasons)
+    events(EventName.PARTITION_PREPARED, partition=info.partition, prefix=named.prefix, rows=info.rows)

@@ -1,44 +1,41 @@
 """One pass over a few columns, before the work: a sample of texts for the tokenizer, and which classes there are.
 
-Each of several workers looks at the files of its share, and adds up those of all. No worker waits for another, which
-may be dead: behind its own files it looks at those that are missing. What comes out is the same to the bit for any
-number of workers.
+Classes are configured, defined by the layout, or found in the data.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import ValidationError
 
-from pipeline.core.arrays import Int64s
-from pipeline.core.errors import DataError, TransientError
-from pipeline.core.fingerprint import fingerprint
-from pipeline.core.record import Record
+from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.labels import LabelCount, Labels, add_counts, count_labels
 from pipeline.data.rows import FILTER, RawBatch, text_characters
 from pipeline.data.sources import InputFile, Source, reading
-from pipeline.data.validate import filter_mask
-from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, read_record
+from pipeline.data.validate import filter_mask, numbers
 
+MAX_LABELS = 1000
 SAMPLE_BYTES = 128 * 2**20
 """Text held for the tokenizer at most; in Python objects and with the copy for the trainer about five times that."""
 _TEXT_FIELDS = ("query", "title", "text")
-_LEVELS = 64
-_DENSER = 2
-"""Of the texts that may be held, a file keeps this many times its share of the input's bytes. Where a file is denser
-still, and would have been thinned too much, it is read again."""
-_VERSION = 2
-"""Of what a survey says: one of another version is not read. From 2 on without gains outside of 0 to 1."""
-_META = b"survey"
 
 
-def _fits(rows: int, size_bytes: int, limit: int, share: float = 1.0) -> bool:
+@dataclass
+class LabelCount:
+    """Rows of one label, and the sum of their gains (of those that have one)."""
+
+    rows: int = 0
+    gains: int = 0
+    gain_sum: float = 0.0
+
+
+def fits(rows: int, size_bytes: int, limit: int, share: float = 1.0) -> bool:
     """Whether a sample of so many rows may be held."""
     return rows <= max(1, limit) and (size_bytes <= share * SAMPLE_BYTES or rows <= 1)
 
@@ -49,8 +46,6 @@ class TextSample:
 
     At most `limit` rows and this `share` of SAMPLE_BYTES are held. Where several files are sampled, the n-th begins at
     row n: which rows are taken of a file does not depend on those before it, and of small files not all are.
-    `level_rows` and `level_bytes` say what every stride would have taken: rows, and bytes of their texts, by how often
-    two divides their number.
     """
 
     limit: int
@@ -59,30 +54,25 @@ class TextSample:
     seen: int = 0
     held_bytes: int = 0
     held: list[tuple[int, tuple[bytes, ...]]] = field(default_factory=list)
-    level_rows: Int64s = field(default_factory=lambda: np.zeros(_LEVELS, dtype=np.int64))
-    level_bytes: Int64s = field(default_factory=lambda: np.zeros(_LEVELS, dtype=np.int64))
 
     def add(self, batch: pa.RecordBatch, max_bytes: int) -> None:
-        """Texts are cut to `max_bytes`."""
-        texts = batch.select([name for name in _TEXT_FIELDS if name in batch.schema.names])
-        numbers = self.seen + np.arange(batch.num_rows, dtype=np.int64)
+        chosen = np.flatnonzero((self.seen + np.arange(batch.num_rows)) % self.stride == 0)
+        part = batch.take(pa.array(chosen))
+        columns = [pc.binary_slice(part[name], 0, max_bytes).to_pylist() for name in self.columns(part)]
+        rows = ((value or b"" for value in row) for row in zip(*columns, strict=True))
+        self.held += [(self.seen + int(place), tuple(row)) for place, row in zip(chosen, rows, strict=True)]
         self.seen += batch.num_rows
-        levels, is_some = np.full(batch.num_rows, _LEVELS - 1), numbers > 0
-        levels[is_some] = np.log2(numbers[is_some] & -numbers[is_some]).astype(np.int64)
-        sizes = np.zeros(batch.num_rows, dtype=np.int64)
-        for column in texts.columns:
-            sizes += np.minimum(pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False), max_bytes)
-        np.add.at(self.level_rows, levels, 1)
-        np.add.at(self.level_bytes, levels, sizes)
-        chosen = np.flatnonzero(numbers % self.stride == 0)
-        columns = [pc.binary_slice(column, 0, max_bytes).to_pylist() for column in texts.take(pa.array(chosen)).columns]
-        rows = (tuple(value or b"" for value in row) for row in zip(*columns, strict=True))
-        self.held += zip(numbers[chosen].tolist(), rows, strict=True)
-        self.held_bytes += int(sizes[chosen].sum())
-        while not _fits(len(self.held), self.held_bytes, self.limit, self.share):
+        fresh = self.held[len(self.held) - len(chosen) :]
+        self.held_bytes += sum(len(value) for _, row in fresh for value in row)
+        while not fits(len(self.held), self.held_bytes, self.limit, self.share):
             self.stride *= 2
             self.held = [item for item in self.held if item[0] % self.stride == 0]
             self.held_bytes = sum(len(value) for _, row in self.held for value in row)
+
+    @staticmethod
+    def columns(batch: pa.RecordBatch) -> list[str]:
+        """Those of texts, in their order."""
+        return [name for name in _TEXT_FIELDS if name in batch.schema.names]
 
     def texts(self) -> Iterator[str]:
         """All texts of the sampled rows; bytes that are not UTF-8 are left out."""
@@ -92,224 +82,244 @@ class TextSample:
                     yield value.decode("utf-8", "ignore")
 
 
-# The share of one worker: of each file, all chunks or every n-th.
-
-
-@dataclass(frozen=True)
-class FileShare:
-    """The chunks of a file that one of `of` workers does: every `of`-th, from number `place` on."""
-
-    place: int
-    of: int
-
-    def has(self, chunk: int) -> bool:
-        return chunk % self.of == self.place
-
-    def chunks(self, num_chunks: int) -> range:
-        return range(self.place, num_chunks, self.of)
-
-
-def share_files(sizes_bytes: Sequence[int], worker: int, workers: int) -> dict[int, FileShare]:
-    """The share of a worker: a run of files, by number, as long in bytes as that of any other.
-
-    A file that several runs touch is read by each of their workers, who take turns in its chunks.
-    """
-    weights = [max(1, size) for size in sizes_bytes]
-    total, start, mine = sum(weights), 0, dict[int, FileShare]()
-    for number, weight in enumerate(weights):
-        first, last = start * workers // total, ((start + weight) * workers - 1) // total
-        if first <= worker <= last:
-            mine[number] = FileShare(worker - first, last - first + 1)
-        start += weight
-    return mine
-
-
-# What is stored of each file, and the sum of all.
-
-
-class _Levels(Record):
-    """See TextSample."""
-
-    rows: tuple[int, ...]
-    sizes_bytes: tuple[int, ...]
-
-
-class _FileSurvey(Labels):
-    """What one file holds. The sampled texts lie beside, as a table."""
-
-    stride: int
-    levels: _Levels
-
-
 @dataclass(frozen=True)
 class Survey:
-    """Of an input, by one of some workers."""
+    labels: dict[str, LabelCount]
+    sample: TextSample
+    has_labels: bool
+    without_gain: str = ""
 
-    source: Source
-    config: DataConfig
-    workspace: Storage
-    worker: int
-    workers: int
-    stop: StopSignal
 
-    def look(self, want_labels: bool, want_sample: bool) -> tuple[Labels, TextSample]:
-        """What is wanted and nothing else: the labels of all files, and texts of them.
+def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
+    """Read what is wanted and nothing else. Raises DataError (missing columns, far too many labels)."""
+    labels = FileLabels()
+    sample = TextSample(config.tokenizer.train_rows)
+    files = [file for partition in source.partitions for file in partition.files]
+    with reading("looking at labels and texts", source, files) as tell:
+        for number, file in enumerate(files):
+            sample.seen = number
+            found = survey_file(source, config, file, sample if want_sample else None, want_labels, tell, stop)
+            labels.add(found, config.columns.label)
+    return Survey(labels.counts, sample, labels.there, labels.without_gain)
 
-        Raises DataError (missing columns, far too many labels), Preempted, TransientError too when another worker
-        finishes all and tidies up meanwhile.
-        """
-        key, sample = join_key(self._prefix, "labels.json"), TextSample(self.config.tokenizer.train_rows)
-        again = f"delete {self.workspace.uri(self._prefix)} and run trnpipe prepare again"
-        what = "the labels of an input"
-        if not want_sample and (
-            known := read_record(self.workspace, key, Labels, what, "trnpipe prepare", next_command=again)
-        ):
-            return known, sample
-        folder = join_key(self._prefix, "texts" if want_sample else "labels")
-        self._look_at_files(folder, want_labels, want_sample)
-        surveys = [self._read(folder, number)[0] for number in range(len(self._files))]
-        counts: dict[str, LabelCount] = {}
-        for one in surveys:
-            add_counts(counts, one.labels, self.config.columns.label)
-        labels = Labels(
-            there=any(one.there for one in surveys),
-            labels=counts,
-            without_gain=next((one.without_gain for one in surveys if one.without_gain), ""),
-        )
-        if want_labels:
-            self.workspace.write_bytes(key, labels.model_dump_json().encode())
-        if want_sample:
-            rows = np.sum([one.levels.rows for one in surveys], axis=0)
-            sizes = np.sum([one.levels.sizes_bytes for one in surveys], axis=0)
-            level = 0
-            while not _fits(rows[level:].sum(), sizes[level:].sum(), sample.limit):
-                level += 1
-            sample.stride = 2**level  # the smallest whose sample may be held
-            for number, one in enumerate(surveys):
-                sample.held += self._texts(folder, number, one, sample.stride)
-        return labels, sample
 
-    def delete(self) -> None:
-        """What was kept of each file; the labels of all stay, for a worker that comes late."""
-        for name in ("texts", "labels"):
-            self.workspace.delete_prefix(join_key(self._prefix, name))
+@dataclass
+class FileLabels:
+    """The labels of a file, or of several.
 
-    @cached_property
-    def _files(self) -> list[InputFile]:
-        return [file for partition in self.source.partitions for file in partition.files]
+    `there`: whether one has a column of them. `without_gain`: key of a file that has rows and no column of gains.
+    """
 
-    @cached_property
-    def _prefix(self) -> str:
-        """Of this very input, read in this very way."""
-        config = self.config
-        name = fingerprint(
-            {
-                "version": _VERSION,
-                "content": [partition.content_id for partition in self.source.partitions],
-                "columns": config.columns.model_dump(),
-                "labels": list(config.labels),
-                "filter": dict(config.filter),
-                "esci_locale": config.esci_locale,
-                "rows_per_chunk": config.rows_per_chunk,
-                "characters": text_characters(config.bucket_shapes),
-                "train_rows": config.tokenizer.train_rows,
-            }
-        )
-        return f"tokens/{config.name}/share/survey-{name}"
+    counts: dict[str, LabelCount] = field(default_factory=dict)
+    there: bool = False
+    without_gain: str = ""
 
-    def _look_at_files(self, folder: str, want_labels: bool, want_sample: bool) -> None:
-        """At this worker's, then at those that are still missing."""
-        files, sizes = self._files, [max(1, file.size_bytes) for file in self._files]
-        shares = share_files(sizes, self.worker, self.workers)
-        own = [number for number, share in shares.items() if share.place == 0]
-        behind = max(own, default=0)
-        others = [*range(behind + 1, len(files)), *range(behind + 1)]
-        there = names_in(self.workspace, folder)
-        missing = [file for number, file in enumerate(files) if _name(number) not in there]
-        with reading("looking at labels and texts", self.source, missing) as tell:
-            for number in [*own, *(number for number in others if number not in own)]:
-                if _name(number) in there:
-                    continue
-                if number not in own and _name(number) in (there := names_in(self.workspace, folder)):
-                    continue
-                share = _DENSER * sizes[number] / sum(sizes)
-                sample = TextSample(int(share * self.config.tokenizer.train_rows), share, seen=number)
-                labels = self._look_at(files[number], sample if want_sample else None, want_labels, tell)
-                self.workspace.write_bytes(join_key(folder, _name(number)), _to_bytes(labels, sample))
+    def add(self, other: "FileLabels", column: str) -> None:
+        """Raises DataError for far too many labels."""
+        self.there = self.there or other.there
+        self.without_gain = self.without_gain or other.without_gain
+        for name, count in other.counts.items():
+            mine = self.counts.setdefault(name, LabelCount())
+            mine.rows += count.rows
+            mine.gains += count.gains
+            mine.gain_sum += count.gain_sum
+        _check_number(self.counts, column)
 
-    def _look_at(
-        self, file: InputFile, sample: TextSample | None, want_labels: bool, tell: Callable[[RawBatch], None]
-    ) -> Labels:
-        """Read what is wanted of one file; texts go into `sample`. Raises DataError."""
-        config = self.config
-        fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if sample is not None else [])
-        max_bytes = 4 * text_characters(config.bucket_shapes)
-        there, counts, without_gain = False, dict[str, LabelCount](), ""
-        for raw in self.source.read(file, [*fields, *(FILTER + column for column in config.filter)]):
-            self.stop.raise_if_set(f"reading {file.key}")
-            tell(raw)
-            batch = raw.columns
-            if config.filter:
-                batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
-            if want_labels and "label" in batch.schema.names:
-                there = True
-                count_labels(counts, batch, config.columns.label)
-                if batch.num_rows and "gain" not in batch.schema.names:
-                    without_gain = file.key
-            if sample is not None:
-                sample.add(batch, max_bytes)
-        return Labels(there=there, labels=counts, without_gain=without_gain)
 
-    def _texts(
-        self, folder: str, number: int, one: _FileSurvey, stride: int
-    ) -> Iterator[tuple[int, tuple[bytes, ...]]]:
-        """Of every `stride`-th row of a file."""
-        if one.stride > stride:
-            sample = TextSample(sum(one.levels.rows), float("inf"), stride, seen=number)
-            self._look_at(self._files[number], sample, False, lambda batch: None)  # not worth a bar of progress
-            yield from sample.held
-            return
-        _, table = self._read(folder, number)
-        numbers, *columns = (column.to_pylist() for column in table.columns)
-        for place, row in zip(numbers, zip(*columns, strict=True), strict=True):
-            if place % stride == 0:
-                yield place, row
+def survey_file(
+    source: Source,
+    config: DataConfig,
+    file: InputFile,
+    sample: TextSample | None,
+    want_labels: bool,
+    tell: Callable[[RawBatch], None],
+    stop: StopSignal,
+) -> FileLabels:
+    """Read what is wanted of one file; texts go into `sample`. Raises DataError."""
+    fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if sample is not None else [])
+    max_bytes = 4 * text_characters(config.bucket_shapes)
+    found = FileLabels()
+    for raw in source.read(file, [*fields, *(FILTER + column for column in config.filter)]):
+        stop.raise_if_set(f"reading {file.key}")
+        tell(raw)
+        batch = raw.columns
+        if config.filter:
+            batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
+        if want_labels and "label" in batch.schema.names:
+            found.there = True
+            _count_labels(found.counts, batch, config.columns.label)
+            if batch.num_rows and "gain" not in batch.schema.names:
+                found.without_gain = file.key
+        if sample is not None:
+            sample.add(batch, max_bytes)
+    return found
 
-    def _read(self, folder: str, number: int) -> tuple[_FileSurvey, pa.Table]:
-        """What is stored of one file, and its texts. Raises DataError, TransientError when it is gone."""
-        key = join_key(folder, _name(number))
+
+def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: str) -> None:
+    encoded = batch["label"].dictionary_encode()
+    place = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy(zero_copy_only=False)
+    size = len(encoded.dictionary) + 1
+    rows = np.bincount(place, minlength=size)
+    gain = numbers(batch["gain"]) if "gain" in batch.schema.names else np.full(batch.num_rows, np.nan)
+    known = (gain >= 0) & (gain <= 1)  # a row with another gain will be bad
+    gains = np.bincount(place[known], minlength=size)
+    sums = np.bincount(place[known], weights=gain[known], minlength=size)
+    for number, value in enumerate(encoded.dictionary.to_pylist()):
         try:
-            table = pa.ipc.open_file(pa.py_buffer(self.workspace.read_bytes(key))).read_all()
-            return _FileSurvey.model_validate_json(table.schema.metadata[_META]), table
-        except KeyNotFound as error:
-            raise TransientError(
-                f"{error.seen}, which another worker deleted as it finished",
-                expected="what was seen of each file, until all is prepared",
-                next_command="the same command again: it finds what is done",
-            ) from error
-        except (pa.ArrowException, KeyError, TypeError, ValidationError) as error:
+            name = value.decode().strip()
+        except UnicodeDecodeError:  # a bad row, counted when rows are judged
+            continue
+        if name:
+            count = labels.setdefault(name, LabelCount())
+            count.rows += int(rows[number])
+            count.gains += int(gains[number])
+            count.gain_sum += float(sums[number])
+    _check_number(labels, column)
+
+
+def _check_number(labels: Mapping[str, LabelCount], column: str) -> None:
+    if len(labels) > MAX_LABELS:
+        raise DataError(
+            f"column {column!r} has over {MAX_LABELS} different values, such as {next(iter(labels))!r}",
+            expected="a few relevance classes",
+            next_command="set --data.columns.label to the column of the classes, or list them in --data.labels",
+        )
+
+
+# Relevance classes whose order their names tell.
+
+_MAX_GRADE = 10
+"""Numbers above are no grades but something else: intents, categories, ids."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A known set of classes: names of each (the first one is shown), least relevant first."""
+
+    classes: tuple[tuple[str, ...], ...]
+    gains: tuple[float, ...] = ()
+    """Of each class where they are published; else those that occur are spaced evenly from 0 to 1."""
+
+    @property
+    def name(self) -> str:
+        """Most relevant first, as people say it: `match/non_match`."""
+        return "/".join(names[0] for names in reversed(self.classes))
+
+
+_ESCI_GAINS = (0.0, 0.01, 0.1, 1.0)
+"""Reddy et al., Shopping Queries Dataset, arXiv:2206.06588."""
+_IRRELEVANT = ("irrelevant", "not_relevant", "non_relevant")
+VOCABULARIES = (
+    Vocabulary((("I",), ("C",), ("S",), ("E",)), _ESCI_GAINS),
+    Vocabulary((("irrelevant",), ("complement",), ("substitute",), ("exact",)), _ESCI_GAINS),
+    Vocabulary((("no", "n"), ("yes", "y"))),
+    Vocabulary((("false", "f"), ("true", "t"))),
+    Vocabulary((("non_match", "no_match", "not_match", "mismatch"), ("match",))),
+    Vocabulary((_IRRELEVANT, ("partially_relevant", "somewhat_relevant"), ("relevant",), ("highly_relevant",))),
+    Vocabulary((("bad",), ("fair",), ("good",), ("excellent",), ("perfect",))),
+    Vocabulary((("negative", "neg"), ("positive", "pos"))),
+    Vocabulary((("low",), ("medium",), ("high",))),
+)
+
+
+def known_order(labels: Sequence[str]) -> tuple[dict[str, float], str] | None:
+    """Label -> gain, least relevant first, and the name of the vocabulary; None when no vocabulary has all labels."""
+    if grades := _grades(labels):
+        low, high = min(grades.values()), max(grades.values())
+        gains = {
+            label: (grade - low) / (high - low) if high > low else float(grade > 0) for label, grade in grades.items()
+        }
+        return gains, f"{low} to {high}"
+    for vocabulary in VOCABULARIES:
+        place_of = {_plain(name): place for place, names in enumerate(vocabulary.classes) for name in names}
+        places = {label: place_of[_plain(label)] for label in labels if _plain(label) in place_of}
+        if not len(places) == len(labels) == len(set(places.values())):
+            continue
+        ordered = sorted(places, key=lambda label: places[label])
+        if vocabulary.gains:
+            gains = {label: vocabulary.gains[places[label]] for label in ordered}
+        elif len(ordered) == 1:
+            gains = {label: places[label] / (len(vocabulary.classes) - 1) for label in ordered}
+        else:
+            gains = {label: number / (len(ordered) - 1) for number, label in enumerate(ordered)}
+        return gains, vocabulary.name
+    return None
+
+
+def _grades(labels: Sequence[str]) -> dict[str, int]:
+    """Whole numbers from 0 to 10, each once, in order; nothing for other labels."""
+    try:
+        values = {label: float(label) for label in labels}
+    except ValueError:
+        return {}
+    if not all(0 <= value <= _MAX_GRADE and value == int(value) for value in values.values()):
+        return {}
+    grades = {label: int(value) for label, value in sorted(values.items(), key=lambda item: item[1])}
+    return grades if len(set(grades.values())) == len(grades) else {}
+
+
+def _plain(label: str) -> str:
+    return re.sub(r"[-_\s]+", "", label).casefold()
+
+
+_MAX_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class LabelSet:
+    """`gains`: class -> gain, least relevant first (mean gain when found in the data).
+
+    `row_gains`: the gain of a row that has none of its own, per class. `vocabulary`: the known one that gave the order.
+    """
+
+    gains: dict[str, float]
+    row_gains: tuple[float, ...]
+    vocabulary: str = ""
+
+
+def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> LabelSet:
+    """Configured classes first, then those of the layout, then those in the data, by mean gain or as their names tell.
+
+    Configured classes without known gains are spaced evenly from 0 to 1. Raises DataError for an empty label column,
+    for labels whose order nothing tells, and where gains tell it and a file has none.
+    """
+    known = source.fixed_labels
+    if config.labels:
+        last = max(1, len(config.labels) - 1)
+        gains = {label: known.get(label, place / last) for place, label in enumerate(config.labels)}
+        return LabelSet(gains, tuple(gains.values()))
+    if known:
+        return LabelSet(dict(known), tuple(known.values()))
+    if seen is None or not seen.has_labels:
+        return LabelSet({}, ())
+    if not seen.labels:
+        raise DataError(
+            f"column {config.columns.label!r} is empty in all rows" + (" the filter keeps" if config.filter else ""),
+            expected="a relevance class in every row",
+            next_command="set --data.columns.label, or check --data.path"
+            + (" and --data.filter" if config.filter else ""),
+        )
+    means = {name: round(count.gain_sum / max(1, count.gains), 6) for name, count in seen.labels.items()}
+    gains = dict(sorted(means.items(), key=lambda item: (item[1], item[0])))
+    if len(set(gains.values())) > 1 or (len(gains) == 1 and sum(gains.values()) > 0):
+        if seen.without_gain:
             raise DataError(
-                f"{self.workspace.uri(key)} is not the survey of a file: {error}",
-                expected="what trnpipe prepare left of it",
-                next_command=f"delete {self.workspace.uri(self._prefix)} and run trnpipe prepare again",
-            ) from error
-
-
-def _name(number: int) -> str:
-    return f"{number:05d}.arrow"
-
-
-def _to_bytes(labels: Labels, sample: TextSample) -> bytes:
-    levels = _Levels(rows=tuple(sample.level_rows.tolist()), sizes_bytes=tuple(sample.level_bytes.tolist()))
-    record = _FileSurvey(**dict(labels), stride=sample.stride, levels=levels)
-    texts = [pa.array(column, pa.large_binary()) for column in zip(*(row for _, row in sample.held), strict=True)]
-    arrays = [pa.array([number for number, _ in sample.held], pa.int64()), *texts]
-    schema = pa.schema(
-        [pa.field(str(place), array.type) for place, array in enumerate(arrays)],
-        metadata={_META: record.model_dump_json()},
+                f"{seen.without_gain} has no column {config.columns.gain!r}, and others have one",
+                expected="a gain for the rows of every file, or of none",
+                next_command="add the column, or set --data.labels: rows without a gain then get that of their label",
+            )
+        return LabelSet(gains, (0.0,) * len(gains))
+    if known_labels := known_order(list(gains)):
+        gains, vocabulary = known_labels
+        return LabelSet(gains, tuple(gains.values()), vocabulary)
+    shown = sorted(seen.labels, key=lambda name: (-seen.labels[name].rows, name))[:_MAX_SHOWN]
+    more = f" and {len(gains) - len(shown)} more" if len(gains) > len(shown) else ""
+    value = ",".join(shown) if not any("," in name or name[:1] in "[{" for name in shown) else json.dumps(shown)
+    raise DataError(
+        f"column {config.columns.label!r} has labels whose order neither gains nor their names tell: "
+        + ", ".join(f"{name} ({seen.labels[name].rows:,} rows)" for name in shown)
+        + more,
+        expected="data.labels, a column of gains that differ, grades from 0, or one of "
+        + ", ".join(vocabulary.name for vocabulary in VOCABULARIES),
+        next_command=f"--data.labels {shlex.quote(value)}, put in order: the least relevant first",
     )
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(sink, schema, options=options) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-    return bytes(sink.getvalue().to_pybytes())

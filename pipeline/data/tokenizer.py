@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from pipeline.io.storage import KeyNotFound, Storage, open_storage, place_of
 from pipeline.proc.pool import run_tasks
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-TOKENIZER_FILE = "tokenizer.json"
+FILE = "tokenizer.json"
 _ALPHABET = 1000
 _EQUIVALENTS = {
     "[PAD]": ("[PAD]", "<pad>"),
@@ -49,21 +49,24 @@ def has_vocabulary(folder: str, ours: bytes) -> bool:
     Raises ConfigError naming a token that has another number there: the model would read other words.
     """
     storage = open_storage(folder)
-    uri = storage.uri(TOKENIZER_FILE)
     try:
-        data = storage.read_bytes(TOKENIZER_FILE)
+        data = storage.read_bytes(FILE)
     except KeyNotFound:
         return False
-    found, wanted = TextTokenizer(data, uri).vocabulary, TextTokenizer(ours).vocabulary
+    found, wanted = (_vocabulary(TextTokenizer(one, where)) for one, where in ((data, storage.uri(FILE)), (ours, "")))
     if found == wanted:
         return True
     token = min(found.items() ^ wanted.items(), key=lambda one: one[1])[0]
     raise ConfigError(
-        f"{uri} has {len(found):,} tokens, the data was tokenised with {len(wanted):,};"
+        f"{storage.uri(FILE)} has {len(found):,} tokens, the data was tokenised with {len(wanted):,};"
         f" {token!r} is number {found.get(token)} there and {wanted.get(token)} here",
         expected="the tokenizer that belongs to the weights of --model.init-from",
-        next_command=f"trnpipe prepare --data.tokenizer.path {uri}",
+        next_command=f"trnpipe prepare --data.tokenizer.path {storage.uri(FILE)}",
     )
+
+
+def _vocabulary(tokenizer: "TextTokenizer") -> dict[str, int]:
+    return tokenizers.Tokenizer.from_str(tokenizer.data.decode()).get_vocab(with_added_tokens=True)
 
 
 def tokenizer_fingerprint(data: bytes) -> str:
@@ -118,11 +121,11 @@ class TextTokenizer:
         self._tokenizer.no_padding()
         self.data, self.source = data, source
         self.fingerprint = tokenizer_fingerprint(data)
-        self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self.vocabulary.values(), default=-1) + 1
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         special = {}
         for name, equivalents in _EQUIVALENTS.items():
-            found = [self.vocabulary[token] for token in equivalents if token in self.vocabulary]
+            found = [vocabulary[token] for token in equivalents if token in vocabulary]
             if not found:
                 raise DataError(
                     f"{source} has no {name} token",
@@ -135,7 +138,7 @@ class TextTokenizer:
     @property
     def splits_digits(self) -> bool:
         """Whether words are cut where letters and digits meet."""
-        return self.with_split_digits() is self
+        return _has_digits(_pre_tokenizers(json.loads(self.data)))
 
     def with_split_digits(self) -> "TextTokenizer":
         """One of the same vocabulary that also cuts words where letters and digits meet; itself where it does already.
@@ -143,9 +146,8 @@ class TextTokenizer:
         Sellers write one model number as tp1724, tp 1724 and TP-1724; as pieces of words these have little in common.
         """
         content = json.loads(self.data)
-        words = content.get("pre_tokenizer")
-        parts = [] if words is None else list(words.get("pretokenizers", [words]))
-        if any(part["type"] == _DIGITS["type"] for part in parts):
+        parts = _pre_tokenizers(content)
+        if _has_digits(parts):
             return self
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*parts, _DIGITS]} if parts else _DIGITS
         return TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), self.source)
@@ -172,6 +174,16 @@ class TextTokenizer:
         if len(unique) == len(texts):
             return encoded
         return take(encoded, np.array([unique[text] for text in texts], dtype=np.int64))
+
+
+def _pre_tokenizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a tokenizer.json, in order."""
+    words = content.get("pre_tokenizer")
+    return [] if words is None else list(words.get("pretokenizers", [words]))
+
+
+def _has_digits(parts: Sequence[Mapping[str, Any]]) -> bool:
+    return any(part["type"] == _DIGITS["type"] for part in parts)
 
 
 def take(tokens: Tokens, index: Int64s) -> Tokens:
@@ -276,6 +288,8 @@ def pair_tokens(query: Tokens, product: Tokens, buckets: Sequence[Bucket]) -> Pa
 
 # Which tokenizer to use: given, found in the workspace, or trained; and where it is kept.
 
+TOKENIZER_FILE = "tokenizer.json"
+
 
 def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) -> TextTokenizer | None:
     """The one named in the settings, else the parent model's. Raises DataError or ConfigError when it is no use."""
@@ -319,15 +333,19 @@ def train_in_worker(config: DataConfig, texts: list[str], stop: StopSignal) -> T
     with progress("training the tokenizer", None, "texts") as advance:
         advance(len(texts))
         (data,) = run_tasks(
-            train_tokenizer,
-            texts,
-            iter([config.tokenizer]),
+            _train,
+            config.tokenizer,
+            iter([texts]),
             num_workers=1,
             stop=stop,
             doing="training the tokenizer",
             waiting=lambda: advance(0),
         )
     return TextTokenizer(data, "the tokenizer just trained")
+
+
+def _train(config: TokenizerConfig, texts: list[str]) -> bytes:
+    return train_tokenizer(texts, config)
 
 
 def store_tokenizer(

@@ -13,7 +13,8 @@ from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.stop import StopSignal
 from pipeline.data.digest import store_digest
 from pipeline.data.judgements import judgements_of, prepared_warnings
-from pipeline.data.prepare import Emit, PreparedData, prepare, prepare_share
+from pipeline.data.prepare import Emit, PreparedData, prepare
+from pipeline.data.shared_prepare import prepare_share
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings

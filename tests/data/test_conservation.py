@@ -14,9 +14,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data import readers
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.partition import FileCount
 from pipeline.data.prepare import count_rows
 from pipeline.data.readers import MALFORMED, suffix_format
+from pipeline.data.row_counts import FileCount
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FLAT, Files, FileSource, InputFile, Partition, open_source
 from pipeline.data.token_sets import FileRows, TokenSetInfo

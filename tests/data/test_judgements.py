@@ -11,8 +11,7 @@ from safetensors.numpy import save_file
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data import judgements
-from pipeline.data.judgements import Judgements, add_up, count_shard, hundredths, judgements_of
-from pipeline.data.shards import map_safetensors
+from pipeline.data.judgements import Judgements, count_judgements, hundredths, judgements_of
 from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split
 from tests.train.rows import token_set_info, write_shard
 
@@ -39,29 +38,14 @@ def write(folder: Path) -> tuple[tuple[ShardInfo, ...], list[tuple[int, int, int
     return tuple(shards), rows
 
 
-def counted(folder: Path, **splits: tuple[ShardInfo, ...]) -> dict[Split, JudgedSplit]:
-    """Of shards of two labels."""
-    found: dict[Any, Any] = {
-        split: [count_shard(map_safetensors(folder / shard.file), shard.rows, 2) for shard in shards]
-        for split, shards in splits.items()
-    }
-    return {
-        split: add_up(
-            [one for counts, _ in parts for one in counts],
-            [queries for _, queries in parts],
-            [queries for _, queries in found.get("train", ())] if split != "train" else (),
-            num_buckets=2,
-            num_labels=2,
-            stop=StopSignal(),
-        )
-        for split, parts in found.items()
-    }
+def counted(folder: Path, shards: tuple[ShardInfo, ...]) -> dict[Split, JudgedSplit]:
+    return count_judgements(folder, {"train": shards}, 2, StopSignal())
 
 
 @pytest.mark.parametrize("positive_gain", [0.0, 0.01, 0.1, 0.29, 0.3, 0.99, 1.0])
 def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) -> None:
     shards, rows = write(tmp_path)
-    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, train=shards)})
+    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, shards)})
     found = judgements_of([info], "train", positive_gain)
     assert found is not None
     by_query: dict[int, list[bool]] = defaultdict(list)
@@ -86,7 +70,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) 
 
 def test_a_query_counts_once_in_each_partition(tmp_path: Path) -> None:
     shards, _ = write(tmp_path)
-    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, train=shards)})
+    info = token_set_info("flat").model_copy(update={"judged": counted(tmp_path, shards)})
     before = token_set_info("flat")  # of an earlier version
     one, two = (judgements_of(infos, "train", 1.0) for infos in ([info, before], [info, info]))
     assert one is not None and two is not None
@@ -96,7 +80,7 @@ def test_a_query_counts_once_in_each_partition(tmp_path: Path) -> None:
 
 def test_however_many_passes_the_counts_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, rows = write(tmp_path)
-    whole = counted(tmp_path, train=shards)
+    whole = counted(tmp_path, shards)
     held: list[int] = []
     merge = judgements._by_query
 
@@ -107,7 +91,7 @@ def test_however_many_passes_the_counts_are_the_same(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(judgements, "_by_query", spy)
     monkeypatch.setattr(judgements, "_ROWS_AT_ONCE", 25)
-    assert counted(tmp_path, train=shards) == whole
+    assert counted(tmp_path, shards) == whole
     assert max(held) < len(rows) / 2, "a pass holds its range of queries alone"
     assert JudgedSplit.model_validate_json(whole["train"].model_dump_json()) == whole["train"]
 
@@ -118,7 +102,7 @@ def test_queries_of_a_holdout_that_are_trained_on_are_counted(
 ) -> None:
     monkeypatch.setattr(judgements, "_ROWS_AT_ONCE", at_once)
     shards, rows = write(tmp_path)
-    counts = counted(tmp_path, train=shards[:1], valid=shards[1:], test=shards[2:])
+    counts = count_judgements(tmp_path, {"train": shards[:1], "valid": shards[1:], "test": shards[2:]}, 2, StopSignal())
     ends = np.cumsum([sum(size) for size in SIZES])
     first, second, third = (
         {query for _, query, _, _ in part} for part in (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :])
@@ -127,7 +111,7 @@ def test_queries_of_a_holdout_that_are_trained_on_are_counted(
     assert counts["train"].queries_in_train == 0
     assert counts["valid"].queries_in_train == len(first & (second | third))
     assert counts["test"].queries_in_train == len(first & third)
-    alone = counted(tmp_path, test=shards)
+    alone = count_judgements(tmp_path, {"test": shards}, 2, StopSignal())
     assert alone["test"].queries_in_train == 0
 
 

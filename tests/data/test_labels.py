@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.labels import known_order
-from pipeline.data.prepare import prepare_share
+from pipeline.data.shared_prepare import prepare_share
+from pipeline.data.survey import known_order
 from pipeline.stages.prepare import summary
 from tests.real_data import real_file
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,22 +11,22 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
-from pipeline.data.chunks import PART, ChunkPart, ChunkRecord
+from pipeline.data.chunks import ChunkRecord, EncodeSettings, Staging
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.lexical import LEXICAL_NAMES
-from pipeline.data.partition import read_parts
+from pipeline.data.row_counts import NamedPartition, first_bad
 from pipeline.data.shards import EXTRA
-from pipeline.data.sources import open_source
+from pipeline.data.sources import Partition, open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.token_sets import QuarantinedRow, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.validate import codes_of
+from pipeline.data.validate import RowRules, codes_of
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.proc import pool
 from pipeline.telemetry.events import EventName
@@ -279,30 +278,32 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
 
 
 @pytest.mark.unit
-@given(st.lists(st.integers(0, 5), min_size=6, max_size=6), st.integers(1, 8))
-def test_no_more_bad_rows_are_held_than_are_kept(num_bad: list[int], room: int) -> None:
-    records = []
-    with TemporaryDirectory() as name:
-        for index, count in enumerate(num_bad):
-            bad = [QuarantinedRow(file="a", row=n, reason="empty title", content=f"{index}") for n in range(count)]
-            record = ChunkRecord(
-                file="a",
-                rows_filtered=0,
-                rows_read=9,
-                rows_bad=len(bad),
-                reasons={},
-                truncated_rows=0,
-                tokens=0,
-                shards={},
-                sizes_bytes={},
-                quarantined=tuple(bad),
-            )
-            records.append(record)
-            part = ChunkPart(chunk=record, files={}, judged={})
-            (Path(name) / str(index)).write_bytes(save({}, metadata={PART: part.model_dump_json()}))
-        held = [part.chunk for part in read_parts(Path(name), "012345", room, StopSignal())]
-    every, kept = ([row for record in some for row in record.quarantined] for some in (records, held))
-    assert kept == every[:room]
+@given(st.permutations(range(6)), st.lists(st.integers(0, 5), min_size=6, max_size=6), st.integers(1, 8))
+def test_no_more_bad_rows_are_held_than_are_kept(order: list[int], num_bad: list[int], room: int) -> None:
+    config = DataConfig(quarantine_rows=room)
+    rules = RowRules("flat", (), (), (), (), {}, 0.0, 0.0, carve_valid=False)
+    settings = EncodeSettings(rules, config.bucket_shapes, False, "", "", room)
+    work = prepare_module._Work(NamedPartition(Partition("flat", ()), "p", settings), Staging(Path("none")))
+    records = {}
+    for index in order:
+        bad = [QuarantinedRow(file="a", row=n, reason="empty title", content=f"{index}") for n in range(num_bad[index])]
+        records[index] = ChunkRecord(
+            file="a",
+            rows_filtered=0,
+            rows_read=9,
+            rows_bad=len(bad),
+            reasons={},
+            truncated_rows=0,
+            tokens=0,
+            shards={},
+            sizes_bytes={},
+            quarantined=tuple(bad),
+        )
+        work.note(index, records[index])
+        assert first_bad(config, [work.done[n] for n in sorted(records)]) == first_bad(
+            config, [records[n] for n in sorted(records)]
+        )
+        assert sum(len(record.quarantined) for record in work.done.values()) <= room
 
 
 @pytest.mark.stage

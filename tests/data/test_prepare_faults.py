@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.data.chunks import ChunkRecord, Staging
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
-from pipeline.data.partition import NamedPartition
 from pipeline.proc import pool
 from tests.pool_worker import PoolWorker
 
@@ -63,14 +63,13 @@ def half_way(workplace: Any) -> Iterator[tuple[Any, subprocess.Popen[bytes], lis
 
 def _halted(place: Any, child: subprocess.Popen[bytes]) -> bool:
     """Whether it could be, before its workers have the last chunks."""
-    _wait_for(lambda: len(parts(place.folder)) >= 3 or child.poll() is not None)
+    _wait_for(lambda: len(records(place.folder)) >= 3 or child.poll() is not None)
     child.send_signal(signal.SIGSTOP)
-    return child.poll() is None and 3 <= len(parts(place.folder)) < NUM_CHUNKS - CONFIG.num_workers
+    return child.poll() is None and 3 <= len(records(place.folder)) < NUM_CHUNKS - CONFIG.num_workers
 
 
-def parts(folder: Path) -> list[Path]:
-    """What proves the chunks that are done."""
-    return list((folder / "workspace").glob("tokens/catalogue/share/*/*.safetensors"))
+def records(folder: Path) -> list[Path]:
+    return list((folder / "scratch").glob("tokens/*/records/*.json"))
 
 
 def _wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
@@ -80,23 +79,24 @@ def _wait_for(condition: Callable[[], bool], limit_s: float = 60) -> None:
         time.sleep(0.005)
 
 
-def _finish_and_compare(place: Any, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _finish_and_compare(place: Any, other: Any, monkeypatch: pytest.MonkeyPatch, *, num_torn: int = 0) -> None:
     """Run again: finished chunks are skipped, and every byte equals that of a run that was left alone."""
-    there, made, publish = {path.stem for path in parts(place.folder)}, list[str](), NamedPartition.publish
+    finished, skipped = Staging.finished, []
 
-    def spy(self: NamedPartition, name: str, files: Any) -> None:
-        made.append(name)
-        publish(self, name, files)
+    def spy(self: Staging, index: int) -> ChunkRecord | None:
+        record = finished(self, index)
+        if record:
+            skipped.append(index)
+        return record
 
+    monkeypatch.setattr(Staging, "finished", spy)
     monkeypatch.setattr(pool, "_start", PoolWorker)
-    with monkeypatch.context() as patch:
-        patch.setattr(NamedPartition, "publish", spy)
-        again = place.prepare(CONFIG)
-    assert there and not there & set(made) and len(there) + len(made) == NUM_CHUNKS
+    num_records = len(records(place.folder))
+    again = place.prepare(CONFIG)
+    assert len(skipped) == num_records - num_torn > 0
     assert again == other.prepare(CONFIG)
     assert place.bytes_of(again.token_set_prefixes[0]) == other.bytes_of(again.token_set_prefixes[0])
-    assert not parts(place.folder), "parts are gone after the commit"
-    assert not list((place.folder / "scratch" / "prepare").iterdir()), "and so is what was staged"
+    assert not list((place.folder / "scratch" / "tokens").iterdir()), "staging is gone after the commit"
 
 
 @pytest.mark.fault
@@ -106,7 +106,7 @@ def test_kill_9_then_again(half_way: Any, workplace: Any, monkeypatch: pytest.Mo
     child.wait()
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive, "workers must notice that their parent is gone"
-    assert not list((place.folder / "workspace").glob("tokens/catalogue/*/MANIFEST.json")), "nothing is half committed"
+    assert not list((place.folder / "workspace").glob("tokens/catalogue/*/*.safetensors")), "nothing is half committed"
     _finish_and_compare(place, workplace("whole"), monkeypatch)
 
 
@@ -119,8 +119,8 @@ def test_sigterm_ends_everything_and_a_torn_shard_is_made_again(
     child.send_signal(signal.SIGCONT)
     assert child.wait(60) == 143
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
-    part = min(parts(place.folder))
-    shard = place.folder / "workspace/tokens/catalogue" / part.parent.name / f"train-{part.name}"
+    done = min(records(place.folder))
+    name = next(iter(ChunkRecord.model_validate_json(done.read_bytes()).sizes_bytes))
+    shard = done.parents[1] / "files" / name
     shard.write_bytes(shard.read_bytes()[:-1])
-    part.unlink()  # as where a chunk was published in part
-    _finish_and_compare(place, workplace("whole"), monkeypatch)
+    _finish_and_compare(place, workplace("whole"), monkeypatch, num_torn=1)

@@ -11,7 +11,8 @@ import pytest
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
-from pipeline.data.prepare import prepare, prepare_share
+from pipeline.data.prepare import prepare
+from pipeline.data.shared_prepare import prepare_share
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.io.commit import verify_dir

@@ -19,16 +19,12 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.data import partition as partition_module
-from pipeline.data import prepare as prepare_module
-from pipeline.data import survey
+from pipeline.data import shared_prepare, shared_survey, survey
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
-from pipeline.data.labels import LabelCount, add_counts, count_labels
-from pipeline.data.partition import NamedPartition
-from pipeline.data.prepare import PreparedData, prepare_share
-from pipeline.data.rows import text_characters
+from pipeline.data.prepare import PreparedData
+from pipeline.data.shared_prepare import prepare_share
+from pipeline.data.shared_survey import SharedSurvey, share_files
 from pipeline.data.sources import open_source
-from pipeline.data.survey import Survey, TextSample, share_files
 from pipeline.data.synthetic import generate, partitions
 from pipeline.io.storage import TEMP_PREFIX
 from tests.data.conftest import Workplace
@@ -88,13 +84,13 @@ def tokens_of(place: Any) -> dict[str, bytes]:
     }
 
 
-def work(place: Any, config: DataConfig, worker: int, workers: int, scratch: str = "scratch") -> PreparedData | int:
+def work(place: Any, config: DataConfig, worker: int, workers: int) -> PreparedData | int:
     return prepare_share(
         config,
         place.storage,
         worker=worker,
         workers=workers,
-        scratch=place.folder / scratch,
+        scratch=place.folder / "scratch",
         events=place.emit,
         stop=place.stop,
     )
@@ -125,15 +121,15 @@ def test_another_number_of_workers_goes_on_where_the_last_ones_stopped(
     for worker in (1, 3):
         assert isinstance(work(shared, config, worker, 5), int)
     published: list[str] = []
-    publish = NamedPartition.publish
+    publish = shared_prepare._Parts.publish
 
-    def noted(named: NamedPartition, name: str, files: Any) -> None:
-        published.append(f"{named.partition.name}/{name}")
-        publish(named, name, files)
+    def noted(parts: Any, staging: Any, name: str, files: Any) -> None:
+        published.append(f"{parts.named.partition.name}/{name}")
+        publish(parts, staging, name, files)
 
     there = {path.stem for path in (shared.folder / "workspace/tokens/catalogue/share").rglob("*.safetensors")}
     assert there
-    monkeypatch.setattr(NamedPartition, "publish", noted)
+    monkeypatch.setattr(shared_prepare._Parts, "publish", noted)
     assert isinstance(work(shared, config, 1, 2), int)
     assert work(shared, config, 0, 2) == expected
     assert len(published) == len(set(published)) < sum("/train-" in name for name in tokens)
@@ -146,7 +142,7 @@ from pathlib import Path
 from pipeline.core.errors import exit_code_of
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.prepare import prepare_share
+from pipeline.data.shared_prepare import prepare_share
 from pipeline.io.storage import open_storage
 stop = StopSignal()
 signal.signal(signal.SIGTERM, lambda *_: stop.set("SIGTERM"))
@@ -230,15 +226,14 @@ def test_a_day_that_comes_while_a_worker_is_at_work(
     made = alone.prepare(CONFIG.model_copy(update={"path": str(data)})).tokenizer_prefix
     shutil.copy(alone.folder / "workspace" / made / "tokenizer.json", tmp_path)
     config = config.model_copy(update={"tokenizer": tokenizer})
-    encode = prepare_module._encode
+    encode = shared_prepare._encode
 
-    def day_comes(*arguments: Any) -> Any:
-        infos = encode(*arguments)
+    def day_comes(*arguments: Any) -> None:
+        encode(*arguments)
         shutil.copytree(data / first, folder / first)
-        return infos
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_encode", day_comes)
+        patch.setattr(shared_prepare, "_encode", day_comes)
         with pytest.raises(TransientError, match="has changed since worker 0 of 2 looked at it"):
             work(shared, config, 0, 2)
     assert isinstance(work(shared, config, 1, 2), int)
@@ -285,14 +280,8 @@ def test_parts_that_a_killed_commit_left_do_not_outlive_what_they_prove(
         patch.setattr(type(place.storage), "delete_prefix", lambda *args: None)
         work(place, config, 0, 1)
     assert list(left.rglob("*.safetensors"))
-    again = work(place, config, 0, 1)
-    assert isinstance(again, PreparedData)
-    assert not list(left.rglob("*.safetensors"))
-    made = tokens_of(place)
-    for prefix in again.token_set_prefixes:  # as the message of a damaged shard says
-        shutil.rmtree(place.folder / "workspace" / prefix)
     assert isinstance(work(place, config, 0, 1), PreparedData)
-    assert tokens_of(place) == made
+    assert not list(left.rglob("*.safetensors"))
 
 
 @pytest.mark.stage
@@ -303,14 +292,14 @@ def test_workers_that_have_all_parts_at_once(
     config = CONFIG.model_copy(update={"path": str(data)})
     shared, (expected, tokens), others = workplace("shared"), whole, list[PreparedData | int]()
     work(shared, config, 0, 2)
-    read_parts = partition_module.read_parts
+    read_parts = shared_prepare._read_parts
 
     def too_late(*arguments: Any) -> Any:
-        monkeypatch.setattr(partition_module, "read_parts", read_parts)
-        others.append(work(shared, config, 1, 2, "other-scratch"))
+        monkeypatch.setattr(shared_prepare, "_read_parts", read_parts)
+        others.append(work(shared, config, 1, 2))
         return read_parts(*arguments)
 
-    monkeypatch.setattr(partition_module, "read_parts", too_late)
+    monkeypatch.setattr(shared_prepare, "_read_parts", too_late)
     assert work(shared, config, 1, 2) == expected
     assert others == [expected]
     assert tokens_of(shared) == tokens
@@ -337,31 +326,26 @@ def test_the_survey_is_that_of_one_alone(
     tokenizer = TokenizerConfig.model_construct(**{**vars(CONFIG.tokenizer), "train_rows": rows})
     config, place = CONFIG.model_copy(update={"path": str(data), "tokenizer": tokenizer}), workplace("one")
     source = open_source(config, scratch=place.folder, stop=StopSignal())
-    alone, labels, max_bytes = TextSample(rows), dict[str, LabelCount](), 4 * text_characters(config.bucket_shapes)
-    for number, file in enumerate(file for partition in source.partitions for file in partition.files):
-        alone.seen, of_file = number, dict[str, LabelCount]()
-        for batch in source.read(file):
-            alone.add(batch.columns, max_bytes)
-            count_labels(of_file, batch.columns, "label")
-        add_counts(labels, of_file, "label")
-    looks = [Survey(source, config, place.storage, worker, 3, StopSignal()) for worker in range(3)]
+    alone = survey.survey(source, config, want_labels=True, want_sample=True, stop=StopSignal())
+    looks = [SharedSurvey(source, config, place.storage, worker, 3, StopSignal()) for worker in range(3)]
     looked = list[str]()
-    look_at = Survey._look_at
+    survey_file = survey.survey_file
 
-    def noted(self: Survey, file: Any, *rest: Any) -> Any:
+    def noted(source: Any, config: Any, file: Any, *rest: Any) -> Any:
         looked.append(file.key)
-        return look_at(self, file, *rest)
+        return survey_file(source, config, file, *rest)
 
-    monkeypatch.setattr(Survey, "_look_at", noted)
-    for one in looks:
-        one._look_at_files(f"{one._prefix}/texts", True, True)
+    monkeypatch.setattr(shared_survey, "survey_file", noted)
+    for look in looks:
+        look._look(f"{look._prefix}/texts", True, True)
     assert len(looked) == len(set(looked)) == 6, "the first looks at all, as nobody else is there"
-    for one in looks:
-        found, sample = one.look(True, True)
-        assert found.labels == labels and found.there
-        assert (sample.held, sample.stride) == (alone.held, alone.stride)
-    known, _ = looks[0].look(True, False)
-    assert list(known.labels.items()) == list(labels.items())
+    for look in looks:
+        found = look(True, True)
+        assert found.labels == alone.labels and found.has_labels
+        assert found.sample.held == alone.sample.held
+        assert found.sample.stride == alone.sample.stride
+    known = looks[0](True, False)
+    assert known.labels == alone.labels and list(known.labels) == list(alone.labels)
 
 
 @pytest.mark.stage
@@ -369,15 +353,15 @@ def test_a_survey_that_another_worker_tidied_up_is_tried_again(
     workplace: Make, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = workplace("one")
-    read = Survey._read
+    read = SharedSurvey._read
 
-    def tidied(self: Survey, folder: str, number: int) -> Any:
+    def tidied(self: SharedSurvey, folder: str, number: int) -> Any:
         if number == 1:
             self.delete()
         return read(self, folder, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Survey, "_read", tidied)
+        patch.setattr(SharedSurvey, "_read", tidied)
         with pytest.raises(TransientError, match="which another worker deleted as it finished"):
             work(place, CONFIG.model_copy(update={"path": str(data)}), 0, 1)
     assert not isinstance(work(place, CONFIG.model_copy(update={"path": str(data)}), 0, 1), int)

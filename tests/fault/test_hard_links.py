@@ -4,6 +4,7 @@ Whoever writes into that staging next must not write through them.
 """
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +16,10 @@ import torch
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.core.manifest import MANIFEST_NAME
+from pipeline.core.stop import StopSignal
 from pipeline.data import tokenizer as tokenizer_store
-from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
+from pipeline.data.prepare import prepare
 from pipeline.data.tokenizer import TextTokenizer, store_tokenizer, train_tokenizer
 from pipeline.evaluate.score import PartStore
 from pipeline.evaluate.scores import save_arrays, save_scores
@@ -128,3 +131,33 @@ def test_a_tokenizer_is_not_written_through_its_staging(tmp_path: Path, monkeypa
     assert killed_at_byte(100, store) == -signal.SIGXFSZ
     monkeypatch.undo()
     verify_dir(storage, store(), deep=True)
+
+
+def test_what_a_killed_prepare_left_is_gone_before_a_damaged_set_is_made_again(tmp_path: Path) -> None:
+    config = DataConfig(
+        synthetic=SyntheticConfig(num_queries=20), num_workers=1, tokenizer=TokenizerConfig(vocab_size=300)
+    )
+    storage, scratch = open_storage(str(tmp_path / "workspace")), tmp_path / "scratch"
+    given = train_tokenizer(["some words of a catalogue"], config.tokenizer)
+
+    def run() -> str:
+        (prefix,) = prepare(
+            config, storage, scratch=scratch, tokenizer=given, events=lambda *_, **__: None, stop=StopSignal()
+        ).token_set_prefixes
+        return prefix
+
+    store_tokenizer(config, None, storage, TextTokenizer(given), scratch)
+    killed_before_emptying(run)
+    (staged,) = (scratch / "tokens").iterdir()
+    (shard,) = (tmp_path / "workspace" / "tokens").glob("catalogue/*/train-*.safetensors")
+    whole = shard.read_bytes()
+    assert shard.stat().st_nlink == 2 and (staged / "files" / shard.name).samefile(shard)
+    prefix = run()  # finds it done
+    assert not staged.exists()
+    with shard.open("r+b") as file:  # a disk that decays
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([whole[-1] ^ 1]))
+    shutil.rmtree(shard.parent)  # as the message of a damaged shard says
+    assert run() == prefix
+    assert shard.read_bytes() == whole
+    verify_dir(storage, prefix, deep=True)

@@ -26,7 +26,7 @@ def assert_stopped(place: Place, stage: str) -> None:
 def test_in_prepare(bare_place: Callable[..., Place]) -> None:
     here = bare_place("cpu")
     run = here.start("prepare")
-    terminate_when(run, lambda: any(here.path.glob("tokens/*/share/*/*.safetensors")))
+    terminate_when(run, lambda: any((here.scratch / "tokens").glob("*/records/*")))
     assert_stopped(here, "prepare")
     here.run("prepare")
     here.run("train")
