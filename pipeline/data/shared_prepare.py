@@ -363,7 +363,7 @@ def _commit(
         return info
     there, numbers = parts.there(), range(len(named.partition.files))
     if not all(file_name(number) in there for number in numbers):
-        return None
+        return committed(encoding, named, workspace, _untold)  # by another worker since, who took the parts away
     try:
         reads = [parts.read_of(number) for number in numbers]
         names = [
@@ -372,7 +372,7 @@ def _commit(
             for place in range(read.num_chunks)
         ]
         if not there.issuperset(names):
-            return None
+            return committed(encoding, named, workspace, _untold)
         folder = workspace.local_path(parts.prefix) or scratch / "account" / named.fingerprint
         if workspace.local_path(parts.prefix) is None:
             workspace.download_dir(parts.prefix, folder, names)
