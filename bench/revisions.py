@@ -129,16 +129,19 @@ def in_turn(
     return found
 
 
-def run(*, quick: bool, before: str, parts: tuple[str, ...], embed: tuple[Path, Path] | None = None) -> Result:
+def run(
+    *, quick: bool, before: str, parts: tuple[str, ...], repeats: int = 5, embed: tuple[Path, Path] | None = None
+) -> Result:
     """Every part in turn. Of some parts alone, the result has their names too. `embed`: titles and model of that bench,
     which is left out without them."""
-    repeats, steps = (1, WARM_UP + 5) if quick else (5, 120)
+    repeats, steps = (1, WARM_UP + 5) if quick else (repeats, 120)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         old = Checkout(check_out(before, folder / "before"), folder / "prepared-before")
         today = Checkout(ROOT, folder / "prepared-now")
-        backends = [part for part in parts if part not in ("cycle", BENCHES)]
+        backends = [part for part in parts if part in ("cpu", "xla")]
+        benches = [name for name in JUDGED if name in parts or BENCHES in parts]
         for side in (old, today) if backends else ():
             run_stage("prepare", side.prepared, root=side.root)
         for backend in backends:
@@ -148,16 +151,16 @@ def run(*, quick: bool, before: str, parts: tuple[str, ...], embed: tuple[Path, 
         if "cycle" in parts:
             (whole,) = in_turn(old, today, min(repeats, 3), partial(cycle, folder / "run"))
             figures += whole.figures("cycle", "a whole cycle")
-        if BENCHES in parts:
+        if benches:
             today = Checkout(check_out("HEAD", folder / "now"), folder / "none")  # it leaves its results there
-            for name, judged in JUDGED.items():
-                if name == "embed" and embed is None:
-                    continue
-                words = [str(path.resolve()) for path in embed or ()] if name == "embed" else []
-                print(name, flush=True)
-                found = in_turn(old, today, repeats, partial(bench_figures, name, words))
-                for (one, unit), times in zip(judged.items(), found, strict=True):
-                    figures += times.figures(f"{name}_{one}", f"{name}: {one}", unit)
+        for name in benches:
+            if name == "embed" and embed is None:
+                continue
+            words = [str(path.resolve()) for path in embed or ()] if name == "embed" else []
+            print(name, flush=True)
+            found = in_turn(old, today, repeats, partial(bench_figures, name, words))
+            for (one, unit), times in zip(JUDGED[name].items(), found, strict=True):
+                figures += times.figures(f"{name}_{one}", f"{name}: {one}", unit)
     name = "_".join([NAME, before, *([] if parts == PARTS else parts)])
     return finish(name, TITLE, METHOD, figures, quick=quick, settings={"before": before, "steps": steps})
 
@@ -166,10 +169,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
     parser.add_argument("--quick", action="store_true", help="one repeat: proves that the script works")
     parser.add_argument("--before", required=True, type=revision, help="hash of a commit that git knows")
-    parser.add_argument("--part", action="append", choices=(*PARTS, BENCHES), help="only this one; may be repeated")
+    parser.add_argument(
+        "--part", action="append", choices=(*PARTS, BENCHES, *JUDGED), help="only this one; may be repeated"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="of each side, without --quick; 5")
     parser.add_argument(
         "--embed", type=Path, nargs=2, metavar=("TITLES", "MODEL"), help="benches: run `embed` with these"
     )
     flags = parser.parse_args()
     of_embed = tuple(flags.embed) if flags.embed else None
-    run(quick=flags.quick, before=flags.before, parts=tuple(flags.part or PARTS), embed=of_embed)
+    parts = tuple(flags.part or PARTS)
+    if "embed" in parts and of_embed is None:
+        parser.error("--part embed: without --embed TITLES MODEL, expected both")
+    run(quick=flags.quick, before=flags.before, parts=parts, repeats=max(1, flags.repeats), embed=of_embed)

@@ -225,7 +225,9 @@ def test_a_global_batch_however_cut_has_the_gradient_of_the_eager_cpu(
     cut, new_graphs = reduced(xla, rows, config, world_size, accumulation)
     ours, expected = torch.cat([tensor.reshape(-1) for tensor in cut]), torch.cat([x.reshape(-1) for x in whole])
     assert float(expected.norm()) > 1.0
-    assert float((ours - expected).norm()) < 1e-6 * float(expected.norm())
+    # Prefixes of 4 numbers make it steep: beside the gradient in fp64, fp32 is 3e-7 off on an eager CPU with AVX-512,
+    # 4e-6 on one without vector instructions and 9e-7 on XLA:CPU (Xeon with AMX).
+    assert float((ours - expected).norm()) < 1e-5 * float(expected.norm())
     assert float(cut[-1]) == pytest.approx(float(whole[-1]), rel=1e-6)
     assert new_graphs == 0  # a second step compiles nothing
 
