@@ -101,7 +101,7 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir
         raise CheckpointError(
             f"{checkpoint.uri} has digest {checkpoint.digest}",
             expected=f"{pointer.digest}, as it was promoted",
-            next_command="trnpipe registry rollback",
+            next_command="trnpipe registry rollback --reason TEXT",
         )
     return checkpoint, pointer.checkpoint
 

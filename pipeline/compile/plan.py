@@ -20,6 +20,8 @@ from pipeline.telemetry.console import Console
 _NOT_IN_GRAPHS = {
     "start",
     "replay_share",
+    "queries_per_topic",
+    "link_queries",
     "epochs",
     "max_steps",
     "seed",

@@ -228,6 +228,7 @@ def destination(
         folder = scratch / "export"
         folder.mkdir(parents=True)
         yield folder
+        check_free(storage, name)  # it may have been written to meanwhile
         claim = join_key(name, CLAIM)
         storage.delete_prefix(name)
         storage.write_bytes(claim, b"an export that is being written, or was broken off\n")

@@ -18,6 +18,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.data.readers import read_file
 from pipeline.data.rows import ColumnPlan
+from pipeline.io import atomic
 from pipeline.io.storage import Storage, os_errors
 
 EXAMPLES = "shopping_queries_dataset_examples.parquet"
@@ -80,19 +81,22 @@ def open_products(
 ) -> ProductIndex:
     """The index of a file of products, of one locale (None: all), with texts cut to `limit` bytes.
 
-    It is built in `folder` unless it is there; `index.npz` appears last, so that a half-built index is never used, nor
-    one of a file that is no longer of this `version`. Raises what read_file() raises, and DiskFull.
+    It is built in `folder` unless it is there, by one process at a time; `index.npz` appears last, so that a half-built
+    index is never used, nor one of a file that is no longer of this `version`. Raises what read_file() raises, and
+    DiskFull.
     """
     if not (folder / "index.npz").exists():
         with os_errors("writing", f"file://{folder}"):
-            _index_products(storage, key, folder, locale, limit, version)
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic.exclusive(folder / "index.lock", storage.stop):
+                if not (folder / "index.npz").exists():
+                    _index_products(storage, key, folder, locale, limit, version)
     return ProductIndex(folder)
 
 
 def _index_products(
     storage: Storage, key: str, folder: Path, locale: str | None, limit: int, version: str | None
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     all_keys: list[int] = []
     all_sizes: list[tuple[int, int]] = []
     uri = storage.uri(key)

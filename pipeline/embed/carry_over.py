@@ -1,7 +1,6 @@
 """Vectors of an earlier cycle: which cycle, where its rows lie by the hashes of id and text, and taking them over."""
 
 import mmap
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ class HashSpill:
     """Structured records with a uint64 field `hash`, added in any order and given back sorted by it.
 
     Args:
-        folder: emptied first, and removed on leaving the context.
+        folder: where a folder of its own is made, and removed on leaving the context.
         expected: about how many records will come.
     Records of one hash come back in the order of the field `place`.
     """
@@ -118,18 +117,18 @@ class HashSpill:
         files = min(MAX_FILES, max(1, expected // RECORDS_PER_FILE))
         self._bits = (files - 1).bit_length()
         self._files: list[BinaryIO] = []
+        self._open = ExitStack()
 
     def __enter__(self) -> "HashSpill":
-        shutil.rmtree(self._folder, ignore_errors=True)
-        with os_errors("writing", f"file://{self._folder}"):
-            self._folder.mkdir(parents=True)
-            self._files = [(self._folder / f"{number:04d}").open("wb+") for number in range(1 << self._bits)]
+        with os_errors("writing", f"file://{self._folder}"), ExitStack() as opening:
+            own = opening.enter_context(atomic.staging_dir(self._folder))
+            for number in range(1 << self._bits):
+                self._files.append(opening.enter_context((own / f"{number:04d}").open("wb+")))
+            self._open = opening.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files:
-            file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._open.close()
 
     def add(self, records: Records) -> None:
         with os_errors("writing", f"file://{self._folder}"):
@@ -185,7 +184,7 @@ def build_index(folder: Path, parts: Iterable[tuple[UInt64s, UInt64s]], expected
             if not folder.is_dir():
                 making = folder.with_suffix(".making")
                 with (
-                    HashSpill(folder.with_suffix(".spill"), RECORD, expected) as spill,
+                    HashSpill(folder.parent, RECORD, expected) as spill,
                     progress("reading the earlier vectors' ids", expected, "rows") as advance,
                 ):
                     for part, (id_hash, text_hash) in enumerate(parts):

@@ -61,7 +61,7 @@ def find_duplicates(
     Args:
         hashes: those of the ids of each part, in order.
         ids_of: the ids of some rows of a part; asked only where hashes meet.
-        folder: for sorting on disk.
+        folder: for sorting on disk, in a folder of its own there.
         limit: give up once more rows than these are found; the result then has at least so many.
     Memory: a part's hashes, a file of the spill, and the ids of rows whose hash is not the only one.
     """
@@ -141,7 +141,7 @@ def _finish(
     duplicates = find_duplicates(
         (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
         draft.ids_at,
-        folder=scratch / "embed" / f"ids-{draft.info.plan[:16]}",
+        folder=scratch / "embed",
         expected=draft.info.rows,
         limit=limit,
         stop=stop,

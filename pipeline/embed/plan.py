@@ -34,8 +34,9 @@ from pipeline.embed.carry_over import EarlierCycle, HashSpill, find_earlier
 from pipeline.embed.catalogue import Catalogue, CatalogueColumns, WorkShard, look_at
 from pipeline.embed.config import CatalogueConfig, EmbedConfig
 from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vectors_prefix
+from pipeline.io import atomic
 from pipeline.io.commit import hash_bytes, read_manifest
-from pipeline.io.storage import Storage, join_key, open_storage, read_record
+from pipeline.io.storage import Storage, join_key, open_storage, os_errors, read_record
 from pipeline.registry.checkpoints import incumbent_prefix, key_in, locate
 from pipeline.settings import Settings
 
@@ -91,7 +92,7 @@ def gather_products(
                     yield _as_catalogue(batch, "product_id", config.filter)
 
     def distinct() -> Iterator[RawBatch]:
-        is_first = _first_rows(products(), scratch / "embed" / f"products-{name[:16]}", source.num_rows(), stop)
+        is_first = _first_rows(products(), scratch / "embed", source.num_rows(), stop)
         start = 0
         for batch in products():
             keep = is_first[start : start + len(batch.rows)]
@@ -208,7 +209,11 @@ def _gather(workspace: Storage, name: str, batches: Iterator[RawBatch]) -> tuple
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
     """The files to read; what is no Parquet is brought into the workspace first. Raises DataError."""
     if config.path is None:
-        prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
+        lock = ctx.scratch / "embed" / "gather.lock"
+        with os_errors("writing", f"file://{lock}"):
+            atomic.make_dirs(lock.parent)
+        with atomic.exclusive(lock, ctx.stop):  # workers of a machine: one reads the data, the others find its files
+            prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
         columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)

@@ -4,6 +4,8 @@
 every piece was read back. A piece that was broken off is written again from its start, under the same names.
 """
 
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from pipeline.embed.formats import IDS, MATRIX, Form, Piece, Rows, open_form
 from pipeline.embed.vectors import KIND as VECTORS
 from pipeline.embed.vectors import ROWS_PER_GROUP, Stored, VectorSet
 from pipeline.io.atomic import exclusive, make_dirs, sweep_temps, temp_file, write_bytes_atomic
-from pipeline.io.commit import file_record, read_manifest
+from pipeline.io.commit import check_sizes, file_record, read_manifest
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import is_temp, open_storage, os_errors, place_of, read_record
 
@@ -120,7 +122,10 @@ def rows_of(vectors: VectorSet, piece: Piece) -> Iterator[Rows]:
 
 
 def _begun(folder: Path, asked: dict[str, JsonValue]) -> HandoverState | Manifest:
-    """How far an earlier try came, or what it finished. Raises ConfigError for a folder of others."""
+    """How far an earlier try came, or what it finished.
+
+    Raises ConfigError for a folder of others, DataError for a finished one that has lost a file.
+    """
     storage, again = open_storage(str(folder)), "give another folder with --out"
     found = read_manifest(storage, "") or read_record(
         storage, STATE, HandoverState, "the state of a hand-over", "trnpipe export vectors", next_command=again
@@ -137,6 +142,7 @@ def _begun(folder: Path, asked: dict[str, JsonValue]) -> HandoverState | Manifes
         expected = "a new or empty folder, or one that the same hand-over began"
         raise ConfigError(f"{folder} {wrong}", expected=expected, next_command=again)
     if isinstance(found, Manifest):
+        check_sizes(storage, "", found)
         (folder / STATE).unlink(missing_ok=True)  # killed between the two
     elif not found.done:
         write_bytes_atomic(folder / STATE, found.model_dump_json().encode())
@@ -152,6 +158,7 @@ def _write_ids(vectors: VectorSet, path: Path) -> None:
                 for batch in vectors.columns(part, ["id"]):
                     writer.write_batch(batch.cast(schema))
         file.flush()
+        os.fsync(file.fileno())
         temp.replace(path)
 
 
@@ -176,7 +183,7 @@ def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
     """The vectors below `<workspace>/embeddings/<cycle>`, or in a folder of `trnpipe export vectors --to npy`.
 
     Those of a cycle are first written as one matrix into `cache` (default: ~/.cache/trnpipe/vectors), once for each
-    content. Raises DataError where there are none, ConfigError for a bad URI.
+    content, and again where a file of it was lost. Raises DataError where there are none, ConfigError for a bad URI.
     """
     stop = StopSignal()
     storage, name = place_of(uri, retry=RetryPolicy(), stop=stop)
@@ -184,6 +191,11 @@ def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
     if manifest is not None and manifest.kind == VECTORS:
         vectors, here = VectorSet(storage, name, manifest), cache or Path.home() / ".cache" / "trnpipe" / "vectors"
         made = Path(here).expanduser().absolute() / manifest.digest
+        if made.is_dir() and (cached := read_manifest(open_storage(str(made)), "")) is not None:
+            try:
+                check_sizes(open_storage(str(made)), "", cached)
+            except DataError:
+                shutil.rmtree(made)
         hand_over(vectors, open_form("npy", vectors), made, stop)
         manifest, folder = read_manifest(open_storage(str(made)), ""), made
     if manifest is None or manifest.kind != KIND or manifest.fields["form"] != "npy":

@@ -128,8 +128,8 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
             raise CheckpointError(
                 f"what is in production cannot be opened: {error.seen}",
                 expected=error.expected,
-                next_command="trnpipe registry rollback; or --evaluate.incumbent none with --evaluate.force-reason"
-                " TEXT",
+                next_command="trnpipe registry rollback --reason TEXT; or --evaluate.incumbent none with"
+                " --evaluate.force-reason TEXT",
             ) from error
     if compared is not None:
         hint = "--evaluate.incumbent none, and --evaluate.force-reason to promote on record"

@@ -47,7 +47,10 @@ def promote(
         raise _stale(workspace, model)
     if refusal := _refusal(decision, candidate, past):
         record_refusal(workspace, model, prefix, decision.model_copy(update={"reasons": refusal}), author)
-        again = f"trnpipe evaluate --cycle {candidate.state.cycle}; or, to overrule the gate on record, "
+        which = f"--cycle {candidate.state.cycle}"
+        if candidate.state.origin is not None:  # the name of an import is no cycle, and has no data
+            which = f"--evaluate.candidate {prefix}"
+        again = f"trnpipe evaluate {which}; or, to overrule the gate on record, "
         is_withdrawn = refusal == _WITHDRAWN
         raise GateRefused(
             f"{workspace.uri(prefix)} is not promoted: {'; '.join(refusal)}",
@@ -69,15 +72,17 @@ def promote(
     return _put(workspace, current, etag, entry)
 
 
-def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: Author) -> Pointer:
+def roll_back(
+    workspace: Storage, model: str, to: str, *, reason: str, author: Author, generation: int | None = None
+) -> Pointer:
     """Put an earlier production checkpoint back: the one at prefix `to`, or with '' the one before this.
 
     Rolling back again goes further back; to a name that is in production already, changes nothing. What is rolled back
-    from is promoted again only by force.
+    from is promoted again only by force. `generation`: which of the times that `to` was in production; None: the last.
     Raises ConfigError when there is no such checkpoint or no reason, CheckpointError when it does not verify or is not
     what was promoted then, TransientError when production changes meanwhile.
     """
-    current, etag, past, target = rollback_target(workspace, model, to, reason=reason)
+    current, etag, past, target = rollback_target(workspace, model, to, reason=reason, generation=generation)
     if target is None:
         return current
     restored = read_checkpoint(workspace, target.checkpoint, every_byte=True)
@@ -85,7 +90,7 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
         raise CheckpointError(
             f"{workspace.uri(target.checkpoint)} has the digest {restored.digest}",
             expected=f"{target.digest}, as when it was in production",
-            next_command="trnpipe registry rollback TO, with another of those that trnpipe registry show lists",
+            next_command="trnpipe registry rollback TO --reason TEXT, with another TO that trnpipe registry show lists",
         )
     then = next((entry for entry in changes_of(past) if entry.generation == target.generation), None)
     entry = Pointer(
@@ -101,7 +106,7 @@ def roll_back(workspace: Storage, model: str, to: str, *, reason: str, author: A
 
 
 def rollback_target(
-    workspace: Storage, model: str, to: str, *, reason: str
+    workspace: Storage, model: str, to: str, *, reason: str, generation: int | None = None
 ) -> tuple[Pointer, str, tuple[Entry, ...], Production | None]:
     """The pointer with its etag, the history, and what a rollback would put into production; None: it is there already.
 
@@ -120,7 +125,8 @@ def rollback_target(
         return current, etag, past, None
     if to:
         changes = changes_of(past)
-        found = next((entry for entry in reversed(changes) if entry.checkpoint == to), None)
+        then = [entry for entry in changes if entry.checkpoint == to and generation in (None, entry.generation)]
+        found = then[-1] if then else None
         if found is None:
             raise ConfigError(
                 f"{to} was never in production",
@@ -132,7 +138,8 @@ def rollback_target(
         raise ConfigError(
             f"{current.checkpoint} has nothing before it to roll back to",
             expected="an earlier production checkpoint",
-            next_command="trnpipe registry rollback TO, or trnpipe registry promote CHECKPOINT --force REASON",
+            next_command="trnpipe registry rollback TO --reason TEXT, or trnpipe registry promote CHECKPOINT"
+            " --force REASON",
         )
     return current, etag, past, current.previous
 

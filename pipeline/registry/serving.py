@@ -121,7 +121,7 @@ def offer(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
         ):
             return f"serving.json stays: it names newer vectors of this model, cycle {now.vectors.cycle}"
         if pair.vectors.digest in _withdrawn(past_pairs(workspace, pair.model)):
-            again = f"trnpipe serving rollback {pair.vectors.cycle} serves them all the same"
+            again = f"trnpipe serving rollback {pair.vectors.cycle} --reason TEXT serves them all the same"
             return f"serving.json stays: it was rolled back from these vectors; {again}"
     written = _put(workspace, pair, found, role)
     what = f"{written.checkpoint} with the vectors of cycle {written.vectors.cycle}"
@@ -176,9 +176,10 @@ def roll_back_model(
         raise ConfigError(
             f"no vectors made with {target.checkpoint} are here that were served",
             expected="a pair in the history of serving.json: model and vectors move together, or not at all",
-            next_command="trnpipe registry rollback --without-vectors; then embed and verify in a new cycle",
+            next_command="trnpipe registry rollback --without-vectors --reason TEXT; then embed and verify in a new"
+            " cycle",
         )
-    return _roll_both(workspace, usable[-1], served, reason, author)
+    return _roll_both(workspace, usable[-1], served, reason, author, generation=target.generation)
 
 
 def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
@@ -232,13 +233,21 @@ def _has_to_follow(workspace: Storage, produced: str | None, pair: Pair) -> bool
     return pair.digest in {entry.digest for entry in changes_of(read_history(workspace, pair.model))}
 
 
-def _roll_both(workspace: Storage, pair: Pair, served: tuple[Pair, str], reason: str, author: Author) -> Pointer:
+def _roll_both(
+    workspace: Storage,
+    pair: Pair,
+    served: tuple[Pair, str],
+    reason: str,
+    author: Author,
+    *,
+    generation: int | None = None,
+) -> Pointer:
     checkpoint = key_in(workspace, pair.checkpoint) or pair.checkpoint  # earlier versions kept a URI as it was typed
     read_checkpoint(workspace, checkpoint, every_byte=True)  # before anything moves
     _check_vectors(workspace, pair)
     if served[0].is_of != pair.is_of:
         _put(workspace, pair, served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
-    return roll_back(workspace, pair.model, checkpoint, reason=reason, author=author)
+    return roll_back(workspace, pair.model, checkpoint, reason=reason, author=author, generation=generation)
 
 
 def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: Role, **changes: object) -> Pair:

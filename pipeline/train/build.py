@@ -277,7 +277,8 @@ def without_gains(train: TrainConfig) -> DataError:
     """Of a holdout on which `train.metric` is no number."""
     other = "--train.metric accuracy, or " if train.loss.trains_head else ""
     return DataError(
-        f"the holdout has no {train.metric}: no query in it has a gain above 0",
+        f"the holdout has no {train.metric}: no query in it, or among the {train.evaluate_rows:,} rows that are"
+        " scored, has a gain above 0",
         expected="graded rows in the valid split",
         next_command=f"{other}give data.columns.gain and trnpipe prepare again; with another --cycle NAME where this"
         " one has checkpoints",

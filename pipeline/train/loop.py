@@ -218,7 +218,7 @@ class TrainLoop:
                 if evaluating and not stopping:
                     (is_best, enough), stopping = self._evaluate()
                     saving = saving or is_best or enough or stopping
-                if saving:
+                if saving and (stopping or not late):  # the last step's is saved once, with what its evaluation said
                     self.hooks.save(self.step)
                 if evaluating or saving:
                     self._on_host = Counter(self.backend.host_operators())  # those were of no step

@@ -1,5 +1,6 @@
 """One training run from its start to its end: train, name the best step, score it as the candidate."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -8,7 +9,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from pipeline.checkpoint.store import Best, prefix_of
-from pipeline.core.errors import CheckpointError, Preempted, TransientError
+from pipeline.core.errors import CheckpointError, NumericError, Preempted, TransientError
 from pipeline.data.shards import TokenRows
 from pipeline.data.training_groups import MOST_LINKED
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
@@ -137,7 +138,16 @@ class BestStep:
         figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
         value: float | None = getattr(figures, metric)
         if value is None or value != value:  # NaN would be the best for ever, and state.json cannot hold it
-            raise without_gains(train)
+            raise (
+                without_gains(train)
+                if math.isfinite(figures.loss)
+                else NumericError(
+                    f"the model's scores of the valid split are not finite at step {step}",
+                    expected="a loss and vectors of finite numbers",
+                    next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
+                    " checkpoints; the last checkpoint is good",
+                )
+            )
         is_best = self.best is None or value > self.best.value
         if is_best:
             self.best = Best(step=step, metric=metric, value=value)

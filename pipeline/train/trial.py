@@ -13,6 +13,7 @@ from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, Bucket
+from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays
 from pipeline.data.training_groups import GroupedRows, MinedProducts
@@ -74,6 +75,12 @@ def _tokens(lengths: Sequence[int], width: int, spec: InputSpec) -> np.ndarray[t
     real = np.arange(width) < np.array(lengths, dtype=np.int64)[:, None]
     other = (spec.pad_id + 1) % spec.vocab_size
     return np.where(real, other, spec.pad_id).astype(np.int32)
+
+
+def _texts_that_fill(length: int, largest: Bucket, products: int) -> Bucket:
+    """Tokens of a query and of each of its products, which together take up a row of `length`, or nearly so."""
+    each = min(largest.product_tokens, (length - 1) // products)
+    return Bucket(min(largest.query_tokens, length - products * each), each)
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -153,16 +160,15 @@ class Trial:
         """As many groups in rows of every length: a bucket for each, of texts that fill it."""
         slots, mined = self.train.candidates_per_query, self.train.mined_per_query
         lengths = rows_of_batch(self.train, self.buckets)
-        largest, products = self.buckets[-1], slots + mined
-        each = [max(1, -(-(length - largest.query_tokens) // products)) for length in lengths]
-        texts = [Bucket(length - products * tokens, tokens) for length, tokens in zip(lengths, each, strict=True)]
+        largest = self.buckets[-1]
+        texts = [_texts_that_fill(length, largest, slots + mined) for length in lengths]
         shapes = [largest] * len(lengths)
         rows = TrialRows(self.spec, shapes, STEPS_PER_BUCKET * self.train.global_batch_size, slots, texts)
         # As many mined products for every query as training has slots for, all as long as its own.
         queries = np.arange(sum(rows.sizes) // slots, dtype=np.int64)
         negatives = np.repeat((queries * slots)[:, None], mined, axis=1)
         seed = self.train.seed
-        return GroupedRows.of(
+        found = GroupedRows.of(
             rows,
             slots=slots,
             lengths=lengths,
@@ -170,6 +176,14 @@ class Trial:
             seed=seed,
             mined=MinedProducts(rows, self.spec.pad_id, queries, negatives, mined, seed) if mined else None,
         )
+        if 0 in found.sizes:  # training would meet it first
+            length = lengths[found.sizes.index(0)]
+            raise ConfigError(
+                f"rows of {length} tokens cannot be filled by a query and {slots + mined} products of equal length",
+                expected=f"lengths farther apart than these, or longer: {', '.join(map(str, lengths))}",
+                next_command="give others as --train.row-tokens, or fewer products a query",
+            )
+        return found
 
     def score(self) -> None:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""

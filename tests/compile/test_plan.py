@@ -52,6 +52,15 @@ def part_guard(workspace: Storage, plan: Plan) -> GraphWatch:
     return open_part_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
 
 
+def test_which_groups_share_a_batch_changes_no_graph() -> None:
+    other = TRAIN.model_copy(update={"link_queries": True, "queries_per_topic": 4})
+    plans = [
+        graph_plan(Settings(train=train, model=MODEL), SPEC, (Bucket(4, 6),), RankShare(0, 1), DEVICE)
+        for train in (TRAIN, other)
+    ]
+    assert plans[0] == plans[1]
+
+
 def test_on_a_cpu_machine_parts_are_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
     manifest = GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=())
     store_manifest(workspace, manifest)

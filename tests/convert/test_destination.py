@@ -91,13 +91,12 @@ def test_files_of_others_are_left_alone(target: str, tmp_path: Path) -> None:
         put(target.replace("/out", "/a-file"), tmp_path, "one")
 
 
-def test_files_that_appear_meanwhile_are_left_alone(tmp_path: Path) -> None:
-    target = tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"holds notes\.txt"), writing(str(target), tmp_path) as new:
+def test_files_that_appear_meanwhile_are_left_alone(target: str, tmp_path: Path) -> None:
+    storage, name = storage_of(target)
+    with pytest.raises(ConfigError, match=r"holds notes\.txt"), writing(target, tmp_path) as new:
         (new / "one").write_text("one")
-        target.mkdir()
-        (target / "notes.txt").write_text("mine")
-    assert [path.name for path in target.iterdir()] == ["notes.txt"]
+        storage.write_bytes(f"{name}/notes.txt", b"mine")
+    assert [stat.key for stat in storage.list(name)] == [f"{name}/notes.txt"]
 
 
 @pytest.mark.fault

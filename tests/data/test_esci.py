@@ -1,3 +1,6 @@
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.data import esci as esci_module
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.esci import NO_PRODUCT, PRODUCTS, cut_utf8, open_products
 from pipeline.data.sources import open_source
@@ -112,6 +116,24 @@ def test_a_file_changed_since_it_was_listed_is_not_read(esci: Path, tmp_path: Pa
     with pytest.raises(TransientError, match=f"{name}.parquet was changed while it was read"):
         list(source.read(file))
     assert not list((tmp_path / "scratch").rglob("index.npz"))
+
+
+@pytest.mark.stage
+def test_processes_of_a_machine_index_the_products_once(
+    esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, made, plain = open_storage(str(esci)), [], esci_module._index_products
+
+    def slowly(*given: Any) -> None:
+        made.append(threading.get_ident())
+        time.sleep(0.2)
+        plain(*given)
+
+    monkeypatch.setattr(esci_module, "_index_products", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        all_of = list(pool.map(lambda _: open_products(storage, PRODUCTS, tmp_path / "index", None, 1000), range(4)))
+    assert len(made) == 1
+    assert all(index.look_up([b"P1"], [b"us"])[2].tolist() == [True] for index in all_of)
 
 
 @pytest.mark.fault

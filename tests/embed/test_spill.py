@@ -34,7 +34,16 @@ def test_all_records_come_back_in_order(
             everything += [(int(one), int(place)) for one, place in records.tolist()]
             spill.add(records)
         assert [row for part in spill.sorted() for row in part.tolist()] == sorted(everything)
-    assert not folder.exists()
+    assert not list(folder.iterdir())
+
+
+def test_two_processes_of_a_machine_sort_in_one_folder(tmp_path: Path) -> None:
+    with HashSpill(tmp_path, RECORD, 1) as one:
+        with HashSpill(tmp_path, RECORD, 1) as other:
+            other.add(np.zeros(2, dtype=RECORD))
+        one.add(np.ones(3, dtype=RECORD))
+        assert [len(part) for part in one.sorted()] == [3]
+    assert not list(tmp_path.iterdir())
 
 
 def u64(values: list[int]) -> Any:

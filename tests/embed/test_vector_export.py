@@ -253,6 +253,8 @@ def test_arrays_of_a_cycle(vectors: VectorSet, tmp_path: Path) -> None:
     assert (cache / vectors.manifest.digest / MATRIX).stat() == matrix, "written once"
     for row, name in enumerate(found.ids.to_pylist()):
         np.testing.assert_array_equal(found.vectors[row], rows_of(vectors)[name]) if row % 20 == 0 else None
+    (cache / vectors.manifest.digest / MATRIX).unlink()
+    assert len(open_vectors(uri, cache)) == 108, "made again"
     for bad in (str(tmp_path / "in"), str(tmp_path / "nowhere")):
         with pytest.raises(DataError, match="holds no finished vectors"):
             open_vectors(bad, cache)
@@ -283,6 +285,9 @@ def test_the_command(vectors: VectorSet, tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(words) == 0
     assert "108 vectors of cycle c1 as npy, every id read back" in capsys.readouterr().out
     assert cli.main(words) == 0 and "done already" in capsys.readouterr().out
+    (tmp_path / "out" / MATRIX).rename(tmp_path / "lost")
+    assert cli.main(words) == 65 and f"{MATRIX} is missing" in capsys.readouterr().err
+    (tmp_path / "lost").rename(tmp_path / "out" / MATRIX)
     assert cli.main([word for word in words if word != "c1"]) == 78
     assert "nothing is served" in capsys.readouterr().err
     assert cli.main([*words[:-1], "--out=s3://bucket/x"]) == 78

@@ -103,6 +103,23 @@ def test_a_model_is_rolled_back_with_its_vectors(workspace: Storage, two: tuple[
     assert served(workspace) == (second.checkpoint, "c2")
 
 
+def test_rolling_back_again_goes_further_back_and_never_to_what_was_withdrawn(
+    workspace: Storage, two: tuple[Pair, Pair]
+) -> None:
+    first, second = two
+    decision = passed(workspace, first.checkpoint).model_copy(update={"forced": "it was better"})
+    promote(
+        workspace, MODEL, first.checkpoint, expected=production(workspace), decision=decision, author=AUTHOR
+    )  # A, B, A
+    offer(workspace, first)
+    assert served(workspace) == (first.checkpoint, "c1")
+    for expected in (second, first):
+        assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == expected.checkpoint
+        assert served(workspace) == (expected.checkpoint, expected.vectors.cycle)
+    with pytest.raises(ConfigError, match="nothing before"):
+        roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+
+
 def test_without_vectors_of_it_neither_moves(
     workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
 ) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext
-from pipeline.core.errors import ConfigError, DataError, Preempted
+from pipeline.core.errors import ConfigError, DataError, NumericError, Preempted
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
@@ -463,6 +463,18 @@ def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept
     assert 6 in cycle.steps()
 
 
+def test_scores_that_are_not_finite_are_no_fault_of_the_data(cycle: Cycle) -> None:
+    cycle.train = CONFIG.model_copy(update={"metric": "retrieval_ndcg", "evaluate_every": 0})
+    import pipeline.train.run as module
+    from pipeline.evaluate.score import HoldoutFigures
+
+    broken = HoldoutFigures(rows=1, loss=float("nan"), accuracy=0.0, macro_f1=0.0, positive_f1=0.0, ndcg=float("nan"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "evaluate_holdout", lambda *given, **more: broken)
+        with pytest.raises(NumericError, match="not finite at step 6"):
+            cycle.run()
+
+
 @pytest.mark.parametrize("metric", ["retrieval_ndcg", "combined"])
 def test_the_best_checkpoint_may_be_named_by_retrieval(cycle: Cycle, metric: str) -> None:
     cycle.train = CONFIG.model_copy(update={"metric": metric})
@@ -485,11 +497,14 @@ def test_training_ends_when_it_no_longer_gets_better_and_a_resume_agrees(cycle: 
     assert len(cycle.losses()) == events  # no step more
 
 
-def test_a_deadline_already_past_finishes_with_what_there_is(cycle: Cycle) -> None:
+@pytest.mark.parametrize("every_steps", [2, 3])  # a checkpoint is due at the last step, or not
+def test_a_deadline_already_past_finishes_with_what_there_is(cycle: Cycle, every_steps: int) -> None:
     from datetime import UTC, datetime
 
+    cycle.every_steps = every_steps
     past = {"deadline": datetime(2020, 1, 1, tzinfo=UTC), "on_deadline": "finish", "evaluate_every": 0}
     cycle.train = CONFIG.model_copy(update=past)
     outcome = cycle.run()
     assert outcome.late and outcome.steps_done == 2
-    assert outcome.step in cycle.steps()
+    best = cycle.open(outcome.step).state.best
+    assert best is not None and best.step == outcome.step == 2
