@@ -71,7 +71,7 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str) -> int:
     """
     store = cycle.store
     if store.closed() is not None and store.plan() == plan:
-        cycle.say(f"cycle {cycle.name} has ended; to run again what failed: trnjobs retry")
+        cycle.say(f"cycle {cycle.name} has ended; to run again what failed: trnjobs retry --cycle {cycle.name}")
         return finish(cycle, plan, store.records())
     if target_name == "batch":
         check_plan(plan)
@@ -102,10 +102,12 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
             round_ += 1
         elif round_ < 2 or cycle.store.submitted(round_).keys() >= {*again}:
             raise ConfigError(
-                f"cycle {cycle.name} is under way", expected="one that ended", next_command="trnjobs status"
+                f"cycle {cycle.name} is under way",
+                expected="one that ended",
+                next_command=f"trnjobs status --cycle {cycle.name}",
             )
         if not again:
-            raise ConfigError(f"cycle {cycle.name}: no job failed", next_command="trnjobs status")
+            raise ConfigError(f"cycle {cycle.name}: no job failed", next_command=f"trnjobs status --cycle {cycle.name}")
         if has_ended:
             cycle.store.keep_records(round_ - 1, records)
         return _hand_over(cycle, target.name, plan, round_, again)
@@ -171,9 +173,9 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     for cycle in under_way:
         try:
             if cycle.store.plan() is None:
-                say(
-                    f"cycle {cycle.name}: claimed, but nothing was submitted; next: trnjobs submit --cycle {cycle.name}"
-                )
+                is_script = cycle.name.startswith(RUN_PREFIX)
+                again = "the same trnjobs run again" if is_script else f"trnjobs submit --cycle {cycle.name}"
+                say(f"cycle {cycle.name}: claimed, but nothing was submitted; next: {again}")
             else:
                 close_cycle(cycle)
         except TrnpipeError as error:  # the others are looked at all the same
@@ -213,7 +215,7 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         is_retried = {one.id for one in store.submitted(round_).values()} - {record.id for record in records}
         closed = None if is_retried else closed.model_copy(update={"round": round_})
     if closed is None:
-        say(f"cycle {store.cycle}: under way; next: trnjobs status")
+        say(f"cycle {store.cycle}: under way; next: trnjobs status --cycle {store.cycle}")
         make_messages(cycle, plan, records, None)
         send_messages(cycle)
         return EXIT_OK

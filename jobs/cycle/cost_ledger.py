@@ -145,6 +145,8 @@ def ledger_of(
     every = (*earlier, *records)
     stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
+    if outcome == "cancelled" and (ended_at or 0.0) <= (deadline_at or 0.0):
+        deadline_at = None  # nobody waits for it any more
     return CycleLedger(
         cycle=plan.cycle,
         outcome=outcome or "open",

@@ -130,7 +130,9 @@ class CycleStore:
         return self._read("records.json", _RECORDS.validate_json) or ()
 
     def save_records(self, records: tuple[JobRecord, ...]) -> None:
-        self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
+        """What is known of the jobs now. Those of a closed cycle stay: another has seen its end meanwhile."""
+        if self.closed() is None:
+            self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
 
     def keep_records(self, round_: int, records: Sequence[JobRecord]) -> None:
         """Before another round begins, whose records take the place of these. The first to write wins."""
@@ -178,7 +180,8 @@ class CycleStore:
                 raise ConfigError(
                     f"cycle {self.cycle} was submitted to {theirs.target} with plan {theirs.plan_id[:12]}",
                     expected=f"that one, or a cycle nobody has submitted (this is {target}, plan {plan.plan_id[:12]})",
-                    next_command="trnjobs status; another --cycle for other settings",
+                    next_command=f"trnjobs status --cycle {self.cycle}; another"
+                    f" {'--name' if self.cycle.startswith(RUN_PREFIX) else '--cycle'} for other settings",
                 )
             if theirs.owner not in ("", owner) and theirs.lease_until > now:
                 raise TransientError(

@@ -1,7 +1,8 @@
 """Requests to storage: repeated under one deadline, sent side by side in threads."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Self, TypeVar
 
 import tenacity
@@ -94,8 +95,11 @@ def _in_threads(
     call: Callable[[Item], Result], items: Sequence[Item], sizes: Sequence[int], num_threads: int, advance: Advance
 ) -> list[Result]:
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="storage") as pool:
-        futures = [pool.submit(call, item) for item in items]
-        for future, size in zip(futures, sizes, strict=True):
+        futures = list[Future[Result]]()
+        with suppress(RuntimeError):  # the interpreter ends, and waits for the thread that calls us
+            for item in items:
+                futures.append(pool.submit(call, item))
+        for future, size in zip(futures, sizes, strict=False):
             future.add_done_callback(lambda _, size=size: advance(size))  # type: ignore[misc]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
@@ -104,4 +108,8 @@ def _in_threads(
         for future in futures:
             if future in done:
                 future.result()
-        return [future.result() for future in futures]
+        results = [future.result() for future in futures]
+    for item, size in zip(items[len(results) :], sizes[len(results) :], strict=True):
+        results.append(call(item))
+        advance(size)
+    return results

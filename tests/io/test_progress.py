@@ -1,5 +1,7 @@
 """Transfers, hashing and verifying show how many bytes are done, on either storage."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,26 @@ def test_items_in_threads(num_threads: int) -> None:
     assert found == list("012345678")
     ((name, work),) = shown.works
     assert (name, work.total, work.done, work.unit) == ("counting", 9, 9, "items")
+
+
+_AT_THE_END = """
+import time
+from concurrent.futures import ThreadPoolExecutor, thread
+from pipeline.core.stop import StopSignal
+from pipeline.io.requests import run_parallel
+
+def work():
+    while not thread._shutdown:
+        time.sleep(0.01)
+    print(*run_parallel(str, range(9), num_threads=4, stop=StopSignal(), doing="counting"))
+
+ThreadPoolExecutor(1).submit(work)
+"""
+
+
+def test_items_of_a_thread_that_the_interpreter_waits_for_at_its_end() -> None:
+    done = subprocess.run([sys.executable, "-c", _AT_THE_END], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [*"012345678"], done.stderr
 
 
 def test_local_files(storage: Storage, folder: Path) -> None:

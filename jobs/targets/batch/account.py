@@ -212,6 +212,6 @@ def read_planned(path: Path) -> PlannedOutputs:
 
 
 def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop nulls: values that Terraform knows only after apply."""
+    """Drop nulls, and lists with one: values that Terraform knows only after apply."""
     known = {key: _known(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    return {key: value for key, value in known.items() if value is not None}
+    return {key: value for key, value in known.items() if None not in (value if isinstance(value, list) else [value])}

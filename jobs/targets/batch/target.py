@@ -107,7 +107,7 @@ class BatchTarget(Target):
             waits_for = tuple(one for one in job.depends_on if one.job in jobs)
             spec = job.model_copy(update={"depends_on": waits_for})
             ids[job.name] = self._hand_over(finder, plan, round_, spec, ids)
-        self._end_unrecorded(finder, plan, [round_], ids)
+        self._end_unrecorded(finder, plan, [round_, round_ + 1], ids)  # the next: of a retry that died at its first job
 
     def check(self, plan: Plan) -> None:
         """Ask the account; changes nothing. Raises ConfigError, and TransientError while a queue is changing."""
@@ -135,7 +135,8 @@ class BatchTarget(Target):
 
         TerminateJob works in every state; Batch sends SIGTERM, and SIGKILL after 30 s.
         """
-        finder, rounds = self._finder(plan), range(1, max(self.store.rounds(), default=1) + 1)
+        # And one more: a retry may have died between its first job and the record of it.
+        finder, rounds = self._finder(plan), range(1, max(self.store.rounds(), default=0) + 2)
         running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
         for job in reversed(plan.jobs):
             queue = placement_of(plan, job).queue

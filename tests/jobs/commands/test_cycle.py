@@ -138,7 +138,7 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
 
     code, text = trnjobs("submit")
     assert (code, trnjobs.ran()) == (0, [])
-    assert "has ended; to run again what failed: trnjobs retry" in text
+    assert "has ended; to run again what failed: trnjobs retry --cycle " in text
 
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
     assert trnjobs.status()["closed"]["outcome"] == "succeeded"

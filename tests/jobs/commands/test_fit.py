@@ -44,6 +44,12 @@ def test_the_preset_fits_what_infra_makes(tmp_path: Path, capsys: pytest.Capture
     assert text.startswith("8 jobs fit the planned queues; the first cycle by the schedule is 2")
 
 
+def test_lists_that_are_known_after_apply_are_no_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Terraform writes an element that it does not know yet as null."""
+    sagemaker = {"subnets": [None], "security_groups": [None]}
+    assert fit(planned(tmp_path / "plan.json", sagemaker=sagemaker), capsys)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "flag", "seen"),
     [

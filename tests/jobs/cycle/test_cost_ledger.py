@@ -184,6 +184,12 @@ def test_deadlines(deadline_at: float | None, ended_at: float | None, now: float
     assert deadline_of(deadline_at, ended_at, now, done=done) == expected
 
 
+@pytest.mark.parametrize(("deadline_at", "expected"), [(None, "none"), (20.0, "none"), (9.0, "missed")])
+def test_a_cycle_that_was_cancelled_in_time_has_missed_nothing(deadline_at: float | None, expected: str) -> None:
+    tries = [record("train", attempt(0, 10, 75))]
+    assert ledger(TRAIN, tries, outcome="cancelled", deadline_at=deadline_at, now=99.0).deadline == expected
+
+
 def test_success_over_cycles() -> None:
     good = ledger(TRAIN, [record("train", attempt(0, 10))], deadline_at=20.0)
     refused = ledger(TRAIN, [record("train", attempt(0, 10, 80))], outcome="refused", deadline_at=5.0)

@@ -262,6 +262,21 @@ def test_records_sightings_settings_and_the_end(store: CycleStore, storage: Stor
     assert store.closed() is None
 
 
+def test_records_of_a_closed_cycle_stay(store: CycleStore) -> None:
+    """Two close a cycle: the slower one has read the jobs before the last of them ended."""
+    last, stale = (
+        (JobRecord(name="report", id="1", state=state, created_at=1.0),)
+        for state in (JobState.SUCCEEDED, JobState.RUNNING)
+    )
+    store.save_records(last)
+    store.close(Closed(outcome="succeeded", at=3.0))
+    store.save_records(stale)
+    assert store.records() == last
+    store.reopen()
+    store.save_records(stale)
+    assert store.records() == stale
+
+
 def test_the_end_of_an_earlier_round_is_no_end(store: CycleStore) -> None:
     for round_ in (1, 2):
         store.save_submission(round_, Submission(job="train", id=str(round_), submitted_at=5.0))

@@ -53,7 +53,7 @@ def test_a_cycle_from_plan_to_history(trnjobs: Trnjobs, account: Any) -> None:
     submitted = jobs_at(account)
     assert submitted.count("relevance-2026-11-20-train") == 1 and len(set(submitted)) == 8
     code, text = trnjobs("submit")
-    assert code == 0 and "to run again what failed: trnjobs retry" in text
+    assert code == 0 and "to run again what failed: trnjobs retry --cycle " in text
     assert jobs_at(account) == submitted
     assert "= relevance-embed:1 (embed) is registered" in trnjobs("plan", "--diff")[1]
 

@@ -109,7 +109,7 @@ def test_a_cycle_is_submitted_once(commands: Commands) -> None:
         assert commands.submit()
     assert list(commands.live()) == NAMES
     assert {name: one.id for name, one in commands.store().submitted(1).items()} == commands.live()
-    assert commands.said[-1] == "cycle 2026-11-20: under way; next: trnjobs status"
+    assert commands.said[-1] == "cycle 2026-11-20: under way; next: trnjobs status --cycle 2026-11-20"
 
 
 def test_submit_killed_after_single_calls_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

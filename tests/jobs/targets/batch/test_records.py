@@ -147,6 +147,21 @@ def test_cancel_finds_what_a_dead_driver_did_not_record(tmp_path: Path) -> None:
     assert setting.live() == []
 
 
+@pytest.mark.parametrize("then", ["cancel", "submit"])
+def test_a_job_that_a_dead_retry_did_not_record_is_ended(tmp_path: Path, then: str) -> None:
+    setting = Setting(tmp_path / "run")
+    setting.drive()
+    setting.target().cancel(setting.plan, "all have failed")
+    assert any(setting.drive_killed(Faults(kill_after=number), round_=2) and setting.live() for number in range(1, 40))
+    assert [one["jobName"] for one in setting.live()] == ["relevance-2026-11-20-train-round-2"]
+    assert setting.store().rounds() == [1]
+    if then == "cancel":
+        setting.target().cancel(setting.plan, "by hand")
+    else:
+        setting.drive()
+    assert setting.live() == []
+
+
 @pytest.mark.parametrize("number", range(1, 20))
 def test_cancel_killed_anywhere_and_run_again(setting: Setting, number: int) -> None:
     setting.batch.faults = Faults(errors={number: (client_error("AccessDeniedException", status=403), True)})
