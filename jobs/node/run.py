@@ -25,7 +25,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
-from pipeline.proc.cleanup import guarded
+from pipeline.proc.cleanup import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
@@ -43,7 +43,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     place = Place.from_env({**env, **ours})
-    with watched_signals() as signals, guarded() as folder:
+    with watched_signals() as signals, guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         peers, linger_s = Peers(), 0.0
         if place.num_nodes > 1:

@@ -30,7 +30,7 @@ from pipeline.evaluate.products import decoded
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import Found, ModelSearch
 from pipeline.evaluate.scores import ScoreSet, to_rows
-from pipeline.health.device import informed
+from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.settings import Settings
@@ -52,7 +52,7 @@ def run_evaluation(
             return Evaluation(settings, ctx, models, sets, inputs, gang, backend).run()
         except RuntimeError as error:
             nodes = ctx.world.world_size // ctx.world.local_world_size
-            better = informed(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
+            better = diagnose_device_error(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
             if better is error:
                 raise
             raise better from error
