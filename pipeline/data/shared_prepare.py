@@ -32,11 +32,11 @@ from pipeline.data.prepare import (
     Emit,
     PreparedData,
     Tell,
-    committed,
+    committed_info,
     count_rows,
-    decide,
-    gather,
+    decide_labels_and_tokenizer,
     name_partitions,
+    prepared_data_of,
     tell_prepared,
 )
 from pipeline.data.row_counts import (
@@ -104,9 +104,11 @@ def prepare_share(
     source = open_source(config, scratch=scratch, stop=stop)
     look = SharedSurvey(source, config, workspace, worker, workers, stop)
     tell = events if worker == 0 else _untold  # what all of them find is told once
-    encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, look, events, stop)
+    encoding, tokenizer_prefix = decide_labels_and_tokenizer(
+        config, source, workspace, scratch, tokenizer, look, events, stop
+    )
     named = name_partitions(encoding, source)
-    infos = {one.prefix: info for one in named if (info := committed(encoding, one, workspace, tell))}
+    infos = {one.prefix: info for one in named if (info := committed_info(encoding, one, workspace, tell))}
     _tidy_up(workspace, [one for one in named if one.prefix in infos])
     plan = _Plan(config, workspace, named)
     todo = plan.agree([one.prefix for one in named if one.prefix not in infos])
@@ -123,7 +125,7 @@ def prepare_share(
                 next_command="the same command again: it finds what is done, and shares the rest with them",
             )
         return missing
-    result = gather(encoding, tokenizer_prefix, named, infos, prepared=todo)
+    result = prepared_data_of(encoding, tokenizer_prefix, named, infos, prepared=todo)
     plan.delete()
     look.delete()
     shutil.rmtree(scratch, ignore_errors=True)
@@ -358,12 +360,12 @@ def _commit(
     Several workers may find so at once: they write the same.
     """
     parts, stop = _Parts(workspace, named), workspace.stop
-    if info := committed(encoding, named, workspace, _untold):
+    if info := committed_info(encoding, named, workspace, _untold):
         workspace.delete_prefix(parts.prefix)  # made here again, after another worker had taken them away
         return info
     there, numbers = parts.there(), range(len(named.partition.files))
     if not all(file_name(number) in there for number in numbers):
-        return committed(encoding, named, workspace, _untold)  # by another worker since, who took the parts away
+        return committed_info(encoding, named, workspace, _untold)  # by another worker since, who took the parts away
     try:
         reads = [parts.read_of(number) for number in numbers]
         names = [
@@ -372,7 +374,7 @@ def _commit(
             for place in range(read.num_chunks)
         ]
         if not there.issuperset(names):
-            return committed(encoding, named, workspace, _untold)
+            return committed_info(encoding, named, workspace, _untold)
         folder = workspace.local_path(parts.prefix) or scratch / "account" / named.fingerprint
         if workspace.local_path(parts.prefix) is None:
             workspace.download_dir(parts.prefix, folder, names)
@@ -380,7 +382,7 @@ def _commit(
         judged = _judged(folder, names, found, len(encoding.labels.gains), stop)
     except DataError:
         # Another worker found the same at once, was faster, and took the parts away.
-        if info := committed(encoding, named, workspace, _untold):
+        if info := committed_info(encoding, named, workspace, _untold):
             return info
         raise
     records = [part.chunk for part in found]

@@ -47,7 +47,7 @@ _TEXTS = 65_536
 
 
 @dataclass(frozen=True)
-class Mining:
+class MiningPlan:
     """What is mined, decided before anything is read. `new`: places in `sets` of the partitions that are asked."""
 
     sets: list[TokenSet]
@@ -65,7 +65,9 @@ class Mining:
         return BM25 if self.model is None else self.model.digest
 
 
-def decide(settings: Settings, sets: list[TokenSet], model: Checkpoint | None, parent: Checkpoint | None) -> Mining:
+def plan_mining(
+    settings: Settings, sets: list[TokenSet], model: Checkpoint | None, parent: Checkpoint | None
+) -> MiningPlan:
     """`parent`: where training starts from. Raises ConfigError when the model cannot read the prepared tokens."""
     if model is not None and model.state.tokenizer_fingerprint != sets[0].info.tokenizer_fingerprint:
         raise ConfigError(
@@ -93,7 +95,7 @@ def decide(settings: Settings, sets: list[TokenSet], model: Checkpoint | None, p
         "positive_gain": settings.train.loss.positive_gain,
         "mine": settings.mine.model_dump(mode="json", include=set(DECIDES)),
     }
-    return Mining(sets, tuple(new), model, decides)
+    return MiningPlan(sets, tuple(new), model, decides)
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class Parts:
         return join_key(self.prefix, f"{self.kind}/{index:05d}")
 
 
-def open_parts(settings: Settings, ctx: StageContext, mining: Mining, task: MiningTask, worker: int) -> list[Parts]:
+def open_parts(settings: Settings, ctx: StageContext, mining: MiningPlan, task: MiningTask, worker: int) -> list[Parts]:
     """Vectors of products, and negatives of queries."""
     config, name = settings.mine, fingerprint(mining.decides)[:16]
     prefix = f"cycles/{ctx.cycle}/mine/{name}-{config.items_per_part}-{config.queries_per_part}"
@@ -393,7 +395,7 @@ def all_negatives(parts: Parts, most: int) -> tuple[Int64s, Counts]:
     return np.concatenate(products), sum((parts.counts(index) for index in range(len(parts))), Counts())
 
 
-def commit_all(ctx: StageContext, mining: Mining, task: MiningTask, parts: Parts, most: int) -> NegativeSet:
+def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: Parts, most: int) -> NegativeSet:
     """The negatives of all queries, once every piece is there."""
     product, counts = all_negatives(parts, most)
     info = NegativesInfo(
