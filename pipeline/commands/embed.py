@@ -35,7 +35,7 @@ from pipeline.embed.verify import (
 )
 from pipeline.proc.pool import run_tasks
 from pipeline.registry.records import Author, who
-from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, offer
+from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, serve_verified_pair
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -98,7 +98,7 @@ def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
         ),
         author=Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version),
     )
-    return f"verify: {offer(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
+    return f"verify: {serve_verified_pair(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
