@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from jobs.node.command import Command, deserves_post_mortem
 from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
 from jobs.node.gang import Hub, Link, Peers, listen
-from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, shown_environment
+from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
 from jobs.node.sagemaker import sagemaker_variables, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError
@@ -58,7 +58,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
                 say(f"exit {outcome.code}: {outcome.reason}")
             # In one line without secrets: the reason, else the last line of the log.
             said = [line for line in supervisor.command.log() if line.strip()] if supervisor.command else []
-            why = str(scrubbed(outcome.reason or (said[-1] if said else ""), secrets_of(attempt.env)))
+            why = str(without_secrets(outcome.reason or (said[-1] if said else ""), secrets_of(attempt.env)))
             peers.acknowledge(outcome.code, why)
             attempt.explain(outcome, supervisor.command)
             write_failure(env, *(peers.agreed or (outcome.code, why)))
