@@ -30,7 +30,7 @@ from pipeline.embed.verify import (
     check_sample,
     check_unique,
     digest_of,
-    guarded,
+    run_check,
     skipped,
 )
 from pipeline.proc.pool import run_tasks
@@ -157,9 +157,9 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             return skipped("drift", f"the vectors of cycle {name} are gone")
         return check_drift(vectors, open_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
 
-    yield guarded("files", lambda: check_files(vectors))
-    yield guarded("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))
-    yield guarded("unique", lambda: check_unique(vectors, ctx.scratch, ctx.stop))
-    yield guarded("catalogue", catalogue)
-    yield guarded("sample", sample)
-    yield guarded("drift", drift)
+    yield run_check("files", lambda: check_files(vectors))
+    yield run_check("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))
+    yield run_check("unique", lambda: check_unique(vectors, ctx.scratch, ctx.stop))
+    yield run_check("catalogue", catalogue)
+    yield run_check("sample", sample)
+    yield run_check("drift", drift)

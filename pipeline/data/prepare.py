@@ -23,13 +23,13 @@ from pipeline.data.row_counts import (
     Encoding,
     FileCount,
     NamedPartition,
-    describe,
+    describe_partition,
     first_bad,
     refuse_bad_share,
     shards_by_split,
 )
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
-from pipeline.data.sources import InputFile, Partition, Source, open_source, reading
+from pipeline.data.sources import InputFile, Partition, Source, open_source, reading_progress
 from pipeline.data.survey import Survey, decide_labels, survey
 from pipeline.data.token_sets import FORMAT_VERSION, KIND, QUARANTINE, CategoricalInfo, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
@@ -292,7 +292,7 @@ def _encode_all(
     files = [file for work in works for file in work.named.partition.files]
     if not files:
         return {}
-    with reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
+    with reading_progress("tokenising", source, files) as tell:  # workers are at most a chunk each behind
         results = run_tasks(
             encode_chunk,
             encoding.tokenizer.data,
@@ -348,7 +348,7 @@ def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -
     with os_errors("reading", f"file://{staging.files}"):
         num_labels = len(encoding.labels.gains)
         judged = count_judgements(staging.files, shards_by_split(records), num_labels, workspace.stop)
-    info = describe(encoding, work.named, work.read, records, judged)
+    info = describe_partition(encoding, work.named, work.read, records, judged)
     bad = first_bad(encoding.config, records)
     refuse_bad_share(encoding.config, info, bad, workspace)
     with os_errors("writing", f"file://{staging.files}"):

@@ -43,7 +43,7 @@ from pipeline.data.row_counts import (
     Encoding,
     FileCount,
     NamedPartition,
-    describe,
+    describe_partition,
     first_bad,
     refuse_bad_share,
     shards_by_split,
@@ -51,7 +51,7 @@ from pipeline.data.row_counts import (
 from pipeline.data.rows import cut_chunks, quarantine_lines
 from pipeline.data.shards import map_safetensors
 from pipeline.data.shared_survey import FileShare, SharedSurvey, share_files
-from pipeline.data.sources import Source, listed, open_source, reading
+from pipeline.data.sources import Source, list_input_objects, open_source, reading_progress
 from pipeline.data.token_sets import KIND, QUARANTINE, JudgedSplit, Split, TokenSetInfo
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_files, file_record, hash_bytes
@@ -100,7 +100,7 @@ def prepare_share(
     the input has changed: those that started later share another whole, of which this worker's part would be missing.
     """
     scratch = scratch / "prepare" / f"worker-{worker}"
-    files = listed(config, stop)
+    files = list_input_objects(config, stop)
     source = open_source(config, scratch=scratch, stop=stop)
     look = SharedSurvey(source, config, workspace, worker, workers, stop)
     tell = events if worker == 0 else _untold  # what all of them find is told once
@@ -118,7 +118,7 @@ def prepare_share(
         if one.prefix not in infos and (info := _commit(encoding, workspace, one, scratch, events)):
             infos[one.prefix] = info
     if missing := len(named) - len(infos):
-        if listed(config, stop) != files:
+        if list_input_objects(config, stop) != files:
             raise TransientError(
                 f"{config.path} has changed since worker {worker} of {workers} looked at it",
                 expected="one input for all workers: those that started later share what lies there now",
@@ -271,7 +271,7 @@ def _encode(
     stagings = {share.named.partition.name: Staging(scratch / "parts" / share.named.fingerprint) for share in shares}
     uploads, pending = ThreadPoolExecutor(_UPLOADS, "upload"), deque[Future[None]]()
     try:
-        with reading("tokenising", source, files) as tell:
+        with reading_progress("tokenising", source, files) as tell:
             results = run_tasks(
                 encode_part,
                 encoding.tokenizer.data,
@@ -387,7 +387,7 @@ def _commit(
         raise
     records = [part.chunk for part in found]
     read = {file.key: one.count for file, one in zip(named.partition.files, reads, strict=True)}
-    info = describe(encoding, named, read, records, judged)
+    info = describe_partition(encoding, named, read, records, judged)
     bad = first_bad(encoding.config, records)
     refuse_bad_share(encoding.config, info, bad, workspace)
     lines = quarantine_lines(bad)

@@ -31,7 +31,7 @@ from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
 from pipeline.evaluate.products import Products, decoded, distinct_products, text_hashes, to_tokens
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, join_key
-from pipeline.mine.choose import NONE, Candidates, Counts, Judged, choose_negatives
+from pipeline.mine.choose import NONE, Candidates, Counts, JudgedItems, choose_negatives
 from pipeline.mine.config import BM25, DECIDES, MineConfig
 from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives, empty_folder
 from pipeline.settings import Settings
@@ -108,7 +108,7 @@ class MiningTask:
     query_row: Int64s
     """[Q], a row that has the query."""
     products: Products
-    judged: Judged
+    judged: JudgedItems
 
     @property
     def num_queries(self) -> int:
@@ -177,7 +177,7 @@ def make_task(
     new = items != NONE
     new[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(asked)))]).astype(np.int64)
-    return MiningTask(rows, asked, first, products, Judged(offsets, items[new], positive[new]))
+    return MiningTask(rows, asked, first, products, JudgedItems(offsets, items[new], positive[new]))
 
 
 _CHUNK_ITEMS = 16_384
@@ -278,7 +278,7 @@ def open_parts(settings: Settings, ctx: StageContext, mining: MiningPlan, task: 
 
 Vectors = Callable[[int, int], Float32s]
 """Unit vectors [n, D] of the items, or queries, from one number up to another: the same each time."""
-Search = Callable[[int, int, Judged], Candidates]
+Search = Callable[[int, int, JudgedItems], Candidates]
 """The best products of the queries from one number up to another, whose judgements are given."""
 
 
@@ -315,7 +315,7 @@ def vector_search(
             for first in range(0, len(maps[index]), _CHUNK_ITEMS):
                 yield parts.rows(index)[0] + first, np.array(maps[index][first : first + _CHUNK_ITEMS])
 
-    def search(start: int, end: int, judged: Judged) -> Candidates:
+    def search(start: int, end: int, judged: JudgedItems) -> Candidates:
         asked = queries(start, end)
         top, query_of = ExactTopK(asked, min(depth, parts.total)), judged.query
         best = np.full(len(asked), -np.inf)
@@ -338,7 +338,7 @@ def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], 
     """By the words that query and product share. Each worker has an index of all items."""
     index = Bm25(items)
 
-    def search(start: int, end: int, judged: Judged) -> Candidates:
+    def search(start: int, end: int, judged: JudgedItems) -> Candidates:
         texts = queries(start, end)
         scores = np.zeros((len(texts), depth))
         found = np.full((len(texts), depth), NONE, dtype=np.int64)
@@ -358,7 +358,7 @@ def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], 
 def mine_share(
     parts: Parts,
     open_search: Callable[[], Search],
-    judged: Judged,
+    judged: JudgedItems,
     rows_of: Callable[[Int64s], Int64s],
     config: MineConfig,
     *,

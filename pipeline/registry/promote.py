@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
 from pipeline.io.storage import Storage
-from pipeline.registry.checkpoints import Known, check_present, read_checkpoint
+from pipeline.registry.checkpoints import CommittedCheckpoint, check_present, read_checkpoint
 from pipeline.registry.records import (
     Author,
     Decision,
@@ -162,7 +162,7 @@ def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decisi
     return entry
 
 
-def _about(model: str, known: Known, current: Pointer | None, author: Author) -> dict[str, Any]:
+def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, author: Author) -> dict[str, Any]:
     """What an entry about a checkpoint says, whatever is done with it."""
     return {
         "model": model,
@@ -189,7 +189,7 @@ def rolled_back_digests(entries: Iterable[Entry]) -> frozenset[str]:
 _ROLLED_BACK = ("production was rolled back from it",)
 
 
-def _refusal(decision: Decision, candidate: Known, past: Iterable[Entry]) -> tuple[str, ...]:
+def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[Entry]) -> tuple[str, ...]:
     """Why the decision does not carry the candidate; empty when it does."""
     forced = bool(one_line(decision.forced))
     if not decision.passed and not forced:
