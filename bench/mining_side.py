@@ -16,7 +16,7 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
-from pipeline.mine.choose import Judged
+from pipeline.mine.choose import JudgedItems
 from pipeline.mine.config import MineConfig
 from pipeline.mine.run import Parts, Search, all_negatives, mine_share, vector_search
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
@@ -69,12 +69,12 @@ class MadeUpVectors:
         noise = noise[start - blocks.start * _BLOCK : stop - blocks.start * _BLOCK]
         return _unit((positives + np.float32(_NOISE) * noise).astype(np.float32))
 
-    def judged(self) -> Judged:
+    def judged(self) -> JudgedItems:
         """The item that a query is near, its positive, and those after it."""
         first = np.arange(self.num_queries, dtype=np.int64)[:, None] * self.every
         items = (first + np.arange(JUDGED)).reshape(-1)
         positive = np.arange(len(items)) % JUDGED == 0
-        return Judged(np.arange(self.num_queries + 1, dtype=np.int64) * JUDGED, items, positive)
+        return JudgedItems(np.arange(self.num_queries + 1, dtype=np.int64) * JUDGED, items, positive)
 
 
 def _random(kind: int, block: int) -> Float32s:

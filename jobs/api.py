@@ -27,7 +27,7 @@ from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.page.charts import escaped, table
 from jobs.cycle.page.data import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.page.sections import sentence
+from jobs.cycle.page.sections import outcome_sentence
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
@@ -102,7 +102,7 @@ class CyclePage(Record):
         return f"CyclePage(uri={self.uri!r})"
 
     def _repr_html_(self) -> str:
-        return f"<p><b>{escaped(sentence(self.data))}</b></p><p>{escaped(self.uri)}</p>"
+        return f"<p><b>{escaped(outcome_sentence(self.data))}</b></p><p>{escaped(self.uri)}</p>"
 
 
 class Cycle:

@@ -21,7 +21,7 @@ from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.settings import CycleSettings, pipeline_fingerprint
 from jobs.targets.base import Target
 from jobs.targets.local.engine import Slots
-from jobs.targets.placement import placed
+from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
@@ -125,14 +125,14 @@ def make_plan(settings: CycleSettings) -> Plan:
         mines=settings.mine.enabled,
         stage_limits_s=_stage_limits_s(settings),
     )
-    return placed(plan, settings.jobs)
+    return with_placements(plan, settings.jobs)
 
 
 def make_run(settings: CycleSettings) -> Plan:
     """The plan of the one script in the settings. Raises ConfigError."""
     (step,) = settings.jobs.steps
     plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))
-    return placed(plan, settings.jobs)
+    return with_placements(plan, settings.jobs)
 
 
 def _workspace_uri(settings: CycleSettings) -> str:

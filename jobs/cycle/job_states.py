@@ -71,7 +71,7 @@ def new_record(leaf: Leaf, job_id: str, at: float) -> JobRecord:
     return JobRecord(name=leaf.name, id=own, state=JobState.SUBMITTED, created_at=at, num_nodes=leaf.spec.num_nodes)
 
 
-def settle(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) -> dict[str, JobRecord]:
+def advance_waiting_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) -> dict[str, JobRecord]:
     """One step of every leaf that waits for others; the changed records. Repeat until there is none.
 
     What is not among the records is of an earlier round, and has succeeded.
@@ -88,7 +88,7 @@ def settle(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) 
         if record.state is JobState.SUBMITTED:
             record = _move(record, JobState.PENDING if needs else JobState.RUNNABLE)
         elif record.state is JobState.PENDING and JobState.FAILED in needs:
-            record = failed(record, DEPENDENCY_FAILED, at)
+            record = failed_record(record, DEPENDENCY_FAILED, at)
         elif record.state is JobState.PENDING and all(need is JobState.SUCCEEDED for need in needs):
             record = _move(record, JobState.RUNNABLE)
         else:
@@ -98,31 +98,33 @@ def settle(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) 
     return changed
 
 
-def starting(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
+def starting_record(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
     attempt = AttemptRecord(log_streams=tuple(log_streams))
     return _move(record, JobState.STARTING, attempts=(*record.attempts, attempt))
 
 
-def running(record: JobRecord, at: float) -> JobRecord:
+def running_record(record: JobRecord, at: float) -> JobRecord:
     """The container of the attempt runs; of a gang, that of the main node."""
     record = with_last_attempt(record, started_at=at)
     return _move(record, JobState.RUNNING, started_at=record.started_at or at)
 
 
-def ended(record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, again: bool | None = None) -> JobRecord:
+def record_after_attempt(
+    record: JobRecord, retry: Retry, end: AttemptEnd, at: float, *, again: bool | None = None
+) -> JobRecord:
     """After an attempt: SUCCEEDED, FAILED, or RUNNABLE for the next one. `again`: what the platform has decided of it;
     None: `retry` decides."""
     record = with_last_attempt(
         record, stopped_at=at, exit_code=end.exit_code, status_reason=end.status_reason, reason=end.reason
     )
-    if succeeded(end):
+    if has_succeeded(end):
         return _move(record, JobState.SUCCEEDED, reason=end.status_reason, stopped_at=at)
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     counted = sum(attempt.status_reason != INTERRUPTED for attempt in record.attempts)
     if is_tried_again(retry, counted, end) if again is None else again:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
-    return failed(record, end.status_reason, at)
+    return failed_record(record, end.status_reason, at)
 
 
 def is_tried_again(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
@@ -134,12 +136,12 @@ def is_tried_again(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
     return end.status_reason == EXITED and end.exit_code in retry.exit_codes
 
 
-def succeeded(end: AttemptEnd) -> bool:
+def has_succeeded(end: AttemptEnd) -> bool:
     """A container that was ended from outside has failed, whatever its exit code."""
     return end.exit_code == 0 and end.status_reason == EXITED
 
 
-def failed(record: JobRecord, reason: str, at: float) -> JobRecord:
+def failed_record(record: JobRecord, reason: str, at: float) -> JobRecord:
     """The end of a job that never ran, or will not run again."""
     return _move(record, JobState.FAILED, reason=reason, stopped_at=at)
 

@@ -86,18 +86,18 @@ def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES
     data = b""
     for shorten in shortenings:
         one = one.model_copy(update=shorten(one))
-        data = json.dumps(scrubbed(one.model_dump(mode="json"), secrets), indent=1).encode() + b"\n"
+        data = json.dumps(without_secrets(one.model_dump(mode="json"), secrets), indent=1).encode() + b"\n"
         if len(data) <= max_bytes:
             break
     return data[:max_bytes]
 
 
-def scrubbed(value: Any, secrets: Sequence[str]) -> Any:
+def without_secrets(value: Any, secrets: Sequence[str]) -> Any:
     """The value without these secrets, without passwords in URIs, and without what a secret's name stands before."""
     if isinstance(value, Mapping):
-        return {name: HIDDEN if is_secret(str(name)) else scrubbed(one, secrets) for name, one in value.items()}
+        return {name: HIDDEN if is_secret(str(name)) else without_secrets(one, secrets) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [scrubbed(one, secrets) for one in value]
+        return [without_secrets(one, secrets) for one in value]
     if isinstance(value, str):
         for secret in secrets:
             value = value.replace(secret, HIDDEN)

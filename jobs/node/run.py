@@ -17,7 +17,7 @@ from pydantic import JsonValue
 from jobs.node.command import Command, deserves_post_mortem
 from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
 from jobs.node.gang import Hub, Link, Peers, listen
-from jobs.node.post_mortem import PostMortem, as_bytes, scrubbed, secrets_of, shown_environment
+from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
 from jobs.node.sagemaker import sagemaker_variables, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError
@@ -25,7 +25,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
-from pipeline.proc.cleanup import guarded
+from pipeline.proc.cleanup import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
@@ -43,7 +43,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     place = Place.from_env({**env, **ours})
-    with watched_signals() as signals, guarded() as folder:
+    with watched_signals() as signals, guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         peers, linger_s = Peers(), 0.0
         if place.num_nodes > 1:
@@ -58,7 +58,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
                 say(f"exit {outcome.code}: {outcome.reason}")
             # In one line without secrets: the reason, else the last line of the log.
             said = [line for line in supervisor.command.log() if line.strip()] if supervisor.command else []
-            why = str(scrubbed(outcome.reason or (said[-1] if said else ""), secrets_of(attempt.env)))
+            why = str(without_secrets(outcome.reason or (said[-1] if said else ""), secrets_of(attempt.env)))
             peers.acknowledge(outcome.code, why)
             attempt.explain(outcome, supervisor.command)
             write_failure(env, *(peers.agreed or (outcome.code, why)))

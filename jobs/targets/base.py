@@ -52,7 +52,7 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True)
-class Known:
+class LatestRecords:
     """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""
 
     leaves: Sequence[Leaf]
@@ -68,7 +68,7 @@ class Known:
         return tuple(shown)
 
 
-def known_leaves(plan: Plan, store: CycleStore, saved: Iterable[JobRecord]) -> Known:
+def latest_records(plan: Plan, store: CycleStore, saved: Iterable[JobRecord]) -> LatestRecords:
     """`saved`: what is on record of leaves, of any round."""
     by_id = {record.id: record for record in saved}
     newest = dict[str, tuple[int, Submission]]()
@@ -80,7 +80,7 @@ def known_leaves(plan: Plan, store: CycleStore, saved: Iterable[JobRecord]) -> K
         rounds[leaf.name], one = newest[leaf.spec.name]
         fresh = new_record(leaf, one.id, one.submitted_at)
         records[leaf.name] = by_id.get(fresh.id, fresh)
-    return Known(leaves, records, rounds)
+    return LatestRecords(leaves, records, rounds)
 
 
 def job_id_of(record: JobRecord) -> str:

@@ -37,7 +37,7 @@ class SageMakerPlacement(Record):
     queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
 
 
-def placed(plan: Plan, jobs: JobsConfig) -> Plan:
+def with_placements(plan: Plan, jobs: JobsConfig) -> Plan:
     """The plan with where each job runs, on AWS Batch and, where `[jobs.sagemaker]` says anything, on SageMaker."""
     wanted = jobs.sagemaker
     fields = SageMakerPlacement.model_fields.keys()

@@ -30,12 +30,12 @@ from pipeline.embed.verify import (
     check_sample,
     check_unique,
     digest_of,
-    guarded,
+    run_check,
     skipped,
 )
 from pipeline.proc.pool import run_tasks
 from pipeline.registry.records import Author, who
-from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, offer
+from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, serve_verified_pair
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -98,7 +98,7 @@ def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
         ),
         author=Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version),
     )
-    return f"verify: {offer(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
+    return f"verify: {serve_verified_pair(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
@@ -157,9 +157,9 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             return skipped("drift", f"the vectors of cycle {name} are gone")
         return check_drift(vectors, open_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
 
-    yield guarded("files", lambda: check_files(vectors))
-    yield guarded("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))
-    yield guarded("unique", lambda: check_unique(vectors, ctx.scratch, ctx.stop))
-    yield guarded("catalogue", catalogue)
-    yield guarded("sample", sample)
-    yield guarded("drift", drift)
+    yield run_check("files", lambda: check_files(vectors))
+    yield run_check("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))
+    yield run_check("unique", lambda: check_unique(vectors, ctx.scratch, ctx.stop))
+    yield run_check("catalogue", catalogue)
+    yield run_check("sample", sample)
+    yield run_check("drift", drift)

@@ -23,13 +23,13 @@ from pipeline.data.row_counts import (
     Encoding,
     FileCount,
     NamedPartition,
-    describe,
+    describe_partition,
     first_bad,
     refuse_bad_share,
     shards_by_split,
 )
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
-from pipeline.data.sources import InputFile, Partition, Source, open_source, reading
+from pipeline.data.sources import InputFile, Partition, Source, open_source, reading_progress
 from pipeline.data.survey import Survey, decide_labels, survey
 from pipeline.data.token_sets import FORMAT_VERSION, KIND, QUARANTINE, CategoricalInfo, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
@@ -119,23 +119,25 @@ def prepare(
     def look(want_labels: bool, want_sample: bool) -> Survey:
         return survey(source, config, want_labels=want_labels, want_sample=want_sample, stop=stop)
 
-    encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, look, events, stop)
+    encoding, tokenizer_prefix = decide_labels_and_tokenizer(
+        config, source, workspace, scratch, tokenizer, look, events, stop
+    )
     named = name_partitions(encoding, source)
     infos: dict[str, TokenSetInfo] = {}
     works: list[_Work] = []
     for one in named:
         staging = Staging(scratch / "tokens" / one.fingerprint)
-        if (info := committed(encoding, one, workspace, events)) is None:
+        if (info := committed_info(encoding, one, workspace, events)) is None:
             works.append(_Work(one, staging))
             continue
         # What a try killed at the end of its commit left: were the folder ever deleted for damage, these are its files.
         shutil.rmtree(staging.folder, ignore_errors=True)
         infos[one.prefix] = info
     infos |= _encode_all(encoding, workspace, source, works, events, stop)
-    return gather(encoding, tokenizer_prefix, named, infos, prepared=[work.named.prefix for work in works])
+    return prepared_data_of(encoding, tokenizer_prefix, named, infos, prepared=[work.named.prefix for work in works])
 
 
-def committed(encoding: Encoding, named: NamedPartition, workspace: Storage, events: Emit) -> TokenSetInfo | None:
+def committed_info(encoding: Encoding, named: NamedPartition, workspace: Storage, events: Emit) -> TokenSetInfo | None:
     """What a partition says of itself that is there already. Raises DataError above the share of bad rows."""
     manifest = read_manifest(workspace, named.prefix)
     if manifest is None:
@@ -146,7 +148,7 @@ def committed(encoding: Encoding, named: NamedPartition, workspace: Storage, eve
     return info
 
 
-def gather(
+def prepared_data_of(
     encoding: Encoding,
     tokenizer_prefix: str,
     named: Sequence[NamedPartition],
@@ -184,7 +186,7 @@ def gather(
 # What decides the bytes of the shards, and the names of partitions that follow from it.
 
 
-def decide(
+def decide_labels_and_tokenizer(
     config: DataConfig,
     source: Source,
     workspace: Storage,
@@ -290,7 +292,7 @@ def _encode_all(
     files = [file for work in works for file in work.named.partition.files]
     if not files:
         return {}
-    with reading("tokenising", source, files) as tell:  # workers are at most a chunk each behind
+    with reading_progress("tokenising", source, files) as tell:  # workers are at most a chunk each behind
         results = run_tasks(
             encode_chunk,
             encoding.tokenizer.data,
@@ -346,7 +348,7 @@ def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -
     with os_errors("reading", f"file://{staging.files}"):
         num_labels = len(encoding.labels.gains)
         judged = count_judgements(staging.files, shards_by_split(records), num_labels, workspace.stop)
-    info = describe(encoding, work.named, work.read, records, judged)
+    info = describe_partition(encoding, work.named, work.read, records, judged)
     bad = first_bad(encoding.config, records)
     refuse_bad_share(encoding.config, info, bad, workspace)
     with os_errors("writing", f"file://{staging.files}"):

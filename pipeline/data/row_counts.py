@@ -71,7 +71,7 @@ def shards_by_split(records: Sequence[ChunkRecord]) -> dict[Split, tuple[ShardIn
     return {split: shards for split, shards in found.items() if shards}
 
 
-def describe(
+def describe_partition(
     encoding: Encoding,
     named: NamedPartition,
     read: Mapping[str, FileCount],

@@ -32,18 +32,18 @@ from pipeline.data.prepare import (
     Emit,
     PreparedData,
     Tell,
-    committed,
+    committed_info,
     count_rows,
-    decide,
-    gather,
+    decide_labels_and_tokenizer,
     name_partitions,
+    prepared_data_of,
     tell_prepared,
 )
 from pipeline.data.row_counts import (
     Encoding,
     FileCount,
     NamedPartition,
-    describe,
+    describe_partition,
     first_bad,
     refuse_bad_share,
     shards_by_split,
@@ -51,7 +51,7 @@ from pipeline.data.row_counts import (
 from pipeline.data.rows import cut_chunks, quarantine_lines
 from pipeline.data.shards import map_safetensors
 from pipeline.data.shared_survey import FileShare, SharedSurvey, share_files
-from pipeline.data.sources import Source, listed, open_source, reading
+from pipeline.data.sources import Source, list_input_objects, open_source, reading_progress
 from pipeline.data.token_sets import KIND, QUARANTINE, JudgedSplit, Split, TokenSetInfo
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_files, file_record, hash_bytes
@@ -100,13 +100,15 @@ def prepare_share(
     the input has changed: those that started later share another whole, of which this worker's part would be missing.
     """
     scratch = scratch / "prepare" / f"worker-{worker}"
-    files = listed(config, stop)
+    files = list_input_objects(config, stop)
     source = open_source(config, scratch=scratch, stop=stop)
     look = SharedSurvey(source, config, workspace, worker, workers, stop)
     tell = events if worker == 0 else _untold  # what all of them find is told once
-    encoding, tokenizer_prefix = decide(config, source, workspace, scratch, tokenizer, look, events, stop)
+    encoding, tokenizer_prefix = decide_labels_and_tokenizer(
+        config, source, workspace, scratch, tokenizer, look, events, stop
+    )
     named = name_partitions(encoding, source)
-    infos = {one.prefix: info for one in named if (info := committed(encoding, one, workspace, tell))}
+    infos = {one.prefix: info for one in named if (info := committed_info(encoding, one, workspace, tell))}
     _tidy_up(workspace, [one for one in named if one.prefix in infos])
     plan = _Plan(config, workspace, named)
     todo = plan.agree([one.prefix for one in named if one.prefix not in infos])
@@ -116,14 +118,14 @@ def prepare_share(
         if one.prefix not in infos and (info := _commit(encoding, workspace, one, scratch, events)):
             infos[one.prefix] = info
     if missing := len(named) - len(infos):
-        if listed(config, stop) != files:
+        if list_input_objects(config, stop) != files:
             raise TransientError(
                 f"{config.path} has changed since worker {worker} of {workers} looked at it",
                 expected="one input for all workers: those that started later share what lies there now",
                 next_command="the same command again: it finds what is done, and shares the rest with them",
             )
         return missing
-    result = gather(encoding, tokenizer_prefix, named, infos, prepared=todo)
+    result = prepared_data_of(encoding, tokenizer_prefix, named, infos, prepared=todo)
     plan.delete()
     look.delete()
     shutil.rmtree(scratch, ignore_errors=True)
@@ -269,7 +271,7 @@ def _encode(
     stagings = {share.named.partition.name: Staging(scratch / "parts" / share.named.fingerprint) for share in shares}
     uploads, pending = ThreadPoolExecutor(_UPLOADS, "upload"), deque[Future[None]]()
     try:
-        with reading("tokenising", source, files) as tell:
+        with reading_progress("tokenising", source, files) as tell:
             results = run_tasks(
                 encode_part,
                 encoding.tokenizer.data,
@@ -358,12 +360,12 @@ def _commit(
     Several workers may find so at once: they write the same.
     """
     parts, stop = _Parts(workspace, named), workspace.stop
-    if info := committed(encoding, named, workspace, _untold):
+    if info := committed_info(encoding, named, workspace, _untold):
         workspace.delete_prefix(parts.prefix)  # made here again, after another worker had taken them away
         return info
     there, numbers = parts.there(), range(len(named.partition.files))
     if not all(file_name(number) in there for number in numbers):
-        return committed(encoding, named, workspace, _untold)  # by another worker since, who took the parts away
+        return committed_info(encoding, named, workspace, _untold)  # by another worker since, who took the parts away
     try:
         reads = [parts.read_of(number) for number in numbers]
         names = [
@@ -372,7 +374,7 @@ def _commit(
             for place in range(read.num_chunks)
         ]
         if not there.issuperset(names):
-            return committed(encoding, named, workspace, _untold)
+            return committed_info(encoding, named, workspace, _untold)
         folder = workspace.local_path(parts.prefix) or scratch / "account" / named.fingerprint
         if workspace.local_path(parts.prefix) is None:
             workspace.download_dir(parts.prefix, folder, names)
@@ -380,12 +382,12 @@ def _commit(
         judged = _judged(folder, names, found, len(encoding.labels.gains), stop)
     except DataError:
         # Another worker found the same at once, was faster, and took the parts away.
-        if info := committed(encoding, named, workspace, _untold):
+        if info := committed_info(encoding, named, workspace, _untold):
             return info
         raise
     records = [part.chunk for part in found]
     read = {file.key: one.count for file, one in zip(named.partition.files, reads, strict=True)}
-    info = describe(encoding, named, read, records, judged)
+    info = describe_partition(encoding, named, read, records, judged)
     bad = first_bad(encoding.config, records)
     refuse_bad_share(encoding.config, info, bad, workspace)
     lines = quarantine_lines(bad)

@@ -20,7 +20,7 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.rows import RawBatch, text_characters
-from pipeline.data.sources import InputFile, Source, reading
+from pipeline.data.sources import InputFile, Source, reading_progress
 from pipeline.data.survey import FileLabels, LabelCount, Survey, TextSample, fits, survey_file
 from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, read_record
 
@@ -208,7 +208,7 @@ class SharedSurvey:
         others = [*range(behind + 1, len(files)), *range(behind + 1)]
         there = names_in(self.workspace, folder)
         missing = [file for number, file in enumerate(files) if _name(number) not in there]
-        with reading("looking at labels and texts", self.source, missing) as tell:
+        with reading_progress("looking at labels and texts", self.source, missing) as tell:
             for number in [*own, *(number for number in others if number not in own)]:
                 if _name(number) in there:
                     continue

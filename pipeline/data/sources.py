@@ -221,7 +221,9 @@ class Source(Protocol):
 
 
 @contextmanager
-def reading(doing: str, source: Source, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
+def reading_progress(
+    doing: str, source: Source, files: Sequence[InputFile]
+) -> Iterator[Callable[[RawBatch | None], None]]:
     """Shows the progress of reading files: yields what is to be told of every batch, or of None while one waits.
 
     In bytes, which are known of every file before it is read; in rows where rows are generated.
@@ -253,7 +255,7 @@ def _is_esci(config: DataConfig, stats: Iterable[ObjectStat]) -> bool:
     return config.format == "esci" or (config.format == "auto" and esci.EXAMPLES in names)
 
 
-def listed(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
+def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
     """What lies at the input's path, listed anew and not read; nothing for the synthetic catalogue."""
     return frozenset() if config.path is None else frozenset(find_files(config.path, stop)[1])
 

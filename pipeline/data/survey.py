@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.rows import FILTER, RawBatch, text_characters
-from pipeline.data.sources import InputFile, Source, reading
+from pipeline.data.sources import InputFile, Source, reading_progress
 from pipeline.data.validate import filter_mask, numbers
 
 MAX_LABELS = 1000
@@ -95,7 +95,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
     labels = FileLabels()
     sample = TextSample(config.tokenizer.train_rows)
     files = [file for partition in source.partitions for file in partition.files]
-    with reading("looking at labels and texts", source, files) as tell:
+    with reading_progress("looking at labels and texts", source, files) as tell:
         for number, file in enumerate(files):
             sample.seen = number
             found = survey_file(source, config, file, sample if want_sample else None, want_labels, tell, stop)

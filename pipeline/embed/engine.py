@@ -324,7 +324,7 @@ class _Clock:
         self.lap()
 
 
-def counted(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:
+def with_progress(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:
     """Vectors of windows of `texts` texts in all, with their progress shown."""
     with progress(doing, texts, "texts") as advance:
         for window in vectors:

@@ -27,7 +27,7 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.rows import RawBatch, quarantined
-from pipeline.data.sources import Files, open_files, open_source, reading
+from pipeline.data.sources import Files, open_files, open_source, reading_progress
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import EarlierCycle, HashSpill, find_earlier
@@ -84,7 +84,7 @@ def gather_products(
     files = [file for partition in source.partitions for file in partition.files]
 
     def products() -> Iterator[RawBatch]:
-        with reading("reading products", source, files) as tell:
+        with reading_progress("reading products", source, files) as tell:
             for file in files:
                 for batch in source.read(file, ["product_id", "title", "text"]):
                     stop.raise_if_set(f"reading {file.key}")

@@ -22,7 +22,7 @@ from pipeline.data.tokenizer import TextTokenizer, pieces
 from pipeline.embed.carry_over import RowIndex, index_of, take_over
 from pipeline.embed.catalogue import CatalogueReader, RawWindow
 from pipeline.embed.digest import Check, Histogram, VectorCounts, VerifyDigest
-from pipeline.embed.engine import Embed, counted
+from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.finish import find_duplicates
 from pipeline.embed.parts import id_range
 from pipeline.embed.plan import EmbedPlan
@@ -75,7 +75,7 @@ def skipped(name: str, reason: str) -> Check:
     return Check(name=name, outcome="skipped", seen=reason)
 
 
-def guarded(name: str, check: Callable[[], Check]) -> Check:
+def run_check(name: str, check: Callable[[], Check]) -> Check:
     """A part that cannot be read fails the check that needed it, not all the others."""
     try:
         return check()
@@ -304,7 +304,7 @@ def check_sample(
     if not there:
         return skipped("sample", "no text was picked")
     tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in there]), max_tokens, tokenizer.sep_id)
-    fresh = np.concatenate(list(counted(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
+    fresh = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
     cosines = cosine(shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored))
     least = int(cosines.argmin())
     seen = f"{len(there)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"

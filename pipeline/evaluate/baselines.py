@@ -192,7 +192,7 @@ _KIND = "boosting"
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredBaseline:
     """One baseline: its figures, what the gate compares, and of BM25 the lists of all queries."""
 
     report: BaselineReport
@@ -200,7 +200,7 @@ class Scored:
     ranked: Ranked | None = None
 
 
-def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextManager[None]]) -> list[Scored]:
+def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextManager[None]]) -> list[ScoredBaseline]:
     """All that are asked for, found or made now. Raises DataError for saved ones that cannot be read, Preempted."""
     config = search.settings.evaluate
     found = []
@@ -213,7 +213,7 @@ def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextM
     return found
 
 
-def fuse(search: ModelSearch, scored: list[Scored], ranked: Ranked | None) -> tuple[HybridReport, ...]:
+def fuse(search: ModelSearch, scored: list[ScoredBaseline], ranked: Ranked | None) -> tuple[HybridReport, ...]:
     """Search of one model, whose lists are `ranked`, fused with that of BM25."""
     words, task = next((one.ranked for one in scored if one.ranked), None), search.task
     if not search.settings.evaluate.baselines.hybrid or not words or not ranked or isinstance(task, str):
@@ -221,9 +221,9 @@ def fuse(search: ModelSearch, scored: list[Scored], ranked: Ranked | None) -> tu
     return hybrid_reports(task, ranked, words, search.metrics)
 
 
-def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> Scored:
+def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
     if isinstance(task, str):
-        return Scored(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
+        return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
     key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B})
     if read_manifest(search.ctx.workspace, key) is None:
         lists = lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop)
@@ -231,10 +231,10 @@ def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> Scored:
     else:
         found = search.load(task, key)
     report = BaselineReport(name="bm25", scores=key, retrieval=found.report)
-    return Scored(report, Baseline(BM25, retrieval=found.per_query), found.ranked)
+    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query), found.ranked)
 
 
-def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str) -> Scored:
+def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str) -> ScoredBaseline:
     config, ctx, info = search.settings.evaluate, search.ctx, holdout.sets[0].info
     decides: dict[str, Json] = {
         "data": [one.info.fingerprint for one in search.sets],
@@ -247,7 +247,7 @@ def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str)
         train = open_rows(ctx.workspace, search.sets, "train", ctx.scratch / "tokens")
         fitted = fit(train, len(info.labels), config.baselines.boosting_rows, ctx.stop)
         if isinstance(fitted, str):
-            return Scored(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
+            return ScoredBaseline(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
         threshold, chosen_on = None, holdout if holdout.split == "valid" else valid
         if not isinstance(chosen_on, str) and fitted.num_labels == 2:
             try:
@@ -263,7 +263,7 @@ def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str)
     threshold = chosen if isinstance(chosen, float) else None
     metrics = metric_report(rows, config.metrics, threshold)
     report = BaselineReport(name="boosting", scores=key, metrics=metrics, threshold=threshold)
-    return Scored(report, Baseline(BOOSTING, rows=rows, threshold=threshold))
+    return ScoredBaseline(report, Baseline(BOOSTING, rows=rows, threshold=threshold))
 
 
 def _key(search: ModelSearch, name: str, decides: dict[str, Json]) -> str:

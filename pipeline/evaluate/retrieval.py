@@ -24,7 +24,7 @@ from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.validate import filter_mask
 from pipeline.embed.config import whole_limit
-from pipeline.embed.engine import counted
+from pipeline.embed.engine import with_progress
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.bm25 import Ranked
@@ -356,7 +356,7 @@ def search(
     bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
     own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))  # every rank embeds its part
     windows = pieces(own, _WINDOW) if len(own.lengths) else ()
-    embedded = list(counted(embed(windows), "embedding queries", len(own.lengths))) if windows else []
+    embedded = list(with_progress(embed(windows), "embedding queries", len(own.lengths))) if windows else []
     whole = np.concatenate([vectors for part in gang.gather(embedded) for vectors in part])
     queries = [shorten_vectors(whole, width or whole.shape[1]) for width in widths]
     firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors
@@ -395,7 +395,7 @@ KIND = "retrieval"
 
 
 @dataclass(frozen=True)
-class Found:
+class RetrievalResult:
     """Retrieval with one model; `per_query` and `ranked` are None when there is no answer, and `report` says why."""
 
     per_query: PerQuery | None
@@ -423,7 +423,7 @@ class ModelSearch:
     tokenizer: bytes
     warn: Callable[[str], None]
 
-    def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> Found | None:
+    def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> RetrievalResult | None:
         """On all ranks; None when retrieval is not to be evaluated. Raises DataError, Preempted."""
         config, ctx = self.settings.evaluate, self.ctx
         if not config.retrieval.enabled:
@@ -453,7 +453,7 @@ class ModelSearch:
 
     def save(
         self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Int64s] | None = None
-    ) -> Found:
+    ) -> RetrievalResult:
         """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
         narrower = by_width or {}
         per_query, report = task.report(ranked.items, self.metrics)
@@ -463,13 +463,13 @@ class ModelSearch:
             figures = {"query_id": per_query.query_id, **per_query.values}
             save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
         others = {width: task.report(items, self.metrics)[1] for width, items in narrower.items()}
-        return Found(per_query, report, ranked, others)
+        return RetrievalResult(per_query, report, ranked, others)
 
-    def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> Found:
+    def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> RetrievalResult:
         arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
         per_query, report = task.report(arrays["items"], self.metrics)
         others = {width: task.report(arrays[f"items_of_{width}"], self.metrics)[1] for width in widths}
-        return Found(per_query, report, Ranked(arrays["items"], arrays["scores"]), others)
+        return RetrievalResult(per_query, report, Ranked(arrays["items"], arrays["scores"]), others)
 
     @cached_property
     def metrics(self) -> MetricsConfig:
@@ -511,11 +511,11 @@ class ModelSearch:
         config = self.settings.evaluate.retrieval
         return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
 
-    def _without(self, reason: str) -> Found:
+    def _without(self, reason: str) -> RetrievalResult:
         words = ("recall", "ndcg", "success")
         names = [f"{RETRIEVAL}{word}@{k}" for k in self.metrics.retrieval_at for word in words]
         missing = dict.fromkeys([*names, f"{RETRIEVAL}mrr"], reason)
-        return Found(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
+        return RetrievalResult(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 
     def _key(self, checkpoint: Checkpoint) -> str:
         config, state = self.settings.embed, checkpoint.state

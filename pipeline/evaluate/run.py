@@ -12,7 +12,7 @@ from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
-from pipeline.evaluate.baselines import Scored, fuse, score_baselines
+from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
 from pipeline.evaluate.digest import (
     ScoreDigest,
     digest_key,
@@ -28,9 +28,9 @@ from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.products import decoded
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
-from pipeline.evaluate.retrieval import Found, ModelSearch
+from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
 from pipeline.evaluate.scores import ScoreSet, to_rows
-from pipeline.health.device import informed
+from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.settings import Settings
@@ -52,7 +52,7 @@ def run_evaluation(
             return Evaluation(settings, ctx, models, sets, inputs, gang, backend).run()
         except RuntimeError as error:
             nodes = ctx.world.world_size // ctx.world.local_world_size
-            better = informed(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
+            better = diagnose_device_error(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
             if better is error:
                 raise
             raise better from error
@@ -67,7 +67,7 @@ class Side:
     rows: ScoredRows
     scores_key: str
     threshold: float | None
-    found: Found | None
+    found: RetrievalResult | None
 
 
 @dataclass
@@ -239,7 +239,7 @@ class Evaluation:
             self.notes.warn(f"no threshold for the {role}: {error.seen}")
             return None
 
-    def _report(self, ours: Side, theirs: Side | None, scored: list[Scored]) -> EvaluationReport:
+    def _report(self, ours: Side, theirs: Side | None, scored: list[ScoredBaseline]) -> EvaluationReport:
         config, ctx, holdout, leak = self.settings.evaluate, self.ctx, self.holdout, self.leak
         candidate, incumbent = self._measured(ours, scored), None if theirs is None else self._measured(theirs, scored)
         verdict = judge(
@@ -317,7 +317,7 @@ class Evaluation:
         )
         self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
-    def _measured(self, side: Side, scored: list[Scored]) -> ModelReport:
+    def _measured(self, side: Side, scored: list[ScoredBaseline]) -> ModelReport:
         state, metrics, found = side.checkpoint.state, self.settings.evaluate.metrics, side.found
         rows = side.rows
         report = ModelReport(

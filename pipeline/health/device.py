@@ -241,7 +241,7 @@ _ASSERT = "device-side assert triggered"
 """Of CUDA, for an index beyond a table and the like: a bug, after which the process cannot use the device any more."""
 
 
-def informed(
+def diagnose_device_error(
     error: RuntimeError, backend: Backend, config: HealthConfig, *, num_nodes: int, stop: StopSignal
 ) -> BaseException:
     """What to raise for `error`: that of the table of Neuron errors, else TransientError on a device that fails the

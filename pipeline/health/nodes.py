@@ -40,7 +40,7 @@ _RANK_ROUND = re.compile(rf"rank_(\d+)_{ROUND}")
 # The ranks of this node.
 
 
-def leave(folder: Path, report: NodeReport, *, is_finished: bool) -> None:
+def write_rank_report(folder: Path, report: NodeReport, *, is_finished: bool) -> None:
     """Put the report of rank `report.node_rank` there, or what it has done so far."""
     name = f"rank-{report.node_rank}{'' if is_finished else _SO_FAR}.json"
     atomic.write_bytes_atomic(folder / name, to_json(report).encode())

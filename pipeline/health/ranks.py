@@ -20,7 +20,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, CheckResult, NodeReport, Verdict, one_line, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import check_burn, check_memory, check_operations
-from pipeline.health.nodes import BURN, OPERATIONS_CHECK, SHARED, leave
+from pipeline.health.nodes import BURN, OPERATIONS_CHECK, SHARED, write_rank_report
 from pipeline.parallel.gang import open_device
 from pipeline.parallel.world import World
 
@@ -423,10 +423,10 @@ def report_rank(checks: RankChecks, folder: Path, stop: StopSignal) -> NodeRepor
     def seen(result: CheckResult) -> None:
         nonlocal so_far
         so_far = replace(so_far, results=(*so_far.results, result))
-        leave(folder, so_far, is_finished=False)
+        write_rank_report(folder, so_far, is_finished=False)
 
     try:
         run_checks(checks.checks(), checks.config, node_rank=rank, host=so_far.host, stop=stop, seen=seen)
     finally:  # when stopped, too: this rank has not died
-        leave(folder, so_far, is_finished=True)
+        write_rank_report(folder, so_far, is_finished=True)
     return so_far

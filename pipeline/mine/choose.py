@@ -15,16 +15,16 @@ NONE = -1
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedItems:
     """Judged items of Q queries back to back, ascending: those of query q are `items[offsets[q]:offsets[q + 1]]`."""
 
     offsets: Int64s
     items: Int64s
     positive: Bools
 
-    def part(self, start: int, stop: int) -> "Judged":
+    def part(self, start: int, stop: int) -> "JudgedItems":
         first, last = self.offsets[start], self.offsets[stop]
-        return Judged(self.offsets[start : stop + 1] - first, self.items[first:last], self.positive[first:last])
+        return JudgedItems(self.offsets[start : stop + 1] - first, self.items[first:last], self.positive[first:last])
 
     @property
     def query(self) -> Int64s:
@@ -71,7 +71,7 @@ class Counts:
         return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
-def choose_negatives(found: Candidates, judged: Judged, config: MineConfig) -> tuple[Int64s, Counts]:
+def choose_negatives(found: Candidates, judged: JudgedItems, config: MineConfig) -> tuple[Int64s, Counts]:
     """Items [Q, negatives_per_query], best first, NONE behind the last."""
     real = found.items != NONE
     is_judged = judged.holds(found.items)

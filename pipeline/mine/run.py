@@ -31,7 +31,7 @@ from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
 from pipeline.evaluate.products import Products, decoded, distinct_products, text_hashes, to_tokens
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import KeyNotFound, Storage, join_key
-from pipeline.mine.choose import NONE, Candidates, Counts, Judged, choose_negatives
+from pipeline.mine.choose import NONE, Candidates, Counts, JudgedItems, choose_negatives
 from pipeline.mine.config import BM25, DECIDES, MineConfig
 from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives, empty_folder
 from pipeline.settings import Settings
@@ -47,7 +47,7 @@ _TEXTS = 65_536
 
 
 @dataclass(frozen=True)
-class Mining:
+class MiningPlan:
     """What is mined, decided before anything is read. `new`: places in `sets` of the partitions that are asked."""
 
     sets: list[TokenSet]
@@ -65,7 +65,9 @@ class Mining:
         return BM25 if self.model is None else self.model.digest
 
 
-def decide(settings: Settings, sets: list[TokenSet], model: Checkpoint | None, parent: Checkpoint | None) -> Mining:
+def plan_mining(
+    settings: Settings, sets: list[TokenSet], model: Checkpoint | None, parent: Checkpoint | None
+) -> MiningPlan:
     """`parent`: where training starts from. Raises ConfigError when the model cannot read the prepared tokens."""
     if model is not None and model.state.tokenizer_fingerprint != sets[0].info.tokenizer_fingerprint:
         raise ConfigError(
@@ -93,7 +95,7 @@ def decide(settings: Settings, sets: list[TokenSet], model: Checkpoint | None, p
         "positive_gain": settings.train.loss.positive_gain,
         "mine": settings.mine.model_dump(mode="json", include=set(DECIDES)),
     }
-    return Mining(sets, tuple(new), model, decides)
+    return MiningPlan(sets, tuple(new), model, decides)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class MiningTask:
     query_row: Int64s
     """[Q], a row that has the query."""
     products: Products
-    judged: Judged
+    judged: JudgedItems
 
     @property
     def num_queries(self) -> int:
@@ -175,7 +177,7 @@ def make_task(
     new = items != NONE
     new[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(asked)))]).astype(np.int64)
-    return MiningTask(rows, asked, first, products, Judged(offsets, items[new], positive[new]))
+    return MiningTask(rows, asked, first, products, JudgedItems(offsets, items[new], positive[new]))
 
 
 _CHUNK_ITEMS = 16_384
@@ -262,7 +264,7 @@ class Parts:
         return join_key(self.prefix, f"{self.kind}/{index:05d}")
 
 
-def open_parts(settings: Settings, ctx: StageContext, mining: Mining, task: MiningTask, worker: int) -> list[Parts]:
+def open_parts(settings: Settings, ctx: StageContext, mining: MiningPlan, task: MiningTask, worker: int) -> list[Parts]:
     """Vectors of products, and negatives of queries."""
     config, name = settings.mine, fingerprint(mining.decides)[:16]
     prefix = f"cycles/{ctx.cycle}/mine/{name}-{config.items_per_part}-{config.queries_per_part}"
@@ -276,7 +278,7 @@ def open_parts(settings: Settings, ctx: StageContext, mining: Mining, task: Mini
 
 Vectors = Callable[[int, int], Float32s]
 """Unit vectors [n, D] of the items, or queries, from one number up to another: the same each time."""
-Search = Callable[[int, int, Judged], Candidates]
+Search = Callable[[int, int, JudgedItems], Candidates]
 """The best products of the queries from one number up to another, whose judgements are given."""
 
 
@@ -313,7 +315,7 @@ def vector_search(
             for first in range(0, len(maps[index]), _CHUNK_ITEMS):
                 yield parts.rows(index)[0] + first, np.array(maps[index][first : first + _CHUNK_ITEMS])
 
-    def search(start: int, end: int, judged: Judged) -> Candidates:
+    def search(start: int, end: int, judged: JudgedItems) -> Candidates:
         asked = queries(start, end)
         top, query_of = ExactTopK(asked, min(depth, parts.total)), judged.query
         best = np.full(len(asked), -np.inf)
@@ -336,7 +338,7 @@ def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], 
     """By the words that query and product share. Each worker has an index of all items."""
     index = Bm25(items)
 
-    def search(start: int, end: int, judged: Judged) -> Candidates:
+    def search(start: int, end: int, judged: JudgedItems) -> Candidates:
         texts = queries(start, end)
         scores = np.zeros((len(texts), depth))
         found = np.full((len(texts), depth), NONE, dtype=np.int64)
@@ -356,7 +358,7 @@ def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], 
 def mine_share(
     parts: Parts,
     open_search: Callable[[], Search],
-    judged: Judged,
+    judged: JudgedItems,
     rows_of: Callable[[Int64s], Int64s],
     config: MineConfig,
     *,
@@ -393,7 +395,7 @@ def all_negatives(parts: Parts, most: int) -> tuple[Int64s, Counts]:
     return np.concatenate(products), sum((parts.counts(index) for index in range(len(parts))), Counts())
 
 
-def commit_all(ctx: StageContext, mining: Mining, task: MiningTask, parts: Parts, most: int) -> NegativeSet:
+def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: Parts, most: int) -> NegativeSet:
     """The negatives of all queries, once every piece is there."""
     product, counts = all_negatives(parts, most)
     info = NegativesInfo(

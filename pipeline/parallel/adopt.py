@@ -13,7 +13,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import open_device, open_world_group
-from pipeline.parallel.mesh import Mesh, check_same, open_mesh, together
+from pipeline.parallel.mesh import Mesh, check_same, open_mesh, raise_on_all_ranks
 from pipeline.parallel.parallelize import Model, parallelize
 from pipeline.parallel.tensor_plan import TensorPlan
 from pipeline.parallel.units import UnitRule, find_units
@@ -40,7 +40,7 @@ def init(
     if world.world_size > 1 and not dist.is_initialized():
         open_world_group(process_group(name), timeout_s)
     found = Plan()
-    with together("reading the plan"):
+    with raise_on_all_ranks("reading the plan"):
         found = Plan.read(plan, os.environ)
     check_same(found.model_dump_json(), "plan")
     _mesh = open_mesh(found, open_device(name, world), timeout_s=timeout_s)

@@ -26,10 +26,10 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, os_errors, place_of
-from pipeline.parallel.gang import peers
-from pipeline.parallel.mesh import patiently, together
+from pipeline.parallel.gang import collective_errors
+from pipeline.parallel.mesh import raise_on_all_ranks, run_without_timeout
 from pipeline.parallel.tensor_plan import fused_parts
-from pipeline.parallel.tensors import Slices, fill, plain_entries, whole
+from pipeline.parallel.tensors import Slices, full_cpu_tensor, load_shard, plain_entries
 
 KIND = "weights"
 _GROUPS = "optimizer"
@@ -67,7 +67,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     files: dict[str, tuple[Sequence[Entry], dict[str, str]]] = {}
     with ExitStack() as stack:
         staging: Path | None = None
-        with together("opening the folder"):
+        with raise_on_all_ranks("opening the folder"):
             storage, name = _place(folder)
             files[WEIGHTS] = (_model_entries(model), {"format": "pt"})
             if optimizer is not None:
@@ -90,7 +90,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
                         raise error
                 commit_dir(storage, staging, name, kind=KIND, fields={})
 
-        patiently(commit, "saving")
+        run_without_timeout(commit, "saving")
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -98,7 +98,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 
     Raises CheckpointError, on every rank, where nothing is saved, or that of another model or optimizer.
     """
-    with together("opening the folder"):
+    with raise_on_all_ranks("opening the folder"):
         storage, name = _place(folder)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trnpipe" / KIND
     is_main = not dist.is_initialized() or dist.get_rank() == 0
@@ -109,8 +109,8 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
         except DataError as error:
             raise CheckpointError(error.seen, expected="a folder that save wrote") from error
 
-    found = patiently(fetch, "loading")
-    with together("loading"):
+    found = run_without_timeout(fetch, "loading")
+    with raise_on_all_ranks("loading"):
         try:
             _read(found / WEIGHTS, _model_entries(model))
             if optimizer is not None:
@@ -145,12 +145,12 @@ def _written(path: Path | None, entries: Sequence[Entry], metadata: Mapping[str,
     """Every rank takes part, the one with a path writes. Its error is returned: the others must not wait for it."""
     types = list(_TYPES)
     ordered = sorted(entries, key=lambda entry: (-types.index(entry.tensor.dtype), entry.name))
-    tensors = (whole(entry.tensor, entry.parts).contiguous() for entry in ordered)
+    tensors = (full_cpu_tensor(entry.tensor, entry.parts).contiguous() for entry in ordered)
     blocks: Iterator[Any] = chain(
         (_header(ordered, metadata),), (tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors)
     )
     failure: OSError | None = None
-    with peers("gathering what is saved", mixed=True):
+    with collective_errors("gathering what is saved", mixed=True):
         if path is not None:
             try:
                 with path.open("xb") as file:
@@ -184,7 +184,7 @@ def _read(path: Path, entries: Sequence[Entry]) -> None:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a mapping
         check_shapes(str(path), {entry.name: list(entry.tensor.shape) for entry in entries}, shapes)
         for entry in entries:
-            fill(entry.tensor, _reader(file, entry.name), entry.parts)
+            load_shard(entry.tensor, _reader(file, entry.name), entry.parts)
 
 
 def _reader(file: Any, name: str) -> Callable[[Slices], Tensor]:

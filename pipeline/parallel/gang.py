@@ -38,7 +38,7 @@ class Gang:
         """
         if self.world.world_size == 1:
             return flag
-        with peers("agreeing to stop"):
+        with collective_errors("agreeing to stop"):
             result = self._finish()
             mine = torch.tensor([int(flag)], dtype=torch.int32)
             self._pending = (mine, dist.all_reduce(mine, op=dist.ReduceOp.MAX, async_op=True))
@@ -48,7 +48,7 @@ class Gang:
         """True on every rank when the flag of any rank is up. Waits for all."""
         if self.world.world_size == 1:
             return flag
-        with peers("agreeing to stop"):
+        with collective_errors("agreeing to stop"):
             # The exchange that `agree` has under way is about something else and stays pending.
             mine = torch.tensor([int(flag)], dtype=torch.int32)
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)
@@ -57,7 +57,7 @@ class Gang:
     def mean(self, tensors: list[Tensor]) -> list[Tensor]:
         """Element-wise mean over ranks of CPU tensors, in place."""
         if self.world.world_size > 1:
-            with peers("reducing gradients"):
+            with collective_errors("reducing gradients"):
                 for tensor in tensors:
                     dist.all_reduce(tensor)
                     tensor /= self.world.world_size
@@ -68,7 +68,7 @@ class Gang:
         if self.world.world_size == 1:
             return tensors
         result = []
-        with peers("gathering embeddings"):
+        with collective_errors("gathering embeddings"):
             for tensor in tensors:
                 parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
                 dist.all_gather(parts, tensor.contiguous())
@@ -77,17 +77,17 @@ class Gang:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (plain Python or numpy), in rank order, on every rank."""
-        return exchanged(value, "gathering results") if self.world.world_size > 1 else [value]
+        return all_gather_objects(value, "gathering results") if self.world.world_size > 1 else [value]
 
     def barrier(self) -> None:
         if self.world.world_size > 1:
-            with peers("waiting for the other ranks"):
+            with collective_errors("waiting for the other ranks"):
                 dist.barrier()
 
     def close(self) -> None:
         """Leave. Pending exchanges are finished first, so that no peer is left waiting."""
         if self.world.world_size > 1:
-            with peers("leaving"):
+            with collective_errors("leaving"):
                 self._finish()
             dist.destroy_process_group()
 
@@ -101,7 +101,7 @@ class Gang:
 
 
 @contextmanager
-def peers(doing: str, *, mixed: bool = False) -> Iterator[None]:
+def collective_errors(doing: str, *, mixed: bool = False) -> Iterator[None]:
     """Turn the collective library's RuntimeError into a TransientError that says what was going on.
 
     `mixed`: there is work of this rank alone within, whose errors pass as they are.
@@ -131,7 +131,7 @@ def open_world_group(device_backend: str | None, timeout_s: float) -> None:
             expected="the environment of a launcher",
             next_command="trnpipe launch -- script.py, or torchrun",
         )
-    with peers("joining the other ranks"):
+    with collective_errors("joining the other ranks"):
         dist.init_process_group(_libraries(device_backend), timeout=timedelta(seconds=timeout_s))
 
 
@@ -145,12 +145,12 @@ def _libraries(device_backend: str | None) -> str:
     return f"cpu:gloo,{device_backend}" if device_backend else "gloo"
 
 
-def exchanged(value: Any, doing: str) -> list[Any]:
+def all_gather_objects(value: Any, doing: str) -> list[Any]:
     """Plain values of all ranks, in rank order, on every rank; of this process where there is no group."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         values = [None] * dist.get_world_size()
-        with peers(doing):
+        with collective_errors(doing):
             dist.all_gather_object(values, value)
     return values
 

@@ -23,7 +23,7 @@ from pipeline.parallel.files import check_shapes
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
-from pipeline.parallel.tensors import clip_grad_norm, fill, whole
+from pipeline.parallel.tensors import clip_grad_norm, full_cpu_tensor, load_shard
 from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import NUM_NODES, World, world_from_env
 
@@ -214,7 +214,7 @@ class Strategy(ModelParallelStrategy):
             if first != name:
                 found[name] = found[first]
             elif isinstance(value, Tensor):
-                full = whole(value, parts.get(name, 1))
+                full = full_cpu_tensor(value, parts.get(name, 1))
                 found[name] = full if self.is_global_zero else None
             else:
                 found[name] = value
@@ -235,14 +235,14 @@ class Strategy(ModelParallelStrategy):
         ours, theirs = ({name: list(one[name].shape) for name in tensors} for one in (mine, given))
         check_shapes("the checkpoint", ours, theirs)
         for name in tensors:
-            fill(mine[name], given[name].__getitem__, parts.get(name, 1))
+            load_shard(mine[name], given[name].__getitem__, parts.get(name, 1))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As its own state_dict; whole on rank 0, empty on the others."""
         state, parts, found = optimizer.state_dict(), self._parts_of(optimizer), dict[int, Any]()
         for number, values in state["state"].items():
             found[number] = {
-                key: whole(value, parts[number] if value.ndim else 1) if isinstance(value, Tensor) else value
+                key: full_cpu_tensor(value, parts[number] if value.ndim else 1) if isinstance(value, Tensor) else value
                 for key, value in values.items()
             }
             if not self.is_global_zero:
@@ -258,7 +258,7 @@ class Strategy(ModelParallelStrategy):
                 for key, value in values.items():
                     if isinstance(value, Tensor) and value.shape == parameters[number].shape:
                         found[number][key] = torch.empty_like(parameters[number], dtype=value.dtype)
-                        fill(found[number][key], value.__getitem__, parts[number])
+                        load_shard(found[number][key], value.__getitem__, parts[number])
             optimizer.load_state_dict({**state, "state": found})
 
     def _parts_of(self, optimizer: Optimizer) -> list[int]:

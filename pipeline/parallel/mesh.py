@@ -17,7 +17,7 @@ from pipeline.backends import Backend, RankGroup, process_group
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import exchanged, open_group_of_one, peers
+from pipeline.parallel.gang import all_gather_objects, collective_errors, open_group_of_one
 
 REPLICATE: Axis = "replicate"
 SHARD: Axis = "shard"
@@ -102,7 +102,7 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
         from pipeline.parallel.collectives import NAME, Options, describe
 
         chosen = {SHARD: (NAME, Options(algorithm))}
-    with peers("making the groups of the plan"):
+    with collective_errors("making the groups of the plan"):
         devices = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=chosen)
         for mesh in (devices, devices[REPLICATE, SHARD]):
             set_timeouts(mesh, timeout_s)
@@ -120,14 +120,14 @@ def set_timeouts(mesh: DeviceMesh, timeout_s: float) -> None:
 
 
 @contextmanager
-def together(doing: str) -> Iterator[None]:
+def raise_on_all_ranks(doing: str) -> Iterator[None]:
     """What each rank does by itself, without collectives: where it fails on one of them, all raise its error."""
     mine: TrnpipeError | None = None
     try:
         yield
     except TrnpipeError as error:
         mine = error
-    found = exchanged(mine, doing)
+    found = all_gather_objects(mine, doing)
     rank, first = next(((rank, error) for rank, error in enumerate(found) if error is not None), (0, None))
     if first is None:
         return
@@ -136,21 +136,21 @@ def together(doing: str) -> Iterator[None]:
     raise type(first)(seen, expected=first.expected, next_command=first.next_command) from mine
 
 
-def patiently(work: Callable[[], T], doing: str) -> T:
+def run_without_timeout(work: Callable[[], T], doing: str) -> T:
     """`work` of each rank, without collectives, which may take longer than they may: all wait in short exchanges."""
     pause_s = 0.001
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(work)
-        while not all(exchanged(future.done(), doing)):
+        while not all(all_gather_objects(future.done(), doing)):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)
-    with together(doing):
+    with raise_on_all_ranks(doing):
         return future.result()
 
 
 def check_same(value: object, what: str) -> None:
     """Raises ConfigError, on every rank the same, where ranks were given different things."""
-    values = exchanged(value, f"comparing the {what}s of all ranks")
+    values = all_gather_objects(value, f"comparing the {what}s of all ranks")
     for rank, value in enumerate(values):
         if value != values[0]:
             raise ConfigError(

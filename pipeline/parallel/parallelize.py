@@ -18,12 +18,12 @@ from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.shuffle import stream_key
 from pipeline.parallel.delayed_init import Recipe, recipe_of
 from pipeline.parallel.files import load
-from pipeline.parallel.gang import exchanged, peers
-from pipeline.parallel.mesh import TENSOR, Mesh, check_same, together
+from pipeline.parallel.gang import all_gather_objects, collective_errors
+from pipeline.parallel.mesh import TENSOR, Mesh, check_same, raise_on_all_ranks
 from pipeline.parallel.offload import offload_units
 from pipeline.parallel.recompute import recompute_units
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles
-from pipeline.parallel.tensors import fill, plain_entries
+from pipeline.parallel.tensors import load_shard, plain_entries
 from pipeline.parallel.units import Unit, UnitRule, check_units, find_units
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,7 +41,7 @@ def parallelize(
     """
     plan, layout = mesh.plan, mesh.layout
     found: list[Unit] = []
-    with together("checking the model"):
+    with raise_on_all_ranks("checking the model"):
         if mesh.backend.is_lazy:
             raise ConfigError(
                 f"a module to be spread on {mesh.backend.device_name()}",
@@ -59,14 +59,14 @@ def parallelize(
         styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
         recipes = _recipes(model)
     check_same(_described(model), "model")
-    with peers("spreading the model", mixed=True), torch.no_grad():
+    with collective_errors("spreading the model", mixed=True), torch.no_grad():
         if layout.world_size > 1:
             _take_from_rank_0(model, mesh.backend.device)
         arrange(model, [unit for _, unit in found], styles, mesh)
         if recipes:
             _fill(model, recipes, mesh.backend.device)
     if plan.seed is not None or layout.tensor_size > 1:
-        seed = exchanged(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
+        seed = all_gather_objects(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
         mesh.backend.seed(stream_key(seed, _DROPOUT, layout.data_rank))
     return model
 
@@ -140,14 +140,14 @@ def _fill(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device)
         return
     if dist.get_world_size() > 1:
         drawn: list[Any] = [[recipe.drawn_by() for recipe in recipes.values()]]
-        with peers("exchanging how values are drawn"):
+        with collective_errors("exchanging how values are drawn"):
             dist.broadcast_object_list(drawn)
         for recipe, found in zip(recipes.values(), drawn[0], strict=True):
             recipe.draw_as(found)
     parts = fused_parts(model)
     for name, parameter in plain_entries(model):
         if name in recipes:
-            fill(parameter, recipes[name].drawn().__getitem__, parts.get(name, 1))
+            load_shard(parameter, recipes[name].drawn().__getitem__, parts.get(name, 1))
 
 
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from pipeline.parallel.tensor_plan import interleaved
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -28,7 +28,7 @@ def clip_grad_norm(model: nn.Module | Iterable[Tensor], max_norm: float) -> Tens
     parameters = [*(model.parameters() if isinstance(model, nn.Module) else model)]
     for parameter in parameters:
         if parameter.grad is not None:
-            by_groups.setdefault(sharing(parameter.grad), []).append(local(parameter.grad))
+            by_groups.setdefault(shard_groups(parameter.grad), []).append(local_shard(parameter.grad))
     total = torch.zeros((), device=parameters[0].device)
     for groups, grads in by_groups.items():
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
@@ -44,7 +44,7 @@ def clip_grad_norm(model: nn.Module | Iterable[Tensor], max_norm: float) -> Tens
     return norm
 
 
-def sharing(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+def shard_groups(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which it is cut; of one rank none. Over the others there are copies of it."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -64,7 +64,7 @@ def plain_entries(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor, parts: int = 1) -> Tensor:
+def full_cpu_tensor(tensor: Tensor, parts: int = 1) -> Tensor:
     """All of it, in host memory, on every rank; the rows of fused matrices one part after the other."""
     full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
     return interleaved(full, full.shape[0] // parts) if parts > 1 else full
@@ -74,9 +74,9 @@ Slices = tuple[slice, ...]
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, read: Callable[[Slices], Tensor], parts: int = 1) -> None:
+def load_shard(tensor: Tensor, read: Callable[[Slices], Tensor], parts: int = 1) -> None:
     """Put this rank's part in place; `read` gives slices of the whole, as a file has it, and of nothing else."""
-    target = local(tensor)
+    target = local_shard(tensor)
     if not target.numel():
         return
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim

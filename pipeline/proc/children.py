@@ -33,7 +33,7 @@ OF_CONTAINER = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oo
 OF_MACHINE = ("/proc/vmstat",)
 
 
-def marked(name: str, is_ours: Callable[[str], bool]) -> tuple[list[int], bool]:
+def processes_with_mark(name: str, is_ours: Callable[[str], bool]) -> tuple[list[int], bool]:
     """Processes whose variable `name` is such, but this one; and whether all show their environment already.
 
     A mark is found in sessions of their own too, and when the parent is dead. None without /proc (macOS).
@@ -60,7 +60,7 @@ def _environ(pid: int) -> bytes:
 
 def kill_marked(name: str, is_ours: Callable[[str], bool]) -> tuple[int, bool]:
     """SIGKILL to them, which ends those that are stopped too: how many, and whether that may have been all."""
-    found, is_settled = marked(name, is_ours)
+    found, is_settled = processes_with_mark(name, is_ours)
     for pid in found:
         try:
             os.kill(pid, signal.SIGKILL)

@@ -24,7 +24,7 @@ from pipeline.proc import children
 
 
 @contextmanager
-def exported(values: Mapping[str, str]) -> Iterator[None]:
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set these; what was there comes back on leaving."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -42,7 +42,7 @@ LEAVE_S = children.LIMIT_S + 2.0
 
 
 @contextmanager
-def guarded() -> Iterator[Path]:
+def guarded_temp_folder() -> Iterator[Path]:
     """A folder for the temporary files of this process and of all it starts inside. One at a time in a process.
 
     On leaving, and after any other end, the folder is removed and what was started inside is killed. Raises
@@ -64,7 +64,7 @@ def guarded() -> Iterator[Path]:
         # Children get the mark; their temporary files and ours go into the folder.
         stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
         tempfile.tempdir = str(folder)
-        stack.enter_context(exported({MARK_VARIABLE: str(folder), "TMPDIR": str(folder)}))
+        stack.enter_context(temporary_environment({MARK_VARIABLE: str(folder), "TMPDIR": str(folder)}))
         yield folder
 
 

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.proc.children import end_marked, marked
+from pipeline.proc.children import end_marked, processes_with_mark
 
 # Not on PATH under every container entry point.
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin")
@@ -61,7 +61,7 @@ class ProcessTree:
         """Living processes of its session, with its mark, or below one of these."""
         processes = {one.pid: one for one in psutil.process_iter(["ppid", "status"])}
         found = {pid for pid in processes if _session(pid) == self._process.pid}
-        found |= processes.keys() & marked(MARK_VARIABLE, self._mark.__eq__)[0]
+        found |= processes.keys() & processes_with_mark(MARK_VARIABLE, self._mark.__eq__)[0]
         while more := {pid for pid, one in processes.items() if one.info["ppid"] in found} - found:
             found |= more
         ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

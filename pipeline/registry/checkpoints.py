@@ -120,7 +120,7 @@ def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
 
 
 @dataclass(frozen=True)
-class Known:
+class CommittedCheckpoint:
     """A committed checkpoint of this workspace."""
 
     prefix: str
@@ -132,7 +132,7 @@ class Known:
         return Place(checkpoint=self.prefix, digest=self.digest)
 
 
-def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False) -> Known:
+def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False) -> CommittedCheckpoint:
     """Its manifest and state; with `every_byte` all other files are read, too, where they lie.
 
     Raises CheckpointError naming what is wrong, ConfigError for the prefix.
@@ -150,7 +150,7 @@ def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False
         state = parse_state(data)
     except (DataError, ValidationError) as error:
         raise _bad(uri, error) from error
-    return Known(prefix, manifest.digest, state)
+    return CommittedCheckpoint(prefix, manifest.digest, state)
 
 
 def check_present(workspace: Storage, prefix: str) -> None:
@@ -215,7 +215,7 @@ def lineage(workspace: Storage, prefix: str) -> tuple[Ancestor, ...]:
     return (*ancestors, _ancestor(workspace, child, {}))
 
 
-def _parent(workspace: Storage, named: Parent) -> tuple[Known | None, str]:
+def _parent(workspace: Storage, named: Parent) -> tuple[CommittedCheckpoint | None, str]:
     """The parent in this workspace, or why there is none."""
     own = named.uri.startswith(f"{workspace.root}/")
     # Where it may be in this workspace: there, or below checkpoints/ of a workspace that was moved.
@@ -237,7 +237,7 @@ def _parent(workspace: Storage, named: Parent) -> tuple[Known | None, str]:
     return None, notes[0] if own and notes else "it is in another workspace"
 
 
-def _ancestor(workspace: Storage, known: Known, before: Mapping[str, str]) -> Ancestor:
+def _ancestor(workspace: Storage, known: CommittedCheckpoint, before: Mapping[str, str]) -> Ancestor:
     state = known.state
     origin = state.origin if state.parent is None else None
     return Ancestor(
@@ -254,7 +254,7 @@ def _ancestor(workspace: Storage, known: Known, before: Mapping[str, str]) -> An
     )
 
 
-def _figures(workspace: Storage, known: Known) -> dict[str, float]:
+def _figures(workspace: Storage, known: CommittedCheckpoint) -> dict[str, float]:
     """Metrics of the checkpoint: its best evaluation, what training said of it at its end, what the gate saw."""
     state = known.state
     found: dict[str, Any] = {}

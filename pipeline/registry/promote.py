@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
 from pipeline.io.storage import Storage
-from pipeline.registry.checkpoints import Known, check_present, read_checkpoint
+from pipeline.registry.checkpoints import CommittedCheckpoint, check_present, read_checkpoint
 from pipeline.registry.records import (
     Author,
     Decision,
@@ -51,13 +51,13 @@ def promote(
         if candidate.state.origin is not None:  # the name of an import is no cycle, and has no data
             which = f"--evaluate.candidate {prefix}"
         again = f"trnpipe evaluate {which}; or, to overrule the gate on record, "
-        is_withdrawn = refusal == _WITHDRAWN
+        is_rolled_back = refusal == _ROLLED_BACK
         raise GateRefused(
             f"{workspace.uri(prefix)} is not promoted: {'; '.join(refusal)}",
             expected="a model that was not rolled back from, or a reason to put it there again"
-            if is_withdrawn
+            if is_rolled_back
             else "a passing verdict of this very checkpoint against the one in production",
-            next_command=("" if is_withdrawn else again) + f"trnpipe registry promote {prefix} --force REASON",
+            next_command=("" if is_rolled_back else again) + f"trnpipe registry promote {prefix} --force REASON",
         )
     forced = one_line(decision.forced)
     entry = Pointer(
@@ -162,7 +162,7 @@ def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decisi
     return entry
 
 
-def _about(model: str, known: Known, current: Pointer | None, author: Author) -> dict[str, Any]:
+def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, author: Author) -> dict[str, Any]:
     """What an entry about a checkpoint says, whatever is done with it."""
     return {
         "model": model,
@@ -175,7 +175,7 @@ def _about(model: str, known: Known, current: Pointer | None, author: Author) ->
     }
 
 
-def withdrawn(entries: Iterable[Entry]) -> frozenset[str]:
+def rolled_back_digests(entries: Iterable[Entry]) -> frozenset[str]:
     """Digests that production was rolled back from and that were not put there again since."""
     gone: set[str] = set()
     for entry in entries:
@@ -186,18 +186,18 @@ def withdrawn(entries: Iterable[Entry]) -> frozenset[str]:
     return frozenset(gone)
 
 
-_WITHDRAWN = ("production was rolled back from it",)
+_ROLLED_BACK = ("production was rolled back from it",)
 
 
-def _refusal(decision: Decision, candidate: Known, past: Iterable[Entry]) -> tuple[str, ...]:
+def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[Entry]) -> tuple[str, ...]:
     """Why the decision does not carry the candidate; empty when it does."""
     forced = bool(one_line(decision.forced))
     if not decision.passed and not forced:
         return decision.reasons or ("the gate did not let it through",)
     if decision.digest != candidate.digest and (decision.digest or not forced):
         return (f"the verdict is of content {decision.digest[:12]}, the checkpoint has {candidate.digest[:12]}",)
-    if candidate.digest in withdrawn(past) and not forced:
-        return _WITHDRAWN
+    if candidate.digest in rolled_back_digests(past) and not forced:
+        return _ROLLED_BACK
     return ()
 
 

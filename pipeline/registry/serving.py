@@ -97,7 +97,7 @@ def past_pairs(workspace: Storage, model: str) -> tuple[Pair, ...]:
     return tuple(found[generation] for generation in sorted(found))
 
 
-def offer(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
+def serve_verified_pair(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
     """Let verified vectors be served with the model that made them, if it is theirs to be; what became of it, in words.
 
     serving.json moves when the model is in production, and the vectors are newer than those that are served with it
@@ -120,7 +120,7 @@ def offer(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
             and (now.vectors.generation, now.vectors.cycle) > (pair.vectors.generation, pair.vectors.cycle)
         ):
             return f"serving.json stays: it names newer vectors of this model, cycle {now.vectors.cycle}"
-        if pair.vectors.digest in _withdrawn(past_pairs(workspace, pair.model)):
+        if pair.vectors.digest in _rolled_back_vectors(past_pairs(workspace, pair.model)):
             again = f"trnpipe serving rollback {pair.vectors.cycle} --reason TEXT serves them all the same"
             return f"serving.json stays: it was rolled back from these vectors; {again}"
     written = _put(workspace, pair, found, role)
@@ -170,7 +170,7 @@ def roll_back_model(
         return roll_back(workspace, model, to, reason=reason, author=author)
     pairs = past_pairs(workspace, model)
     usable = [pair for pair in pairs if pair.digest == target.digest and _has_vectors(workspace, pair)]
-    gone = _withdrawn(pairs)
+    gone = _rolled_back_vectors(pairs)
     usable = [pair for pair in usable if pair.vectors.digest not in gone] or usable
     if not usable:
         raise ConfigError(
@@ -196,7 +196,7 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     pairs = past_pairs(workspace, model)
     if served is None or not pairs:
         raise ConfigError(f"nothing is served of {model}", expected="a pair to roll back from")
-    now, gone = served[0], _withdrawn(pairs)
+    now, gone = served[0], _rolled_back_vectors(pairs)
     pointer = read_pointer(workspace, model)
     produced = pointer[0].digest if pointer else None
     left = {pair.digest for pair in pairs if now.action == "rolled_back" and pair.vectors.digest == now.replaced}
@@ -271,7 +271,7 @@ def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: R
     return written
 
 
-def _withdrawn(pairs: Iterable[Pair]) -> frozenset[str]:
+def _rolled_back_vectors(pairs: Iterable[Pair]) -> frozenset[str]:
     """Digests of vectors that were rolled back from and were not served again since."""
     gone: set[str] = set()
     for pair in pairs:

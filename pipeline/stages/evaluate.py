@@ -8,7 +8,7 @@ from pipeline.data.token_sets import read_token_sets
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
-from pipeline.registry.promote import promote, record_refusal, withdrawn
+from pipeline.registry.promote import promote, record_refusal, rolled_back_digests
 from pipeline.registry.records import Author, Pointer, changes_of, read_history, store_verdict, verdict_key, who
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared
@@ -40,7 +40,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
         if before == now and (promoted or not wanted):
             standing = "promoted" if promoted else "passed, and not promoted"
-            if promoted and digest in withdrawn(past):
+            if promoted and digest in rolled_back_digests(past):
                 again = f"trnpipe registry promote {models.candidate.prefix} --force REASON puts it there again"
                 standing = f"promoted, and rolled back since ({again})"
             ctx.console.info(f"evaluate: done already; {standing}, figures in {_report_uri(ctx)}")

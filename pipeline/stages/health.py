@@ -30,7 +30,7 @@ from pipeline.health.tools import ranks_limit_s, tool_checks, tools_limit_s
 from pipeline.parallel.launch import launch
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import RANK_REPORTS
-from pipeline.proc.cleanup import exported, guarded
+from pipeline.proc.cleanup import guarded_temp_folder, temporary_environment
 from pipeline.settings import Settings
 
 NAME = "health"
@@ -52,7 +52,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             os._exit(EXIT_OK)  # the report says the rest
         return _result(ctx, (report,), started)
     nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
-    with nodes.telling(), guarded() as temporary:
+    with nodes.telling(), guarded_temp_folder() as temporary:
         reports = _Node(settings, ctx, nodes).check(temporary)
     result = _result(ctx, reports, started)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
@@ -125,7 +125,7 @@ class _Node:
         if self._on_neuron:  # tolerances are those of the types as they are written
             env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
             env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)
-        with exported(env):
+        with temporary_environment(env):
             launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, TimeLimit(ctx.stop, limit_s))
         ctx.stop.raise_if_set("checking the ranks of this node")
         first = ctx.world.node_rank * processes

@@ -15,15 +15,15 @@ from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.plan import open_model
 from pipeline.mine.config import BM25, PARENT
 from pipeline.mine.run import (
-    Mining,
+    MiningPlan,
     MiningTask,
     Parts,
     Search,
     commit_all,
-    decide,
     make_task,
     mine_share,
     open_parts,
+    plan_mining,
     vector_search,
     vectors_of,
     word_search,
@@ -52,7 +52,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     model = None if config.source == BM25 else parent
     if config.source not in (BM25, PARENT):
         model = open_model(config.source.rstrip("/"), settings, ctx)
-    mining = decide(settings, read_token_sets(ctx.workspace, prepared.token_sets), model, parent)
+    mining = plan_mining(settings, read_token_sets(ctx.workspace, prepared.token_sets), model, parent)
     if (made := find_negatives(ctx.workspace, mining.prefix)) is not None:
         uri = ctx.workspace.uri(made.prefix)
         ctx.console.info(f"mine: done already, {made.info.figures['negatives']:,} negatives in {uri}")
@@ -94,7 +94,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     return store_result(ctx.workspace, result)
 
 
-def _tell_start(ctx: StageContext, mining: Mining, task: MiningTask, parts: Parts, who: str) -> None:
+def _tell_start(ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: Parts, who: str) -> None:
     by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
         f"mine: {task.num_queries:,} queries with a positive against {task.num_items:,} products by {by} | "
@@ -122,7 +122,11 @@ def _tell_end(ctx: StageContext, made: NegativeSet, result: StageResult) -> None
 
 
 def _result(
-    ctx: StageContext, mining: Mining, started: datetime, figures: dict[str, Figure], made: NegativeSet | None = None
+    ctx: StageContext,
+    mining: MiningPlan,
+    started: datetime,
+    figures: dict[str, Figure],
+    made: NegativeSet | None = None,
 ) -> StageResult:
     """`made`: the negatives, once all parts are there."""
     return ctx.finish(

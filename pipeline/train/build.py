@@ -24,7 +24,7 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import Split, open_rows
 from pipeline.data.tokenizer import has_vocabulary
 from pipeline.data.training_groups import MinedProducts, TrainingPools
-from pipeline.health.device import informed
+from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
 from pipeline.model.hf_config import hf_config
 from pipeline.model.hf_weights import from_hf, initial_model, to_hf
@@ -222,7 +222,7 @@ def _device_errors(settings: Settings, ctx: StageContext, backend: Backend) -> I
         yield
     except RuntimeError as error:
         num_nodes = ctx.world.world_size // ctx.world.local_world_size
-        better = informed(error, backend, settings.health, num_nodes=num_nodes, stop=ctx.stop)
+        better = diagnose_device_error(error, backend, settings.health, num_nodes=num_nodes, stop=ctx.stop)
         if better is error:
             raise
         raise better from error

@@ -133,7 +133,9 @@ _DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/
 Ended = Literal["complete", "stopped", "late", "converged"]
 
 
-class Standing(NamedTuple):
+class EvaluationOutcome(NamedTuple):
+    """What the figures of one evaluation mean for the run."""
+
     is_best: bool
     is_enough: bool = False
     """Going on is not expected to help: training ends here."""
@@ -147,7 +149,7 @@ class Hooks:
     background; `scalars(step, values)` is an optional sink.
     """
 
-    evaluate: Callable[[int], Standing]
+    evaluate: Callable[[int], EvaluationOutcome]
     save: Callable[[int], None]
     scalars: Callable[[int, dict[str, float]], None]
     emit: Callable[..., None]
@@ -259,14 +261,14 @@ class TrainLoop:
     def _midway(self, every: int) -> bool:
         return self._due(every) and self.step < self.max_steps
 
-    def _evaluate(self) -> tuple[Standing, bool]:
+    def _evaluate(self) -> tuple[EvaluationOutcome, bool]:
         """(what it says, stopped meanwhile). A stop must not cost the steps since the last checkpoint."""
         try:
             return self.hooks.evaluate(self.step), False
         except (Preempted, TransientError):  # transient: a peer noticed the stop before us and left
             if not self.stop.is_set():
                 raise
-            return Standing(is_best=False), True
+            return EvaluationOutcome(is_best=False), True
 
     def _report(self) -> bool:
         """Read the figures since the last report, tell everybody, judge. True when the deadline ends the run."""

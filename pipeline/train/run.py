@@ -17,7 +17,7 @@ from pipeline.telemetry.console import TensorBoardSink
 from pipeline.telemetry.events import EventName
 from pipeline.train.build import Run, holdout_rows, without_gains
 from pipeline.train.inputs import warnings_of
-from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
+from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, TrainLoop
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Outcome:
     """Of earlier partitions; a group is a query with its products."""
 
 
-class Rungs(NamedTuple):
-    """What a run is asked when it is one trial of many: only figures on the valid split come of it."""
+class PruningRule(NamedTuple):
+    """When one trial of many is scored, and when it ends early. Of such a run come figures on the valid split alone."""
 
     is_due: Callable[[int], bool]
     """Whether the holdout is scored at a step at which it could be."""
@@ -43,11 +43,11 @@ class Rungs(NamedTuple):
     """Told of every figure, at the last step too; True ends the run."""
 
 
-def train(run: Run, rungs: Rungs | None = None) -> Outcome:
+def train(run: Run, pruning: PruningRule | None = None) -> Outcome:
     """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
     settings, ctx = run.settings, run.ctx
     _announce(run)
-    best, deadline, deadline_s = BestStep(run, rungs), settings.train.deadline, None
+    best, deadline, deadline_s = BestStep(run, pruning), settings.train.deadline, None
     if deadline is not None:
         aware = deadline if deadline.tzinfo else deadline.replace(tzinfo=UTC)
         deadline_s = (aware - datetime.now(UTC)).total_seconds()
@@ -68,7 +68,7 @@ def train(run: Run, rungs: Rungs | None = None) -> Outcome:
             run.saver.wait_saved(loop.step)
             ctx.stop.set("another rank")  # keeps the reason of our own signal, if there was one
             ctx.stop.raise_if_set(f"training; step {loop.step} of {run.max_steps} is saved")
-        if rungs is None:
+        if pruning is None:
             return _finish(run, best, loop.step, late=ended == "late")
         # Of a trial nothing is kept but its figures, and the test split is not looked at.
         try:
@@ -124,14 +124,14 @@ def _announce(run: Run) -> None:
 class BestStep:
     """Which step is the best so far, by the valid split; every checkpoint is saved with its name."""
 
-    def __init__(self, run: Run, rungs: Rungs | None) -> None:
-        self.run, self.rungs = run, rungs
+    def __init__(self, run: Run, pruning: PruningRule | None) -> None:
+        self.run, self.pruning = run, pruning
         self.best = run.start.best
 
-    def evaluate(self, step: int) -> Standing:
+    def evaluate(self, step: int) -> EvaluationOutcome:
         """Score the valid split: is it the best so far, and is there hope for a better one?"""
-        if self.rungs is not None and not self.rungs.is_due(step):
-            return Standing(is_best=False)
+        if self.pruning is not None and not self.pruning.is_due(step):
+            return EvaluationOutcome(is_best=False)
         run, train, started = self.run, self.run.settings.train, time.monotonic()
         metric = train.metric
         searching = metric in ("retrieval_ndcg", "combined")
@@ -164,11 +164,11 @@ class BestStep:
         run.ctx.console.info(
             f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
         )
-        is_hopeless = self.rungs is not None and self.rungs.is_hopeless(step, value)
+        is_hopeless = self.pruning is not None and self.pruning.is_hopeless(step, value)
         # No new best for `train.patience` evaluations: a function of what checkpoints hold, so a resume agrees.
         waited = train.patience * train.evaluate_every
         is_enough = bool(waited) and self.best is not None and step - self.best.step >= waited
-        return Standing(is_best, is_hopeless or is_enough)
+        return EvaluationOutcome(is_best, is_hopeless or is_enough)
 
     def save(self, step: int) -> None:
         self.run.saver.save(step, self.best)

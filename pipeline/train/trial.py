@@ -26,7 +26,7 @@ from pipeline.parallel.mesh import check_plan
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
-from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
+from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, TrainLoop
 from pipeline.train.program import open_program
 from pipeline.train.step import TrainProgram
 
@@ -133,9 +133,9 @@ class Trial:
         )
         _go_on_from_a_copy(program)
 
-        def evaluate(step: int) -> Standing:
+        def evaluate(step: int) -> EvaluationOutcome:
             self._score(program.outputs)
-            return Standing(is_best=False)
+            return EvaluationOutcome(is_best=False)
 
         def save(step: int) -> None:
             program.snapshot()

@@ -33,7 +33,7 @@ from pipeline.telemetry.events import EventLog
 from pipeline.train.build import open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig, batch_share
 from pipeline.train.inputs import RunInputs, gather_inputs
-from pipeline.train.run import Rungs, train
+from pipeline.train.run import PruningRule, train
 from pipeline.tune.journal import Journal, OpenTrial, Space, State, TrialRecord, best_toml, open_space, reason_of
 
 # One trial of a search: the training program itself with the trial's values, in a place of its own.
@@ -132,7 +132,7 @@ def run_trial(basis: Basis, opened: OpenTrial, place: TrialFolder, ctx: StageCon
         return is_pruned
 
     try:
-        _train(settings, inputs, basis, Rungs(lambda step: step in band.rungs, is_hopeless), place, ctx)
+        _train(settings, inputs, basis, PruningRule(lambda step: step in band.rungs, is_hopeless), place, ctx)
     except NumericError as error:
         opened.fail(error.seen)
     except (Preempted, TransientError):
@@ -155,7 +155,7 @@ def run_trial(basis: Basis, opened: OpenTrial, place: TrialFolder, ctx: StageCon
 
 
 def _train(
-    settings: Settings, inputs: RunInputs, basis: Basis, rungs: Rungs, place: TrialFolder, ctx: StageContext
+    settings: Settings, inputs: RunInputs, basis: Basis, pruning: PruningRule, place: TrialFolder, ctx: StageContext
 ) -> None:
     make_dirs(place.scratch)
     share_tokens(ctx.scratch, place.scratch)
@@ -173,7 +173,7 @@ def _train(
     )
     try:
         with open_run(settings, own, inputs, basis.tokenizer) as opened:
-            train(opened, rungs)
+            train(opened, pruning)
     finally:
         events.close()
 

@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.model import Registry
 from pipeline.registry.records import Author
-from pipeline.registry.serving import CHALLENGER, offer
+from pipeline.registry.serving import CHALLENGER, serve_verified_pair
 from tests.registry.cases import make_checkpoint
 from tests.registry.test_serving import embedded, in_production
 
@@ -25,9 +25,9 @@ def workspace(tmp_path: Path) -> Storage:
     for number, cycle in enumerate(("c1", "c2"), 1):
         place = make_checkpoint(storage, tmp_path, cycle)
         in_production(storage, place)
-        offer(storage, embedded(storage, tmp_path, cycle, place, number))
+        serve_verified_pair(storage, embedded(storage, tmp_path, cycle, place, number))
     other = make_checkpoint(storage, tmp_path, "c3")
-    offer(storage, embedded(storage, tmp_path, "c3", other, 3), CHALLENGER)
+    serve_verified_pair(storage, embedded(storage, tmp_path, "c3", other, 3), CHALLENGER)
     return storage
 
 

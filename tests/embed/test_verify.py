@@ -30,8 +30,8 @@ from pipeline.embed.verify import (
     check_sample,
     check_unique,
     digest_of,
-    guarded,
     judge,
+    run_check,
 )
 from pipeline.io.commit import hash_bytes
 from pipeline.io.storage import open_storage
@@ -146,7 +146,7 @@ def test_all_is_well(case: Case, tmp_path: Path) -> None:
 )
 def test_wrong_numbers(case: Case, how: Callable[[pa.Table], pa.Table], reason: str) -> None:
     change(case, how)
-    check = guarded("numbers", lambda: check_numbers(vectors_of(case), 0.01, STOP))
+    check = run_check("numbers", lambda: check_numbers(vectors_of(case), 0.01, STOP))
     assert check.outcome == "fail"
     assert re.search(reason, check.seen), check.seen
 
@@ -156,7 +156,7 @@ def test_a_flipped_bit(case: Case) -> None:
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.write_bytes(data)
-    check = guarded("files", lambda: check_files(vectors_of(case)))
+    check = run_check("files", lambda: check_files(vectors_of(case)))
     assert check.outcome == "fail" and PART in check.seen
 
 

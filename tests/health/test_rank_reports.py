@@ -6,11 +6,11 @@ import pytest
 
 from pipeline.core.errors import TransientError
 from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error
-from pipeline.health.nodes import leave, results_of, with_slow_ranks
+from pipeline.health.nodes import results_of, with_slow_ranks, write_rank_report
 
 
 def report(folder: Path, rank: int, *results: CheckResult, is_finished: bool = True) -> None:
-    leave(folder, NodeReport(rank, f"rank {rank}", results), is_finished=is_finished)
+    write_rank_report(folder, NodeReport(rank, f"rank {rank}", results), is_finished=is_finished)
 
 
 def burned(seconds: float) -> CheckResult:

@@ -12,7 +12,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.config import HealthConfig, OperationName
 from pipeline.health.device import OPERATIONS, check_operations
-from pipeline.health.nodes import beyond_tolerance, leave, results_of, with_shared_errors
+from pipeline.health.nodes import beyond_tolerance, results_of, with_shared_errors, write_rank_report
 from pipeline.settings import resolve
 from tests.health.test_device import Faulty
 
@@ -33,7 +33,7 @@ def judged(folder: Path, *ranks: CheckResult, per_node: int = 2) -> tuple[NodeRe
         node.mkdir()
         numbers = range(first, first + per_node)
         for rank in numbers:
-            leave(node, NodeReport(rank, f"rank {rank}", (ranks[rank], BURN)), is_finished=True)
+            write_rank_report(node, NodeReport(rank, f"rank {rank}", (ranks[rank], BURN)), is_finished=True)
         reports.append(NodeReport(first // per_node, "h", results_of(node, numbers)))
     return with_shared_errors(reports, len(ranks))
 

@@ -13,7 +13,7 @@ import pytest
 
 from jobs.config import JobsConfig, SageMakerConfig
 from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import Leaf, is_tried_again, succeeded
+from jobs.cycle.job_states import Leaf, has_succeeded, is_tried_again
 from jobs.plan.retry import Retry
 from jobs.settings import CycleSettings
 from jobs.targets.batch.client import LogsClient
@@ -396,7 +396,7 @@ def test_an_end_raises_an_alarm_where_our_rules_take_it_for_a_final_failure(
     status: str, secondary: str, failure: str
 ) -> None:
     end, event = end_of(status, secondary, failure), training_event(OURS, status, failure, secondary=secondary)
-    is_final = not succeeded(end) and not is_tried_again(Retry.of(3), 1, end)
+    is_final = not has_succeeded(end) and not is_tried_again(Retry.of(3), 1, end)
     assert any(matches(pattern(name), event) for name in messages()) == is_final
 
 

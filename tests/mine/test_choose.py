@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.mine.choose import NONE, Candidates, Counts, Judged, choose_negatives
+from pipeline.mine.choose import NONE, Candidates, Counts, JudgedItems, choose_negatives
 from pipeline.mine.config import MineConfig
 
 ITEMS = 12
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Candidates, Judged, MineConfig]:
+def cases(draw: st.DrawFn) -> tuple[Candidates, JudgedItems, MineConfig]:
     """Some queries with their best items, of which some are judged."""
     depth, queries = draw(st.integers(1, ITEMS)), draw(st.integers(0, 5))
     scores, items, offsets, judged, positive, best = [], [], [0], list[int](), list[bool](), []
@@ -43,13 +43,13 @@ def cases(draw: st.DrawFn) -> tuple[Candidates, Judged, MineConfig]:
     )
     return (
         found_all,
-        Judged(np.array(offsets), np.array(judged, dtype=np.int64), np.array(positive, dtype=bool)),
+        JudgedItems(np.array(offsets), np.array(judged, dtype=np.int64), np.array(positive, dtype=bool)),
         config,
     )
 
 
 @given(cases())
-def test_against_loops(case: tuple[Candidates, Judged, MineConfig]) -> None:
+def test_against_loops(case: tuple[Candidates, JudgedItems, MineConfig]) -> None:
     found, judged, config = case
     expected, counts = [], Counts()
     for query in range(len(found.items)):
@@ -82,7 +82,7 @@ def test_against_loops(case: tuple[Candidates, Judged, MineConfig]) -> None:
 
 
 def test_a_part_of_the_judgements() -> None:
-    every = Judged(np.array([0, 2, 2, 5]), np.array([3, 7, 0, 4, 9]), np.array([True, False, False, True, True]))
+    every = JudgedItems(np.array([0, 2, 2, 5]), np.array([3, 7, 0, 4, 9]), np.array([True, False, False, True, True]))
     part = every.part(1, 3)
     assert (part.offsets.tolist(), part.items.tolist(), part.query.tolist()) == ([0, 0, 3], [0, 4, 9], [1, 1, 1])
     assert part.holds(np.array([[0, 4], [9, NONE]])).tolist() == [[False, False], [True, False]]

@@ -13,7 +13,7 @@ from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate.exact import UNIT, exact_scores
 from pipeline.io.storage import open_storage
-from pipeline.mine.choose import NONE, Candidates, Judged, choose_negatives
+from pipeline.mine.choose import NONE, Candidates, JudgedItems, choose_negatives
 from pipeline.mine.config import MineConfig
 from pipeline.mine.run import Parts, all_negatives, mine_share, vector_search, word_search
 
@@ -50,12 +50,12 @@ class Vectors:
         return vectors[start:stop]
 
 
-def judged() -> Judged:
+def judged() -> JudgedItems:
     """Query q has judged items q, 2 q, 3 q and 50 + q, of which 2 q and 50 + q are positives."""
     items = [sorted({q, 2 * q, 3 * q, 50 + q}) for q in range(QUERIES)]
     flat = np.array([item for row in items for item in row])
     positive = np.array([item in (2 * q, 50 + q) for q, row in enumerate(items) for item in row])
-    return Judged(np.concatenate([[0], np.cumsum([len(row) for row in items])]), flat, positive)
+    return JudgedItems(np.concatenate([[0], np.cumsum([len(row) for row in items])]), flat, positive)
 
 
 def all_at_once() -> tuple[Int64s, object]:
@@ -161,7 +161,7 @@ def test_a_stop_anywhere_goes_on_to_the_same_negatives(tmp_path: Path, at: tuple
 def test_few_items_are_all_candidates(tmp_path: Path) -> None:
     few = replace(parts_of(tmp_path)[0], total=3, rows_per_part=2)
     search = vector_search(few, Vectors().items, Vectors().queries, 20, StopSignal())
-    found = search(0, 5, Judged(np.array([0, 1, 1, 1, 1, 1]), np.array([2]), np.array([True])))
+    found = search(0, 5, JudgedItems(np.array([0, 1, 1, 1, 1, 1]), np.array([2]), np.array([True])))
     assert np.sort(found.items, axis=1).tolist() == [[0, 1, 2]] * 5
     assert found.best_positive[0] == found.scores[0][found.items[0].tolist().index(2)]
     assert (found.best_positive[1:] == -np.inf).all()
@@ -171,7 +171,7 @@ def test_bm25_ranks_by_shared_words() -> None:
     items = ["red shoe size 9", "blue shoe", "red hat", "green scarf", "shoe"]
     queries = ["red shoe", "scarf", "nothing of it"]
     search = word_search(items, lambda start, stop: queries[start:stop], 3, StopSignal())
-    known = Judged(np.array([0, 2, 3, 4]), np.array([2, 4, 1, 0]), np.array([True, True, True, False]))
+    known = JudgedItems(np.array([0, 2, 3, 4]), np.array([2, 4, 1, 0]), np.array([True, True, True, False]))
     found = search(0, 3, known)
     assert found.items[0, 0] == 0 and set(found.items[0].tolist()) < {0, 1, 2, 4}
     assert found.items[1:].tolist() == [[3, NONE, NONE], [NONE] * 3]

@@ -154,9 +154,9 @@ def test_an_error_of_the_runtime_is_raised_as_what_it_means(opened: InChild) -> 
         from pipeline.core.errors import TransientError
         from pipeline.core.stop import StopSignal
         from pipeline.health.config import HealthConfig
-        from pipeline.health.device import informed
+        from pipeline.health.device import diagnose_device_error
         error = RuntimeError("Neuron execution failed: NRT_EXEC_HW_ERR_HBM_UE status=1201")
-        better = informed(error, backend, HealthConfig(), num_nodes=1, stop=StopSignal())
+        better = diagnose_device_error(error, backend, HealthConfig(), num_nodes=1, stop=StopSignal())
         assert isinstance(better, TransientError), better
         """,
     )

@@ -21,7 +21,7 @@ from pipeline.core.errors import TransientError
 from pipeline.core.fabrics import Group
 from pipeline.parallel import adopt
 from pipeline.parallel.collectives import HierarchicalGroup, Options, group_of, largest_in_stages
-from pipeline.parallel.gang import peers
+from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import set_timeouts
 from tests.ranks import run_ranks
 
@@ -167,7 +167,7 @@ def planned(algorithm: str) -> dict[str, Any]:
         set_timeouts(mesh, 3)
         started = time.monotonic()
         if os.environ["RANK"] != "0":  # which does not come
-            with pytest.raises(TransientError, match="a peer failed while waiting"), peers("waiting"):
+            with pytest.raises(TransientError, match="a peer failed while waiting"), collective_errors("waiting"):
                 gathered(group, 3, torch.float32)
                 scattered(group, dist.ReduceOp.SUM)
         found["waited_s"] = time.monotonic() - started

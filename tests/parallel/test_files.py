@@ -22,7 +22,7 @@ from pipeline.parallel.delayed_init import delayed_init
 from pipeline.parallel.files import load, save
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.tensors import Slices, local
+from pipeline.parallel.tensors import Slices, local_shard
 from tests.parallel.test_parallelize import INPUTS, MODEL, adamw, encoder_layers, opened, train
 from tests.parallel.test_units import bert, llama
 from tests.ranks import run_ranks
@@ -100,7 +100,7 @@ def same_bytes(folder: str, *plans: str) -> list[int]:
         with delayed_init(Path(folder) / "one"):
             model = build_model(MODEL, INPUTS, seed=2 + dist.get_rank())
         parallelize(model, mesh, units=encoder_layers)
-        assert sum(taken) == sum(local(parameter).numel() for parameter in model.parameters())
+        assert sum(taken) == sum(local_shard(parameter).numel() for parameter in model.parameters())
         found.append(sum(taken))
         taken.clear()
         save(Path(folder) / str(number), model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.core.errors import ConfigError, TransientError
-from pipeline.parallel.gang import open_world_group, peers
+from pipeline.parallel.gang import collective_errors, open_world_group
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_ranks_without_a_launcher_are_told_of_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_this_rank_did_wrong_alone_is_no_peers_fault() -> None:
-    with pytest.raises(torch.OutOfMemoryError), peers("spreading the model", mixed=True):
+    with pytest.raises(torch.OutOfMemoryError), collective_errors("spreading the model", mixed=True):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(TransientError, match="while leaving: RuntimeError"), peers("leaving"):
+    with pytest.raises(TransientError, match="while leaving: RuntimeError"), collective_errors("leaving"):
         raise RuntimeError

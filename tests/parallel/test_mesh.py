@@ -15,7 +15,7 @@ from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.parallel import adopt
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import peers
+from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import AXES, check_plan, open_mesh, set_timeouts
 from tests.ranks import run_ranks
 
@@ -162,7 +162,7 @@ def asleep(_: str) -> float:
     if place.shard_rank == 0:
         return 0.0
     started = time.monotonic()
-    with pytest.raises(TransientError, match="a peer failed while waiting"), peers("waiting"):
+    with pytest.raises(TransientError, match="a peer failed while waiting"), collective_errors("waiting"):
         dist.all_reduce(torch.ones(1), group=group)
     return time.monotonic() - started
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.core.errors import ConfigError, TransientError
-from pipeline.parallel.gang import Gang, peers
+from pipeline.parallel.gang import Gang, collective_errors
 from pipeline.parallel.world import World, check_world, world_from_env
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
@@ -66,7 +66,8 @@ def test_a_gang_of_one_answers_at_once() -> None:
 
 
 def test_a_lost_peer_is_transient_and_other_errors_pass() -> None:
-    with pytest.raises(TransientError, match="a peer failed while waiting: Connection closed"), peers("waiting"):
+    lost = "a peer failed while waiting: Connection closed"
+    with pytest.raises(TransientError, match=lost), collective_errors("waiting"):
         raise RuntimeError("Connection closed by peer\nstack")
-    with pytest.raises(KeyError), peers("waiting"):
+    with pytest.raises(KeyError), collective_errors("waiting"):
         raise KeyError("x")

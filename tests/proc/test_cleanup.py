@@ -15,13 +15,13 @@ import pytest
 from pipeline.core.errors import TransientError
 from pipeline.io import atomic
 from pipeline.proc import children, cleanup
-from pipeline.proc.cleanup import MARK_VARIABLE, guarded
+from pipeline.proc.cleanup import MARK_VARIABLE, guarded_temp_folder
 from tests.jobs.targets.local.waiting import until
 
 OWNER = """
 import signal, subprocess, sys, tempfile, time
-from pipeline.proc.cleanup import guarded
-with guarded() as folder:
+from pipeline.proc.cleanup import guarded_temp_folder
+with guarded_temp_folder() as folder:
     tempfile.NamedTemporaryFile(delete=False).close()
     # One in a session of its own that hears no SIGTERM, and one below it that has lost its parent.
     script = "trap '' TERM; (trap '' TERM; sleep 600) & echo $$ > $TMPDIR/pid; wait"
@@ -62,7 +62,7 @@ def until_known(place: Path, *names: str) -> None:
 
 def test_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/somewhere")
-    with guarded() as folder:
+    with guarded_temp_folder() as folder:
         assert Path(tempfile.mkdtemp()).parent == folder
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         until_known(tmp_path, "sleep")
@@ -90,7 +90,7 @@ def test_a_process_that_shows_its_mark_late_is_waited_for(monkeypatch: pytest.Mo
 
 
 def test_an_error_inside_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="mine"), guarded():
+    with pytest.raises(OSError, match="mine"), guarded_temp_folder():
         raise OSError("mine")
     assert [*tmp_path.iterdir()] == []
 
@@ -117,7 +117,7 @@ def test_killed(tmp_path: Path, how: str) -> None:
 @pytest.mark.fault
 def test_the_guardian_is_killed(tmp_path: Path) -> None:
     """Then the owner clears up itself."""
-    with guarded():
+    with guarded_temp_folder():
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         until_known(tmp_path, "sleep")
         for process in living(tmp_path):
@@ -131,7 +131,7 @@ def test_what_both_have_left_is_swept_at_the_next_start(tmp_path: Path, monkeypa
     monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", 0.0)
     left = atomic.temp_beside(tmp_path / "health")
     (left / "torchelastic").mkdir(parents=True)
-    with guarded() as ours:
+    with guarded_temp_folder() as ours:
         assert [*tmp_path.iterdir()] == [ours]
         atomic.sweep_temps(tmp_path)  # as another start does
         assert ours.exists(), "we live"
@@ -139,11 +139,11 @@ def test_what_both_have_left_is_swept_at_the_next_start(tmp_path: Path, monkeypa
 
 def test_no_guardian_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "__file__", str(tmp_path / "gone.py"))
-    with pytest.raises(TransientError, match="cannot be started"), guarded():
+    with pytest.raises(TransientError, match="cannot be started"), guarded_temp_folder():
         pass
     assert [*tmp_path.iterdir()] == []
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(TransientError, match="cannot be started"), cleanup.guarded():
+    with pytest.raises(TransientError, match="cannot be started"), cleanup.guarded_temp_folder():
         pass
 
 

@@ -12,7 +12,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRe
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import incumbent_prefix
-from pipeline.registry.promote import promote, record_refusal, roll_back, withdrawn
+from pipeline.registry.promote import promote, record_refusal, roll_back, rolled_back_digests
 from pipeline.registry.records import (
     Decision,
     Entry,
@@ -281,7 +281,7 @@ def test_rollback_is_a_stack(tmp_path_factory: pytest.TempPathFactory, moves: li
         assert (pointer.checkpoint if pointer else None) == (stack[-1] if stack else None)
     assert in_use(workspace) == {entry.checkpoint for entry in read_history(workspace, MODEL)} >= set(stack)
     history = read_history(workspace, MODEL)
-    assert not stack or digest_of(workspace, stack[-1]) not in withdrawn(history)
+    assert not stack or digest_of(workspace, stack[-1]) not in rolled_back_digests(history)
 
 
 # Files that were touched by hand

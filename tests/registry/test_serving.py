@@ -20,13 +20,13 @@ from pipeline.registry.serving import (
     SERVING,
     Pair,
     Vectors,
-    offer,
     pair_key,
     past_pairs,
     promote_challenger,
     read_pair,
     roll_back_model,
     roll_back_pair,
+    serve_verified_pair,
 )
 from tests.registry.cases import AUTHOR, MODEL, digest_of, make_checkpoint, passed, production
 from tests.registry.conftest import ON_BOTH, Make
@@ -62,7 +62,7 @@ def two(workspace: Storage, make: Make, tmp_path: Path) -> tuple[Pair, Pair]:
         place = make(cycle)
         in_production(workspace, place)
         pairs.append(embedded(workspace, tmp_path, cycle, place, number))
-        assert offer(workspace, pairs[-1]).startswith("serving.json: ")
+        assert serve_verified_pair(workspace, pairs[-1]).startswith("serving.json: ")
     return pairs[0], pairs[1]
 
 
@@ -72,22 +72,22 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     assert read_pair(workspace, MODEL) is None
     in_production(workspace, first)
     pair = embedded(workspace, tmp_path, "c1", first, 1)
-    offer(workspace, pair)
+    serve_verified_pair(workspace, pair)
     in_production(workspace, second)
     assert served(workspace) == (first, "c1")  # hours before the vectors of the second exist
-    assert "stays" in offer(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
+    assert "stays" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
     later = embedded(workspace, tmp_path, "c2", second, 3)
-    offer(workspace, later)
-    assert "already, generation 2" in offer(workspace, later)
+    serve_verified_pair(workspace, later)
+    assert "already, generation 2" in serve_verified_pair(workspace, later)
     assert served(workspace) == (second, "c2")
-    assert "newer vectors" in offer(workspace, embedded(workspace, tmp_path, "c0", second, 2))
+    assert "newer vectors" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c0", second, 2))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
     assert {pair.vectors.prefix for pair in past_pairs(workspace, MODEL)} == {"embeddings/c1", "embeddings/c2"}
 
 
 def test_nothing_is_served_of_what_is_not_in_production(workspace: Storage, make: Make, tmp_path: Path) -> None:
     pair = embedded(workspace, tmp_path, "c1", make("c1"), 1)
-    assert "nothing is in production" in offer(workspace, pair)
+    assert "nothing is in production" in serve_verified_pair(workspace, pair)
     assert read_pair(workspace, MODEL) is None
 
 
@@ -95,7 +95,7 @@ def test_a_model_is_rolled_back_with_its_vectors(workspace: Storage, two: tuple[
     first, second = two
     now = roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
     assert (now.checkpoint, served(workspace)) == (first.checkpoint, (first.checkpoint, "c1"))
-    assert "stays" in offer(workspace, second)  # its verify is run again: it does not come back by itself
+    assert "stays" in serve_verified_pair(workspace, second)  # its verify is run again: it does not come back by itself
     with pytest.raises(ConfigError, match="nothing before"):
         roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
     again = roll_back_model(workspace, MODEL, second.checkpoint, reason="it was good", author=AUTHOR)
@@ -111,7 +111,7 @@ def test_rolling_back_again_goes_further_back_and_never_to_what_was_withdrawn(
     promote(
         workspace, MODEL, first.checkpoint, expected=production(workspace), decision=decision, author=AUTHOR
     )  # A, B, A
-    offer(workspace, first)
+    serve_verified_pair(workspace, first)
     assert served(workspace) == (first.checkpoint, "c1")
     for expected in (second, first):
         assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == expected.checkpoint
@@ -125,7 +125,7 @@ def test_without_vectors_of_it_neither_moves(
 ) -> None:
     third = make("c3")
     in_production(workspace, third)
-    offer(workspace, embedded(workspace, tmp_path, "c3", third, 3))
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 3))
     workspace.delete_prefix("embeddings/c2")
     before = production(workspace)
     with pytest.raises(ConfigError, match="no vectors made with"):
@@ -139,13 +139,13 @@ def test_without_vectors_of_it_neither_moves(
 def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
     """Only serving.json moves, and the vectors do not come back by themselves."""
     newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
-    offer(workspace, newer)
+    serve_verified_pair(workspace, newer)
     before = production(workspace)
     with pytest.raises(ConfigError, match="no reason"):
         roll_back_pair(workspace, MODEL, "", reason=" ", author=AUTHOR)
     assert roll_back_pair(workspace, MODEL, "", reason="bad part", author=AUTHOR).vectors.cycle == "c2"
     assert production(workspace) == before
-    assert "rolled back from these vectors" in offer(workspace, newer)
+    assert "rolled back from these vectors" in serve_verified_pair(workspace, newer)
     assert roll_back_pair(workspace, MODEL, "c2b", reason="was good", author=AUTHOR).vectors.cycle == "c2b"
     assert roll_back_pair(workspace, MODEL, "c2b", reason="twice", author=AUTHOR).generation == 5
     assert roll_back_pair(workspace, MODEL, "c1", reason="all bad", author=AUTHOR).checkpoint == two[0].checkpoint
@@ -158,13 +158,13 @@ def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tu
 def test_a_newer_model_that_waits_for_its_vectors_stays_in_production(
     workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
 ) -> None:
-    offer(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
     third = make("c3")
     in_production(workspace, third)  # passed the gate; embedding takes hours
     before = production(workspace)
     assert roll_back_pair(workspace, MODEL, "", reason="a part was empty", author=AUTHOR).vectors.cycle == "c2"
     assert production(workspace) == before
-    assert offer(workspace, embedded(workspace, tmp_path, "c3", third, 4)).startswith("serving.json: ")
+    assert serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4)).startswith("serving.json: ")
     assert roll_back_pair(workspace, MODEL, "c2", reason="all bad", author=AUTHOR).vectors.cycle == "c2"
     found = production(workspace)
     assert found is not None and found.checkpoint == two[1].checkpoint  # of another model than was served
@@ -179,7 +179,7 @@ def test_vectors_of_a_cycle_that_were_made_anew_are_served(
     commit_dir(workspace, folder, "embeddings/c2", kind="embeddings", fields={"cycle": "c2"})
     anew = embedded(workspace, tmp_path, "c2", two[1].checkpoint, 2)
     assert anew.vectors.digest != two[1].vectors.digest
-    assert offer(workspace, anew).startswith("serving.json: ")
+    assert serve_verified_pair(workspace, anew).startswith("serving.json: ")
     assert roll_back_pair(workspace, MODEL, "c1", reason="bad", author=AUTHOR).vectors.cycle == "c1"
     back = roll_back_pair(workspace, MODEL, "c2", reason="good", author=AUTHOR)
     assert back.vectors.digest == anew.vectors.digest  # those that are there
@@ -210,9 +210,9 @@ def test_a_pair_whose_checkpoint_was_named_by_its_uri_can_be_rolled_back_to(
     first, second = make("c1"), make("c2")
     in_production(workspace, first)
     pair = embedded(workspace, tmp_path, "c1", first, 1)
-    offer(workspace, pair.model_copy(update={"checkpoint": workspace.uri(first)}))
+    serve_verified_pair(workspace, pair.model_copy(update={"checkpoint": workspace.uri(first)}))
     in_production(workspace, second)
-    offer(workspace, embedded(workspace, tmp_path, "c2", second, 2))
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", second, 2))
     assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == first
 
 
@@ -223,7 +223,7 @@ def test_a_challenger_is_promoted_in_one_write(
         promote_challenger(workspace, MODEL, reason="", author=AUTHOR)
     other = make("c3")
     pair = embedded(workspace, tmp_path, "c3", other, 3)
-    assert offer(workspace, pair, CHALLENGER).startswith("serving-challenger.json: ")
+    assert serve_verified_pair(workspace, pair, CHALLENGER).startswith("serving-challenger.json: ")
     assert served(workspace) == (two[1].checkpoint, "c2")
     with pytest.raises(ConfigError, match="not in production"):
         promote_challenger(workspace, MODEL, reason="", author=AUTHOR)
@@ -235,9 +235,9 @@ def test_a_challenger_is_promoted_in_one_write(
 def test_a_race_has_one_winner(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
     found = read_pair(workspace, MODEL)
     newer = [embedded(workspace, tmp_path, f"c2{end}", two[1].checkpoint, 3) for end in "xy"]
-    stale = Racing(workspace, lambda: offer(workspace, newer[0]))
+    stale = Racing(workspace, lambda: serve_verified_pair(workspace, newer[0]))
     with pytest.raises(TransientError, match="meanwhile"):
-        offer(stale, newer[1])
+        serve_verified_pair(stale, newer[1])
     assert found is not None and served(workspace) == (two[1].checkpoint, "c2x")
 
 
@@ -329,10 +329,10 @@ def _schedule(rng: random.Random, folder: Path) -> int:
                 pair = embedded(workspace, folder, f"c{step}", place, step)
                 pairs[pair.vectors.digest] = pair
                 with dying() as storage:
-                    offer(storage, pair)
+                    serve_verified_pair(storage, pair)
             case "again" if pairs:
                 with dying() as storage:
-                    offer(storage, rng.choice(list(pairs.values())))
+                    serve_verified_pair(storage, rng.choice(list(pairs.values())))
             case "model":
                 to = rng.choice(["", *places])
                 for _ in range(2):  # what was killed is run again
@@ -344,7 +344,7 @@ def _schedule(rng: random.Random, folder: Path) -> int:
                     roll_back_pair(storage, MODEL, cycle, reason="r", author=AUTHOR)
             case "challenge" if pairs:
                 with dying() as storage:
-                    offer(storage, rng.choice(list(pairs.values())), CHALLENGER)
+                    serve_verified_pair(storage, rng.choice(list(pairs.values())), CHALLENGER)
             case "ab":
                 with dying() as storage:
                     promote_challenger(storage, MODEL, reason="r", author=AUTHOR)

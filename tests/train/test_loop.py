@@ -24,7 +24,7 @@ from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import GuardConfig, TrainConfig
-from pipeline.train.loop import BatchStream, Cadence, Hooks, Standing, TrainLoop
+from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, TrainLoop
 from pipeline.train.step import TrainProgram
 from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
@@ -76,10 +76,10 @@ class Bench:
     def run(self) -> str:
         return self.loop().run()
 
-    def _evaluate(self, step: int) -> Standing:
+    def _evaluate(self, step: int) -> EvaluationOutcome:
         self.calls.append(("evaluate", step))
         self.on_evaluate()
-        return Standing(self.best, is_enough=step == self.enough_at)
+        return EvaluationOutcome(self.best, is_enough=step == self.enough_at)
 
     def _save(self, step: int) -> None:
         self.calls.append(("save", step))

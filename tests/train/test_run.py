@@ -37,7 +37,7 @@ from pipeline.telemetry.events import EventName
 from pipeline.train.build import open_run
 from pipeline.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
-from pipeline.train.run import Outcome, Rungs, train
+from pipeline.train.run import Outcome, PruningRule, train
 from tests.shown import Shown
 from tests.train.rows import MODEL, TRAIN, mined_from, write_token_set
 
@@ -83,7 +83,7 @@ class Cycle:
         commit_dir(self.storage, staging, prefix, kind="tokens", fields=info.model_dump(mode="json"))
         self.prefixes.append(prefix)
 
-    def run(self, parent: Checkpoint | None = None, rungs: Rungs | None = None) -> Outcome:
+    def run(self, parent: Checkpoint | None = None, pruning: PruningRule | None = None) -> Outcome:
         self.stop = StopSignal()
         settings = Settings(
             backend="cpu",
@@ -107,7 +107,7 @@ class Cycle:
         )
         inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, MODEL, self.negatives)
         with open_run(settings, ctx, inputs, b"tokenizer") as opened:
-            return train(opened, rungs)
+            return train(opened, pruning)
 
     def mine(self, shift: int = 0) -> None:
         """Negatives of every query: rows of others, `shift` more apart."""
@@ -201,7 +201,7 @@ def test_a_trial_of_a_search_is_scored_at_rungs_on_valid_alone(cycle: Cycle, las
         seen.append((step, value))
         return step == last
 
-    outcome = cycle.run(rungs=Rungs(lambda step: step in (4, 6), is_hopeless))
+    outcome = cycle.run(pruning=PruningRule(lambda step: step in (4, 6), is_hopeless))
     assert (outcome.steps_done, outcome.holdouts, outcome.prefix) == (last, {}, "")
     scored = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
     assert [(one["step"], one["split"]) for one in scored] == [(step, "valid") for step in steps]

@@ -113,19 +113,19 @@ addEventListener('beforeprint',()=>{for(const o of document.querySelectorAll('de
 def page(data: PageData, own: CycleRow) -> str:
     """The page of a cycle; `own`: its line in the index."""
     shown = {
-        "What happened": sections.happened(data),
-        "What it cost": sections.cost(data),
-        "May it be promoted": model_sections.gate(data),
-        "Did it learn": model_sections.learned(data),
-        "Can its scores be trusted": model_sections.trusted(data),
-        "What is it wrong about": model_sections.wrong(data),
-        "Does it find": model_sections.finds(data),
-        "Vectors": model_sections.vectors(data),
-        "Data": model_sections.prepared(data),
-        "Machines": sections.machines(data),
-        "From what to what": sections.lineage(data),
-        "Trend": sections.trend(data, own),
-        "Everything else": sections.everything(data),
+        "What happened": sections.jobs_section(data),
+        "What it cost": sections.cost_section(data),
+        "May it be promoted": model_sections.gate_section(data),
+        "Did it learn": model_sections.training_section(data),
+        "Can its scores be trusted": model_sections.calibration_section(data),
+        "What is it wrong about": model_sections.errors_section(data),
+        "Does it find": model_sections.retrieval_section(data),
+        "Vectors": model_sections.vectors_section(data),
+        "Data": model_sections.data_section(data),
+        "Machines": sections.machines_section(data),
+        "From what to what": sections.lineage_section(data),
+        "Trend": sections.trend_section(data, own),
+        "Everything else": sections.details_section(data),
     }
     links, body = "", ""
     for title, part in shown.items():

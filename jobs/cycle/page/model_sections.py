@@ -1,4 +1,4 @@
-"""The sections of the page about data and model: the gate, learning, calibration, errors, retrieval, vectors, data.
+"""The sections of the page about data and model: the gate, training, calibration, errors, retrieval, vectors, data.
 
 Pure, as jobs/cycle/page/sections.py is.
 """
@@ -32,7 +32,7 @@ MAX_POINTS = 12
 """Of a curve, in the table under it."""
 
 
-def gate(data: PageData) -> str:
+def gate_section(data: PageData) -> str:
     report = data.evaluation
     if report is None:
         return ""
@@ -77,7 +77,7 @@ def _by_harm(check: GateCheck) -> tuple[int, float]:
     return ("fail", "warn", "pass", "skipped").index(check.outcome), gain
 
 
-def learned(data: PageData) -> str:
+def training_section(data: PageData) -> str:
     curves = {curve.name: curve for curve in data.training.curves}
     marks = [(step, f"went on at step {step:,}") for step in data.training.resumed[:MAX_ROWS]]
     marks += [(step, f"step {step:,} was skipped") for step in data.training.skipped[:MAX_ROWS]]
@@ -107,7 +107,7 @@ def learned(data: PageData) -> str:
     return "".join(parts)
 
 
-def trusted(data: PageData) -> str:
+def calibration_section(data: PageData) -> str:
     found = data.scores
     if found is None:
         return ""
@@ -155,7 +155,7 @@ WORDS = {
 }
 
 
-def wrong(data: PageData) -> str:
+def errors_section(data: PageData) -> str:
     found = data.scores
     if found is None or not (found.examples or found.lost is not None):
         return ""
@@ -186,7 +186,7 @@ def wrong(data: PageData) -> str:
     return "".join(parts)
 
 
-def finds(data: PageData) -> str:
+def retrieval_section(data: PageData) -> str:
     report = data.evaluation
     if report is None or report.candidate.retrieval is None:
         return ""
@@ -211,7 +211,7 @@ def finds(data: PageData) -> str:
     return "".join(parts)
 
 
-def vectors(data: PageData) -> str:
+def vectors_section(data: PageData) -> str:
     found = data.vectors
     if found is None:
         return ""
@@ -239,7 +239,7 @@ def vectors(data: PageData) -> str:
     return "".join(parts)
 
 
-def prepared(data: PageData) -> str:
+def data_section(data: PageData) -> str:
     found = data.prepared
     if found is None:
         return ""

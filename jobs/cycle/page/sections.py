@@ -23,7 +23,7 @@ MAX_ROWS = 40
 """Of any other table; what is left out is counted below it, and is in the JSON."""
 
 
-def sentence(data: PageData) -> str:
+def outcome_sentence(data: PageData) -> str:
     """How the cycle ended, in one line."""
     outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
     failed = ", ".join(job.name for job in data.jobs if job.ending == "failed")
@@ -80,12 +80,12 @@ def banner(data: PageData) -> str:
     outcome = "under way" if data.outcome == "open" else data.outcome
     return (
         f'<h1>Cycle {escaped(data.cycle)}: <span class="{data.outcome}">{outcome}</span></h1>'
-        f'<p class="sentence">{escaped(sentence(data))}</p><dl class="chips">{items}</dl>'
+        f'<p class="sentence">{escaped(outcome_sentence(data))}</p><dl class="chips">{items}</dl>'
         f'<p class="quiet">{escaped(data.workspace)}</p>'
     )
 
 
-def happened(data: PageData) -> str:
+def jobs_section(data: PageData) -> str:
     children = {job.name: f" ({job.children} children)" if job.children else "" for job in data.jobs}
     rows = [(job.name, job.ending + children[job.name], str(job.nodes), *job.cells) for job in data.jobs]
     head = ("job", "state", "nodes", "tries", "ran", "exit", "why")
@@ -117,7 +117,7 @@ def _key() -> str:
     return f'<span class="key">{spans}</span>'
 
 
-def cost(data: PageData) -> str:
+def cost_section(data: PageData) -> str:
     if not data.ledger.entries:
         return ""
     totals = (*data.ledger.stages(), data.ledger.total)
@@ -169,7 +169,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def machines(data: PageData) -> str:
+def machines_section(data: PageData) -> str:
     nodes = data.machines
     if not nodes:
         return ""
@@ -200,7 +200,7 @@ def machines(data: PageData) -> str:
     return "".join(parts)
 
 
-def lineage(data: PageData) -> str:
+def lineage_section(data: PageData) -> str:
     found = data.lineage
     if not (found.checkpoint or found.settings_hash):
         return ""
@@ -219,7 +219,7 @@ def lineage(data: PageData) -> str:
     return "".join(parts)
 
 
-def trend(data: PageData, own: CycleRow) -> str:
+def trend_section(data: PageData, own: CycleRow) -> str:
     rows = (*data.history, own)
     if len(rows) < 2:
         return ""
@@ -251,7 +251,7 @@ def trend(data: PageData, own: CycleRow) -> str:
     return table(head, lines, range(2, 6), raw={1}) + note if lines else ""
 
 
-def everything(data: PageData) -> str:
+def details_section(data: PageData) -> str:
     parts = []
     for stage, figures in data.figures.items():
         if figures:

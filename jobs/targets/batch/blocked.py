@@ -61,7 +61,7 @@ def explain(status_reason: str) -> Block | None:
     return next((block for block in _REASONS if block.word in status_reason), None)
 
 
-def watch(records: Sequence[JobRecord], before: Collection[Sighting], now: float) -> tuple[Sighting, ...]:
+def blocked_sightings(records: Sequence[JobRecord], before: Collection[Sighting], now: float) -> tuple[Sighting, ...]:
     """Who is blocked now. The time of first sight is kept while the same job has the same reason."""
     since = {(one.id, one.reason): one.since for one in before}
     return tuple(

@@ -14,7 +14,7 @@ _NAMES = ("name", "type", "hostPath", "targetNodes")
 """What identifies an entry of a list whose order means nothing (variables, resources, limits, devices, nodes)."""
 
 
-def registered(client: BatchClient, request: Request) -> Detail | None:
+def registered_definition(client: BatchClient, request: Request) -> Detail | None:
     """The newest active revision with the content of this request; None when there is none."""
     content = request["tags"]["content"]
     revisions = client.active_definitions(request["jobDefinitionName"])
@@ -23,7 +23,7 @@ def registered(client: BatchClient, request: Request) -> Detail | None:
 
 def ensure_definition(client: BatchClient, request: Request) -> str:
     """`name:revision` of this content, registered if need be. (Two at once may register it twice: both serve.)"""
-    found = registered(client, request)
+    found = registered_definition(client, request)
     found = found or client.call("registering a job definition", "register_job_definition", **request)
     return f"{found['jobDefinitionName']}:{found['revision']}"
 
@@ -37,7 +37,7 @@ def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
     for names in users.values():
         request, jobs = requests[names[0]], ", ".join(names)
         name = request["jobDefinitionName"]
-        found, latest = registered(client, request), _newest(client.active_definitions(name))
+        found, latest = registered_definition(client, request), _newest(client.active_definitions(name))
         if found:
             yield f"= {name}:{found['revision']} ({jobs}) is registered"
         elif not latest:

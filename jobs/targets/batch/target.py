@@ -9,7 +9,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.base import Target, log_stream, no_log, seconds_of
 from jobs.targets.batch.account import preflight
-from jobs.targets.batch.blocked import block_lines, overdue, watch
+from jobs.targets.batch.blocked import block_lines, blocked_sightings, overdue
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.requests import Request, definition_request, job_name, submit_request
@@ -147,7 +147,7 @@ class BatchTarget(Target):
     def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
         """Why jobs cannot start, in words. Ends those that never will, once that was seen for `dwell_s`."""
         now = self.store.clock()
-        sightings = watch(records, self.store.sightings(), now)
+        sightings = blocked_sightings(records, self.store.sightings(), now)
         self.store.save_sightings(sightings)
         for one in overdue(sightings, now, dwell_s):
             self.client.terminate_job(one.id.partition(":")[0], f"blocked for {now - one.since:.0f} s: {one.reason}")

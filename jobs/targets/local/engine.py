@@ -73,7 +73,7 @@ def need_of(job: JobSpec) -> Slots:
     )
 
 
-def admitted(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots) -> list[Leaf]:
+def startable_jobs(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots) -> list[Leaf]:
     """Who may start now, from the head of the queue on. Nobody overtakes a job that does not fit, as in AWS Batch."""
     used = Slots()
     for leaf in active:
@@ -220,17 +220,17 @@ class Engine:
         for leaf in reversed(self.leaves):
             record = self.records[leaf.name]
             if reasons[leaf.name] and not record.state.is_final and not record.state.is_active:
-                self._update({leaf.name: job_states.failed(record, reasons[leaf.name], self.clock())})
+                self._update({leaf.name: job_states.failed_record(record, reasons[leaf.name], self.clock())})
         for leaf in self._active():
             self._drive(leaf, reasons[leaf.name])
-        while changed := job_states.settle(self.leaves, self.records, self.clock()):
+        while changed := job_states.advance_waiting_jobs(self.leaves, self.records, self.clock()):
             self._update(changed)
         if not self.stop.is_set():
-            for leaf in admitted(job_states.queue(self.leaves, self.records), self._active(), self.machine):
+            for leaf in startable_jobs(job_states.queue(self.leaves, self.records), self._active(), self.machine):
                 record = self.records[leaf.name]
                 nodes, attempt = range(max(1, leaf.spec.num_nodes)), len(record.attempts) + 1
                 streams = [self.files.log_stream(record.id, attempt, node) for node in nodes]
-                self._update({leaf.name: job_states.starting(record, streams)})
+                self._update({leaf.name: job_states.starting_record(record, streams)})
         changed_any = bool(self._unsaved)
         self._save()
         return changed_any
@@ -241,7 +241,7 @@ class Engine:
         views = [self.nodes.look(folder) for folder in folders]
         main = views[0]
         if main.started_at is not None and self.records[leaf.name].state is JobState.STARTING:
-            self._update({leaf.name: job_states.running(self.records[leaf.name], main.started_at)})
+            self._update({leaf.name: job_states.running_record(self.records[leaf.name], main.started_at)})
         step = next_step(views, stopping=bool(cancelled) or self.stop.is_set())
         for node in step.exclude:
             self.nodes.exclude(folders[node])
@@ -263,7 +263,8 @@ class Engine:
         if step.is_over and main.end is not None:
             end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
             at = self.clock() if main.end.at is None else main.end.at
-            self._update({leaf.name: job_states.ended(self.records[leaf.name], leaf.spec.retry, end, at)})
+            record = job_states.record_after_attempt(self.records[leaf.name], leaf.spec.retry, end, at)
+            self._update({leaf.name: record})
 
     def _late(
         self, leaf: Leaf, folders: Sequence[Path], views: Sequence[NodeView], step: Step, by: Signal, ran_s: float

@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
-from jobs.targets.base import Target, job_id_of, known_leaves, log_stream, no_log
+from jobs.targets.base import Target, job_id_of, latest_records, log_stream, no_log
 from jobs.targets.local.engine import Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
@@ -57,7 +57,7 @@ class LocalTarget(Target):
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         check_fits([plan.job(name) for name in jobs], self.machine)
         with self._only_engine():
-            known = known_leaves(plan, self.store, self._saved())
+            known = latest_records(plan, self.store, self._saved())
             unfinished = [leaf.spec for leaf in known.leaves if not known.records[leaf.name].state.is_final]
             check_fits(unfinished, self.machine)
             done = self.store.submitted(round_)
@@ -77,7 +77,7 @@ class LocalTarget(Target):
             self._run(plan)
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        known = known_leaves(plan, self.store, self._saved())
+        known = latest_records(plan, self.store, self._saved())
         return known.by_job(plan, known.records)
 
     def check(self, plan: Plan) -> None:
@@ -120,7 +120,7 @@ class LocalTarget(Target):
         saved = self._saved()
         if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in saved}):
             self.say(f"ended {number} processes left over from earlier attempts")
-        known = known_leaves(plan, self.store, saved)
+        known = latest_records(plan, self.store, saved)
         Engine(
             plan=plan,
             leaves=known.leaves,

@@ -61,7 +61,7 @@ def advance(
         before = dict(now)
         for leaf in reversed(leaves):  # from the sinks backwards, so that nobody fails for what is cancelled with it
             now[leaf.name] = _observed(leaf, now[leaf.name], seen, cancelled.get(leaf.name), at)
-        now |= job_states.settle(leaves, now, at)
+        now |= job_states.advance_waiting_jobs(leaves, now, at)
     live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
     tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
     unknown = tuple(one for one in tries.values() if one not in seen)
@@ -83,24 +83,26 @@ def try_of(record: JobRecord) -> int | None:
     return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
 
 
-def observed(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel | None, at: float) -> JobRecord:
+def observed_record(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel | None, at: float) -> JobRecord:
     """The record with what was seen of the try that is under way, or may be made."""
     is_runnable = record.state is JobState.RUNNABLE
     if one.is_queued and is_runnable and one.end is not None:
-        return job_states.failed(record, cancelled.reason if cancelled else one.end.status_reason, one.ended_at or at)
+        return job_states.failed_record(
+            record, cancelled.reason if cancelled else one.end.status_reason, one.ended_at or at
+        )
     if one.is_queued and one.end is None:
         return record.model_copy(update={"status_reason": one.note})
     if is_runnable:
-        record = job_states.starting(record, one.streams)
+        record = job_states.starting_record(record, one.streams)
     if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
-        record = job_states.running(record, one.started_at or one.ended_at or at)
+        record = job_states.running_record(record, one.started_at or one.ended_at or at)
     record = job_states.with_last_attempt(record, log_streams=one.streams or record.attempts[-1].log_streams)
     if one.end is None:
         return record.model_copy(update={"status_reason": one.note})
     end = one.end
-    if cancelled and not job_states.succeeded(end):
+    if cancelled and not job_states.has_succeeded(end):
         end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
-    record = job_states.ended(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
+    record = job_states.record_after_attempt(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
     return job_states.with_last_attempt(record, billable_s=one.billable_s)
 
 
@@ -114,7 +116,7 @@ def _observed(
     number = try_of(record)
     if number is None:
         is_waiting = record.state in (JobState.SUBMITTED, JobState.PENDING)
-        return job_states.failed(record, cancelled.reason, at) if cancelled and is_waiting else record
+        return job_states.failed_record(record, cancelled.reason, at) if cancelled and is_waiting else record
     one = seen.get((leaf.name, number))
     if one is None:
         if cancelled is None or (leaf.name, number) not in seen:
@@ -122,5 +124,5 @@ def _observed(
         # Never made; or made and deleted. What was handed over to a queue may be listed late.
         is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
         is_gone = is_new or at - cancelled.at > LAG_S
-        return job_states.failed(record, cancelled.reason, at) if is_gone else record
-    return observed(leaf, record, one, cancelled, at)
+        return job_states.failed_record(record, cancelled.reason, at) if is_gone else record
+    return observed_record(leaf, record, one, cancelled, at)

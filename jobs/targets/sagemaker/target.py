@@ -13,12 +13,12 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, JobState, Submission
 from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
-from jobs.targets.base import PATIENCE_S, Known, Target, job_id_of, known_leaves, log_stream, no_log
+from jobs.targets.base import PATIENCE_S, LatestRecords, Target, job_id_of, latest_records, log_stream, no_log
 from jobs.targets.batch.blocked import explain
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.client import QUOTA
-from jobs.targets.sagemaker.controller import Advance, Cancel, Try, advance, observed
+from jobs.targets.sagemaker.controller import Advance, Cancel, Try, advance, observed_record
 from jobs.targets.sagemaker.describe import Seen
 from jobs.targets.sagemaker.limits import check_plan
 from jobs.targets.sagemaker.requests import Cycle
@@ -84,7 +84,7 @@ class SageMakerTarget(Target):
             record = made[leaf.name]
             attempt = len(record.attempts) + (record.state is JobState.RUNNABLE)
             one = self._route(plan, leaf).start(cycle, leaf, known.rounds[leaf.name], attempt)
-            made[leaf.name] = observed(leaf, record, one, None, self.store.clock())
+            made[leaf.name] = observed_record(leaf, record, one, None, self.store.clock())
         again = self._look(cycle, replace(known, records=made)) if step.starts else step
         for name, record in again.records.items():
             if record.state is not known.records[name].state:
@@ -140,7 +140,7 @@ class SageMakerTarget(Target):
             self.store.storage.write_bytes(self.store.key(CANCELS), _CANCELS.dump_json(asked))
             self.advance(plan)
 
-    def _look(self, cycle: Cycle, known: Known) -> Advance:
+    def _look(self, cycle: Cycle, known: LatestRecords) -> Advance:
         """Ask for every try that may exist, until nothing new comes of it."""
         seen = dict[Try, Seen | None]()
         asked = self._cancelled()
@@ -157,8 +157,8 @@ class SageMakerTarget(Target):
     def _route(self, plan: Plan, leaf: Leaf) -> DirectRoute | QueueRoute:
         return self.queue if sagemaker_placement_of(plan, leaf.spec).queue else self.direct
 
-    def _known(self, plan: Plan) -> Known:
-        return known_leaves(plan, self.store, (leaf for record in self.store.records() for leaf in record.leaves()))
+    def _known(self, plan: Plan) -> LatestRecords:
+        return latest_records(plan, self.store, (leaf for record in self.store.records() for leaf in record.leaves()))
 
     def _cycle(self, plan: Plan) -> Cycle:
         claim = self.store.claim()

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from pipeline.backends import HostGather, HostMean, step_program
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
-from pipeline.parallel.gang import peers
+from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.recompute import recompute_units
 from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State, Strategy
 from pipeline.parallel.strategies.flat import FlatLayout, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
-from pipeline.parallel.tensors import fill, local, sharing, whole
+from pipeline.parallel.tensors import full_cpu_tensor, load_shard, local_shard, shard_groups
 from pipeline.parallel.units import find_units
 
 
@@ -78,12 +78,12 @@ class FsdpStrategy(Strategy):
         fused = fused_parts(model)
         self._fused = [fused.get(name, 1) for name in self.names]
         with torch.no_grad():
-            self.masters = [local(one) for one in self._parameters]
+            self.masters = [local_shard(one) for one in self._parameters]
         self.weights = self.masters
         self._squares = step_program(self.backend, _sum_of_squares)
         self._norms: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
-            self._norms.setdefault(sharing(parameter), []).append(index)
+            self._norms.setdefault(shard_groups(parameter), []).append(index)
 
     def single(self, name: str) -> tuple[Tensor, Tensor]:
         master = self.masters[self.names.index(name)]
@@ -97,7 +97,7 @@ class FsdpStrategy(Strategy):
     ) -> RelevanceOutputs:
         """All ranks call it."""
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
-        with self._serving(weights), context, peers("computing", mixed=True):
+        with self._serving(weights), context, collective_errors("computing", mixed=True):
             return self._compute(inputs_of(batch), head_gradient)
 
     def _computed(self, inputs: RelevanceInputs | GroupInputs, head_gradient: float) -> RelevanceOutputs:
@@ -146,13 +146,13 @@ class FsdpStrategy(Strategy):
             self._root.set_requires_gradient_sync(is_last)
         else:
             self._root.set_requires_all_reduce(is_last)
-        with peers("computing gradients", mixed=True):
+        with collective_errors("computing gradients", mixed=True):
             loss.backward()  # type: ignore[no-untyped-call]
         if not is_last:
             return []
         found = []
         for parameter, master in zip(self._parameters, self.masters, strict=True):
-            found.append(torch.zeros_like(master) if parameter.grad is None else local(parameter.grad))
+            found.append(torch.zeros_like(master) if parameter.grad is None else local_shard(parameter.grad))
             parameter.grad = None
         return found
 
@@ -160,7 +160,7 @@ class FsdpStrategy(Strategy):
         layout = self.mesh.layout
         if layout.world_size == 1:
             return tensors
-        with peers("gathering embeddings", mixed=True):
+        with collective_errors("gathering embeddings", mixed=True):
             every = self.backend.gather(tensors, self._host_gather)
         if layout.tensor_size == 1:
             return every
@@ -171,14 +171,14 @@ class FsdpStrategy(Strategy):
         pairs = zip(sums, self._parameters, strict=False)
         outside = [grad for grad, parameter in pairs if not isinstance(parameter, DTensor)]
         if self.mesh.layout.world_size > 1:
-            with peers("reducing the loss", mixed=True):
+            with collective_errors("reducing the loss", mixed=True):
                 self.backend.reduce([*outside, sums[-1]], self._host_mean)
         return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Each slice counts once."""
         total = torch.zeros((), dtype=torch.float32, device=self.backend.device)
-        with peers("summing gradients", mixed=True):
+        with collective_errors("summing gradients", mixed=True):
             for groups, indices in self._norms.items():
                 squares = self._squares([grads[index] for index in indices])
                 for group in groups:
@@ -191,7 +191,7 @@ class FsdpStrategy(Strategy):
         """In host memory of rank 0, nothing on the others. One tensor at a time is whole on the device."""
         weights: dict[str, Tensor] = {}
         parts: dict[str, list[Tensor]] = {}
-        with peers("gathering a checkpoint", mixed=True):
+        with collective_errors("gathering a checkpoint", mixed=True):
             for index, tensor in enumerate(served):
                 if (full := self._whole(index, tensor)) is not None:
                     weights[self.names[index]] = full
@@ -218,9 +218,9 @@ class FsdpStrategy(Strategy):
         parameter = self._parameters[index]
         if isinstance(parameter, DTensor):
             carrier = torch.empty_like(parameter, requires_grad=False)
-            local(carrier).copy_(tensor)
+            local_shard(carrier).copy_(tensor)
             tensor = carrier
-        full = whole(tensor, self._fused[index])
+        full = full_cpu_tensor(tensor, self._fused[index])
         return full.clone() if self.mesh.layout.rank == 0 else None
 
     @torch.no_grad()
@@ -255,8 +255,8 @@ class FsdpStrategy(Strategy):
             ours.copy_(full)
             return
         carrier = torch.empty_like(parameter, requires_grad=False)
-        fill(carrier, lambda slices: full[slices], self._fused[index])
-        ours.copy_(local(carrier))
+        load_shard(carrier, lambda slices: full[slices], self._fused[index])
+        ours.copy_(local_shard(carrier))
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

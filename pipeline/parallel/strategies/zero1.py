@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.backends import Backend, HostGather, RankGroup
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel
-from pipeline.parallel.gang import peers
+from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State
 from pipeline.parallel.strategies.flat import ALIGNED, FlatLayout, FlatStrategy, split_saved
 
@@ -172,7 +172,7 @@ class Zero1Strategy(FlatStrategy):
 
     def _exchange(self, doing: str) -> AbstractContextManager[None]:
         """Errors of gloo are those of peers; what a device says is judged by its own (pipeline/health/device.py)."""
-        return peers(doing) if self.backend.shares_host_memory else nullcontext()
+        return collective_errors(doing) if self.backend.shares_host_memory else nullcontext()
 
     def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(named weights fp32, optimizer state) in the memory of rank 0's host, out of the slices of its shard group;
@@ -184,7 +184,7 @@ class Zero1Strategy(FlatStrategy):
         parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
         if self._replicas.index > 0:
             return {}, {}
-        with peers("gathering the optimizer's state"):
+        with collective_errors("gathering the optimizer's state"):
             if source is self.masters:
                 flats = [self._collected(part) for part in flats]
             for name in parts:

@@ -4,7 +4,7 @@ import pytest
 
 from jobs.cycle import job_states
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.job_states import EXITED, INTERRUPTED, AttemptEnd, Leaf, leaves_of, settle
+from jobs.cycle.job_states import EXITED, INTERRUPTED, AttemptEnd, Leaf, advance_waiting_jobs, leaves_of
 from jobs.plan.retry import Retry
 from jobs.plan.spec import JobSpec
 from tests.jobs.cycle.cases import job
@@ -26,23 +26,23 @@ def settled(jobs: list[JobSpec], now: dict[str, JobState]) -> dict[str, JobState
     leaves = [leaf for one in jobs for leaf in leaves_of(one)]
     records = {leaf.name: record(leaf.name, now[leaf.name]) for leaf in leaves if leaf.name in now}
     leaves = [leaf for leaf in leaves if leaf.name in records]
-    while changed := settle(leaves, records, 2.0):
+    while changed := advance_waiting_jobs(leaves, records, 2.0):
         records |= changed
     return {name: one.state for name, one in records.items()}
 
 
 def test_a_job_without_dependencies_skips_pending() -> None:
     leaves = leaves_of(job("a"))
-    changed = settle(leaves, {"a": record("a", SUBMITTED)}, 2.0)
+    changed = advance_waiting_jobs(leaves, {"a": record("a", SUBMITTED)}, 2.0)
     assert changed["a"].state is RUNNABLE
 
 
 def test_a_job_with_dependencies_is_pending_first() -> None:
     leaves = [*leaves_of(job("a")), *leaves_of(job("b", "a"))]
     records = {"a": record("a", SUCCEEDED), "b": record("b", SUBMITTED)}
-    changed = settle(leaves, records, 2.0)
+    changed = advance_waiting_jobs(leaves, records, 2.0)
     assert changed["b"].state is PENDING
-    assert settle(leaves, records | changed, 2.0)["b"].state is RUNNABLE
+    assert advance_waiting_jobs(leaves, records | changed, 2.0)["b"].state is RUNNABLE
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_success_of_all_is_required_and_one_failure_is_enough(
 def test_failure_goes_down_the_chain_with_its_reason() -> None:
     leaves = [leaf for one in (job("a"), job("b", "a"), job("c", "b")) for leaf in leaves_of(one)]
     records = {"a": record("a", FAILED), "b": record("b", PENDING), "c": record("c", PENDING)}
-    changed = settle(leaves, records, 7.0)
+    changed = advance_waiting_jobs(leaves, records, 7.0)
     for name in ("b", "c"):
         assert (changed[name].state, changed[name].status_reason) == (FAILED, "Dependent Job failed")
         assert changed[name].stopped_at == 7.0
@@ -138,7 +138,7 @@ def test_an_array_shows_its_times_and_the_first_failure() -> None:
 def test_after_an_attempt(earlier: int, end: AttemptEnd, state: JobState) -> None:
     tries = tuple(AttemptRecord(exit_code=75, status_reason=EXITED) for _ in range(earlier))
     now = record("a", RUNNING, *tries, AttemptRecord(started_at=2.0))
-    after = job_states.ended(now, RETRY, end, 9.0)
+    after = job_states.record_after_attempt(now, RETRY, end, 9.0)
     assert after.state is state
     assert after.attempts[-1].stopped_at == 9.0
     assert (after.attempts[-1].exit_code, after.attempts[-1].reason) == (end.exit_code, end.reason)
@@ -149,7 +149,7 @@ def test_after_an_attempt(earlier: int, end: AttemptEnd, state: JobState) -> Non
 def test_interrupted_attempts_leave_the_number_of_tries_as_it_was() -> None:
     now = record("a", RUNNING, AttemptRecord(status_reason=INTERRUPTED), AttemptRecord(status_reason=INTERRUPTED))
     for expected in (RUNNABLE, RUNNABLE, FAILED):
-        now = job_states.ended(
+        now = job_states.record_after_attempt(
             now.model_copy(update={"state": RUNNING, "attempts": (*now.attempts, AttemptRecord())}),
             RETRY,
             AttemptEnd(75, EXITED),
@@ -160,9 +160,9 @@ def test_interrupted_attempts_leave_the_number_of_tries_as_it_was() -> None:
 
 
 def test_one_attempt_from_runnable_to_running() -> None:
-    now = job_states.starting(record("a", RUNNABLE), ["log-0", "log-1"])
+    now = job_states.starting_record(record("a", RUNNABLE), ["log-0", "log-1"])
     assert (now.state, now.attempts[0].log_streams) == (STARTING, ("log-0", "log-1"))
-    now = job_states.running(now, 5.0)
+    now = job_states.running_record(now, 5.0)
     assert (now.state, now.started_at, now.attempts[0].started_at) == (RUNNING, 5.0, 5.0)
 
 
@@ -180,7 +180,7 @@ def test_only_the_moves_of_batch() -> None:
         *((one, FAILED) for one in JobState if not one.is_final),
     }
     with pytest.raises(ValueError, match="SUCCEEDED cannot become FAILED"):
-        job_states.failed(record("a", SUCCEEDED), "late", 1.0)
+        job_states.failed_record(record("a", SUCCEEDED), "late", 1.0)
 
 
 def test_who_is_tried_again_stands_at_the_front() -> None:

@@ -15,7 +15,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.limits import check_plan
-from jobs.targets.placement import placed, placement_of
+from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 from tests.jobs.cycle.cases import job, plan
@@ -37,7 +37,7 @@ TRAINIUM: dict[str, Any] = {
 def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> Plan:
     config = JobsConfig.model_validate(fields)
     made = plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines)
-    return placed(made, config)
+    return with_placements(made, config)
 
 
 def trainium(*, mines: bool = False, **fields: Any) -> Plan:

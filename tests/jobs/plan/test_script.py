@@ -11,7 +11,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.script import CHECKPOINT_URI, ordered, plan_script, script_of
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import definition_request, submit_request
-from jobs.targets.placement import placed
+from jobs.targets.placement import with_placements
 from pipeline.core.errors import ConfigError
 
 ARGV = ("python", "train.py", "--lr", "1e-3")
@@ -24,12 +24,12 @@ def step(name: str = "train-mine", *command: str, **more: Any) -> Step:
 
 def run(one: Step, **jobs: Any) -> Plan:
     settings = JobsConfig(steps=(one,), **jobs)
-    return placed(plan_script(settings, one, cycle="run-x", workspace="s3://b/w"), settings)
+    return with_placements(plan_script(settings, one, cycle="run-x", workspace="s3://b/w"), settings)
 
 
 def cycle(*steps: Step, **more: Any) -> Plan:
     jobs = JobsConfig(steps=steps, **more)
-    return placed(plan_cycle(jobs, cycle="c", workspace="s3://b/w"), jobs)
+    return with_placements(plan_cycle(jobs, cycle="c", workspace="s3://b/w"), jobs)
 
 
 def test_a_script_under_torchrun() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.cycle.job_records import JobRecord, JobState, Sighting
-from jobs.targets.batch.blocked import block_lines, explain, overdue, watch
+from jobs.targets.batch.blocked import block_lines, blocked_sightings, explain, overdue
 
 RESOURCES = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
 CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
@@ -37,29 +37,31 @@ def test_reasons_in_words(reason: str, words: str) -> None:
 @pytest.mark.parametrize("reason", ["", "Essential container in task exited", "Host EC2 (instance i-0) terminated."])
 def test_other_reasons_are_no_block(reason: str) -> None:
     assert explain(reason) is None
-    assert watch([record("train", reason)], [], 0.0) == ()
+    assert blocked_sightings([record("train", reason)], [], 0.0) == ()
 
 
 def test_first_sight_is_kept_while_the_reason_persists() -> None:
-    seen = watch([record("train", RESOURCES)], [], 100.0)
+    seen = blocked_sightings([record("train", RESOURCES)], [], 100.0)
     assert [(one.job, one.reason, one.since) for one in seen] == [("train", RESOURCES, 100.0)]
-    assert watch([record("train", f"{RESOURCES} - more words")], seen, 200.0) == seen
-    other = watch([record("train", CAPACITY)], seen, 200.0)
+    assert blocked_sightings([record("train", f"{RESOURCES} - more words")], seen, 200.0) == seen
+    other = blocked_sightings([record("train", CAPACITY)], seen, 200.0)
     assert [(one.reason, one.since) for one in other] == [(CAPACITY, 200.0)]
-    assert watch([record("train", RESOURCES)], other, 300.0)[0].since == 300.0, "it was another reason in between"
-    assert watch([record("train", RESOURCES, JobState.STARTING)], seen, 200.0) == ()
-    assert watch([record("train", RESOURCES)], (), 300.0)[0].since == 300.0, "it had gone in between"
+    assert blocked_sightings([record("train", RESOURCES)], other, 300.0)[0].since == 300.0, (
+        "it was another reason in between"
+    )
+    assert blocked_sightings([record("train", RESOURCES, JobState.STARTING)], seen, 200.0) == ()
+    assert blocked_sightings([record("train", RESOURCES)], (), 300.0)[0].since == 300.0, "it had gone in between"
 
 
 def test_another_attempt_to_submit_the_job_begins_anew() -> None:
-    seen = watch([record("train", RESOURCES)], [], 100.0)
+    seen = blocked_sightings([record("train", RESOURCES)], [], 100.0)
     again = record("train", RESOURCES).model_copy(update={"id": "another"})
-    assert watch([again], seen, 200.0)[0].since == 200.0
+    assert blocked_sightings([again], seen, 200.0)[0].since == 200.0
 
 
 def test_children_of_an_array_are_seen_one_by_one() -> None:
     children = (record("embed:0", "", JobState.RUNNING), record("embed:1", CAPACITY))
-    (seen,) = watch([record("embed", CAPACITY, JobState.PENDING, *children)], [], 5.0)
+    (seen,) = blocked_sightings([record("embed", CAPACITY, JobState.PENDING, *children)], [], 5.0)
     assert (seen.job, seen.id) == ("embed:1", "id-embed:1")
 
 
@@ -74,7 +76,7 @@ def test_children_of_an_array_are_seen_one_by_one() -> None:
     ],
 )
 def test_what_never_starts_is_overdue_after_the_dwell_time(reason: str, age_s: float, acts: bool) -> None:
-    seen = watch([record("train", reason)], [], 1000.0)
+    seen = blocked_sightings([record("train", reason)], [], 1000.0)
     assert bool(overdue(seen, 1000.0 + age_s, 900.0)) is acts
 
 

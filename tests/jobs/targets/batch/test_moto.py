@@ -12,7 +12,7 @@ import pytest
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobState
 from jobs.targets.batch.client import BatchClient, LogsClient, connect
-from jobs.targets.batch.definitions import ensure_definition, registered
+from jobs.targets.batch.definitions import ensure_definition, registered_definition
 from jobs.targets.batch.requests import definition_request
 from jobs.targets.batch.target import BatchTarget
 from pipeline.core.errors import ConfigError
@@ -106,9 +106,9 @@ def test_terminate_and_the_lines_of_a_log(account: Any, tmp_path: Path) -> None:
 def test_definitions_are_registered_once_and_described_as_they_were(account: Any) -> None:
     client = BatchClient(connect("batch"))
     request = definition_request(cycle(), cycle().job("verify"))
-    assert registered(client, request) is None
+    assert registered_definition(client, request) is None
     assert ensure_definition(client, request) == "relevance-verify:1"
-    found = registered(client, request)
+    found = registered_definition(client, request)
     assert found is not None
     assert found["containerProperties"]["image"] == request["containerProperties"]["image"]
-    assert registered(client, request | {"tags": {"content": "another"}}) is None
+    assert registered_definition(client, request | {"tags": {"content": "another"}}) is None

@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.cycle.job_states import Leaf
-from jobs.targets.local.engine import Slots, admitted, check_fits, need_of
+from jobs.targets.local.engine import Slots, check_fits, need_of, startable_jobs
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import job
 
@@ -29,15 +29,15 @@ def test_a_gang_takes_all_its_nodes_and_a_child_itself() -> None:
 )
 def test_first_in_first_out(queue: str, active: str, expected: str) -> None:
     leaves = {name: Leaf(job(name, num_nodes=2 if name.isupper() else 0)) for name in "abcdeG"}
-    found = admitted([leaves[name] for name in queue], [leaves[name] for name in active], MACHINE)
+    found = startable_jobs([leaves[name] for name in queue], [leaves[name] for name in active], MACHINE)
     assert "".join(leaf.name for leaf in found) == expected
 
 
 def test_gangs_run_one_at_a_time() -> None:
     gangs = [Leaf(job(name, num_nodes=1)) for name in "ab"]
-    assert [leaf.name for leaf in admitted(gangs, [], MACHINE)] == ["a"]
+    assert [leaf.name for leaf in startable_jobs(gangs, [], MACHINE)] == ["a"]
     two = MACHINE.model_copy(update={"gangs": 2})
-    assert [leaf.name for leaf in admitted(gangs, [], two)] == ["a", "b"]
+    assert [leaf.name for leaf in startable_jobs(gangs, [], two)] == ["a", "b"]
 
 
 def test_what_can_never_run_is_refused_by_name() -> None:

@@ -13,7 +13,7 @@ from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices
 from jobs.plan.script import plan_script
 from jobs.targets.batch.requests import definition_request, submit_request
-from jobs.targets.placement import placed
+from jobs.targets.placement import with_placements
 from jobs.targets.sagemaker.limits import request_problems
 from jobs.targets.sagemaker.requests import MAX_NAME, Cycle, direct_request, sagemaker_requests, training_job_request
 from tests.jobs.cycle.cases import TRN1, job, plan
@@ -76,7 +76,7 @@ def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_st
     train = job("train", num_nodes=2, resources=TRN1)
     spot = {"spot": True, "spot_wait_s": 7200, "keep_alive_s": 600}
     settings = JobsConfig.model_validate({"role": ROLE, "sagemaker": spot})
-    of = placed(ml_plan(train, job("evaluate", "train", num_nodes=2, resources=TRN1)), settings)
+    of = with_placements(ml_plan(train, job("evaluate", "train", num_nodes=2, resources=TRN1)), settings)
     cycle = Cycle(of, 0.0)
     first, second = (direct_request(cycle, Leaf(of.job("train")), 1, attempt) for attempt in (1, 2))
     assert [*request_problems("sagemaker", "CreateTrainingJob", first)] == []
@@ -99,8 +99,8 @@ def test_a_job_that_is_submitted_again_knows_its_round() -> None:
 @pytest.mark.parametrize("setting", [{"poll_s": 5.0}, {"price_factor": 1.2}, {"spot_wait_s": 99}])
 def test_what_no_job_is_placed_by_makes_no_other_plan(setting: dict[str, float]) -> None:
     plan = ml_plan(job("train", num_nodes=2, resources=TRN1))
-    without = placed(plan, JobsConfig()).plan_id
-    assert placed(plan, JobsConfig.model_validate({"sagemaker": setting})).plan_id == without
+    without = with_placements(plan, JobsConfig()).plan_id
+    assert with_placements(plan, JobsConfig.model_validate({"sagemaker": setting})).plan_id == without
 
 
 def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
@@ -210,7 +210,7 @@ def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:
     words = ("python", "examples/ddp_script.py", "--steps", "40")
     step = Step(name="ddp", command=words, nodes=2, processes=2, instance="trn1.32xlarge", attempts=2)
     jobs = JobsConfig(image=IMAGE, role=ROLE, queue="relevance", share_identifier="production", steps=(step,))
-    of = placed(plan_script(jobs, step, cycle="run-ddp", workspace="s3://bucket/relevance"), jobs)
+    of = with_placements(plan_script(jobs, step, cycle="run-ddp", workspace="s3://bucket/relevance"), jobs)
     argv = ["trnpipe", "launch", "--launch.processes", "2", "--", *words]
     uri = "s3://bucket/relevance/checkpoints/run-ddp/ddp"
     batch = submit_request(of, of.jobs[0], definition="trnpipe-run:1", ids={})
