@@ -73,23 +73,23 @@ $(STAMP): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-train: $(STAMP)  ## prepare data, train, evaluate, leave a verified checkpoint; run again: continues or says it is done
+train: $(STAMP)  ## prepare data, train and score valid and test, leave a verified checkpoint; run again: continues or says it is done
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe train $(FLAGS)
 
-evaluate: $(STAMP)  ## train, then hold the model against the one in production: promote it, or refuse it (exit 80)
+evaluate: $(STAMP)  ## train, then compare the model with the one in production: promote it, or refuse it (exit 80)
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe train $(FLAGS)
 	$(BIN)/trnpipe evaluate $(FLAGS)
 
-embed: evaluate  ## the same, then the whole catalogue to vectors with the promoted model, and a look at all of them
+embed: evaluate  ## the same, then the whole catalogue to vectors with the promoted model, and verify them
 	$(BIN)/trnpipe embed $(FLAGS)
 	$(BIN)/trnpipe embed verify $(FLAGS)
 
 cycle: $(STAMP)  ## all of it as jobs on this machine, with retries: check, prepare, compile, train, evaluate, embed, report
 	$(BIN)/trnjobs submit --target local $(FLAGS)
 
-compile: $(STAMP)  ## prepare data, then meet and compile every graph of the cycle ahead of time
+compile: $(STAMP)  ## prepare data, then trace and compile every graph of the cycle ahead of time
 	$(BIN)/trnpipe prepare $(FLAGS)
 	$(BIN)/trnpipe compile $(FLAGS)
 
@@ -154,7 +154,7 @@ $(SCAN)/.installed: infra/scan.lock
 	$(SCAN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r infra/scan.lock
 	touch $@
 
-bench: $(STAMP)  ## measure every claim; rewrites docs/benchmarks.md and the table of the README (about half an hour, quiet machine)
+bench: $(STAMP)  ## run the default benches (`python -m bench --help` lists all); rewrites docs/benchmarks.md and the table of the README (about half an hour, quiet machine)
 	$(BIN)/python -m bench $(ARGS)
 	$(BIN)/python -m bench.table --write
 

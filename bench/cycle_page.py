@@ -36,7 +36,7 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
 
 NAME = "cycle_page"
-TITLE = "Size, time and memory of the page of a cycle of 128 nodes and 200,000 steps"
+TITLE = "Size, time and memory of the report page of a cycle of 128 nodes and 200,000 steps"
 METHOD = """
 A workspace is filled with what two such cycles leave: the reports of 128 nodes with 12 checks each, events of 200,000
 steps (20 losses and gradient norms a line), a verdict over 200 slices, 2,000 rows in quarantine, 90 days of data, tries

@@ -15,11 +15,11 @@ NAME = "mining"
 TITLE = "Memory of mining hard negatives: 100,000 queries against 1 million items"
 METHOD = f"""
 Made-up unit vectors of {WIDTH} numbers instead of a model's; each query lies near one item, its positive, and has
-{JUDGED} judged items. Default settings: the 100 best of all items, exactly, less the judged and those within the margin
-of the positive, the first 8 kept. One run to its end, and one that is killed (SIGKILL) when half of its parts are
-committed and started again; the bench fails where their negatives differ in a byte. Memory is that of the process every
-50 ms, anonymous: heaps and stacks, without code and mapped files. recall: of the best items of some queries, by a sort
-of all their scores, the share that the search in chunks found.
+{JUDGED} judged items. Default settings: the 100 best of all items, exactly, without the judged and those within the
+margin of the positive, the first 8 kept. One run to its end, and one that is killed (SIGKILL) when half of its parts
+are committed and started again; the bench fails where their negatives differ in a byte. Memory is that of the process
+every 50 ms, anonymous: heaps and stacks, without code and mapped files. recall: of the best items of some queries, by a
+sort of all their scores, the share that the search in chunks found.
 """
 TARGET = Target(figure="memory", comparison="<", value=4.0)
 _LOOK_S = 0.05

@@ -9,8 +9,8 @@ _TOP = """\
 # Benchmarks
 
 Made by `python -m bench.table --write` from the files in [bench/results](../bench/results), which scripts in `bench/`
-wrote; nothing here is written by hand. `make bench` measures most of them again on your machine (about half an hour)
-and rewrites this page; the command of each is below its figures.
+wrote; nothing here is written by hand. `make bench` runs the default benches again on your machine (about half an hour;
+`python -m bench --help` lists all) and rewrites this page; the command of each is below its figures.
 
 A figure is the median of its repeats, over seeds the mean, with the smallest and the largest beside it. Nothing was
 measured on Trainium."""

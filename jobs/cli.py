@@ -63,7 +63,11 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     match name:
         case "plan":
-            add("--json", action="store_true", help="the requests as AWS Batch would get them")
+            add(
+                "--json",
+                action="store_true",
+                help="the requests as AWS Batch (--target sagemaker: SageMaker) would get them",
+            )
             add("--diff", action="store_true", help="show differences from the registered job definitions")
             add("--target", choices=TARGETS, help="overrides jobs.target; other than local: also check its limits")
         case "fit":

@@ -228,9 +228,11 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
             raise Incomplete(f"{wanted} was not run on test")
     whole = mean(sides[TOGETHER.name], NDCG)
     figures = [
-        figure("behind", whole - mean(sides[shipped], NDCG), "", f"nDCG@10, together less {shipped}, means over seeds"),
         figure(
-            "behind_without_replay", whole - mean(sides[NO_REPLAY.name], NDCG), "", "nDCG@10, together less no replay"
+            "behind", whole - mean(sides[shipped], NDCG), "", f"nDCG@10, together minus {shipped}, means over seeds"
+        ),
+        figure(
+            "behind_without_replay", whole - mean(sides[NO_REPLAY.name], NDCG), "", "nDCG@10, together minus no replay"
         ),
         *(mean_figure(f"{name}_{NDCG}", values(found, NDCG), "", f"{NDCG}, {name}") for name, found in sides.items()),
         *interval_figures(sides[TOGETHER.name], {shipped: sides[shipped], NO_REPLAY.name: sides[NO_REPLAY.name]}),

@@ -104,7 +104,7 @@ def interval_figures(one: list[PartResult], others: Sides) -> list[Figure]:
     made = []
     for name, difference in found.items():
         low, high = difference.interval(0.975)
-        text = f"nDCG@10, mean of {one[0].side} less mean of {name.replace('_', ' ')}: 95 % interval over queries"
+        text = f"nDCG@10, mean of {one[0].side} minus mean of {name.replace('_', ' ')}: 95 % interval over queries"
         made += [figure(f"{name}_low", low, "", f"{text}, lower end")]
         made += [figure(f"{name}_high", high, "", f"{text}, upper end")]
     return made

@@ -129,8 +129,8 @@ def _of_one_recipe(runs: list[PartResult], recipe: str) -> tuple[list[PartResult
 
 def _title(task: str, budget: Budget, best: str, *, searched: bool) -> str:
     if searched:
-        return f"{task}, {budget.seen}: nDCG@10 of retrieval less that of the best peer, {best}"
-    return f"WDC {task}, {budget.seen}: F1 of match less that of boosting on lexical features"
+        return f"{task}, {budget.seen}: nDCG@10 of retrieval minus that of the best peer, {best}"
+    return f"WDC {task}, {budget.seen}: F1 of match minus that of boosting on lexical features"
 
 
 def _of_sides(sides: Sides, names: Sequence[str]) -> list[Figure]:
@@ -152,15 +152,15 @@ def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[T
     gains = [hybrid - max(alone, lexical) for hybrid, alone in zip(values(own, HYBRID), values(own, NDCG), strict=True)]
     figures = [
         figure(
-            "ahead_of_best_peer", mean(own, NDCG) - mean(sides[best], NDCG), "", f"nDCG@10, mean less that of {best}"
+            "ahead_of_best_peer", mean(own, NDCG) - mean(sides[best], NDCG), "", f"nDCG@10, mean minus that of {best}"
         ),
         mean_figure(f"{OURS}_{NDCG}", values(own, NDCG), "", f"nDCG@10 of retrieval, ours, {len(own)} seed(s)"),
         *interval_figures(own, {BM25: bm25, "best_peer": sides[best]}),
         *(
-            figure(f"ahead_of_{SPLIT_DIGITS}", mean(own, NDCG) - mean(runs, NDCG), "", f"nDCG@10, less that of {side}")
+            figure(f"ahead_of_{SPLIT_DIGITS}", mean(own, NDCG) - mean(runs, NDCG), "", f"nDCG@10, minus that of {side}")
             for side, runs in split.items()
         ),
-        mean_figure("hybrid_ahead", gains, "", "nDCG@10, hybrid of ours and BM25 less the better of both"),
+        mean_figure("hybrid_ahead", gains, "", "nDCG@10, hybrid of ours and BM25 minus the better of both"),
         mean_figure(f"{OURS}_{ACCURACY}", values(own, ACCURACY), "", "accuracy of pairs, the same model of ours"),
         *_of_sides({OURS: own}, ("boosting_accuracy", "macro_f1", "boosting_macro_f1", "hybrid_rrf_ndcg@10", HYBRID)),
         *(one for one in _of_sides(sides, RETRIEVAL) if one.name != f"{OURS}_{NDCG}"),
@@ -187,7 +187,7 @@ def _paired(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Tar
         beside["bi_encoder"] = (best, mean(sides[best], F1))
     figures = [
         *(
-            figure(f"ahead_of_{name}", mean(own, F1) - value, "", f"F1 of match, mean of ours less that of {text}")
+            figure(f"ahead_of_{name}", mean(own, F1) - value, "", f"F1 of match, mean of ours minus that of {text}")
             for name, (text, value) in beside.items()
         ),
         mean_figure(f"{OURS}_{F1}", values(own, F1), "", f"F1 of match, ours, {len(own)} seed(s)"),

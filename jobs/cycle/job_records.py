@@ -1,4 +1,4 @@
-"""What is known of the jobs of a cycle, the same for this machine and AWS Batch."""
+"""What is known of the jobs of a cycle, the same for this machine, AWS Batch and SageMaker."""
 
 from enum import StrEnum
 from typing import Literal

@@ -1,7 +1,8 @@
 """Which job this is, which node and which start of it; and how long things may take.
 
-What runs below `trnjobs-entry` reads these variables, the same on every platform, and no others. The local engine sets
-them itself; here the variables of AWS Batch become them, in jobs/node/sagemaker.py the files of SageMaker.
+What runs below `trnjobs-entry` reads these variables, the same on every platform, beside those that whoever submits the
+job sets (`job_variables`) and torchrun's MASTER_ADDR and MASTER_PORT. The local engine sets them itself; here the
+variables of AWS Batch become them, in jobs/node/sagemaker.py the files of SageMaker.
 
     TRNJOBS_JOB_ID   the same on all nodes of a job, another one for each child of an array
     TRNJOBS_ATTEMPT  which try, from 1

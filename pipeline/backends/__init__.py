@@ -126,7 +126,7 @@ def open_tracer() -> Backend:
 
 
 def step_program(backend: Backend, function: Function) -> Function:
-    """The same, for a part of a step without a collective in it: a program of its own where the device takes those."""
+    """For a part of a step without a collective in it: a program of its own where the device compiles those."""
     return backend.compiled(function) if backend.compiles_steps else function
 
 

@@ -148,7 +148,7 @@ TOOLS: dict[str, Tool] = {
         },
     ),
     "launch": Tool(
-        "run a script written for torchrun in --launch.processes ranks, here or on each node of an AWS Batch gang",
+        "run a script written for torchrun in --launch.processes ranks, here or on each node of a multi-node job",
         command="[python] SCRIPT.py|-m MODULE [ARGUMENT ...]",
     ),
     "embed": Tool(

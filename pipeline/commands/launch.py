@@ -1,4 +1,4 @@
-"""`trnpipe launch -- script.py`: a script written for torchrun, in ranks here and on each node of an AWS Batch gang."""
+"""`trnpipe launch -- script.py`: a script written for torchrun, in ranks here or on each node of a multi-node job."""
 
 import sys
 from collections.abc import Sequence

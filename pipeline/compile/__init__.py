@@ -1,1 +1,1 @@
-"""Compiled graphs: the cache they lie in, and what keeps it whole."""
+"""Ahead-of-time compilation: trial run, graph manifest, guard, lint, cache."""

@@ -83,7 +83,9 @@ class EmbedConfig(Record):
         description="Static lengths of a row, in tokens, rising: texts share rows; longer texts are cut or chunked",
     )
     tokens_per_batch: int = Field(
-        0, ge=0, description="Tokens of one batch, padding included; 0: 1024 on cpu, 4096 on xla, 32768 on cuda"
+        0,
+        ge=0,
+        description="Tokens of one batch, padding included; 0: 1024 on cpu, 4096 on xla and neuron, 32768 on cuda",
     )
     chunks: int = Field(
         1,

@@ -1,4 +1,4 @@
-"""What verify found, and its digest for pages: `cycles/<cycle>/verify/digest.json`. Without the libraries it needs."""
+"""What verify found, as a digest for pages: `cycles/<cycle>/verify/digest.json`. Imports neither torch nor pyarrow."""
 
 from typing import Literal
 

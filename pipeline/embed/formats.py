@@ -53,7 +53,7 @@ class Rows:
 
 
 class Form(Protocol):
-    """`write` leaves a piece on the device, the same again when it is called again; `check` raises DataError."""
+    """`write` leaves a piece written, the same again when it is called again; `check` raises DataError."""
 
     name: str
     needs_ids: bool

@@ -38,7 +38,7 @@ class HandoverState(Record):
     """`handover.json`."""
 
     asked: dict[str, JsonValue] = Field(description="Form, its options, and the vectors by cycle and digest")
-    done: int = Field(0, ge=0, description="Pieces that are on the device")
+    done: int = Field(0, ge=0, description="Pieces that are written")
 
 
 def hand_over(vectors: VectorSet, form: Form, folder: Path, stop: StopSignal) -> tuple[Manifest, bool]:

@@ -1,1 +1,1 @@
-"""Scoring a model on a holdout."""
+"""Scoring, metrics, retrieval, baselines, the gate."""

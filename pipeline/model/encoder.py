@@ -1,6 +1,6 @@
 """Text encoders for static shapes: no data-dependent branch, no host sync.
 
-Here are BERT (post layer norm, erf GELU, learned positions), MPNet, which adds a bias by the distance of two tokens
+Here are BERT (post layer norm, erf GELU, learned positions), MPNet, which adds a bias by the distance of two tokens,
 and ModernBERT. Query, key and value are one matrix. The arithmetic is that of transformers. Weights go from and to
 Hugging Face names in model/hf_weights.py.
 """

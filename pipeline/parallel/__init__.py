@@ -1,1 +1,1 @@
-"""Ranks: launching them, agreeing between them."""
+"""Ranks, and how a model is spread over them."""

@@ -43,7 +43,7 @@ except ImportError as error:
 
 
 class Environment(ClusterEnvironment):
-    """The ranks that torchrun or `trnpipe launch` started, here or in an AWS Batch gang; one process without them."""
+    """The ranks that torchrun or `trnpipe launch` started, here or on each node of a multi-node job; else one."""
 
     def __init__(self) -> None:
         self._world: World = world_from_env()

@@ -74,7 +74,8 @@ class TrainConfig(Record):
 
     start: str = Field(
         "incumbent",
-        description="incumbent, scratch, or the URI of a checkpoint; scratch is used when nothing is promoted",
+        description="incumbent, scratch, or a checkpoint: checkpoints/<cycle>/step-<n> or a URI; scratch is used when"
+        " nothing is promoted",
     )
     replay_share: float = Field(
         0.1, ge=0, lt=1, description="Share of an incremental run's samples drawn from older partitions"

@@ -10,7 +10,7 @@ from bench.__main__ import BENCHES
 from bench.machine import cpu_model, os_name, this_machine
 from bench.page import page_of
 from bench.results import RESULTS, ROOT, Figure, Result, Target, figure, load_results
-from bench.table import END, START, documents, replace_table, table_of
+from bench.table import END, README, SHOWN, START, documents, replace_table, table_of
 from bench.words import script_of, spread_text, value_text
 
 pytestmark = pytest.mark.unit
@@ -75,15 +75,31 @@ def test_a_result_that_does_not_fit_is_refused(changes: dict[str, object]) -> No
         result(changes=changes)
 
 
-def test_the_table_has_a_line_for_each_result_and_its_machine() -> None:
-    table = table_of([result("fast"), result("slow", value=1.0), result("free", target=None)])
-    assert table.splitlines()[2:] == [
+def test_the_table_has_the_figures_that_are_shown_and_every_miss_and_their_machine() -> None:
+    results = [result("fast"), result("met"), result("slow", value=1.0), result("free", target=None)]
+    assert table_of(results, {"fast": ("rate",), "free": ("rate",)}).splitlines()[2:] == [
         "| [title of fast](docs/benchmarks.md#fast) | 1.5 samples/s | at least 1.3 samples/s | pass |",
         "| [title of slow](docs/benchmarks.md#slow) | 1 samples/s | at least 1.3 samples/s | **fail** |",
+        "| [title of free: how fast](docs/benchmarks.md#free) | 1.5 samples/s | | |",
         "",
-        f"1 of 2 targets are met; [all of them](docs/benchmarks.md). Measured on {this_machine().text}.",
+        "2 of 3 targets are met; every missed one is in this table. [All figures](docs/benchmarks.md). "
+        f"Measured on {this_machine().text}.",
     ]
     assert table_of([result(target=None)]) == "No result yet: `make bench`."
+    with pytest.raises(ValueError, match="has no figure 'speed'"):
+        table_of(results, {"fast": ("speed",)})
+
+
+def test_the_readme_shows_figures_of_committed_results_and_every_miss() -> None:
+    results = {loaded.bench: loaded for loaded in load_results()}
+    for bench, names in SHOWN.items():
+        assert all(results[bench].figure(name) for name in names)
+    readme = (ROOT / README).read_text(encoding="utf-8")
+    table = readme.split(START)[1].split(END)[0]
+    missed = [(one.bench, target) for one in results.values() for target in one.targets if not one.holds(target)]
+    assert table.count("**fail**") == len(missed)
+    for bench, _ in missed:
+        assert f"(docs/benchmarks.md#{bench})" in table
 
 
 def test_the_page_has_every_figure_with_how_and_where_it_was_measured() -> None:
@@ -103,13 +119,15 @@ def test_figures_beside_the_judged_one_must_exist() -> None:
         result(changes={"also": ("speed",)})
 
 
-def test_the_page_has_every_target_and_the_readme_the_first_and_those_that_are_missed() -> None:
+def test_the_page_has_every_target_and_the_readme_those_that_are_shown_or_missed() -> None:
     figures = (figure("rate", 1.5, "samples/s", "how fast"), figure("left", 0.0, "", "what is left"))
     further = (Target(figure="left", comparison=">", value=0.0), Target(figure="left", comparison="<", value=1.0))
     made = result(changes={"figures": figures, "further": further, "passed": False})
-    first, missed, _, below = table_of([made]).splitlines()[2:]
+    first, missed, _, below = table_of([made], {"speed": ("rate",)}).splitlines()[2:]
     assert first.endswith("| pass |") and missed.endswith("| **fail** |")
     assert below.startswith("2 of 3 targets are met; ")
+    missed_alone, _, below = table_of([made], {}).splitlines()[2:]
+    assert missed_alone == missed and below.startswith("2 of 3 targets are met; ")
     assert page_of([made]).count("(#speed) |") == 3
 
 
@@ -119,7 +137,7 @@ def test_further_targets_are_rows_of_their_own_and_all_must_hold() -> None:
     with pytest.raises(ValidationError, match="passed is True"):
         result(changes={**more, "passed": True})
     both = result(changes={**more, "passed": False})
-    assert table_of([both]).splitlines()[2:4] == [
+    assert table_of([both], {"speed": ("rate",)}).splitlines()[2:4] == [
         "| [title of speed](docs/benchmarks.md#speed) | 1.5 samples/s | at least 1.3 samples/s | pass |",
         "| [speed: what is left](docs/benchmarks.md#speed) | 0 | above 0 | **fail** |",
     ]
@@ -130,8 +148,10 @@ def test_further_targets_are_rows_of_their_own_and_all_must_hold() -> None:
 
 def test_machines_are_told_apart() -> None:
     other = this_machine().model_copy(update={"cores": 96})
-    table = table_of([result("here"), result("there", changes={"machine": other}), result("again")])
+    results = [result("here"), result("there", changes={"machine": other}), result("again")]
+    table = table_of(results, dict.fromkeys(("here", "there", "again"), ("rate",)))
     assert table.endswith(f"Measured on {this_machine().text}; {other.text}.")
+    assert table_of(results, {"here": ("rate",)}).endswith(f"Measured on {this_machine().text}.")
 
 
 def test_shares_are_percent() -> None:

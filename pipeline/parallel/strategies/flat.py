@@ -1,10 +1,10 @@
 """Plain data parallel: a whole model on every rank, its parameters a few flat vectors, viewed as named tensors.
 
-Why: an optimizer, a gradient reduction or a norm over a few tensors instead of a hundred. Tracing AdamW over a hundred
-tensors costs 70-90 ms of host time a step on XLA; over two it is under 2 ms (`make bench`, host share). A few and not
-two: a collective of the whole gradient cannot start before backward has ended, and vectors of hundreds of MiB meet
-limits of the Neuron compiler (aws-neuron-sdk issue 1118); its own wrapper reduces 50 MB at once (torch_xla 2.9,
-_internal/neuron.py).
+Why: an optimizer, a gradient reduction or a norm over a few tensors instead of a hundred. Tracing clipping and AdamW
+over a hundred tensors costs 65 ms of host time a step on XLA; over a few flat vectors it is 2.3 ms (`python -m bench
+--only host_share`). A few and not two: a collective of the whole gradient cannot start before backward has ended, and
+vectors of hundreds of MiB meet limits of the Neuron compiler (aws-neuron-sdk issue 1118); its own wrapper reduces 50 MB
+at once (torch_xla 2.9, _internal/neuron.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
