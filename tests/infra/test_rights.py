@@ -37,6 +37,13 @@ UNUSED = {
     f"driver s3:DeleteObject {W}/cycles/*/jobs/settings.json": WITHDRAWN,
     f"driver batch:RegisterJobDefinition {FLEET.batch_arn('job-definition/relevance-*:*')}": EITHER_FORM,
     f"driver batch:SubmitJob {FLEET.batch_arn('job-definition/relevance-*')}": EITHER_FORM,
+    f"driver batch:RegisterJobDefinition {FLEET.batch_arn('job-definition/relevance-run')}": "scripts (jobs.steps)",
+    **{
+        f"driver s3:{action} {W}/notify/*": "messages (jobs.notify): the cycle here tells nobody"
+        for action in ("GetObject", "PutObject", "DeleteObject")
+    },
+    f"train s3:DeleteObject {W}/tokens/*/share/*": "several workers of prepare (pipeline/data/shared_prepare.py)",
+    f"embed s3:PutObject {W}/registry/*/pairs/*": "the pair that was served before (pipeline/registry/serving.py)",
     f"driver logs:GetLogEvents {FLEET.log_group_arn}:log-stream:*": "trnjobs logs, typed by somebody with this role",
 }
 

@@ -134,7 +134,11 @@ KILLS = [
 
 @pytest.mark.parametrize(("nodes", "kills", "steps", "step_s"), KILLS)
 def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int, steps: int, step_s: float) -> None:
-    """The weights are those of a run that was left alone, by the checkpoints of the script itself."""
+    """The weights are those of a run that was left alone, by the checkpoints of the script itself.
+
+    Of two ranks bit for bit. Of four, DDP adds in another order in the first step of a process than in the others: 1e-7
+    off after one continuation that nothing killed.
+    """
     ranks, rng, done = (f"--nodes={nodes}", "--processes=2", "--attempts=10"), random.Random(kills), 0
     script = ("--", str(SCRIPT), "--steps", str(steps), "--every", "1")
     alone = weights_of_ranks(2 * nodes, place, *script[2:])
@@ -151,7 +155,8 @@ def test_nodes_of_two_ranks_killed_at_random(place: Path, nodes: int, kills: int
         code = process.wait()
         command = again if code > 0 else submit  # its tries were spent; or it was killed with everything
     killed = weights(place / "workspace" / "checkpoints" / "run-killed" / "killed" / "last.pt")
-    assert all(torch.equal(alone[name], killed[name]) for name in alone)
+    for name, expected in alone.items():
+        torch.testing.assert_close(killed[name], expected, rtol=0, atol=0 if nodes == 1 else 1e-5, msg=name)
     print(f"{done} kills")
 
 
