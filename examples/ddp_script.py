@@ -3,8 +3,8 @@
     trnjobs run --nodes 2 --processes 2 -- examples/ddp_script.py --steps 40
 
 Only two things are of the place where it runs: torchrun's variables, which every launcher sets, and the folder in
-TRNJOBS_CHECKPOINT_URI, the same at every try. Killed at any moment and started again it ends with the same weights: with
-two ranks bit for bit, with more but for rounding, as DDP orders its buckets anew after the first step of a process.
+TRNJOBS_CHECKPOINT_URI, the same at every try. Killed at any moment and started again it ends with the same weights:
+of two ranks bit for bit, of more but for rounding, as DDP orders its buckets anew after the first step of a process.
 """
 
 import argparse
