@@ -45,7 +45,7 @@ def test_the_host() -> None:
 
 def test_the_tokens_of_a_batch_are_those_the_settings_tell() -> None:
     told = EmbedConfig.model_fields["tokens_per_batch"].description or ""
-    kinds = (CpuBackend, XlaBackend, CudaBackend)
+    kinds = (CpuBackend, XlaBackend, NeuronBackend, CudaBackend)
     assert told.endswith("0: " + ", ".join(f"{kind.default_tokens} on {kind.name}" for kind in kinds))
 
 

@@ -169,7 +169,7 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     code, text = trnjobs("submit", "--jobs.train.attempts=7")  # another plan
     assert code == 78
     assert "was submitted to local with plan" in text
-    assert "next: trnjobs status; another --cycle for other settings" in text
+    assert "next: trnjobs status --cycle 2026-11-20; another --cycle for other settings" in text
     assert trnjobs.ran() == []
 
 
