@@ -145,8 +145,10 @@ def ledger_of(
     every = (*earlier, *records)
     stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
-    if outcome == "cancelled" and (ended_at or 0.0) <= (deadline_at or 0.0):
-        deadline_at = None  # nobody waits for it any more
+    if outcome == "cancelled" and deadline_at is not None:
+        last = max([*stops, *(record.stopped_at or 0.0 for record in every)], default=0.0)  # a job may have had no try
+        if 0.0 < last <= deadline_at:
+            deadline_at = None  # nobody waits for it any more
     return CycleLedger(
         cycle=plan.cycle,
         outcome=outcome or "open",

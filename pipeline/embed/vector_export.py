@@ -191,12 +191,11 @@ def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
     if manifest is not None and manifest.kind == VECTORS:
         vectors, here = VectorSet(storage, name, manifest), cache or Path.home() / ".cache" / "trnpipe" / "vectors"
         made = Path(here).expanduser().absolute() / manifest.digest
-        if made.is_dir() and (cached := read_manifest(open_storage(str(made)), "")) is not None:
-            try:
-                check_sizes(open_storage(str(made)), "", cached)
-            except DataError:
-                shutil.rmtree(made)
-        hand_over(vectors, open_form("npy", vectors), made, stop)
+        with os_errors("writing", made.as_uri()):
+            make_dirs(made.parent)
+            with exclusive(made.with_suffix(".lock"), stop):
+                _remove_damaged(made)
+                hand_over(vectors, open_form("npy", vectors), made, stop)
         manifest, folder = read_manifest(open_storage(str(made)), ""), made
     if manifest is None or manifest.kind != KIND or manifest.fields["form"] != "npy":
         raise DataError(
@@ -218,3 +217,14 @@ def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
         raise DataError(f"{folder} has {len(ids):,} ids of {len(matrix):,} vectors", next_command="delete that folder")
     fields = {one: str(manifest.fields[one]) for one in ("cycle", "model", "vectors")}
     return MappedVectors(ids, matrix, fields["cycle"], fields["model"], fields["vectors"])
+
+
+def _remove_damaged(made: Path) -> None:
+    """A finished folder of which a file was lost, so that it is made again."""
+    storage = open_storage(str(made))
+    manifest = read_manifest(storage, "") if made.is_dir() else None
+    if manifest is not None:
+        try:
+            check_sizes(storage, "", manifest)
+        except DataError:
+            shutil.rmtree(made)

@@ -144,7 +144,7 @@ def check_unique(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Check:
     found = find_duplicates(
         (vectors.hashes(part)[0] for part in parts),
         vectors.ids_at,
-        folder=scratch / "embed" / f"verify-{vectors.info.plan[:16]}",
+        folder=scratch / "embed",
         expected=vectors.info.rows,
         limit=_MAX_DUPLICATES,
         stop=stop,

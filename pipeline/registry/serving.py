@@ -25,6 +25,7 @@ from pipeline.registry.records import (
     Digest,
     ModelName,
     Pointer,
+    Production,
     changes_of,
     check_model,
     one_line,
@@ -179,7 +180,7 @@ def roll_back_model(
             next_command="trnpipe registry rollback --without-vectors --reason TEXT; then embed and verify in a new"
             " cycle",
         )
-    return _roll_both(workspace, usable[-1], served, reason, author, generation=target.generation)
+    return _roll_both(workspace, usable[-1], served, reason, author, target)
 
 
 def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
@@ -239,10 +240,11 @@ def _roll_both(
     served: tuple[Pair, str],
     reason: str,
     author: Author,
-    *,
-    generation: int | None = None,
+    target: Production | None = None,
 ) -> Pointer:
+    """`target`: which of the times that the pair's model was in production; None: the last."""
     checkpoint = key_in(workspace, pair.checkpoint) or pair.checkpoint  # earlier versions kept a URI as it was typed
+    checkpoint, generation = (target.checkpoint, target.generation) if target else (checkpoint, None)
     read_checkpoint(workspace, checkpoint, every_byte=True)  # before anything moves
     _check_vectors(workspace, pair)
     if served[0].is_of != pair.is_of:

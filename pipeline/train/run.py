@@ -145,7 +145,7 @@ class BestStep:
                     f"the model's scores of the valid split are not finite at step {step}",
                     expected="a loss and vectors of finite numbers",
                     next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
-                    " checkpoints; the last checkpoint is good",
+                    " checkpoints",
                 )
             )
         is_best = self.best is None or value > self.best.value

@@ -32,7 +32,7 @@ class Finder:
     since: float
 
     def live(self, queue: str, name: str) -> list[Detail]:
-        """Jobs of this name that have not failed, the oldest first.
+        """Jobs of this name that have not failed and are not being ended, the oldest first.
 
         Another workspace may use the same names in the same queue: the tag tells whose a job is. Raises
         UnknownOutcome while AWS Batch lists a job that it does not describe yet.
@@ -47,6 +47,7 @@ class Finder:
                 f"job {unknown[0]} ({name}) is listed and not described", next_command="trnjobs submit, in a minute"
             )
         ours = [one for one in described.values() if one.get("tags", {}).get(PLAN_TAG) == self.plan_id]
+        ours = [one for one in ours if not (one.get("isTerminated") or one.get("isCancelled"))]  # run on for 30 s
         return sorted(ours, key=lambda one: (one["createdAt"], one["jobId"]))
 
     def adopt_or_submit(self, request: Request) -> str:

@@ -188,6 +188,10 @@ def test_deadlines(deadline_at: float | None, ended_at: float | None, now: float
 def test_a_cycle_that_was_cancelled_in_time_has_missed_nothing(deadline_at: float | None, expected: str) -> None:
     tries = [record("train", attempt(0, 10, 75))]
     assert ledger(TRAIN, tries, outcome="cancelled", deadline_at=deadline_at, now=99.0).deadline == expected
+    waited = record("verify", state="FAILED", stopped_at=30.0)
+    shape = plan(job("train"), job("verify", "train"))
+    found = ledger(shape, [*tries, waited], outcome="cancelled", deadline_at=deadline_at, now=99.0)
+    assert found.deadline == ("missed" if deadline_at else "none"), "the last job was ended after it"
 
 
 def test_success_over_cycles() -> None:

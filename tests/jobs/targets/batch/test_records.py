@@ -155,11 +155,16 @@ def test_a_job_that_a_dead_retry_did_not_record_is_ended(tmp_path: Path, then: s
     assert any(setting.drive_killed(Faults(kill_after=number), round_=2) and setting.live() for number in range(1, 40))
     assert [one["jobName"] for one in setting.live()] == ["relevance-2026-11-20-train-round-2"]
     assert setting.store().rounds() == [1]
+    job_id = setting.live()[0]["jobId"]
     if then == "cancel":
         setting.target().cancel(setting.plan, "by hand")
     else:
         setting.drive()
     assert setting.live() == []
+    # Its container has 30 s: the next retry makes another job.
+    setting.batch.jobs[job_id] |= {"status": "RUNNING", "isTerminated": True}
+    setting.drive(round_=2)
+    assert job_id not in {one.id for one in setting.store().submitted(2).values()}
 
 
 @pytest.mark.parametrize("number", range(1, 20))
