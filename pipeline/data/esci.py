@@ -86,11 +86,9 @@ def open_products(
     DiskFull.
     """
     if not (folder / "index.npz").exists():
-        with os_errors("writing", f"file://{folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            with atomic.exclusive(folder / "index.lock", storage.stop):
-                if not (folder / "index.npz").exists():
-                    _index_products(storage, key, folder, locale, limit, version)
+        with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", storage.stop):
+            if not (folder / "index.npz").exists():
+                _index_products(storage, key, folder, locale, limit, version)
     return ProductIndex(folder)
 
 

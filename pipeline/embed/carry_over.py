@@ -178,32 +178,30 @@ def build_index(folder: Path, parts: Iterable[tuple[UInt64s, UInt64s]], expected
 
     Processes of one machine make it once; the folder's name names its content.
     """
-    with os_errors("writing", f"file://{folder}"):
-        atomic.make_dirs(folder.parent)
-        with atomic.exclusive(folder.with_suffix(".lock"), stop):
-            if not folder.is_dir():
-                making = folder.with_suffix(".making")
-                with (
-                    HashSpill(folder.parent, RECORD, expected) as spill,
-                    progress("reading the earlier vectors' ids", expected, "rows") as advance,
-                ):
-                    for part, (id_hash, text_hash) in enumerate(parts):
-                        stop.raise_if_set("reading the earlier vectors' ids")
-                        records = np.empty(len(id_hash), dtype=RECORD)
-                        records["hash"], records["text"] = id_hash, text_hash
-                        records["place"] = place_of(part, np.arange(len(id_hash), dtype=np.int64))
-                        spill.add(records)
-                        advance(len(id_hash))
-                    making.mkdir(exist_ok=True)
-                    with ExitStack() as stack:
-                        files = {
-                            name: stack.enter_context((making / name).open("wb")) for name in ("hash", "text", "place")
-                        }
-                        for records in spill.sorted():
-                            stop.raise_if_set("sorting the earlier vectors' ids")
-                            for name, file in files.items():
-                                file.write(np.ascontiguousarray(records[name]).tobytes())
-                making.rename(folder)
+    with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder.with_suffix(".lock"), stop):
+        if not folder.is_dir():
+            making = folder.with_suffix(".making")
+            with (
+                HashSpill(folder.parent, RECORD, expected) as spill,
+                progress("reading the earlier vectors' ids", expected, "rows") as advance,
+            ):
+                for part, (id_hash, text_hash) in enumerate(parts):
+                    stop.raise_if_set("reading the earlier vectors' ids")
+                    records = np.empty(len(id_hash), dtype=RECORD)
+                    records["hash"], records["text"] = id_hash, text_hash
+                    records["place"] = place_of(part, np.arange(len(id_hash), dtype=np.int64))
+                    spill.add(records)
+                    advance(len(id_hash))
+                making.mkdir(exist_ok=True)
+                with ExitStack() as stack:
+                    files = {
+                        name: stack.enter_context((making / name).open("wb")) for name in ("hash", "text", "place")
+                    }
+                    for records in spill.sorted():
+                        stop.raise_if_set("sorting the earlier vectors' ids")
+                        for name, file in files.items():
+                            file.write(np.ascontiguousarray(records[name]).tobytes())
+            making.rename(folder)
     return folder
 
 

@@ -210,11 +210,9 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
     """The files to read; what is no Parquet is brought into the workspace first. Raises DataError."""
     if config.path is None:
         lock = ctx.scratch / "embed" / "gather.lock"
-        with os_errors("writing", f"file://{lock}"):
-            atomic.make_dirs(lock.parent)
-            # Workers of a machine: one reads the data, the others find its files.
-            with atomic.exclusive(lock, ctx.stop):
-                prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
+        # Workers of a machine: one reads the data, the others find its files.
+        with os_errors("writing", f"file://{lock}"), atomic.exclusive(lock, ctx.stop):
+            prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
         columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)

@@ -191,11 +191,9 @@ def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
     if manifest is not None and manifest.kind == VECTORS:
         vectors, here = VectorSet(storage, name, manifest), cache or Path.home() / ".cache" / "trnpipe" / "vectors"
         made = Path(here).expanduser().absolute() / manifest.digest
-        with os_errors("writing", made.as_uri()):
-            make_dirs(made.parent)
-            with exclusive(made.with_suffix(".lock"), stop):
-                _remove_damaged(made)
-                hand_over(vectors, open_form("npy", vectors), made, stop)
+        with os_errors("writing", made.as_uri()), exclusive(made.with_suffix(".lock"), stop):
+            _remove_damaged(made)
+            hand_over(vectors, open_form("npy", vectors), made, stop)
         manifest, folder = read_manifest(open_storage(str(made)), ""), made
     if manifest is None or manifest.kind != KIND or manifest.fields["form"] != "npy":
         raise DataError(

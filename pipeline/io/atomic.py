@@ -194,8 +194,14 @@ POLL_S = 0.05
 
 @contextmanager
 def exclusive(path: Path, stop: StopSignal) -> Iterator[None]:
-    """Hold the lock of an existing folder, or of a file that is created. Preempted when stopped while waiting."""
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    """Hold the lock of an existing folder, or of a file that is created, with the folders above it.
+
+    Raises Preempted when stopped while waiting.
+    """
+    flags = os.O_RDONLY
+    if not path.is_dir():
+        flags = os.O_RDWR | os.O_CREAT
+        make_dirs(path.parent)
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
     try:
         while True:

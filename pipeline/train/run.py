@@ -138,15 +138,13 @@ class BestStep:
         figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
         value: float | None = getattr(figures, metric)
         if value is None or value != value:  # NaN would be the best for ever, and state.json cannot hold it
-            raise (
-                without_gains(train)
-                if math.isfinite(figures.loss)
-                else NumericError(
-                    f"the model's scores of the valid split are not finite at step {step}",
-                    expected="a loss and vectors of finite numbers",
-                    next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
-                    " checkpoints",
-                )
+            if math.isfinite(figures.loss):
+                raise without_gains(train)
+            raise NumericError(
+                f"the model's scores of the valid split are not finite at step {step}",
+                expected="a loss and vectors of finite numbers",
+                next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
+                " checkpoints",
             )
         is_best = self.best is None or value > self.best.value
         if is_best:
