@@ -212,8 +212,9 @@ def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
                 expected="a cycle in which nothing was trained or judged, and no job runs",
                 next_command=f"{command_for(cycle, 'status')}; or another {other}",
             )
-        old = cycle.target()
+        old, store = cycle.target(), cycle.store
         old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
+        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # which model it was to start from
         return old.records(earlier)
 
     cycle.store.begin_again(plan, target, submitter(), end)

@@ -119,6 +119,7 @@ class Training(Record):
 class Lineage(Record):
     checkpoint: str = Field("", description="Prefix of the model of this cycle")
     ancestors: tuple[str, ...] = Field((), description="Checkpoints it was trained from, the nearest first")
+    began_from: str = Field("", description="Published weights at the root; empty: scratch, or not known")
     settings_hash: str = ""
     code_version: str = ""
     compared: str = Field("", description="The cycle whose settings are compared")
@@ -238,6 +239,7 @@ def gather(
         lineage=Lineage(
             checkpoint=checkpoint,
             ancestors=ancestors,
+            began_from=str(figures.get("train", {}).get("began_from", "")),
             settings_hash=made[0].settings_hash if made else "",
             code_version=made[0].code_version if made else "",
             compared=compared if before else "",

@@ -274,13 +274,12 @@ def prepare_failed(commands: Commands) -> None:
 
 def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Commands) -> None:
     assert commands.submit()
-    right = {"data__columns__query": "search_term"}
     with pytest.raises(
         ConfigError, match=r"query -> search_term\n.*\n.*--fresh is refused: prepare, health, .* not ended"
     ):
-        commands.submit(**right)
+        commands.submit(data__columns__query="search_term")
     with pytest.raises(ConfigError, match="have not ended"):
-        commands.submit(fresh=True, **right)
+        commands.submit(fresh=True, data__columns__query="search_term")
     assert len(commands.live()) == len(NAMES) and commands.store().replaced() == []
 
 
@@ -288,15 +287,15 @@ def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Co
 def test_a_start_from_the_beginning_killed_and_repeated(number: int | None, commands: Commands) -> None:
     """After any call; a job of the earlier submission that nobody has recorded is ended first."""
     prepare_failed(commands)
-    right, recorded = {"data__columns__query": "search_term"}, {*commands.batch.jobs}
+    recorded = {*commands.batch.jobs}
     stray = dict(next(one for one in commands.batch.jobs.values() if one["jobName"].endswith("-embed")))
     commands.batch.jobs["stray"] = stray | {"jobId": "stray", "status": "RUNNABLE", "attempts": []}
     commands.batch._seen_at["stray"] = 0
-    if number and not commands.submit(Faults(kill_after=number), fresh=True, **right):
+    if number and not commands.submit(Faults(kill_after=number), fresh=True, data__columns__query="search_term"):
         under_way = commands.store().rounds() == [2]
-        assert commands.submit(fresh=not under_way, **right)
+        assert commands.submit(fresh=not under_way, data__columns__query="search_term")
     elif not number:
-        assert commands.submit(fresh=True, **right)
+        assert commands.submit(fresh=True, data__columns__query="search_term")
     assert list(commands.live()) == [f"{name}-round-2" for name in NAMES]
     assert {one.id for one in commands.store().submitted(2).values()} == {*commands.live().values()}
     assert recorded.isdisjoint(commands.live().values()) and "stray" not in commands.live().values()
