@@ -248,7 +248,7 @@ def gather(
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(
             PostMortem(job=stat.key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(stat.key))
-            for stat in storage.list(store.key("post-mortem"))
+            for stat in sorted(storage.list(store.key("post-mortem")), key=lambda one: _by_numbers(one.key))
         ),
         unread=tuple(unread),
     )
@@ -270,6 +270,11 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
             exit_code=exit_code(record) if record else None,
             why=reason_of(record) if record and record.state == "FAILED" else "",
         )
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """For sorting: attempt 9 before attempt 10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split("([0-9]+)", name)]
 
 
 def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
