@@ -90,7 +90,8 @@ def check_retrieval(storage: Storage, made: Made, chooser: random.Random) -> Non
     assert stat is not None
     file = CatalogueFile(config, Files(storage, ((stat, str(suffix_format(made.name))),)))
     found = file.queries()
-    assert len(found.query_of) == len(made.ids) and found.is_item.all()
+    assert found.num_items == len(found.query_of) == len(made.ids)
+    assert found.item_of.tolist() == list(range(len(made.ids)))
     rows = chooser.choice((7, 1000, 8192))
     windows = list(file.windows(found.is_item, rows, lambda number: True, 64))
     assert [first for first, _ in windows] == list(range(0, len(made.ids), rows))
