@@ -1,5 +1,8 @@
 """Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
 
+import difflib
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -164,7 +167,8 @@ class ColumnPlan:
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
     """Match the wanted fields with the columns of one file.
 
-    Query and title are required, and label or gain. So is an optional column that was renamed: naming it was a wish.
+    Query and title are required, and label or gain. So is an optional column that was renamed: an explicitly
+    configured column must exist.
     Raises DataError listing the columns there are.
     """
     mapping, default = config.columns, ColumnMapping()
@@ -194,15 +198,80 @@ def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
 def match_columns(
     pairs: Sequence[tuple[str, str]], available: Sequence[str], file: str, setting: Callable[[str], str]
 ) -> ColumnPlan:
-    """The plan of (field, column) pairs. Raises DataError for a column the file lacks, naming the field's `setting`."""
+    """Return the plan of (field, column) pairs.
+
+    Raises DataError for columns that the file lacks; the next command has the `setting` of each field, with the column
+    that is most likely meant.
+    """
     missing = [(field, column) for field, column in pairs if column not in available]
     if missing:
+        free = [name for name in available if name not in {column for _, column in pairs}]
+        named, lists = list[str](), list[str]()
+        for field, column in missing:
+            if guess := _likely_column(field, column, free):
+                free.remove(guess)
+            if "." in field:  # one of a list of columns
+                lists.append(f"correct {column!r} in {setting(field)}" + (f" ({guess!r}?)" if guess else ""))
+            else:
+                named.append(f"{setting(field)} {shlex.quote(guess or 'COLUMN')}")
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
-            expected="one of its columns: " + ", ".join(available),
-            next_command=f"name the right column with {setting(missing[0][0])}",
+            expected="columns among " + ", ".join(available),
+            next_command="; ".join([*filter(None, [" ".join(named)]), *lists]),
         )
     return ColumnPlan(tuple(pairs))
+
+
+_USUAL_NAMES = {
+    "query": (
+        "query_text",
+        "search_query",
+        "search_term",
+        "search_terms",
+        "search",
+        "keyword",
+        "keywords",
+        "q",
+        "term",
+    ),
+    "title": (
+        "product_title",
+        "item_title",
+        "product_name",
+        "item_name",
+        "name",
+        "product",
+        "item",
+        "document",
+        "passage",
+    ),
+    "label": (
+        "grade",
+        "relevance",
+        "relevance_label",
+        "rating",
+        "judgement",
+        "judgment",
+        "esci_label",
+        "class",
+        "target",
+    ),
+    "gain": ("score", "relevance_score", "relevance", "weight"),
+    "text": ("description", "body", "product_description", "item_description"),
+    "query_id": ("qid", "search_id"),
+    "product_id": ("item_id", "sku", "asin", "doc_id", "id"),
+    "id": ("product_id", "item_id", "sku", "asin", "doc_id"),
+    "split": ("fold", "set", "subset"),
+}
+
+
+def _likely_column(field: str, column: str, available: Sequence[str]) -> str | None:
+    """Return the column that people usually give to a field, else one spelled much like `column`, else None."""
+    spelled = {re.sub(r"[^a-z0-9]+", "_", name.strip().lower()).strip("_"): name for name in reversed(available)}
+    for usual in (column.lower(), field, *_USUAL_NAMES.get(field, ())):
+        if usual in spelled:
+            return spelled[usual]
+    return next((spelled[name] for name in difflib.get_close_matches(column.lower(), list(spelled), n=1)), None)
 
 
 def _setting(field: str) -> str:
