@@ -1,6 +1,7 @@
 """Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
 
 import difflib
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
-from pipeline.data.token_sets import QuarantinedRow
+from pipeline.data.token_sets import QuarantinedRow, RowContent
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""
@@ -29,7 +30,7 @@ class BadRow:
     file: str
     row: int
     reason: str
-    content: str
+    content: RowContent
     count: int = 1
 
 
@@ -122,6 +123,20 @@ def shorten(content: str | bytes) -> str:
     text = content.decode("utf-8", "backslashreplace") if isinstance(content, bytes) else content
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
+
+
+_COLUMN = b"column"
+
+
+def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
+    """Return the values of a row by the columns of its file (see `to_fields`), shortened for the quarantine file."""
+    found: dict[str, str | int | float | None] = {}
+    for field, values in zip(fields.schema, fields.columns, strict=True):
+        value = values[row].as_py()
+        if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):  # JSON has no NaN
+            value = shorten(value if isinstance(value, bytes) else str(value))
+        found[(field.metadata or {}).get(_COLUMN, field.name.encode()).decode()] = value
+    return found
 
 
 # What the encoder reads of a product.
@@ -316,11 +331,18 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    """Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number."""
+    """Convert input columns to the fields of a plan; each remembers the name of its column.
+
+    Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number.
+    """
     arrays = list[pa.Array]()
     for field, column in plan.pairs:
         try:
             arrays.append(as_field(columns[column], field))
         except pa.ArrowException as error:
             raise pa.ArrowTypeError(f"column {column!r} is {columns[column].type}: {error}") from error
-    return pa.RecordBatch.from_arrays(arrays, names=[field for field, _ in plan.pairs])
+    fields = [
+        pa.field(field, array.type, metadata={_COLUMN: column.encode()})
+        for (field, column), array in zip(plan.pairs, arrays, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))

@@ -331,11 +331,11 @@ def _unknown_order(column: str, by_rows: Sequence[str], counts: Mapping[str, Lab
     more = f" and {len(by_rows) - len(shown)} more" if len(by_rows) > len(shown) else ""
     orders = (known_order(by_rows[:size]) for size in range(len(by_rows) - 1, 1, -1))
     if ordered := next(filter(None, orders), None):
-        labels = list(ordered[0])
+        labels = [*ordered[0]]
         others = sum(counts[name].rows for name in by_rows if name not in ordered[0])
         advice = f"; the {others:,} rows with another label are bad rows then"
     else:
-        labels, advice = shown, ", put in order: the least relevant first"
+        labels, advice = [*shown], ", put in order: the least relevant first"
     value = ",".join(labels) if not any("," in name or name[:1] in "[{" for name in labels) else json.dumps(labels)
     return DataError(
         f"column {column!r} has labels whose order neither gains nor their names tell: "

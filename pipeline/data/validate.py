@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, shorten
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, row_content
 from pipeline.data.token_sets import SPLITS, CategoricalInfo
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
@@ -203,9 +203,7 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     bad = list(chunk.bad)
     for row, reason in enumerate(rows.reason):
         if reason:
-            values = {name: rows.table[name][row].as_py() for name in rows.fields}
-            shown = {name: shorten(v) if isinstance(v, bytes) else v for name, v in values.items()}
-            bad.append(BadRow(chunk.file, int(rows.rows[row]), reason, shorten(str(shown))))
+            bad.append(BadRow(chunk.file, int(rows.rows[row]), reason, row_content(rows.table, row)))
     return usable, bad, len(rows.rows) + sum(row.count for row in chunk.bad)
 
 

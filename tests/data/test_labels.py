@@ -80,7 +80,7 @@ def test_an_order_that_nothing_tells_is_refused(workplace: Callable[[str], Any],
 
 def decide(counts: dict[str, int]) -> LabelSet:
     seen = Survey({name: LabelCount(rows=rows) for name, rows in counts.items()}, TextSample(1), has_labels=True)
-    return decide_labels(DataConfig(), SimpleNamespace(fixed_labels={}), seen)  # type: ignore[arg-type]
+    return decide_labels(DataConfig(), SimpleNamespace(fixed_labels={}), seen)
 
 
 @pytest.mark.unit

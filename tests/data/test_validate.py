@@ -1,11 +1,22 @@
+import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.config import CategoricalFeature, DataConfig
-from pipeline.data.rows import BadRow, Chunk, RawBatch, cut_chunks, plan_columns, to_fields
+from pipeline.data.config import CategoricalFeature, ColumnMapping, DataConfig
+from pipeline.data.rows import (
+    BadRow,
+    Chunk,
+    RawBatch,
+    cut_chunks,
+    plan_columns,
+    quarantine_lines,
+    quarantined,
+    to_fields,
+)
 from pipeline.data.token_sets import CategoricalInfo
 from pipeline.data.validate import CleanRows, RowRules, category_id, clean
 
@@ -23,6 +34,7 @@ RULES = RowRules(
     0.0,
     carve_valid=False,
 )
+PLAIN = replace(RULES, filter={}, categorical=())
 GOOD: dict[str, Any] = {
     "query": b"q",
     "title": b"t",
@@ -83,6 +95,22 @@ def test_good_rows_keep_their_values() -> None:
     assert rows.categorical.tolist() == [[category_id(b"acme", 16)], [0]]
     assert rows.split.tolist() == [1, 0]
     assert len(set(rows.sample_id.tolist())) == 2
+
+
+@pytest.mark.unit
+def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
+    config = DataConfig(columns=ColumnMapping(query="search_term"), numeric=("price",))
+    table = {
+        "search_term": pa.array([b"shoe"], pa.large_binary()),
+        "title": pa.array([b"x" * 600], pa.large_binary()),
+        "label": pa.array([None], pa.large_binary()),
+        "price": pa.array([float("nan")]),
+    }
+    fields = to_fields(table, plan_columns(config, [*table], "f"))
+    _, bad, _ = clean(next(cut_chunks("f", [RawBatch(fields, np.arange(1, dtype=np.int64))], 10)), PLAIN)
+    shown = {"search_term": "shoe", "title": "x" * 500 + "...", "label": None, "price": "nan"}
+    assert [row.content for row in bad] == [shown]
+    assert json.loads(quarantine_lines(quarantined(bad)))["content"] == shown
 
 
 @pytest.mark.unit
