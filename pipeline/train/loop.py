@@ -206,7 +206,7 @@ class TrainLoop:
         # The attempt before may have been stopped before or within this evaluation.
         if self.step > 0 and self._midway(self.cadence.evaluate) and self.hooks.evaluate(self.step).is_enough:
             return "converged"
-        self._on_host = Counter(self.backend.host_operators())
+        self._forget_host_operators()
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
                 self._one_step(batches)
@@ -223,7 +223,7 @@ class TrainLoop:
                 if saving and (stopping or not late):  # the last step's is saved once, with what its evaluation said
                     self.hooks.save(self.step)
                 if evaluating or saving:
-                    self._on_host = Counter(self.backend.host_operators())  # those were of no step
+                    self._forget_host_operators()  # those were of no step
                     self._pace.resume()
                 if stopping:
                     return "stopped"
@@ -351,6 +351,10 @@ class TrainLoop:
             )
             self._compiles, self._compile_s = compiles, compile_s
 
+    def _forget_host_operators(self) -> None:
+        self.backend.forget_host_operators()
+        self._on_host = Counter(self.backend.host_operators())
+
     def _note_host_operators(self, steps: int) -> None:
         """Warn of those that were not there before: each cuts the step, and its tensors go to the host and back."""
         found = Counter(self.backend.host_operators())
@@ -361,7 +365,7 @@ class TrainLoop:
                 f"{name} is not an operator of {self.backend.device_name()}: it ran on the host {times} times in the"
                 f" last {steps} steps; another one, or its work done in the data preparation, keeps the step there"
             )
-        self._on_host = found
+        self._forget_host_operators()
 
     def _judge(self, last: dict[str, float]) -> None:
         """Tell of skipped steps; give up when the guard's patience is spent. Raises NumericError."""
