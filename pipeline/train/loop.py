@@ -7,7 +7,7 @@ of all its steps are on disk; every batch is counted; the stop signal is agreed 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -329,7 +329,7 @@ class TrainLoop:
         )
         self._note_compiles()
         self._note_host_operators(count)
-        self._judge(last)
+        self._judge(figures)
         if left_s is not None and left_s < eta_s and not self._warned:
             self._warned = True
             self.console.warn(f"the deadline will be missed by about {eta_s - left_s:.0f} s at this pace")
@@ -367,8 +367,20 @@ class TrainLoop:
             )
         self._forget_host_operators()
 
-    def _judge(self, last: dict[str, float]) -> None:
-        """Tell of skipped steps; give up when the guard's patience is spent. Raises NumericError."""
+    def _judge(self, figures: Sequence[Mapping[str, float]]) -> None:
+        """Warn of skipped steps. Raises NumericError when the guard's patience is spent, or a bad step was taken.
+
+        The guard compares on the device, where a comparison with NaN may not be false. Nothing was saved since.
+        """
+        for row in figures:
+            if row["skipped_in_a_row"] == 0 and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                raise NumericError(
+                    f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']}, and the guard"
+                    f" on {self.backend.device_name()} did not skip it",
+                    expected="finite numbers, or a step that changes nothing",
+                    next_command="trnpipe health on this machine; the last checkpoint is good",
+                )
+        last = figures[-1]
         skipped, in_a_row = int(last["skipped"]), int(last["skipped_in_a_row"])
         if skipped > self.skipped:
             self.console.warn(f"{skipped - self.skipped} steps skipped (NaN or a gradient spike), {skipped} in all")
