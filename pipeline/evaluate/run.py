@@ -251,6 +251,7 @@ class Evaluation:
             incumbent_threshold=theirs.threshold if theirs else None,
             candidate_retrieval=ours.found.per_query if ours.found else None,
             incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
+            searched=config.retrieval.enabled,
             baselines=[one.baseline for one in scored],
             seed=config.seed,
         )
