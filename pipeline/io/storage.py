@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
 
 
@@ -196,7 +197,7 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
 
     if not path:
         raise ConfigError("an empty storage URI", expected="s3://bucket/prefix, file:///folder or a plain path")
-    folder = Path(path).expanduser().absolute()
+    folder = user_path(path)
     with os_errors("opening", f"file://{folder}"):
         is_file = folder.exists() and not folder.is_dir()
     if is_file:
@@ -211,7 +212,7 @@ def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: b
     """
     path = text.removeprefix("file://") if text.startswith("file:///") else text
     if path and "://" not in path:
-        local = Path(path).expanduser()
+        local = user_path(path)
         path = str(local.resolve()) if follow_links else os.path.abspath(local)  # noqa: PTH100 - resolve() follows links
     path = path.rstrip("/")
     root, _, name = path.rpartition("/")
