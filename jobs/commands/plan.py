@@ -36,6 +36,7 @@ from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.sources import input_rows
+from pipeline.io.paths import temporary_folder
 from pipeline.settings import resolve
 
 PREPARE = "prepare"
@@ -143,7 +144,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
     at the paths that they have in the image; files and flags of the command come on top. Raises ConfigError.
     """
     planned = read_planned(arguments.plan)
-    with TemporaryDirectory(prefix="trnjobs-") as folder:
+    with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
         told = Path(folder) / "infra.json"  # as make deploy will write it, but for what is not known yet
         told.write_text(json.dumps(planned.settings))
         files = [*planned.files, *arguments.config, told]

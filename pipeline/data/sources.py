@@ -33,6 +33,7 @@ from pipeline.data.rows import (
     to_fields,
 )
 from pipeline.io.commit import record_of
+from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage, os_errors, place_of
 
@@ -139,7 +140,7 @@ def find_files(
     Raises DataError, naming the `setting`, for a path that does not exist.
     """
     is_local = "://" not in path or path.startswith("file:///")
-    local = Path(path.removeprefix("file://") if is_local else "").expanduser()
+    local = user_path(path.removeprefix("file://") if is_local else "/")
     with os_errors("looking at", path):
         may_be_file = not local.is_dir() if is_local else bool(urlsplit(path).path.strip("/"))
         is_missing = is_local and not local.exists()
