@@ -1,8 +1,11 @@
 """What is mined for: queries that have a positive, distinct products, and what of them is judged."""
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
@@ -19,8 +22,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     shards = []
     for partition, counts in enumerate(([40, 30], [20, 30])):
         shard = write_shard(folder / f"{partition}.safetensors", counts, 1000 * partition)
+        _judge_twice(shard.path)
         shards.append(type(shard)(shard.path, shard.rows, partition))
     return TokenRows(shards, BUCKETS, PAD, ("partition",))
+
+
+def _judge_twice(path: Path) -> None:
+    """Two pairs of a query each stand twice, with a better gain first and last."""
+    tensors = load_file(path)
+    for first, gains in ((0, (1.0, 0.0)), (2, (0.0, 1.0))):
+        assert tensors["b0.query_id"][first] == tensors["b0.query_id"][first + 1]
+        tensors["b0.product"][first + 1] = tensors["b0.product"][first]
+        tensors["b0.gain"][first : first + 2] = gains
+    save_file(tensors, path)
 
 
 def table_of(rows: TokenRows) -> dict[str, npt.NDArray[np.int64]]:
