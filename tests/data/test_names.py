@@ -7,15 +7,19 @@ from typing import Any, cast
 
 import pytest
 
+from pipeline.core.errors import ConfigError
+from pipeline.core.manifest import Manifest
 from pipeline.data.config import CategoricalFeature, DataConfig, TokenizerConfig
 from pipeline.data.prepare import name_partitions
 from pipeline.data.row_counts import Encoding
 from pipeline.data.sources import InputFile, Partition, Source
 from pipeline.data.survey import LabelSet
+from pipeline.data.token_sets import FileRows, SliceInfo, TokenSetInfo, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, store_tokenizer
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import tokenizer_json
 from tests.fields import check_named, without_effect
+from tests.train.rows import token_set_info
 
 CONFIG = DataConfig(
     labels=("no", "yes"),
@@ -131,3 +135,52 @@ def test_of_several_tokenizers_the_one_of_most_partitions_counts(tmp_path: Path)
         found = find_tokenizer(CONFIG, SOURCE, workspace)
         assert found is not None and found.fingerprint == second.fingerprint
         workspace.delete_prefix("tokens")
+
+
+def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_their_own(tmp_path: Path) -> None:
+    workspace = open_storage(str(tmp_path))
+    one = token_set_info("dt=2026-01-01", "one").model_copy(update={"query_prefix": "q: ", "product_prefix": "p: "})
+
+    def fits(other: TokenSetInfo) -> bool:
+        for number, info in enumerate((one, other)):
+            fields = info.model_dump(mode="json")
+            workspace.write_bytes(
+                f"tokens/{number}/MANIFEST.json",
+                Manifest(kind="tokens", created_by="t", fields=fields, files={}).to_json(),
+            )
+        try:
+            read_token_sets(workspace, ["tokens/0", "tokens/1"])
+        except ConfigError:
+            return False
+        return True
+
+    own = {
+        "schema_version": "part of the fingerprint that names the folder",
+        "dataset": "the folder it lies in",
+        "partition": "its own",
+        "watermark": "its own",
+        "fingerprint": "its own",
+        "vocab_size": "of the tokenizer, which is common",
+        "label_gains": "the mean gains of its rows; a run takes those of the first or of its parent",
+        "rows_read": "its own",
+        "rows_bad": "its own",
+        "reasons": "its own",
+        "truncated_rows": "its own",
+        "tokens": "its own",
+        "splits": "its own",
+        "files": "its own",
+        "judged": "its own",
+        "without_category": "its own",
+    }
+    given: dict[str, Any] = {
+        "splits": {"valid": ()},
+        "judged": {},
+        "files": (FileRows(file="x", rows=1, good=1, bad=0, filtered=0, blank=0),),
+        "reasons": {"x": 1},
+        "without_category": {"x": 1},
+        "label_gains": (0.0, 0.5),
+        "categorical": (),
+        "slices": (SliceInfo(column="category", names=("a",)),),
+    }
+    fits(one)
+    check_named(without_effect(one, fits, **given), own)

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.checkpoint.store import Checkpoint, TrainState
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.config import DataConfig
 from pipeline.embed import carry_over
@@ -18,6 +17,7 @@ from pipeline.embed.vectors import VectorLayout
 from pipeline.model.config import ModelConfig
 from tests.embed.catalogues import Case, expected_vector, products, rows_of, title, write_catalogue
 from tests.fields import check_named, without_effect
+from tests.train.rows import checkpoint_of
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"dtype": "int8"}, {"format": "npy", "dtype": "fp16", "dim": 8}]
 
@@ -135,13 +135,7 @@ def test_earlier_vectors_that_change_under_the_plan(tmp_path: Path) -> None:
         case.work(plan)
 
 
-CHECKPOINT = Checkpoint(
-    "checkpoints/c/step-1",
-    "file:///w/checkpoints/c/step-1",
-    Path("/nowhere"),
-    "digest",
-    TrainState.model_construct(tokenizer_fingerprint="tok", model=ModelConfig(preset="tiny"), max_tokens=300),
-)
+CHECKPOINT = checkpoint_of(max_tokens=300, model=ModelConfig(preset="tiny"))
 NO_PART_OF_A_VECTOR = {
     "tokens_per_batch": "how many texts are computed together",
     "compiled": "how it is computed",

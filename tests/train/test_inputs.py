@@ -4,35 +4,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pipeline.checkpoint.store import Checkpoint, TrainState
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.token_sets import TokenSet, TokenSetInfo, select_partitions
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import RunInputs, gather_inputs
-from tests.train.rows import MODEL, SPEC, TRAIN, token_set_info
+from tests.train.rows import MODEL, SPEC, TRAIN, checkpoint_of, token_set_info
 
 
-def parent_of(
-    partitions: Mapping[str, str], *, watermark: str = "", also_seen: Mapping[str, str] | None = None, **state: Any
-) -> Checkpoint:
-    fields: dict[str, Any] = {
-        "cycle": "c0",
-        "step": 7,
-        "model": MODEL,
-        "inputs": SPEC,
-        "tokenizer_fingerprint": "tok",
-        "max_tokens": None,
-        "partitions": dict(partitions),
-        "watermark": watermark,
-        "also_seen": dict(also_seen or {}),
-    }
-    construct = TrainState.model_construct(**fields | state)
-    return Checkpoint("checkpoints/c0/step-7", "file:///w/checkpoints/c0/step-7", Path("/nowhere"), "digest", construct)
+def parent_of(partitions: Mapping[str, str], **state: Any) -> Checkpoint:
+    return checkpoint_of(partitions=dict(partitions), **state)
 
 
 def inputs(days: Mapping[str, str], parent: Checkpoint | None, *, replays: bool = False) -> RunInputs:
@@ -105,7 +93,7 @@ def gather(
     **info: Any,
 ) -> RunInputs:
     workspace: Storage = open_storage(str(tmp_path / "workspace"))
-    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging").mkdir(parents=True)
     made: TokenSetInfo = token_set_info("flat").model_copy(update=info)
     commit_dir(workspace, tmp_path / "staging", "tokens/d/print", kind="tokens", fields=made.model_dump(mode="json"))
     return gather_inputs(workspace, ["tokens/d/print"], parent, train, model, negatives)
@@ -117,6 +105,26 @@ def test_inputs_that_fit(tmp_path: Path) -> None:
     run = gather(tmp_path, parent=parent_of({}, inputs=gains, model=model), model=model)
     assert run.spec.label_gains == (0.0, 0.5), "those that the parent was trained with"
     assert (run.negatives, run.replays) == (None, TRAIN.replay_share > 0)
+
+
+def test_parent_and_mined_negatives_are_in_the_identity_and_choose_what_is_new(tmp_path: Path) -> None:
+    alone = gather(tmp_path / "alone")
+    child = gather(tmp_path / "child", parent=parent_of({"flat": "print"}))
+    assert [one.info.partition for one in alone.new_sets] == [one.info.partition for one in child.old_sets] == ["flat"]
+    workspace, info = (
+        open_storage(str(tmp_path / "mined" / "workspace")),
+        NegativesInfo(dataset="d", token_sets=("print",), rows=(), source="bm25", settings={}, figures={}),
+    )
+    none = np.zeros(0, dtype=np.int64)
+    made = Negatives(none, none.reshape(0, 2))
+    commit_negatives(workspace, "negatives/d/x", made, info, empty_folder(tmp_path / "staged"))
+    train = TRAIN.model_copy(update={"mined_per_query": 2})
+    mined = gather(tmp_path / "mined", train=train, negatives="negatives/d/x")
+    assert mined.negatives is not None and mined.negatives.prefix == "negatives/d/x"
+    for name, run in (("parent", child), ("negatives", mined)):
+        assert run.identity[name] != alone.identity[name]
+    unused = gather(tmp_path / "unused", negatives="negatives/d/x")
+    assert unused.negatives is None and unused.identity == alone.identity
 
 
 def other_inputs(**changes: Any) -> InputSpec:
