@@ -4,6 +4,7 @@ Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and
 of a factory has its names behind `encoder.module.`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,6 +254,15 @@ def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source
 
 # The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
 
+INITIAL = "model.safetensors"
+
+
+def digest_of_initial(folder: str, scratch: Path) -> tuple[str, str]:
+    """URI and SHA-256 of the weights of `model.init_from`, which `initial_model` has read."""
+    storage: Storage = open_storage(folder)
+    with (storage.local_path(INITIAL) or scratch / "init.safetensors").open("rb") as file:
+        return storage.uri(INITIAL), hashlib.file_digest(file, "sha256").hexdigest()
+
 
 def initial_model(
     config: ModelConfig, spec: InputSpec, seed: int, scratch: Path, *, same_vocabulary: bool = False
@@ -268,11 +278,11 @@ def initial_model(
     if config.init_from is None:
         return model
     storage: Storage = open_storage(config.init_from)
-    source = storage.uri("model.safetensors")
-    local = storage.local_path("model.safetensors")
+    source = storage.uri(INITIAL)
+    local = storage.local_path(INITIAL)
     if local is None:
         local = scratch / "init.safetensors"
-        storage.download("model.safetensors", local)
+        storage.download(INITIAL, local)
     try:
         weights = load_file(local)
     except (OSError, SafetensorError) as error:
