@@ -17,6 +17,7 @@ from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import Emit, PreparedData, prepare
 from pipeline.data.shared_prepare import prepare_share
 from pipeline.data.token_sets import QUARANTINE
+from pipeline.evaluate.split_size import count_queries, figure_name, size_advice
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
@@ -57,7 +58,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
     if config.tokenizer.split_digits and not data.splits_digits:  # one given or trained here does
         warnings = [*warnings, UNSPLIT]
-    for message in warnings:
+    split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
+    if queries and queries[split] < settings.gate.min_queries:
+        few = {"few_queries": size_advice(split, queries[split], settings.gate.min_queries, queries)}
+    for message in (*warnings, *few.values()):
         ctx.console.warn(f"prepare: {message}")
     by_prefix = dict(zip(data.token_set_prefixes, data.infos, strict=True))
     store_digest(ctx.workspace, ctx.cycle, by_prefix, labels=data.labels, examples=settings.report.examples)
@@ -68,13 +72,18 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         # The name of a token set is the fingerprint of all that went into it: files, tokenizer and data settings.
         inputs={name: prefix.rpartition("/")[2] for name, prefix in token_sets.items()},
         outputs=token_sets | {"tokenizer": data.tokenizer_prefix},
-        figures=_figures(data, loss.positive_gain, warnings),
+        figures=_figures(data, loss.positive_gain, warnings)
+        | {figure_name(one): number for one, number in queries.items()}
+        | few,
     )
     earlier = ctx.earlier(NAME)
     by_this_try = ("partitions_reused", "partitions_prepared", "rows_prepared")
     anew = {name: result.figures[name] for name in by_this_try}
     same = earlier is not None and (earlier.inputs, earlier.outputs) == (result.inputs, result.outputs)
-    if earlier is not None and same and {**earlier.figures, **anew} == {**result.figures}:
+    known = {**earlier.figures, **anew} if earlier is not None else {}
+    if figure_name("test") not in known:  # of a version that did not count them
+        known |= {name: value for name, value in result.figures.items() if name in (*map(figure_name, queries), *few)}
+    if earlier is not None and same and known == result.figures:
         ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})
     return store_result(ctx.workspace, result)

@@ -210,3 +210,24 @@ def test_scores_that_are_no_numbers_come_first(alike: Population) -> None:
     table[3] = np.nan
     found = verdict(replace(alike.candidate, probabilities=table), Baseline("boosting", rows=alike.incumbent))
     assert [check.kind for check in found.checks] == ["scores"] and found.baseline_confidence is None
+
+
+@pytest.mark.parametrize(("ours", "theirs", "outcome"), [(0.5, 0.1, "warn"), (0.1, 0.5, "fail"), (0.3, 0.3, "warn")])
+def test_a_search_by_words_that_finds_nothing_is_no_pass(
+    alike: Population, ours: float, theirs: float, outcome: str
+) -> None:
+    """It refuses where it is better all the same, and beating it alone promotes nothing."""
+    weak = Baseline(
+        "BM25", retrieval=figures(np.full(100, theirs)), weak="60 of 100 queries share no word with any item"
+    )
+    found = verdict(alike.candidate, weak, found=figures(np.full(100, ours)))
+    assert against(found)[f"BM25 {NDCG}"].outcome == outcome and not found.promote
+    if outcome == "warn":
+        assert "60 of 100 queries share no word with any item" in " ".join(found.reasons)
+        assert next(check for check in found.checks if check.kind == "comparison").outcome == "fail"
+        both = verdict(
+            alike.candidate, weak, Baseline("boosting", rows=alike.incumbent), found=figures(np.full(100, ours))
+        )
+        assert both.promote and not both.without_comparison
+    strong = verdict(alike.candidate, replace(weak, weak=""), found=figures(np.full(100, ours)))
+    assert strong.promote is (outcome == "warn")

@@ -289,16 +289,17 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
     if best > allowed:
         reason = f"{seen}; {sure} at least {best:.4f} worse, {allowed:g} is allowed"
         return comparison.check("fail", reason, interval)
-    reason = f"{seen}; not shown to be at most {allowed:g} worse: {sure} it is at most {worst:.4f} worse"
+    reason, takes = f"{seen}; not shown to be at most {allowed:g} worse: {sure} it is at most {worst:.4f} worse", 0
     room, num_queries = allowed - change, comparison.num_queries
     if room > 0:  # so many queries would show a difference like this one to be allowed
         spread = t_quantile(confidence, num_queries - 1) * difference.standard_error
         needed = math.ceil(num_queries * (spread / room) ** 2)
         if needed > num_queries:  # else skewness decided, not the spread
+            takes = needed
             reason += (
                 f"; it takes about {needed:,} queries to show a difference like this one, there are {num_queries:,}"
             )
-    return comparison.check("fail", reason, interval)
+    return comparison.check("fail", reason, interval, min_queries=takes)
 
 
 def judge_refusal(
