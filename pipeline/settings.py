@@ -267,10 +267,8 @@ def resolve(
     for layer in (*layers, _of_tree(model, given or {}, "a value given in Python")):
         for unknown in layer.keys() - leaves(model).keys():
             raise _unknown(model, unknown, layer[unknown], other_flags)
-        found |= {
-            name: one._replace(value=fitted(leaves(model)[name].field.annotation, one.value))
-            for name, one in layer.items()
-        }
+        for name, (value, source) in layer.items():
+            found[name] = Given(fitted(leaves(model)[name].field.annotation, value), source)
     try:
         settings = model.model_validate(_nested(found))
     except ValidationError as error:
