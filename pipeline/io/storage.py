@@ -102,6 +102,14 @@ def join_key(prefix: str, name: str) -> str:
     return f"{prefix.strip('/')}/{name}" if prefix.strip("/") else name
 
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether a file beginning with `head` is a Git LFS pointer: a clone without `git lfs pull` has it in its place."""
+    return head.startswith(_LFS_POINTER)
+
+
 # The protocol has a method named list, which hides the type inside the class.
 Names = list[str]
 
