@@ -73,10 +73,11 @@ QUARANTINE = "quarantine.jsonl"
 
 
 class QuarantinedRow(Record):
-    """One line of quarantine.jsonl."""
+    """One line of quarantine.jsonl. `line`: where the row begins in a text file, from 1; 0 in other files."""
 
     file: str
     row: int
+    line: int = 0
     reason: str
     content: str
 
@@ -113,6 +114,9 @@ class TokenSetInfo(Record):
     files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
 
     judged: dict[Split, JudgedSplit] = Field({}, description="Of each split with rows; empty in earlier versions")
+    texts_of_several_ids: int = Field(
+        0, description="Query texts that have several query ids; not counted by several workers"
+    )
     without_category: dict[str, int] = Field(
         {}, description="Usable rows without a value, by categorical column; empty in sets of earlier versions"
     )
