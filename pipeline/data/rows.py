@@ -6,6 +6,8 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,17 +27,24 @@ _CONTENT_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used. `count` > 1 when one defect swallowed several lines (an unclosed CSV quote)."""
+    """A row that cannot be used. `count` > 1 when one defect swallowed several lines (an unclosed CSV quote).
+
+    `line`: number of its first line in a text file, from 1; 0 where a file has no lines.
+    """
 
     file: str
     row: int
     reason: str
     content: RowContent
     count: int = 1
+    line: int = 0
 
 
 def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:
-    return tuple(QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content) for row in rows)
+    return tuple(
+        QuarantinedRow(file=row.file, row=row.row, line=row.line, reason=row.reason, content=row.content)
+        for row in rows
+    )
 
 
 def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
@@ -47,12 +56,13 @@ class RawBatch:
     """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
 
     Beside them, since the batch before: `blank` lines, rows `left_out` because they are not asked for (another locale),
-    and the bytes of the file that were read.
+    and the bytes of the file that were read. `lines` [N]: of a text file, the number of each row's first line, from 1.
     """
 
     columns: pa.RecordBatch
     rows: Int64s
     bad: tuple[BadRow, ...] = ()
+    lines: Int64s | None = None
     blank: int = 0
     left_out: int = 0
     input_bytes: int = 0
@@ -70,6 +80,7 @@ class Chunk:
     columns: bytes
     rows: Int64s
     bad: tuple[BadRow, ...]
+    lines: Int64s | None = None
 
     @property
     def num_rows(self) -> int:
@@ -110,11 +121,13 @@ def _chunk(file: str, held: list[RawBatch]) -> Chunk:
     with pa.ipc.new_stream(sink, held[0].columns.schema) as writer:
         for batch in held:
             writer.write_batch(batch.columns)
+    lines = [batch.lines for batch in held if batch.lines is not None]
     return Chunk(
         file,
         sink.getvalue().to_pybytes(),
         np.concatenate([batch.rows for batch in held]),
         tuple(bad for batch in held for bad in batch.bad),
+        np.concatenate(lines) if lines else None,
     )
 
 
@@ -215,10 +228,17 @@ def match_columns(
 ) -> ColumnPlan:
     """Return the plan of (field, column) pairs.
 
-    Raises DataError for columns that the file lacks; the next command has the `setting` of each field, with the column
-    that is most likely meant.
+    Raises DataError for a column that the file has twice, and for columns that it lacks; the next command has the
+    `setting` of each field, with the column that is most likely meant.
     """
     missing = [(field, column) for field, column in pairs if column not in available]
+    for field, column in pairs:
+        if available.count(column) > 1:
+            raise DataError(
+                f"{file} has {available.count(column)} columns {column!r} (for {field})",
+                expected="one column of each name that is read",
+                next_command=f"rename the others, or name another column with {setting(field)}",
+            )
     if missing:
         free = [name for name in available if name not in {column for _, column in pairs}]
         named, lists = list[str](), list[str]()
@@ -297,6 +317,17 @@ def _setting(field: str) -> str:
     return "--data.slices" if field.startswith(SLICE) else f"--data.{kind}"
 
 
+# One text for a value, whichever format holds it.
+
+READER_VERSION = 2
+"""Of the texts that are read from files: they name what is made of them (prepared data, gathered catalogues). From 2 on
+a whole number has one text, a missing number none, a TSV no quotes, and Spark's CSV its backslashes."""
+JOINED_FIELDS = frozenset({"query", "title", "text"})
+"""A list of texts in one of these is the text of all of them, joined by a space."""
+_WHOLE = r"-?(?:0|[1-9][0-9]*)\.0+"
+_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # a point or a plus: 1e3 may be the name of a product
+_NUMBER = rf"^\s*(?:{_WHOLE}|{_SCIENTIFIC})\s*$"
+_LARGEST_EXPONENT = 308
 _BYTES = (
     pa.types.is_binary,
     pa.types.is_large_binary,
@@ -307,11 +338,39 @@ _BYTES = (
 )
 
 
+def whole_number(text: str) -> str:
+    """The digits of a whole number that is written as 7.0 or 4.006381333007E12; any other text as it is."""
+    if not re.match(_NUMBER, text, re.ASCII):
+        return text
+    number = Decimal(text.strip())
+    if number.adjusted() > _LARGEST_EXPONENT or number != number.to_integral_value():
+        return text
+    return str(int(number))
+
+
+def join_texts(values: list[Any] | None) -> str | None:
+    """The text of a list of texts. Raises TypeError when it holds anything else."""
+    if values is None:
+        return None
+    if not all(value is None or isinstance(value, str) for value in values):
+        raise TypeError("not a list of texts")
+    return " ".join(filter(None, values))
+
+
+def is_text_list(kind: pa.DataType) -> bool:
+    """Whether the values of an Arrow type are lists of texts."""
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return False
+    value = kind.value_type
+    return bool(pa.types.is_null(value) or pa.types.is_string(value) or pa.types.is_large_string(value))
+
+
 def as_field(array: pa.Array, field: str) -> pa.Array:
     """An input column in the one type its field has: float64 for numbers in number fields, else large_binary.
 
-    Whole numbers beyond 2^53 are rounded, as those of text formats are; a UUID becomes its text. Bytes are not checked
-    here: whether they are UTF-8 is judged per row. Raises pa.ArrowException for nested types.
+    Whole numbers beyond 2^53 are rounded in number fields, as those of text formats are; as texts they have all their
+    digits, and no fraction. NaN is no value. A UUID becomes its text. Bytes are not checked here: whether they are
+    UTF-8 is judged per row. Raises pa.ArrowException for nested types, lists of texts in JOINED_FIELDS aside.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -322,12 +381,27 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
     if (field == "gain" or field.startswith(NUMERIC)) and (is_number or pa.types.is_boolean(kind)):
         return pc.cast(array, pa.float64(), safe=not pa.types.is_integer(kind))
     if str(kind) == "extension<arrow.uuid>":  # its class came with a later pyarrow than the oldest we take
-        return pa.array(
-            [None if value is None else str(value).encode() for value in array.to_pylist()], pa.large_binary()
-        )
+        return _large_binary(None if value is None else str(value) for value in array.to_pylist())
+    if field in JOINED_FIELDS and is_text_list(kind):
+        return _one_text_each_number(_large_binary(map(join_texts, array.to_pylist())))
+    if pa.types.is_floating(kind):  # a null is NaN here
+        floats = array.to_numpy(zero_copy_only=False)
+        return _one_text_each_number(_large_binary(None if value != value else str(value) for value in floats))
     if any(is_kind(kind) for is_kind in _BYTES):
-        return pc.cast(array, pa.large_binary())
-    return pc.cast(pc.cast(array, pa.large_string()), pa.large_binary())
+        return _one_text_each_number(pc.cast(array, pa.large_binary()))
+    return _one_text_each_number(pc.cast(pc.cast(array, pa.large_string()), pa.large_binary()))
+
+
+def _large_binary(values: Iterable[str | None]) -> pa.Array:
+    return pa.array([None if value is None else value.encode() for value in values], pa.large_binary())
+
+
+def _one_text_each_number(array: pa.Array) -> pa.Array:
+    found = pc.fill_null(pc.match_substring_regex(array, _NUMBER), False)
+    if not pc.any(found).as_py():
+        return array
+    texts = [whole_number(value.decode()).encode() for value in array.filter(found).to_pylist()]
+    return pc.replace_with_mask(array, found, pa.array(texts, pa.large_binary()))
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:

@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
+from pipeline.data.input_files import InputFile
 from pipeline.data.rows import FILTER, RawBatch, text_characters
-from pipeline.data.sources import InputFile, Source, reading_progress
+from pipeline.data.sources import Source, reading_progress
 from pipeline.data.validate import filter_mask, numbers
 
 MAX_LABELS = 1000
@@ -88,6 +89,8 @@ class Survey:
     sample: TextSample
     has_labels: bool
     without_gain: str = ""
+    has_rows: bool = True
+    """Whether the filter keeps any; not looked at by several workers."""
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
@@ -100,7 +103,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
             sample.seen = number
             found = survey_file(source, config, file, sample if want_sample else None, want_labels, tell, stop)
             labels.add(found, config.columns.label)
-    return Survey(labels.counts, sample, labels.there, labels.without_gain)
+    return Survey(labels.counts, sample, labels.there, labels.without_gain, labels.has_rows)
 
 
 @dataclass
@@ -113,10 +116,12 @@ class FileLabels:
     counts: dict[str, LabelCount] = field(default_factory=dict)
     there: bool = False
     without_gain: str = ""
+    has_rows: bool = False
 
     def add(self, other: "FileLabels", column: str) -> None:
         """Raises DataError for far too many labels."""
         self.there = self.there or other.there
+        self.has_rows = self.has_rows or other.has_rows
         self.without_gain = self.without_gain or other.without_gain
         for name, count in other.counts.items():
             mine = self.counts.setdefault(name, LabelCount())
@@ -145,6 +150,7 @@ def survey_file(
         batch = raw.columns
         if config.filter:
             batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
+        found.has_rows = found.has_rows or batch.num_rows > 0
         if want_labels and "label" in batch.schema.names:
             found.there = True
             _count_labels(found.counts, batch, config.columns.label)
@@ -280,6 +286,17 @@ class LabelSet:
     vocabulary: str = ""
 
 
+def nothing_kept(config: DataConfig) -> DataError:
+    """The error for a filter, or a locale of ESCI, that no row passes."""
+    asked = {**config.filter, **({"esci_locale": config.esci_locale} if config.esci_locale else {})}
+    wanted = " and ".join(f"{column}={value}" for column, value in asked.items())
+    return DataError(
+        f"no row of {config.path or 'the synthetic catalogue'} has {wanted}",
+        expected="values that occur in these columns, as they are written there",
+        next_command="correct --data.filter" + (" or --data.esci-locale" if config.esci_locale else ""),
+    )
+
+
 def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> LabelSet:
     """Configured classes first, then those of the layout, then those in the data, by mean gain or as their names tell.
 
@@ -287,6 +304,8 @@ def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> La
     for labels whose order nothing tells, and where gains tell it and a file has none.
     """
     known = source.fixed_labels
+    if seen is not None and not seen.has_rows and config.filter:
+        raise nothing_kept(config)
     if config.labels:
         last = max(1, len(config.labels) - 1)
         gains = {label: known.get(label, place / last) for place, label in enumerate(config.labels)}

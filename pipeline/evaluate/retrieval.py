@@ -17,9 +17,9 @@ from pipeline.core.errors import DataError, NumericError
 from pipeline.core.fingerprint import Json, fingerprint, hash63
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
+from pipeline.data.input_files import Files, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows
-from pipeline.data.sources import Files, open_files
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.validate import filter_mask

@@ -13,6 +13,7 @@ from typing import TypedDict
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.stop import StopSignal
 from pipeline.data.digest import store_digest
+from pipeline.data.input_files import names_of
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import Emit, PreparedData, prepare
 from pipeline.data.shared_prepare import prepare_share
@@ -54,8 +55,11 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     if with_bad:
         others = f", and of {len(with_bad) - 1} other partition(s) beside it" if len(with_bad) > 1 else ""
         ctx.console.info(f"prepare: the bad rows are in {ctx.workspace.uri(f'{with_bad[-1]}/{QUARANTINE}')}{others}")
+    if data.passed_over:
+        ctx.console.info(f"prepare: {len(data.passed_over)} other file(s) were not read: {names_of(data.passed_over)}")
     loss = settings.train.loss
-    warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
+    warnings = [*data.input_warnings]
+    warnings += prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
     if config.tokenizer.split_digits and not data.splits_digits:  # one given or trained here does
         warnings = [*warnings, UNSPLIT]
     split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
@@ -117,6 +121,9 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
     """Those of queries are of the train split, a query counted once in each partition."""
     judged = judgements_of(data.infos, "train", positive_gain)
     queries: dict[str, Figure] = {}
+    not_read: dict[str, Figure] = {}
+    if data.passed_over:
+        not_read = {"files_not_read": len(data.passed_over), "not_read": names_of(data.passed_over)}
     if judged is not None:
         queries = {
             "rows_train": sum(judged.rows),
@@ -133,6 +140,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
         "rows_bad": data.rows_bad,
         "rows_filtered": data.rows_filtered,
         "rows_blank": data.rows_blank,
+        **not_read,
         "rows_truncated": sum(info.truncated_rows for info in data.infos),
         **queries,
         "labels": ",".join(data.labels),
