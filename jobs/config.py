@@ -1,7 +1,7 @@
 """`[jobs]`: how a cycle becomes jobs, where they run, and when cycles are due."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,7 @@ class StageJob(Record):
 class Step(StageJob):
     """A script of the team's own, beside the stages of a cycle."""
 
+    short: ClassVar[tuple[str, ...]] = ("name", "command")
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
     command: tuple[str, ...] = Field(min_length=1)
     after: tuple[str, ...] = ()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Self
 from zoneinfo import ZoneInfo
 
@@ -28,6 +27,7 @@ from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.health.tools import stage_limit_s as health_limit_s
+from pipeline.io.paths import user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S
@@ -154,7 +154,7 @@ def make_run(settings: CycleSettings) -> Plan:
 
 def _workspace_uri(settings: CycleSettings) -> str:
     workspace = settings.workspace
-    return workspace if "://" in workspace else f"file://{Path(workspace).expanduser().absolute()}"
+    return workspace if "://" in workspace else f"file://{user_path(workspace)}"
 
 
 def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:

@@ -18,6 +18,7 @@ from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
+from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, table_text
 
 
@@ -160,7 +161,7 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.open:
         place = store.storage.local_path(key)
         if place is None:
-            place = Path(tempfile.mkdtemp()) / f"{store.cycle}.html"
+            place = Path(tempfile.mkdtemp(dir=temporary_folder())) / f"{store.cycle}.html"
             store.storage.download(key, place)
         if not webbrowser.open(place.as_uri()):
             say(f"no browser here; the page is {place}")

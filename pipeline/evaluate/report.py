@@ -33,6 +33,7 @@ class BaselineReport(Record):
     retrieval: MetricReport | None = None
     threshold: float | None = Field(None, description="As of a model")
     missing: str = Field("", description="Why it was not scored")
+    weak: str = Field("", description="Why it is no proof to beat it")
 
     @property
     def figures(self) -> dict[str, float]:

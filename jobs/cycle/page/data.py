@@ -34,6 +34,8 @@ TREND = 20
 """Cycles of the trend, this one included."""
 MEDIAN_OF = 10
 MAIN_METRICS = ("retrieval_ndcg@10", "ndcg@10")
+WITHOUT = " WITHOUT a comparison"
+"""Follows `promoted` where nothing judged the model."""
 """What a first model, that the gate compares with nothing, is shown by."""
 MAX_ANCESTORS = 12
 MAX_NOTICES = 200
@@ -139,9 +141,11 @@ class CycleRow(Record):
     closed_at: float | None = Field(description="None: under way when this was written")
     outcome: Outcome | Literal["open"]
     promoted: bool
+    without_comparison: bool = Field(False, description="Promoted although nothing judged it")
     reason: str
     metric: str = Field("", description="The first that the gate judges")
     value: float | None = Field(None, description="Of the candidate")
+    metrics: Mapping[str, float] = Field({}, description="Those of MAIN_METRICS that were measured, of the candidate")
     low: float | None = Field(None, description="The interval of the difference to production, put around the value")
     high: float | None = None
     took_s: float | None
@@ -153,6 +157,10 @@ class CycleRow(Record):
     stage_usd: Mapping[str, float | None]
     rows: int | None
     drift: float | None = Field(None, description="Mean cosine to the vectors of the cycle before")
+
+    def value_of(self, metric: str) -> float | None:
+        """The candidate's value of one metric; None if it was not measured, or not stored by an earlier version."""
+        return self.metrics.get(metric, self.value if metric == self.metric else None)
 
 
 class PageData(Record):
@@ -185,6 +193,11 @@ class PageData(Record):
     @property
     def promoted(self) -> bool:
         return bool(self.figures.get("evaluate", {}).get("promoted"))
+
+    @property
+    def without_comparison(self) -> bool:
+        """True if a model was promoted that nothing could be compared with."""
+        return bool(self.figures.get("evaluate", {}).get("without_comparison"))
 
 
 def gather(
@@ -388,15 +401,18 @@ def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow
     claim, ledger, total = store.claim(), data.ledger, data.ledger.total
     metric, value, low, high = main_metric(data.evaluation)
     rows = data.figures.get("prepare", {}).get("rows")
+    figures = data.evaluation.candidate.figures if data.evaluation else {}
     return CycleRow(
         cycle=data.cycle,
         claimed_at=claim.claimed_at if claim else 0.0,
         closed_at=closed.at if closed else None,
         outcome=ledger.outcome,
         promoted=data.promoted,
+        without_comparison=data.without_comparison,
         reason=data.reason[:500],
         metric=metric,
         value=value,
+        metrics={name: figures[name] for name in MAIN_METRICS if name in figures},
         low=low,
         high=high,
         took_s=ledger.took_s,
