@@ -22,7 +22,7 @@ from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_sets import TokenSetInfo, open_rows
-from pipeline.evaluate.bm25 import K1, B, Bm25, Ranked, best_weight, by_rank, by_weight
+from pipeline.evaluate.bm25 import K1, WORDS, B, Bm25, Ranked, best_weight, by_rank, by_weight, nothing_found
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline
 from pipeline.evaluate.holdout import Holdout
@@ -225,14 +225,20 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], ranked: Ranked | Non
 def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
     if isinstance(task, str):
         return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B})
+    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B, "words": WORDS})
     if read_manifest(search.ctx.workspace, key) is None:
         lists = lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop)
         found = search.save(task, key, lists)
     else:
         found = search.load(task, key)
-    report = BaselineReport(name="bm25", scores=key, retrieval=found.report)
-    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query), found.ranked)
+    weak = ""
+    if found.ranked is not None:
+        judged = len(task.queries.ids)
+        weak = nothing_found(int(found.ranked.part(0, judged).is_empty.sum()), judged, "item")
+        if weak:
+            search.warn(f"BM25 finds nothing: {weak}")
+    report = BaselineReport(name="bm25", scores=key, retrieval=found.report, weak=weak)
+    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query, weak=weak), found.ranked)
 
 
 def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str) -> ScoredBaseline:
