@@ -176,9 +176,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise missing_package(
-                "tensorboard", "console.tensorboard", error, otherwise="turn the setting off"
-            ) from error
+            raise missing_package("tensorboard", "log.tensorboard", error, otherwise="turn the setting off") from error
         self._writer = SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
