@@ -123,7 +123,7 @@ def _change(name: str, before: Any, now: Any) -> str:
         start = max(0, same - MAX_CHARACTERS // 4)
         texts = [("…" if start else "") + text[start:] for text in texts]
     cut = [text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…" for text in texts]
-    return f"{name}: {cut[0]} -> {cut[1]}"
+    return f"{name[:MAX_CHARACTERS]}: {cut[0]} -> {cut[1]}"
 
 
 def _text(name: str, value: Any) -> str:
@@ -131,7 +131,7 @@ def _text(name: str, value: Any) -> str:
     shown = without_secrets({last: value}, ())[last]
     if isinstance(shown, list) and all(isinstance(one, str) for one in shown):
         return shlex.join(_without_secret_flags(shown)) if last == "command" else ",".join(shown)
-    return " ".join(shown.split()) if isinstance(shown, str) and shown else json.dumps(shown)
+    return shown if isinstance(shown, str) and shown and shown.isprintable() else json.dumps(shown)
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:

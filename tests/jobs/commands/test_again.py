@@ -56,9 +56,11 @@ def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
 def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:
     failed_in_prepare(trnjobs)
     old_plan, old_settings = jobs_file(trnjobs, "plan.json"), jobs_file(trnjobs, "settings.json")
+    leave(trnjobs, "cycles/2026-11-20/train/parent.json")  # the model that it was to start from
     assert trnjobs("submit", "--fresh", *RIGHT, "--jobs.vcpu-usd-per-hour=0.5")[0] == 0
     assert trnjobs.ran() == ALL
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+    assert not (trnjobs.place / "workspace" / "cycles" / "2026-11-20" / "train" / "parent.json").exists()
     assert (jobs_file(trnjobs, "earlier/round-1/plan.json"), jobs_file(trnjobs, "earlier/round-1/settings.json")) == (
         old_plan,
         old_settings,
@@ -220,6 +222,7 @@ def test_a_workspace_elsewhere(trnjobs: Trnjobs, s3_uri: str) -> None:
         ({"data.labels": ["0", "1"]}, {"data.labels": ["1", "0"]}, "data.labels: 0,1 -> 1,0"),
         ({"data.filter": {"locale": "us"}}, {"data.filter": {"locale": "jp"}}, "data.filter.locale: us -> jp"),
         ({}, {"backend": "cpu"}, "backend: auto -> cpu"),
+        ({}, {"data.query_prefix": "a\x1b[31m"}, 'data.query_prefix: "" -> "a\\u001b[31m"'),
     ],
 )
 def test_what_differs_is_short_and_shows_no_secret(
