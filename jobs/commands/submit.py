@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.tables import cost_lines, status_lines, summary
+from jobs.cycle.tables import cost_lines, failure_lines, status_lines, summary
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from jobs.settings import CycleSettings, of_all_jobs
@@ -88,7 +88,7 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str) -> int:
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     """The jobs of a cycle that failed, and those after them, once more, as a new round; or the rest of a round whose
-    submission was cut.
+    submission was cut; or the rest of a cycle whose process on this machine was interrupted.
 
     Raises ConfigError while jobs are under way, or when none failed.
     """
@@ -100,6 +100,9 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
             round_ += 1
+        elif cycle.interrupted_s() is not None:  # go on with the jobs of this round, which nobody runs
+            cycle.say(f"cycle {cycle.name} was interrupted; going on")
+            round_ = max(round_, 1)  # it may have been interrupted before its first job
         elif round_ < 2 or cycle.store.submitted(round_).keys() >= {*again}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
@@ -133,7 +136,6 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
     if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
         target.submit(plan, round_, jobs)
     records = target.records(plan)
-    store.save_records(records)
     code = finish(cycle, plan, records)
     if store.closed() is not None:
         for line in cost_lines(cycle.ledger(plan, records)):
@@ -153,7 +155,6 @@ def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
     with store.submitting(plan, target.name, submitter()):  # nobody hands over more meanwhile
         target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
-    store.save_records(records)
     finish(cycle, plan, records, Closed(outcome="cancelled", at=store.clock(), reason=reason))
 
 
@@ -193,20 +194,21 @@ def close_cycle(cycle: OpenCycle) -> None:
     """Put on record what became of the jobs of a cycle, and close it if it has ended."""
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
-    cycle.store.save_records(records)
     for line in target.check_blocked(records, dwell_s=cycle.settings.jobs.blocked_dwell_s):
         cycle.say(line)
     finish(cycle, plan, records)
-    cycle.say(summary(cycle.ledger(plan, records)))
+    cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))
 
 
 def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
-    """Say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
+    """Record and say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
 
     `cancelled`: the end of a cycle of which only a part was submitted.
     """
     store, say = cycle.store, cycle.say
-    for line in status_lines(records):
+    records = cycle.with_errors(records)
+    store.save_records(records)
+    for line in (*status_lines(records), *failure_lines(records, store.storage.root, store.cycle)):
         say(line)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
@@ -215,7 +217,9 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         is_retried = {one.id for one in store.submitted(round_).values()} - {record.id for record in records}
         closed = None if is_retried else closed.model_copy(update={"round": round_})
     if closed is None:
-        say(f"cycle {store.cycle}: under way; next: trnjobs status --cycle {store.cycle}")
+        standing = cycle.standing()
+        look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
+        say(f"cycle {store.cycle}: {standing}{look}")
         make_messages(cycle, plan, records, None)
         send_messages(cycle)
         return EXIT_OK

@@ -110,7 +110,7 @@ def test_cancelled_by_us_it_is_not(one: Setting) -> None:
     assert one.ml.stopped == [one.name("train")]
     one.ml.end(one.name("train"), "Stopped")
     record = one.tick()["train"]
-    assert (record.state, record.status_reason, len(one.ml.created)) == (FAILED, CANCELLED + "why", 1)
+    assert (record.state, record.status_reason, len(one.ml.created)) == (JobState.CANCELLED, CANCELLED + "why", 1)
 
 
 def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -> None:
