@@ -99,7 +99,7 @@ EXIT_TABLE: tuple[ExitRule, ...] = tuple(
 # `  expected: ...` and `  next: ...`; Python prints a traceback; torchrun and our launcher may put `[0]` before a line.
 
 MAX_ERROR_LINES = 12
-MAX_ERROR_CHARACTERS = 600
+MAX_ERROR_CHARACTERS = 1000
 """Of one line."""
 _CODES = {rule.name: rule.exit_code for rule in EXIT_TABLE}
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -141,11 +141,11 @@ def error_in_log(lines: Iterable[str], exit_code: int | None = None) -> tuple[st
 
 
 def headline(error: Sequence[str]) -> str:
-    """Return the one line of an error from a log that says most: what was seen, or the last line of a traceback."""
+    """Return the one line of an error from a log that says most: what was seen, or the last line of the command."""
     if not error:
         return ""
     name, _, seen = error[0].partition(": ")
-    return seen if name in _CODES else error[-1].strip()
+    return seen if name in _CODES else next((one for one in reversed(error) if not _OURS.match(one)), error[-1]).strip()
 
 
 def _rank(line: str) -> str:

@@ -102,6 +102,7 @@ trnpipe: rank 1 (process 7) exited with 1
             None,
             None,
         ),
+        ("SyntaxError: x\ntrnpipe: rank 0 (process 7) exited with 1", 1, "SyntaxError: x", None, "SyntaxError: x"),
         ("sh: 1: train: not found\n", 127, "sh: 1: train: not found", None, "sh: 1: train: not found"),
         ("a\r 10%\r\x1b[31m 20%\x1b[0m\r\n", 1, " 20%", None, "20%"),
         ("\x1b]0;title\x07a\x00b\u202egpj.exe", 1, " ]0;title a b gpj.exe", None, None),
@@ -109,7 +110,7 @@ trnpipe: rank 1 (process 7) exited with 1
 )
 def test_the_error_in_a_log(log: str, code: int | None, first: str, last: str | None, headline: str | None) -> None:
     found = errors.error_in_log(log.split("\n"), code)
-    assert (found[0], found[-1]) == (first, first if last is None else last)
+    assert found[0] == first and last in (None, found[-1])
     assert headline in (None, errors.headline(found))
 
 
@@ -122,6 +123,6 @@ def test_an_empty_log_has_no_error() -> None:
 def test_an_error_is_bounded_and_keeps_its_end(before: str) -> None:
     log = [before, *(f"  line {i} " + "x" * 10_000 for i in range(1000)), "  next: do this"]
     found = errors.error_in_log(log, 65)
-    assert len(found) <= errors.MAX_ERROR_LINES and all(len(line) <= 600 for line in found)
+    assert len(found) <= errors.MAX_ERROR_LINES and all(len(line) <= errors.MAX_ERROR_CHARACTERS for line in found)
     assert found[-1] == "  next: do this"
     assert found[0] == "DataError: seen" or "DataError" not in before

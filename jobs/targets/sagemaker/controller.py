@@ -47,17 +47,28 @@ def advance(
 
     Ask again with more `seen` until nothing is left to look at.
     """
-    now = dict(records)
-    before: dict[str, JobRecord] = {}
-    ends = dict(cancelled)
-    while now != before:
+    now, ends = dict(records), dict(cancelled)
+    while True:
         before = dict(now)
         ended_at = min((one.stopped_at or at for one in now.values() if one.state.is_failure), default=at)
         for name, reason in job_states.unneeded_jobs(leaves, now).items():
             ends.setdefault(name, Cancel(reason=reason, at=ended_at))
-        for leaf in reversed(leaves):  # from the sinks backwards, so that nobody fails for what is cancelled with it
+        for leaf in leaves:
             now[leaf.name] = _observed(leaf, now[leaf.name], seen, ends.get(leaf.name), at)
+        failed = {leaf.spec.name for leaf in leaves if now[leaf.name].state.is_failure}
+        waiting = [leaf for leaf in leaves if leaf.name in ends and now[leaf.name].state is JobState.PENDING]
+        for leaf in waiting:
+            if not failed.isdisjoint(leaf.waits_for()):  # it has not failed for what is cancelled with it
+                now[leaf.name] = job_states.failed_record(now[leaf.name], ends[leaf.name].reason, at)
+                failed.add(leaf.spec.name)
         now |= job_states.advance_waiting_jobs(leaves, now, at)
+        if now != before:
+            continue
+        # Whoever has lost the records finds a job waiting until it has looked at those before it.
+        is_known = all((leaf.name, number) in seen for leaf in leaves if (number := try_of(now[leaf.name])))
+        if not waiting or not is_known:
+            break
+        now |= {leaf.name: job_states.failed_record(now[leaf.name], ends[leaf.name].reason, at) for leaf in waiting}
     live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
     tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
     unknown = tuple(one for one in tries.values() if one not in seen)
@@ -112,8 +123,7 @@ def _observed(
 ) -> JobRecord:
     number = try_of(record)
     if number is None:
-        is_waiting = record.state in (JobState.SUBMITTED, JobState.PENDING)
-        return job_states.failed_record(record, cancelled.reason, at) if cancelled and is_waiting else record
+        return record
     one = seen.get((leaf.name, number))
     if one is None:
         if cancelled is None or (leaf.name, number) not in seen:

@@ -212,6 +212,48 @@ def test_cancelling_ends_what_runs_and_what_waits() -> None:
     assert made.nodes.alive() == set()
 
 
+BY_HAND = "cancelled: by hand"
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_failed(active: bool) -> None:
+    """Whatever it waited for is cancelled with it, and has not failed."""
+    made = world([job("a"), job("b", "a"), job("c", "b"), job("e", "b", array_size=2)], lambda *_: Fate(after_s=1e3))
+    running = made.engine()
+    if active:
+        run_a_second(running, made)
+    made.files.asked.update(dict.fromkeys("abce", BY_HAND))
+    running.run()
+    ends = {record.name: (record.state, record.status_reason) for record in made.files.state(1)}
+    assert ends == dict.fromkeys(("a", "b", "c", "e:0", "e:1"), (JobState.CANCELLED, BY_HAND))
+    assert made.nodes.starts == ([("a", 1, 0)] if active else [])
+    assert made.nodes.alive() == set()
+
+
+@pytest.mark.parametrize("vcpus", [6, 2])
+def test_what_feeds_only_a_job_that_cannot_run_is_ended(vcpus: int) -> None:
+    """Running, or still in the queue; a job that others need goes on, and so does what no other waits for."""
+    jobs = [job("prepare"), job("health"), job("step"), job("compile", "prepare", "health")]
+    fates = {"prepare": Fate(end=NodeEnd(exit_code=65)), "health": Fate(after_s=1e3)}
+    made = world(jobs, lambda name, *_: fates.get(name, Fate(after_s=5.0)), vcpus=vcpus)
+    made.engine().run()
+    assert made.nodes.now < 20.0
+    assert {one.name: (one.state, one.status_reason) for one in made.files.state(1)} == {
+        "prepare": (FAILED, "Essential container in task exited"),
+        "health": (JobState.CANCELLED, "no longer needed: prepare failed"),
+        "step": (SUCCEEDED, "Essential container in task exited"),
+        "compile": (FAILED, "not run: prepare failed"),
+    }
+    assert made.nodes.stops == ([(("health", 1, 0), "SIGTERM")] if vcpus == 6 else [])
+
+
+def test_what_is_of_no_use_and_ends_well_has_succeeded() -> None:
+    fates = {"a": Fate(end=NodeEnd(exit_code=1)), "b": Fate(after_s=1.2)}
+    made = world([job("a"), job("b"), job("c", "a", "b")], lambda name, *_: fates[name])
+    made.engine().run()
+    assert made.ends() == {"a": FAILED, "b": SUCCEEDED, "c": FAILED}
+
+
 def test_cancelled_jobs_are_not_tried_again() -> None:
     made = world([job("a")], lambda *_: Fate(after_s=1e3))
     made.files.asked["a"] = "why"
