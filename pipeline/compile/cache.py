@@ -25,6 +25,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
+from pipeline.io.paths import user_path
 from pipeline.io.storage import Storage, is_temp, os_errors
 
 HLO_NAMES = ("model.hlo_module.pb", "model.hlo.pb")  # the second up to about SDK 2.17
@@ -261,7 +262,7 @@ def compilers_of(root: str) -> list[CompilerProcess]:
 def canonical_root(root: str) -> str:
     """One spelling for a root that is written as a folder, with file:// or through a link."""
     path = root.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else str(Path(path).expanduser().resolve())
+    return path.rstrip("/") if "://" in path else str(user_path(path).resolve())
 
 
 # Neuron's locking over these is documented as unreliable: missing files, corruption, KeyError.

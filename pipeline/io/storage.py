@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
 
 
@@ -100,6 +101,14 @@ def folder_key(prefix: str) -> str:
 def join_key(prefix: str, name: str) -> str:
     """`prefix/name`, or `name` under the root."""
     return f"{prefix.strip('/')}/{name}" if prefix.strip("/") else name
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether a file beginning with `head` is a Git LFS pointer: a clone without `git lfs pull` has it in its place."""
+    return head.startswith(_LFS_POINTER)
 
 
 # The protocol has a method named list, which hides the type inside the class.
@@ -196,7 +205,7 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
 
     if not path:
         raise ConfigError("an empty storage URI", expected="s3://bucket/prefix, file:///folder or a plain path")
-    folder = Path(path).expanduser().absolute()
+    folder = user_path(path)
     with os_errors("opening", f"file://{folder}"):
         is_file = folder.exists() and not folder.is_dir()
     if is_file:
@@ -211,7 +220,7 @@ def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: b
     """
     path = text.removeprefix("file://") if text.startswith("file:///") else text
     if path and "://" not in path:
-        local = Path(path).expanduser()
+        local = user_path(path)
         path = str(local.resolve()) if follow_links else os.path.abspath(local)  # noqa: PTH100 - resolve() follows links
     path = path.rstrip("/")
     root, _, name = path.rpartition("/")
