@@ -2,12 +2,15 @@
 
 import os
 import shlex
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Self
 from zoneinfo import ZoneInfo
 
@@ -15,6 +18,7 @@ from jobs.config import StageJob
 from jobs.cycle.cost_ledger import CycleLedger, read_ledger
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobRecord
+from jobs.cycle.tables import failure_lines
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
@@ -120,14 +124,24 @@ class OpenCycle:
         ago_s = self.interrupted_s()
         if ago_s is None:
             return "under way"
-        at = ["--workspace", self.store.storage.root.removeprefix("file://"), "--cycle", self.name]
-        return (
-            f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended;"
-            f" go on: {shlex.join(['trnjobs', 'retry', *at])}"
-        )
+        root = self.store.storage.root.removeprefix("file://")
+        command = shlex.join([program(), "retry", "--workspace", root, "--cycle", self.name])
+        return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; go on: {command}"
+
+    def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
+        """The errors of failed jobs, and commands for their logs that can be pasted where this command was typed."""
+        return failure_lines(records, self.store.storage.root, self.name, program())
 
     def ledger(self, plan: Plan, records: Sequence[JobRecord]) -> CycleLedger:
         return read_ledger(self.store, plan, records, self.settings.jobs)
+
+
+def program() -> str:
+    """How to call `trnjobs` from here: by its name where the shell finds it, else by its path."""
+    beside = Path(sys.executable).parent / "trnjobs"
+    if shutil.which("trnjobs") or not beside.exists():
+        return "trnjobs"
+    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
 
 
 def open_cycle(settings: CycleSettings, say: Say, stop: StopSignal | None = None) -> OpenCycle:

@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.tables import GOODPUT, cost_lines, failure_lines, status_lines, total_lines
+from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
@@ -42,7 +42,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
         shown = {"cycle": store.cycle, "closed": closed and closed.model_dump(mode="json")}
         say(json.dumps(shown | {"jobs": [record.model_dump(mode="json") for record in records]}, indent=1))
         return EXIT_OK
-    for line in (*status_lines(records), *failure_lines(records, store.storage.root, store.cycle)):
+    for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
     say(f"cycle {store.cycle}: {closed.text if closed else cycle.standing()}")
     return EXIT_OK
@@ -90,8 +90,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
         tries = sum(len(record.tries()) for record in (*store.earlier_records(records), *records))
         at = claim.claimed_at if claim else None
         errors += [
-            f"cycle {name}: {line}" if line[:1] != " " else line
-            for line in failure_lines(records, store.storage.root, name)
+            f"cycle {name}: {line}" if line[:1] != " " else line for line in asked.other(name).failure_lines(records)
         ]
         standing = "under way" if closed or asked.other(name).interrupted_s() is None else "interrupted"
         if standing == "interrupted":

@@ -14,7 +14,7 @@ from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.tables import cost_lines, failure_lines, status_lines, summary
+from jobs.cycle.tables import cost_lines, status_lines, summary
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from jobs.settings import CycleSettings, of_all_jobs
@@ -229,7 +229,7 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
     store, say = cycle.store, cycle.say
     records = cycle.with_errors(records)
     store.save_records(records)
-    for line in (*status_lines(records), *failure_lines(records, store.storage.root, store.cycle)):
+    for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:

@@ -14,7 +14,7 @@ from jobs.cycle.attempt_time import Moment
 from jobs.cycle.cost_ledger import SKEW_MS, CycleLedger, read_ledger, read_moments
 from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
-from jobs.cycle.tables import STATUS, failure_lines, status_rows
+from jobs.cycle.tables import STATUS, status_rows
 from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError
@@ -189,7 +189,7 @@ def watch(
                 sleep(every_s)
     except KeyboardInterrupt:
         return EXIT_OK
-    for line in failure_lines(cycle.with_errors(records), store.storage.root, store.cycle):
+    for line in cycle.failure_lines(cycle.with_errors(records)):
         cycle.say(line)
     cycle.say(f"cycle {store.cycle}: {closed.text if closed else cycle.standing()}")
     if closed is None:

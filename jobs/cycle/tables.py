@@ -98,19 +98,19 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
 NO_LOG = "its log is gone or cannot be read"
 
 
-def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str) -> list[str]:
+def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, program: str = "trnjobs") -> list[str]:
     """The error of each job that failed by itself, and the command that shows its whole log."""
     lines = list[str]()
     for leaf in (leaf for record in records if (leaf := failed_leaf(record))):
         lines.append(f"{leaf.name} failed, attempt {len(leaf.attempts)}:")
         lines += [f"  {line}" for line in leaf.attempts[-1].error.splitlines() or [NO_LOG]]
-        lines.append(f"  log: {logs_command(leaf, workspace, cycle)}")
+        lines.append(f"  log: {logs_command(leaf, workspace, cycle, program)}")
     return lines
 
 
-def logs_command(leaf: JobRecord, workspace: str, cycle: str) -> str:
+def logs_command(leaf: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
     """The command that shows the log from which the error of a failed job was taken. `workspace`: its URI."""
-    words = ["trnjobs", "logs", leaf.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
+    words = [program, "logs", leaf.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
     node = leaf.attempts[-1].error_node
     return shlex.join([*words, "--node", str(node)] if node else words)
 

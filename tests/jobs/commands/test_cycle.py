@@ -101,6 +101,7 @@ class Trnjobs:
 @pytest.fixture
 def trnjobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Trnjobs]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setattr(plan, "AFTER", ORDER)
     monkeypatch.setattr(plan, "ENTRY", (sys.executable, "-S", "-c", CODE))
     yield Trnjobs(tmp_path, capsys)

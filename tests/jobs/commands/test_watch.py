@@ -73,6 +73,7 @@ def test_until_it_has_ended(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_on_a_terminal_it_is_one_picture(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     failed = [good("prepare"), bad("train", tried(70, reason="[red]NaN[/red]"))]
     code, out, lines = watched(Target([START, TRAINS, failed]), tmp_path, monkeypatch, terminal=True)
     assert code == 70

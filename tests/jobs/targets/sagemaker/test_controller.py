@@ -84,6 +84,24 @@ def test_a_try_that_ended_by_itself_before_it_was_cancelled_keeps_its_end() -> N
 
 
 @pytest.mark.parametrize(
+    ("ended_at", "reason"), [(40.0, EXITED), (50.0, "no longer needed: prepare failed"), (60.0, None)]
+)
+def test_what_ended_before_the_failure_was_not_ended_for_it(ended_at: float, reason: str | None) -> None:
+    """The first failure counts, and what has not failed says nothing of when."""
+    prepare, step, *_ = every = leaves(job("prepare"), job("step"), job("health"), job("compile", "prepare", "health"))
+    records = {leaf.name: record(leaf) for leaf in every[:3]} | {
+        "compile": record(every[3]).model_copy(update={"state": JobState.PENDING})
+    }
+    for leaf, code, at in ((prepare, 65, 50.0), (step, 1, 90.0)):
+        one = Seen(started_at=1.0, ended_at=at, end=AttemptEnd(code, EXITED))
+        records[leaf.name] = observed_record(leaf, record(leaf), one, None, at)
+    end = Seen(started_at=1.0, ended_at=ended_at, end=AttemptEnd(1, EXITED))
+    found = advance(every, records, {("health", 1): end}, cancelled={}, at=200.0).records["health"]
+    assert found.attempts[0].status_reason == (reason or "no longer needed: prepare failed")
+    assert found.stopped_at == ended_at
+
+
+@pytest.mark.parametrize(
     ("note", "at", "state"),
     [
         ("", 101.0, JobState.CANCELLED),  # it was never handed over
