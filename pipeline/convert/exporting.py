@@ -399,6 +399,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
         partitions=state.partitions,
         also_seen=state.also_seen,
         trained_head=state.trained_head,
+        published=state.published,
         settings_hash=state.settings_hash,
         code_version=state.code_version,
         weights=(),
