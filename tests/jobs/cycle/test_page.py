@@ -201,8 +201,15 @@ def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) ->
 
 def row(cycle: str, metric: str = "", value: float | None = None, **more: object) -> CycleRow:
     """A line of the index."""
-    empty = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
-    fields = {"claimed_at": 1.0, "closed_at": 2.0, "outcome": "succeeded", "promoted": True, "reason": "", **empty}
+    empty: dict[str, object] = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
+    fields: dict[str, object] = {
+        "claimed_at": 1.0,
+        "closed_at": 2.0,
+        "outcome": "succeeded",
+        "promoted": True,
+        "reason": "",
+        **empty,
+    }
     fields |= {"stage_s": {}, "stage_usd": {}, "rows": None, "cycle": cycle, "metric": metric, "value": value}
     return CycleRow.model_validate({**fields, **more})
 
