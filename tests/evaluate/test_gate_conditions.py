@@ -154,6 +154,14 @@ def test_rows_without_a_value_are_in_no_slice() -> None:
     assert [(one.slice, one.outcome) for one in found.checks if one.kind == "slice"] == [("a=x", "pass")]
 
 
+def test_a_slice_in_which_few_queries_bear_on_a_metric_is_skipped() -> None:
+    names, graded = ["x"] * 60 + ["y"] * 60, np.arange(240) >= 60
+    both = [replace(rows(120, slices=names), gain=np.where(graded, np.tile([1.0, 0.0], 120), 0.0))] * 2
+    found = verdict(*both, slice_drops={"ndcg@10": 0.1})  # type: ignore[arg-type]
+    assert outcomes(found)["slice ndcg@10 a=x"] == "skipped" and outcomes(found)["slice ndcg@10 a=y"] == "pass"
+    assert check(found, "slice ndcg@10 a=x").num_queries == 30
+
+
 # The incumbent.
 
 
@@ -261,6 +269,9 @@ def test_a_refusal_for_another_reason_says_nothing_of_comparisons() -> None:
     ],
 )
 def test_why_nothing_judged_it(settings: dict[str, object], words: str) -> None:
+    tools = (boosting(num_queries=49), Baseline("BM25", missing="why"))
+    few = check(verdict(rows(49), None, *tools, baseline_drops={"accuracy": 0.0}), "comparison").reason
+    assert "; BM25 was not scored: why; not enough test queries to compare with boosting: 49, at least 50" in few
     reason = check(verdict(rows(), **settings), "comparison").reason
     assert words in reason and reason.startswith("nothing to compare with: no production model")
 
@@ -300,8 +311,9 @@ def test_metrics_that_only_one_side_or_neither_has() -> None:
         f"baseline BM25 {NDCG}": "fail",  # the candidate has none
     }
     four = holdout([1, 1, 2, 2], [0, 3, 1, 2], np.eye(4)[[0, 3, 1, 2]].tolist())
-    found = verdict(four, None, Baseline("boosting", rows=four), baseline_drops={"f1": 0.0})
+    found = verdict(four, None, Baseline("boosting", rows=four), baseline_drops={"f1": 0.0, "accuracy": 0.0})
     assert "baseline boosting f1" not in outcomes(found), "f1 is of two labels"
+    assert outcomes(found)["baseline boosting accuracy"] == "skipped", "few queries"
 
 
 def test_a_baseline_of_few_queries_counts_as_no_comparison_for_the_confidence() -> None:
