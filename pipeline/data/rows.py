@@ -1,6 +1,7 @@
 """Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -221,10 +222,13 @@ def match_columns(
                 next_command=f"rename the others, or name another column with {setting(field)}",
             )
     if missing:
+        alike = {column.strip().casefold(): column for column in available}
+        offered = [(field, alike.get(column.strip().casefold())) for field, column in missing]
+        named = [f"{setting(field)} {shlex.quote(column)}" for field, column in offered if column]
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
             expected="one of its columns: " + ", ".join(available),
-            next_command=f"name the right column with {setting(missing[0][0])}",
+            next_command=" ".join(named) or f"name the right column with {setting(missing[0][0])}",
         )
     return ColumnPlan(tuple(pairs))
 

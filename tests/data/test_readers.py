@@ -212,8 +212,9 @@ def test_what_is_there_in_place_of_a_file_is_named(tmp_path: Path, name: str, wo
         ("a.parquet", b"PAR1" + bytes(100), "is cut short"),
         ("a.parquet", ROWS, "cannot be read as parquet"),
         ("a.csv", ROWS.decode().encode("utf-16-le"), "begins with zero bytes"),
-        ("a.jsonl", b'\n[\n{"query": "q", "title": "t", "label": "x"}\n]\n', "is a JSON array"),
-        ("a.json", b'[{"query": "q", "title": "t", "label": "x"}]', "is a JSON array"),
+        ("a.jsonl", b'\n[\n{"query": "q", "title": "t", "label": "x"}\n]\n', "is JSON, an array"),
+        ("a.json", b'{\n  "query": "q",\n  "title": "t"\n}\n', "is JSON, an object of several lines"),
+        ("a.json", b'[{"query": "q", "title": "t", "label": "x"}]', "is JSON, an array"),
         ("a.csv", b"query,title,label,title\nq,t,x,t\n", r"has 2 columns 'title' \(for title\)"),
         ("a.csv", b"title;price\nt;1\n", "has no column 'query'"),
     ],
@@ -252,3 +253,19 @@ def test_bad_rows_of_text_files_name_their_line(tmp_path: Path, name: str) -> No
     torn = NOT_AN_OBJECT if name == "a.jsonl" else WRONG_FIELDS
     line = 4 if name == "a.jsonl" else 5
     assert [(row.row, row.line, row.reason) for row in bad] == [(1, line, torn), (2, line + 2, EMPTY_TITLE)]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_a_column_in_other_letters_is_offered(tmp_path: Path, name: str) -> None:
+    table = pa.table({"Query": ["q"], "TITLE ": ["t"], "label": ["x"]})
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    elif name == "a.csv":
+        pyarrow.csv.write_csv(table, tmp_path / name)
+    else:
+        (tmp_path / name).write_text(json.dumps(table.to_pylist()[0]) + "\n")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / name, DataConfig())
+    title = "TITLE" if name == "a.csv" else "'TITLE '"
+    assert caught.value.next_command == f"--data.columns.query Query --data.columns.title {title}"
