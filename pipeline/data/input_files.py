@@ -20,6 +20,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.readers import Planner, object_version, read_file, suffix_format, version_of
 from pipeline.data.rows import READER_VERSION, RawBatch, shorten
 from pipeline.io.commit import record_of
+from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import ObjectStat, Storage, open_storage, os_errors, place_of
 
@@ -135,7 +136,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
     Raises DataError, naming the `setting`, for a path that does not exist or is ambiguous, and for a broken link.
     """
     is_local = "://" not in path or path.startswith("file:///")
-    local = Path(path.removeprefix("file://") if is_local else "").expanduser()
+    local = user_path(path.removeprefix("file://") if is_local else "/")
     with os_errors("looking at", path):
         may_be_file = not local.is_dir() if is_local else bool(urlsplit(path).path.strip("/"))
         is_missing = is_local and not local.exists()

@@ -1,5 +1,7 @@
 """Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
 
+import difflib
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +17,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
-from pipeline.data.token_sets import QuarantinedRow
+from pipeline.data.token_sets import QuarantinedRow, RowContent
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""
@@ -33,7 +35,7 @@ class BadRow:
     file: str
     row: int
     reason: str
-    content: str
+    content: RowContent
     count: int = 1
     line: int = 0
 
@@ -136,6 +138,20 @@ def shorten(content: str | bytes) -> str:
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
 
 
+_COLUMN = b"column"
+
+
+def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
+    """Return the values of a row by the columns of its file (see `to_fields`), shortened for the quarantine file."""
+    found: dict[str, str | int | float | None] = {}
+    for field, values in zip(fields.schema, fields.columns, strict=True):
+        value = values[row].as_py()
+        if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):  # JSON has no NaN
+            value = shorten(value if isinstance(value, bytes) else str(value))
+        found[(field.metadata or {}).get(_COLUMN, field.name.encode()).decode()] = value
+    return found
+
+
 # What the encoder reads of a product.
 
 CHARACTERS_PER_TOKEN = 16
@@ -179,7 +195,8 @@ class ColumnPlan:
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
     """Match the wanted fields with the columns of one file.
 
-    Query and title are required, and label or gain. So is an optional column that was renamed: naming it was a wish.
+    Query and title are required, and label or gain. So is an optional column that was renamed: an explicitly
+    configured column must exist.
     Raises DataError listing the columns there are.
     """
     mapping, default = config.columns, ColumnMapping()
@@ -209,9 +226,10 @@ def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
 def match_columns(
     pairs: Sequence[tuple[str, str]], available: Sequence[str], file: str, setting: Callable[[str], str]
 ) -> ColumnPlan:
-    """The plan of (field, column) pairs.
+    """Return the plan of (field, column) pairs.
 
-    Raises DataError for a column the file lacks or has twice, naming the field's `setting`.
+    Raises DataError for a column that the file has twice, and for columns that it lacks; the next command has the
+    `setting` of each field, with the column that is most likely meant.
     """
     missing = [(field, column) for field, column in pairs if column not in available]
     for field, column in pairs:
@@ -222,15 +240,73 @@ def match_columns(
                 next_command=f"rename the others, or name another column with {setting(field)}",
             )
     if missing:
-        alike = {column.strip().casefold(): column for column in available}
-        offered = [(field, alike.get(column.strip().casefold())) for field, column in missing]
-        named = [f"{setting(field)} {shlex.quote(column)}" for field, column in offered if column]
+        free = [name for name in available if name not in {column for _, column in pairs}]
+        named, lists = list[str](), list[str]()
+        for field, column in missing:
+            if guess := _likely_column(field, column, free):
+                free.remove(guess)
+            if "." in field:  # one of a list of columns
+                lists.append(f"correct {column!r} in {setting(field)}" + (f" ({guess!r}?)" if guess else ""))
+            else:
+                named.append(f"{setting(field)} {shlex.quote(guess or 'COLUMN')}")
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
-            expected="one of its columns: " + ", ".join(available),
-            next_command=" ".join(named) or f"name the right column with {setting(missing[0][0])}",
+            expected="columns among " + ", ".join(available),
+            next_command="; ".join([*filter(None, [" ".join(named)]), *lists]),
         )
     return ColumnPlan(tuple(pairs))
+
+
+_USUAL_NAMES = {
+    "query": (
+        "query_text",
+        "search_query",
+        "search_term",
+        "search_terms",
+        "search",
+        "keyword",
+        "keywords",
+        "q",
+        "term",
+    ),
+    "title": (
+        "product_title",
+        "item_title",
+        "product_name",
+        "item_name",
+        "name",
+        "product",
+        "item",
+        "document",
+        "passage",
+    ),
+    "label": (
+        "grade",
+        "relevance",
+        "relevance_label",
+        "rating",
+        "judgement",
+        "judgment",
+        "esci_label",
+        "class",
+        "target",
+    ),
+    "gain": ("score", "relevance_score", "relevance", "weight"),
+    "text": ("description", "body", "product_description", "item_description"),
+    "query_id": ("qid", "search_id"),
+    "product_id": ("item_id", "sku", "asin", "doc_id", "id"),
+    "id": ("product_id", "item_id", "sku", "asin", "doc_id"),
+    "split": ("fold", "set", "subset"),
+}
+
+
+def _likely_column(field: str, column: str, available: Sequence[str]) -> str | None:
+    """Return the column that people usually give to a field, else one spelled much like `column`, else None."""
+    spelled = {re.sub(r"[^a-z0-9]+", "_", name.strip().lower()).strip("_"): name for name in reversed(available)}
+    for usual in (column.lower(), field, *_USUAL_NAMES.get(field, ())):
+        if usual in spelled:
+            return spelled[usual]
+    return next((spelled[name] for name in difflib.get_close_matches(column.lower(), list(spelled), n=1)), None)
 
 
 def _setting(field: str) -> str:
@@ -329,11 +405,18 @@ def _one_text_each_number(array: pa.Array) -> pa.Array:
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    """Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number."""
+    """Convert input columns to the fields of a plan; each remembers the name of its column.
+
+    Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number.
+    """
     arrays = list[pa.Array]()
     for field, column in plan.pairs:
         try:
             arrays.append(as_field(columns[column], field))
         except pa.ArrowException as error:
             raise pa.ArrowTypeError(f"column {column!r} is {columns[column].type}: {error}") from error
-    return pa.RecordBatch.from_arrays(arrays, names=[field for field, _ in plan.pairs])
+    fields = [
+        pa.field(field, array.type, metadata={_COLUMN: column.encode()})
+        for (field, column), array in zip(plan.pairs, arrays, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, shorten, whole_number
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, row_content, whole_number
 from pipeline.data.token_sets import SPLITS, CategoricalInfo
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
@@ -208,10 +208,8 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     bad = list(chunk.bad)
     for row, reason in enumerate(rows.reason):
         if reason:
-            values = {name: rows.table[name][row].as_py() for name in rows.fields}
-            shown = {name: shorten(v) if isinstance(v, bytes) else v for name, v in values.items()}
             place, line = int(rows.rows[row]), int(rows.lines[row])
-            bad.append(BadRow(chunk.file, place, reason, shorten(str(shown)), line=line))
+            bad.append(BadRow(chunk.file, place, reason, row_content(rows.table, row), line=line))
     return usable, bad, len(rows.rows) + sum(row.count for row in chunk.bad)
 
 

@@ -348,4 +348,5 @@ def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.Re
         return fields
     ids = columns[dict(plan.pairs)["id"]]
     ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
-    return fields.set_column(fields.schema.get_field_index("id"), "id", pc.cast(ids, id_type))
+    place = fields.schema.get_field_index("id")
+    return fields.set_column(place, fields.schema.field(place).with_type(ID_TYPES[id_type]), pc.cast(ids, id_type))

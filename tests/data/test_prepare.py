@@ -30,6 +30,7 @@ from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.validate import RowRules, codes_of
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.proc import pool
+from pipeline.stages.prepare import summary
 from pipeline.telemetry.events import EventName
 from tests.shown import Shown
 
@@ -276,7 +277,11 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
         (6, "empty title"),
         (8, "unknown label"),
     ]
-    assert "perhaps" in lines[3].decode()
+    assert json.loads(lines[3])["content"] == {"query": "q7", "title": "t7", "label": "perhaps"}
+    assert summary(result).endswith(
+        "97 rows, 4 bad: 1 empty query, 1 empty title, 1 malformed row: not a JSON object, 1 unknown label"
+        " | labels no < yes"
+    )
     strict = config.model_copy(update={"max_bad_fraction": 0.01})
     for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike
         with pytest.raises(DataError, match=r"4 of 101 rows are bad \(4\.0%\).*empty title \(1\)"):
