@@ -135,7 +135,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
 
     `words` is the whole command line, for a stage that runs itself again.
     """
-    from pipeline.context import StageContext, open_context
+    from pipeline.context import StageContext, open_context, with_backend
     from pipeline.telemetry.events import EventName
 
     stop, opened = StopSignal(), list[StageContext]()
@@ -152,6 +152,8 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
             EventName.STAGE_STARTED, stage=name, settings_hash=ctx.settings_hash, code_version=ctx.code_version
         )
         try:
+            if name in PARALLEL or name == "health":
+                settings = with_backend(settings, ctx, name)
             result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
         except BaseException as error:
             outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED
