@@ -41,13 +41,15 @@ class Step(StageJob):
 
     short: ClassVar[tuple[str, ...]] = ("name", "command")
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
-    command: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
+    command: tuple[str, ...] = Field(min_length=1)
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field({})
 
     @model_validator(mode="after")
     def _one_job(self) -> Self:
+        if not self.command[0]:
+            raise ValueError("command: its first word is empty; expected a program or a script")
         if self.workers > 1:
             raise ValueError("workers: a script is no array; expected nodes and processes")
         return self

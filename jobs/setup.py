@@ -17,12 +17,12 @@ from jobs.cycle.job_records import JobRecord
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
-from jobs.settings import CycleSettings, pipeline_fingerprint
+from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target
 from jobs.targets.local.engine import Slots
 from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -59,6 +59,23 @@ class OpenCycle:
         """Another cycle of the same workspace and settings."""
         settings = self.settings.model_copy(update={"cycle": name})
         return replace(self, settings=settings, store=replace(self.store, cycle=name))
+
+    def with_stored(self) -> Self:
+        """This cycle with the settings it was submitted with; those given now (file, environment, flag) win.
+
+        So its machines, prices and deadline are known to whoever looks at it. As it is where nothing was submitted, or
+        another version stored what this one cannot read.
+        """
+        try:
+            stored = self.store.settings()
+            if stored is None:
+                return self
+            given = values_of(self.settings.model_dump(mode="json", exclude_unset=True))
+            settings = with_values(stored, given)
+        except (ConfigError, DataError) as error:
+            self.say(f"cycle {self.name}: its stored settings are not used: {error.seen}")
+            return self
+        return replace(self, settings=settings)
 
     def plan(self) -> Plan:
         """The plan that was submitted. Raises ConfigError when none was."""

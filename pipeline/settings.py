@@ -64,7 +64,7 @@ class LogConfig(Record):
     """What a run says while it works."""
 
     every_steps: int = Field(10, ge=1, description="Steps between two lines of figures")
-    tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the tensorboard extra)")
+    tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the package tensorboard)")
 
 
 class ReportConfig(Record):

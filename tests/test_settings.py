@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from jobs.settings import CycleSettings
 from pipeline.core.errors import ConfigError
@@ -389,6 +389,57 @@ def test_hash_ignores_where_and_when_and_sees_what() -> None:
     ]
     assert {settings_hash(with_flags(flag)) for flag in same} == {base}
     assert len({settings_hash(with_flags(flag)) for flag in other} | {base}) == len(other) + 1
+
+
+NOT_HASHED = frozenset(
+    {
+        *(
+            "workspace",
+            "cycle",
+            "scratch",
+            "launch",
+            "compile",
+            "estimate",
+            "health",
+            "parity",
+            "tune",
+            "storage",
+            "log",
+        ),
+        *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
+        *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
+        *(
+            "mine.worker",
+            "mine.workers",
+            "mine.items_per_part",
+            "mine.queries_per_part",
+            "embed.worker",
+            "embed.workers",
+        ),
+        *("embed.tokenise_processes", "embed.verify"),
+    }
+)
+"""Settings, and whole sections, that change where, when and how fast a cycle runs, and not what it makes."""
+
+
+def names_above(name: str) -> set[str]:
+    words = name.split(".")
+    return {".".join(words[: number + 1]) for number in range(len(words))}
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_the_hash_sees_every_setting_but_those_named_here() -> None:
+    base = settings_hash(Settings())
+
+    def changed(model: BaseModel, words: list[str]) -> BaseModel:
+        """Without validation: any other value will do."""
+        name, *more = words
+        value = getattr(model, name)
+        return model.model_copy(update={name: changed(value, more) if more else ["another value"]})
+
+    seen = {leaf.name for leaf in LEAVES if settings_hash(changed(Settings(), leaf.name.split("."))) != base}  # type: ignore[arg-type]
+    assert seen == {leaf.name for leaf in LEAVES if not NOT_HASHED & names_above(leaf.name)}
+    assert set().union(*(names_above(leaf.name) for leaf in LEAVES)) >= NOT_HASHED
 
 
 def test_hash_is_the_same_in_another_process() -> None:

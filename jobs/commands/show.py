@@ -29,7 +29,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
-    cycle = open_cycle(arguments.settings, say)
+    cycle = open_cycle(arguments.settings, say).with_stored()
     store = cycle.store
     if arguments.watch:
         from jobs.commands.watch import watch  # rich's live display takes a while to import
@@ -110,8 +110,8 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.last:
         ledgers = list(_newest_ledgers(asked, arguments.last, (lambda _: None) if arguments.json else say))
     else:
-        plan = asked.plan()
-        ledgers = [asked.ledger(plan, asked.records(plan))]
+        plan, one = asked.plan(), asked.with_stored()
+        ledgers = [one.ledger(plan, one.records(plan))]
     if not ledgers:
         raise ConfigError(
             f"no cycle with jobs in {asked.store.storage.root}",
@@ -135,7 +135,7 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
 
 def _newest_ledgers(asked: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
     for name, claim in list(claims_by_age(asked.store).items())[-last:]:
-        cycle = asked.other(name)
+        cycle = asked.other(name).with_stored()
         plan = cycle.store.plan() if claim else None
         if claim is None:
             warn(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
@@ -150,7 +150,7 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
 
     Raises ConfigError when there are no jobs.
     """
-    cycle = open_cycle(arguments.settings, say)
+    cycle = open_cycle(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)
     report = write_page(store, plan, records, cycle.settings.jobs, store.closed() or outcome_of(plan, records))

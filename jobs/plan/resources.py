@@ -24,7 +24,16 @@ def job_of(
     timeout_s: int,
     after: Iterable[str],
 ) -> JobSpec:
-    """Raises ConfigError for a machine that is not in the table, without sizes beside it."""
+    """Raises ConfigError for a machine that is not in the table, without sizes beside it, and for what no process can
+    be given.
+    """
+    texts = {"its command": "".join(command)} | {f"environment {name}": name + one for name, one in environment.items()}
+    if bad := next((where for where, text in texts.items() if "\0" in text), ""):
+        raise ConfigError(
+            f"{name}: {bad!r} holds a zero byte",
+            expected="text without one, which is all that the kernel takes",
+            next_command="correct it, then trnjobs plan",
+        )
     if wanted.instance and wanted.instance not in NODES and None in (wanted.vcpus, wanted.memory_mib):
         raise ConfigError(
             f"jobs.{name}.instance is {wanted.instance}, an unknown instance type",

@@ -22,7 +22,8 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.sources import Partition, Source
+from pipeline.data.input_files import Partition
+from pipeline.data.sources import Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.downloads import HEAD_BYTES, check_downloaded

@@ -230,7 +230,7 @@ class S3Storage:
         return None
 
     def stat(self, key: str) -> ObjectStat | None:
-        target = self._target(key)
+        target = self._source(key)
         try:
             found = self._client.attempt("looking at", target.uri, lambda raw: raw.head_object(**target.where))
         except S3_ERRORS as error:
@@ -243,8 +243,8 @@ class S3Storage:
         cut = len(self._folder(""))
         for page in self._pages(prefix):
             for item in page.get("Contents", ()):
-                # A key that ends in '/' is what consoles create to show an empty folder.
-                if not item["Key"].endswith("/"):
+                # An empty object whose key ends in '/' is what consoles create to show an empty folder.
+                if item["Size"] or not item["Key"].endswith("/"):
                     yield ObjectStat(item["Key"][cut:], int(item["Size"]), str(item["ETag"]))
 
     def list_dirs(self, prefix: str) -> Names:
@@ -254,14 +254,14 @@ class S3Storage:
         return sorted(names, key=str.encode)  # S3 sorts them with their '/', which puts a-b before a
 
     def read_bytes(self, key: str) -> bytes:
-        target = self._target(key)
+        target = self._source(key)
         return self._client.call("reading", target.uri, lambda raw: _body(raw.get_object(**target.where), self.stop))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read_range(self._target(key), start, length)
+        return self._read_range(self._source(key), start, length)
 
     def open_read(self, key: str) -> BinaryIO:
-        found, target = self._require(key), self._target(key)
+        found, target = self._require(key), self._source(key)
         return buffered(
             lambda start, length: self._read_range(target, start, length, IfMatch=found.etag), found.size_bytes
         )
@@ -349,6 +349,11 @@ class S3Storage:
 
     def _target(self, key: str) -> Target:
         return Target(self._bucket, storage.join_key(self._prefix, storage.check_key(key)), self.uri(key))
+
+    def _source(self, key: str) -> Target:
+        """The target of an object to read: keys that others wrote may have empty parts."""
+        storage.check_key("/".join(filter(None, key.split("/"))))
+        return Target(self._bucket, storage.join_key(self._prefix, key), self.uri(key))
 
     def _folder(self, prefix: str) -> str:
         """The S3 prefix of a folder: ends in '/', '' for the whole bucket."""

@@ -4,6 +4,7 @@ Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and
 of a factory has its names behind `encoder.module.`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,6 +254,20 @@ def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source
 # The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
 
 
+def _weights_file(storage: Storage, scratch: Path) -> tuple[str, Path]:
+    """Return the name of a folder's weights, and the local file that they are read from."""
+    name = find_weights(storage)
+    return name, storage.local_path(name) or scratch / f"init-{name}"
+
+
+def digest_of_initial(folder: str, scratch: Path) -> tuple[str, str]:
+    """URI and SHA-256 of the weights of `model.init_from`, which `initial_model` has read."""
+    storage = open_storage(folder)
+    name, local = _weights_file(storage, scratch)
+    with local.open("rb") as file:
+        return storage.uri(name), hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def initial_model(
     config: ModelConfig, spec: InputSpec, seed: int, scratch: Path, *, same_vocabulary: bool = False
 ) -> RelevanceModel:
@@ -267,12 +282,10 @@ def initial_model(
     if config.init_from is None:
         return model
     storage: Storage = open_storage(config.init_from)
-    name = find_weights(storage)
-    source = storage.uri(name)
-    local = storage.local_path(name)
-    if local is None:
-        local = scratch / f"init-{name}"
+    name, local = _weights_file(storage, scratch)
+    if storage.local_path(name) is None:
         storage.download(name, local)
+    source = storage.uri(name)
     weights = read_tensors(local, source)
     state = model.state_dict()
     if config.factory is not None:

@@ -16,7 +16,7 @@ from pipeline.compile.config import CompileConfig
 from pipeline.context import scratch_folder
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.data.sources import find_files
+from pipeline.data.input_files import find_files
 from pipeline.io.paths import cache_folder, temporary_folder, user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import open_storage, place_of
