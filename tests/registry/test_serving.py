@@ -405,11 +405,16 @@ def test_a_record_in_which_a_digit_changed_is_refused(workspace: Storage, two: t
         past_pairs(workspace, MODEL)
 
 
-def test_records_of_earlier_versions_have_no_id(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+def test_records_of_earlier_versions_have_no_id_and_the_last_is_not_in_the_history(
+    workspace: Storage, two: tuple[Pair, Pair]
+) -> None:
+    workspace.delete([f"registry/{MODEL}/pairs/00000002.json"])
     for key in [pair_key(MODEL), *(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))]:
         pair = Pair.model_validate_json(workspace.read_bytes(key))
         workspace.write_bytes(key, pair.model_dump_json(exclude={"id", "production_follows"}).encode())
+    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
     assert roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR).vectors.cycle == "c1"
+    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c1"]
 
 
 def test_a_pair_of_another_model_is_refused(workspace: Storage, two: tuple[Pair, Pair]) -> None:
