@@ -24,7 +24,7 @@ from pipeline.registry.serving import (
     roll_back_pair,
     serve_verified_pair,
 )
-from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production
+from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production, put
 from tests.registry.conftest import ON_BOTH, Make
 
 
@@ -444,3 +444,19 @@ def test_production_alone_moves_where_nothing_is_served(workspace: Storage, make
     assert read_pair(workspace, MODEL) is None and past_pairs(workspace, MODEL) == ()
     with pytest.raises(ConfigError):
         roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+
+
+@pytest.mark.parametrize("by", ["model", "pair"])
+def test_neither_moves_where_the_history_is_lost(workspace: Storage, two: tuple[Pair, Pair], by: str) -> None:
+    workspace.delete([f"registry/{MODEL}/history.jsonl"])
+    before = production(workspace)
+    with pytest.raises((CheckpointError, ConfigError)):
+        if by == "model":
+            roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+        else:
+            roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert (production(workspace), served(workspace)) == (before, (two[1].checkpoint, "c2"))
+    put(workspace, two[0].checkpoint, forced="the history was lost")
+    assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c1"
+    found = production(workspace)
+    assert found is not None and found.checkpoint == two[0].checkpoint
