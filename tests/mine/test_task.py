@@ -116,6 +116,22 @@ def test_what_makes_the_vectors_of_a_model_names_other_negatives() -> None:
         prefix(config, checkpoint_of(tokenizer_fingerprint="other"))
 
 
+def test_queries_of_new_partitions_are_asked_or_of_all() -> None:
+    days = ("2026-01-01", "2026-01-02", "2026-01-03")
+    sets = [TokenSet(f"tokens/d/{day}", token_set_info(f"dt={day}", day)) for day in days]
+    parent = checkpoint_of(watermark=days[1], partitions={f"dt={day}": day for day in days[:2]})
+    everything = Settings(mine=MineConfig(partitions="all"))
+    plans = [plan_mining(Settings(), sets, None, parent), plan_mining(everything, sets, parent, parent)]
+    assert [plan.new for plan in plans] == [(2,), (0, 1, 2)]
+    assert [plan.source for plan in plans] == ["bm25", "digest"]
+    assert plan_mining(Settings(), sets, None, None).new == (0, 1, 2), "without a parent all are new"
+    changed = [replace(one, info=one.info.model_copy(update={"fingerprint": "late"})) for one in sets[:1]]
+    assert plan_mining(Settings(), changed, None, parent).new == ()
+    flat = [TokenSet("tokens/d/flat", token_set_info("flat", "print"))]
+    for mark, new in (("print", ()), ("other", (0,))):
+        assert plan_mining(Settings(), flat, None, checkpoint_of(partitions={"flat": mark})).new == new
+
+
 def text_hashes_of(task: MiningTask, start: int, stop: int) -> list[int]:
     tokens = task.items(start, stop)
     padded = np.full((stop - start, 8), PAD, dtype=np.int32)

@@ -295,11 +295,11 @@ def test_a_challenger_is_no_part_of_the_history(
     workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
 ) -> None:
     before, other = past_pairs(workspace, MODEL), make("c3")
-    for number, cycle in enumerate(("c3", "c4", "c5"), 3):
+    for number, cycle in enumerate(("c3", "c4", "c5", "c7", "c8"), 3):
         serve_verified_pair(workspace, embedded(workspace, tmp_path, cycle, other, number), CHALLENGER)
     assert past_pairs(workspace, MODEL) == before
     in_production(workspace, other)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c6", other, 6))
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c6", other, 9))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c6"]
 
 
@@ -312,6 +312,15 @@ def test_a_model_comes_back_with_vectors_that_were_not_rolled_back_from(
     in_production(workspace, third)
     serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4))
     roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert served(workspace) == (two[1].checkpoint, "c2")
+
+
+def test_a_model_that_is_put_back_comes_with_its_vectors_that_nobody_rolled_back_from(
+    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
+    roll_back_pair(workspace, MODEL, "c1", reason="a part of c2b was empty", author=AUTHOR)
+    roll_back_model(workspace, MODEL, two[1].checkpoint, reason="it was not the model", author=AUTHOR)
     assert served(workspace) == (two[1].checkpoint, "c2")
 
 
