@@ -30,18 +30,20 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     shards = []
     for partition, counts in enumerate(([40, 30], [20, 30])):
         shard = write_shard(folder / f"{partition}.safetensors", counts, 1000 * partition)
-        _judge_twice(shard.path)
+        _make_pairs_alike(shard.path)
         shards.append(type(shard)(shard.path, shard.rows, partition))
     return TokenRows(shards, BUCKETS, PAD, ("partition",))
 
 
-def _judge_twice(path: Path) -> None:
-    """Two pairs of a query each stand twice, with a better gain first and last."""
+def _make_pairs_alike(path: Path) -> None:
+    """Write two pairs of a query twice, the better gain first and last, and two queries with the same one product."""
     tensors = load_file(path)
     for first, gains in ((0, (1.0, 0.0)), (2, (0.0, 1.0))):
         assert tensors["b0.query_id"][first] == tensors["b0.query_id"][first + 1]
         tensors["b0.product"][first + 1] = tensors["b0.product"][first]
         tensors["b0.gain"][first : first + 2] = gains
+    tensors["b0.product"][8:16] = tensors["b0.product"][8]
+    tensors["b0.gain"][8:16] = [1.0, 0.0, 0.0, 0.0] * 2
     save_file(tensors, path)
 
 
