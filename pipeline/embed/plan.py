@@ -26,8 +26,9 @@ from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
+from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import RawBatch, quarantined
-from pipeline.data.sources import Files, open_files, open_source, reading_progress
+from pipeline.data.sources import open_source, reading_progress
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import EarlierCycle, HashSpill, find_earlier
@@ -216,6 +217,10 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
     else:
         columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
+        if files.passed_over:
+            ctx.console.info(
+                f"embed: {len(files.passed_over)} other file(s) were not read: {names_of(files.passed_over)}"
+            )
         if all(name == "parquet" for _, name in files.found):
             return look_at(files.storage, [stat for stat, _ in files.found], columns)
         prefix, info = gather_rows(columns, files, ctx.workspace)

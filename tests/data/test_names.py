@@ -10,9 +10,10 @@ import pytest
 from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import Manifest
 from pipeline.data.config import CategoricalFeature, DataConfig, TokenizerConfig
+from pipeline.data.input_files import InputFile, Partition
 from pipeline.data.prepare import name_partitions
 from pipeline.data.row_counts import Encoding
-from pipeline.data.sources import InputFile, Partition, Source
+from pipeline.data.sources import Source
 from pipeline.data.survey import LabelSet
 from pipeline.data.token_sets import FileRows, SliceInfo, TokenSetInfo, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, store_tokenizer
@@ -171,6 +172,7 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "files": "its own",
         "judged": "its own",
         "without_category": "its own",
+        "texts_of_several_ids": "its own",
     }
     given: dict[str, Any] = {
         "splits": {"valid": ()},
