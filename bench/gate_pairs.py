@@ -57,14 +57,33 @@ class Population:
         query = np.repeat(np.arange(num_queries), ROWS)
         return _taken(self.candidate, rows, query), _taken(self.incumbent, rows, query)
 
-    def verdicts(self, config: GateConfig, num_queries: int, num_holdouts: int, seed: int) -> list[Verdict]:
-        """What the gate says of the same two models on different holdouts."""
+    def verdicts(
+        self, config: GateConfig, num_queries: int, num_holdouts: int, seed: int, search: "Population | None" = None
+    ) -> list[Verdict]:
+        """What the gate says of the same two models on different holdouts; `search` as in `as_baseline`."""
         stream = np.random.default_rng([seed, num_queries])
         found = []
         for number in range(num_holdouts):
-            candidate, incumbent = self.holdout(stream.integers(0, self.num_queries, num_queries))
-            found.append(judge(candidate, incumbent, config, metrics=METRICS, seed=seed + number))
+            taken = stream.integers(0, self.num_queries, num_queries)
+            candidate, incumbent = self.holdout(taken)
+            ours, theirs = search.searched(taken) if search else (None, None)
+            verdict = judge(
+                candidate,
+                incumbent,
+                config,
+                metrics=METRICS,
+                candidate_retrieval=ours,
+                incumbent_retrieval=theirs,
+                searched=search is not None,
+                seed=seed + number,
+            )
+            found.append(verdict)
         return found
+
+    def searched(self, taken: Int64s) -> tuple[PerQuery, PerQuery]:
+        """nDCG@10 of the queries `taken` [n] as figures of retrieval, of candidate and incumbent."""
+        candidate, incumbent = (PerQuery(np.arange(len(taken)), {SEARCHED: one[taken]}) for one in self.ndcg)
+        return candidate, incumbent
 
     def as_baseline(
         self, search: "Population", config: GateConfig, num_queries: int, num_holdouts: int, seed: int
@@ -75,7 +94,7 @@ class Population:
         for number in range(num_holdouts):
             taken = stream.integers(0, self.num_queries, num_queries)
             candidate, tool = self.holdout(taken)
-            ours, theirs = (PerQuery(np.arange(num_queries), {SEARCHED: one[taken]}) for one in search.ndcg)
+            ours, theirs = search.searched(taken)
             tools = [Baseline("boosting", rows=tool), Baseline("BM25", retrieval=theirs)]
             found.append(
                 judge(

@@ -72,6 +72,7 @@ sample = 16
 [gate]
 min_queries = 2
 min_slice_queries = 2
+first_without_comparison = true
 resamples = 200
 first_baselines = "warn"
 [gate.drops]

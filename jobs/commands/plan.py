@@ -36,6 +36,9 @@ from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.sources import input_rows
+from pipeline.data.token_sets import SPLITS, Split
+from pipeline.evaluate.split_size import figure_name, size_advice
+from pipeline.io.paths import temporary_folder
 from pipeline.settings import resolve
 
 PREPARE = "prepare"
@@ -76,8 +79,11 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
     else:
         records: Sequence[tuple[JobRecord, ...]] = ()
         runs: Mapping[str, Sequence[EmbedRun]] = {}
+        split_lines: Sequence[str] = ()
         try:
-            records, runs = _earlier(open_cycle(settings, say).store, target)
+            store = open_cycle(settings, say).store
+            records, runs = _earlier(store, target)
+            split_lines = _split_lines(settings, store)
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         prices, jobs = prices_of(settings.jobs, target), settings.jobs
@@ -89,9 +95,26 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             say(line)
         for line in embed_rate_lines(plan, runs.get(EMBED, ()), stated, prices):
             say(line)
-        for line in array_lines(plan, _amounts(settings, plan, runs), runs, prices):
+        for line in (*array_lines(plan, _amounts(settings, plan, runs), runs, prices), *split_lines):
             say(line)
     return EXIT_OK
+
+
+def _split_lines(settings: CycleSettings, store: CycleStore) -> list[str]:
+    """A warning if the judged split of this cycle, or else of the last one prepared, is too small for the gate."""
+    names = [store.cycle, *reversed([name for name in claims_by_age(store) if name != store.cycle][-HISTORY:])]
+    for name in names:
+        result = load_result(store.storage, name, PREPARE)
+        if result is None:
+            continue
+        split, counts = settings.evaluate.split, dict[Split, int]()
+        for one in SPLITS:
+            if isinstance(number := result.figures.get(figure_name(one)), int):
+                counts[one] = number
+        if split in counts and counts[split] < settings.gate.min_queries:
+            return [f"cycle {name}: {size_advice(split, counts[split], settings.gate.min_queries, counts)}"]
+        return []
+    return []
 
 
 def _amounts(settings: CycleSettings, plan: Plan, runs: Mapping[str, Sequence[EmbedRun]]) -> dict[str, Amount]:
@@ -143,7 +166,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
     at the paths that they have in the image; files and flags of the command come on top. Raises ConfigError.
     """
     planned = read_planned(arguments.plan)
-    with TemporaryDirectory(prefix="trnjobs-") as folder:
+    with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
         told = Path(folder) / "infra.json"  # as make deploy will write it, but for what is not known yet
         told.write_text(json.dumps(planned.settings))
         files = [*planned.files, *arguments.config, told]

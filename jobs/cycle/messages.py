@@ -75,6 +75,7 @@ def messages_of(
     closed: Closed | None,
     round_: int,
     promoted: bool,
+    without_comparison: bool = False,
     failed_before: bool,
     retried_at: int,
     rounds: Mapping[str, int] | None = None,
@@ -85,6 +86,7 @@ def messages_of(
         about: what all messages of this cycle share.
         round_: of submission, from 1: a cycle that is retried ends again.
         promoted: the gate let a new model into production in this cycle.
+        without_comparison: nothing had judged that model.
         failed_before: the cycle before this one failed.
         retried_at: tries of a job that are worth a message.
         rounds: in which each job was submitted, by its id; 1 for those that are not there.
@@ -119,7 +121,8 @@ def messages_of(
     elif closed.outcome == "refused":
         yield message("refused", f"the new model was refused, production is unchanged: {why} ({facts})", **end)
     elif closed.outcome == "succeeded" and promoted:
-        yield message("promoted", f"a new model is in production ({facts})", **end)
+        doubt = ", promoted WITHOUT a comparison" if without_comparison else ""
+        yield message("promoted", f"a new model is in production{doubt} ({facts})", **end)
     if closed.outcome in ("succeeded", "refused") and (failed_before or round_ > 1):
         yield message("recovered", f"works again, the cycle has ended: {closed.outcome} ({facts})", **end)
 

@@ -5,7 +5,7 @@ Every feature is a function of the two texts only, so that serving and embedding
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import log, log1p
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.data.config import DataConfig
+from pipeline.data.words import lowered, units_of, with_marks
 
 LEXICAL_NAMES = (
     "lex_jaccard",
@@ -37,7 +38,14 @@ LEXICAL_NAMES = (
 )
 """Coverage: share of one side's words found on the other. Code: word with a digit. Squeezed: letters, digits only."""
 
-_PART = re.compile(r"[^\W_]+(?:[.,](?=\d)[^\W_]+)*")
+
+@cache
+def _part(*, ascii_only: bool) -> re.Pattern[str]:
+    """Letters and digits, with a point or comma before a digit."""
+    letter = r"[^\W_]" if ascii_only else with_marks(r"[^\W_]")
+    return re.compile(rf"{letter}+(?:[.,](?=\d){letter}+)*")
+
+
 _UNIT = re.compile(r"(?<![^\W_])(\d+(?:[.,]\d+)?)\s?([^\W\d_]{1,4}|\"|%)(?![^\W_])")
 _LOG20 = log(20)
 _DIGIT = re.compile(r"\d")
@@ -54,9 +62,10 @@ class _Text(NamedTuple):
 
 
 def _analyse(text: str) -> _Text:
-    text = text.lower()
-    words = tuple(_PART.findall(text))
-    padded = " " + " ".join(words) + " "
+    text = lowered(text)
+    parts = _part(ascii_only=text.isascii()).findall(text)
+    words = tuple(word for part in parts for word in units_of(part))
+    padded = " " + " ".join(parts) + " "
     units: dict[str, set[str]] = {}
     for number, unit in _UNIT.findall(text):
         units.setdefault(unit, set()).add(number.replace(",", ".").removesuffix(".0"))
@@ -64,7 +73,7 @@ def _analyse(text: str) -> _Text:
         words,
         word_set := frozenset(words),
         frozenset(word for word in word_set if _DIGIT.search(word)),
-        "".join(words),
+        "".join(parts),
         frozenset([padded[i : i + 3] for i in range(len(padded) - 2)]),
         {unit: frozenset(numbers) for unit, numbers in units.items()},
         sum(map(len, words)),

@@ -16,12 +16,13 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import locate
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
+from pipeline.core.optional import install_command
 from pipeline.core.progress import progress
 from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_sets import TokenSetInfo, open_rows
-from pipeline.evaluate.bm25 import K1, B, Bm25, Ranked, best_weight, by_rank, by_weight
+from pipeline.evaluate.bm25 import K1, WORDS, B, Bm25, Ranked, best_weight, by_rank, by_weight, nothing_found
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline
 from pipeline.evaluate.holdout import Holdout
@@ -90,7 +91,7 @@ def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> B
     try:
         from sklearn.ensemble import HistGradientBoostingClassifier
     except ImportError as error:
-        return f"scikit-learn cannot be imported ({error}): pip install 'trnpipe[baselines]'"
+        return f"scikit-learn cannot be imported ({error}): {install_command('sklearn')}"
     rows = _some_rows(train, max_rows, stop)
     if not rows or not rows["numeric"].shape[1]:
         return "prepared rows have no numeric feature (data.lexical, data.numeric)" if rows else "no row of split train"
@@ -224,14 +225,20 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], ranked: Ranked | Non
 def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
     if isinstance(task, str):
         return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B})
+    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B, "words": WORDS})
     if read_manifest(search.ctx.workspace, key) is None:
         lists = lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop)
         found = search.save(task, key, lists)
     else:
         found = search.load(task, key)
-    report = BaselineReport(name="bm25", scores=key, retrieval=found.report)
-    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query), found.ranked)
+    weak = ""
+    if found.ranked is not None:
+        judged = len(task.queries.ids)
+        weak = nothing_found(int(found.ranked.part(0, judged).is_empty.sum()), judged, "item")
+        if weak:
+            search.warn(f"BM25 finds nothing: {weak}")
+    report = BaselineReport(name="bm25", scores=key, retrieval=found.report, weak=weak)
+    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query, weak=weak), found.ranked)
 
 
 def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str) -> ScoredBaseline:

@@ -1,9 +1,8 @@
 """Search with words (BM25), alone and fused with search by vectors. Pure.
 
 Words are scored by bm25s, in the form of Lucene (Kamphuis et al. 2020, "Which BM25 do you mean?"): idf = ln(1 + (N - n
-+ 0.5) / (n + 0.5)), which is never negative, and no factor k1 + 1; k1 and b as in Anserini. Words are runs of letters,
-digits and underscores in lower case, with no stemming and no stop words. Which items are best is chosen here: bm25s
-takes any of equal ones.
++ 0.5) / (n + 0.5)), which is never negative, and no factor k1 + 1; k1 and b as in Anserini. Words are those of
+data/words.py, with no stemming and no stop words. Which items are best is chosen here: bm25s takes any of equal ones.
 
 Memory: about 60 bytes for each different word of an item (200 while the index is built), and 8 bytes an item for the
 query at hand, however many queries there are.
@@ -13,14 +12,15 @@ outperforms Condorcet and individual Rank Learning Methods", SIGIR 2009), or by 
 brought to 0..1 (Bruch, Gai and Ingber, "An Analysis of Fusion Functions for Hybrid Retrieval", TOIS 2023).
 """
 
-import re
+import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.core.arrays import Float64s, Int64s
+from pipeline.core.arrays import Bools, Float64s, Int64s
+from pipeline.data.words import words_of
 
 # bm25s calls JAX on import, where it is installed, and JAX takes three quarters of a GPU's memory at its first call, in
 # each process that runs. What is used here is NumPy's. None: as if it were not installed.
@@ -32,8 +32,11 @@ import bm25s  # noqa: E402
 if not _uses_jax:
     del sys.modules["jax"]
 
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
+
 K1, B = 0.9, 0.4
-_WORD = re.compile(r"\w+")
+WORDS = 2
+"""Version of what a word is; 1 was `\\w+`, which tears vowel signs and takes a Japanese title for one word."""
 
 
 class Bm25:
@@ -43,8 +46,7 @@ class Bm25:
         self._words: dict[str, int] = {}
         items: list[list[int]] = []
         for text in texts:
-            words = _WORD.findall(text.lower())
-            items.append([self._words.setdefault(word, len(self._words)) for word in words])
+            items.append([self._words.setdefault(word, len(self._words)) for word in words_of(text)])
         self.num_items = len(items)
         self._index = bm25s.BM25(k1=k1, b=b, method="lucene", dtype="float64", backend="numpy")
         if self._words:
@@ -65,7 +67,7 @@ class Bm25:
 
     def scores(self, query: str) -> Float64s:
         """Of all items, [N]; 0 for those that have no word in common with the query."""
-        words = [self._words[word] for word in _WORD.findall(query.lower()) if word in self._words]
+        words = [self._words[word] for word in words_of(query) if word in self._words]
         every: Float64s = self._index.get_scores_from_ids(words) if words else np.zeros(self.num_items)
         return every
 
@@ -94,6 +96,21 @@ class Ranked:
 
     def part(self, start: int, stop: int) -> "Ranked":
         return Ranked(self.items[start:stop], self.scores[start:stop])
+
+    @property
+    def is_empty(self) -> Bools:
+        """[Q]: the queries for which nothing was found."""
+        empty: Bools = self.items[:, 0] < 0
+        return empty
+
+
+MANY_EMPTY = 0.5
+"""Of queries: a search by words that finds nothing for more of them is no comparison."""
+
+
+def nothing_found(empty: int, queries: int, items: str) -> str:
+    """`12 of 20 queries share no word with any item`, for more than half of the queries; else an empty text."""
+    return f"{empty:,} of {queries:,} queries share no word with any {items}" if empty > MANY_EMPTY * queries else ""
 
 
 def by_rank(one: Ranked, other: Ranked) -> Int64s:

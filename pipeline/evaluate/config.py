@@ -113,6 +113,9 @@ OnBetter = Literal["refuse", "warn", "off"]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 
 
+DROPS: dict[Metric, Allowed] = {"ndcg@10": 0.01, "macro_f1": 0.01, "retrieval_ndcg@10": 0.01}
+
+
 class GateConfig(Record):
     """When a candidate may replace the model in production."""
 
@@ -120,9 +123,9 @@ class GateConfig(Record):
         {}, description="Value each metric must reach, as metric=value; of loss and ece the most it may be"
     )
     drops: dict[Metric, Allowed] = Field(
-        {"ndcg@10": 0.01, "macro_f1": 0.01},
+        DROPS,
         description="Metrics compared with the incumbent, as metric=allowed drop; the candidate must be shown not "
-        "to be worse by more (loss, ece: rise)",
+        "to be worse by more (loss, ece: rise). Drops of your own replace all of these",
     )
     slice_drops: dict[RowMetric, Allowed] = Field(
         {"ndcg@10": 0.02, "macro_f1": 0.02},
@@ -146,11 +149,29 @@ class GateConfig(Record):
         description="One-sided confidence of 'shown'; over all slices together for slices, and so for baselines",
     )
     resamples: int = Field(2000, ge=200, le=100_000, description="Bootstrap draws of the queries")
-    min_queries: int = Field(50, ge=2, description="Queries that must bear on a metric, or nothing is promoted")
+    min_queries: int = Field(
+        50,
+        ge=2,
+        description="Queries that must bear on a metric for a floor or a comparison; with fewer, a later model is"
+        " refused, and a first one unless another comparison judges it",
+    )
     min_slice_queries: int = Field(50, ge=2, description="Queries below which a slice is shown, but not judged")
     without_incumbent: Literal["floors", "refuse"] = Field(
-        "floors", description="No model in production yet: promote what reaches the floors, or refuse"
+        "floors",
+        description="No model in production yet: judge the first one by floors and baselines, or refuse it",
     )
+    first_without_comparison: bool = Field(
+        False, description="Promote a first model that no floor and no baseline could judge, and say so on record"
+    )
+
+    def drops_for(self, *, searched: bool) -> dict[Metric, Allowed]:
+        """`drops`; where retrieval is not evaluated, the default ones without those of retrieval.
+
+        Drops that a user set stand as they are: one of retrieval then refuses.
+        """
+        if searched or self.drops != DROPS:
+            return self.drops
+        return {text: allowed for text, allowed in self.drops.items() if not MetricName.parse(text).of_retrieval}
 
     def with_ranks(self, metrics: MetricsConfig) -> MetricsConfig:
         """`metrics` with the ranks of retrieval that are judged; itself where it has them."""
@@ -242,11 +263,14 @@ class RetrievalConfig(Record):
     enabled: bool = Field(True, description="Evaluate retrieval at all")
     catalogue: str | None = Field(
         None,
-        description="File or folder (file:// or s3://) of items, each with the query it is relevant to; none: the"
+        description="File or folder (file:// or s3://) of items, each row with a query it is relevant to; none: the"
         " distinct products of the prepared data, judged by the gains of the holdout",
     )
     format: Literal["auto", "parquet", "csv", "jsonl"] = Field("auto", description="Its layout; auto: by suffix")
-    id: str = Field("product_id", description="Column of the item's id; of several rows with one id the first counts")
+    id: str = Field(
+        "product_id",
+        description="Column of the item's id; of rows with one id the first gives the texts, each its query",
+    )
     title: str = Field("title", description="Column of the item's title")
     text: str = Field("text", description="Column of longer text, appended to the title (optional)")
     query: str = Field("query", description="Column of the query that the item is relevant to; empty: to none")

@@ -33,6 +33,7 @@ class BaselineReport(Record):
     retrieval: MetricReport | None = None
     threshold: float | None = Field(None, description="As of a model")
     missing: str = Field("", description="Why it was not scored")
+    weak: str = Field("", description="Why it is no proof to beat it")
 
     @property
     def figures(self) -> dict[str, float]:
@@ -47,6 +48,7 @@ class ModelReport(Record):
     digest: str
     cycle: str
     step: int
+    began_from: str = Field("", description="Published weights that its lineage began from; empty: scratch, or unknown")
     scores: str = Field(description="Key of its scores in the workspace")
     metrics: MetricReport
     retrieval: MetricReport | None = Field(description="None when retrieval is not evaluated")

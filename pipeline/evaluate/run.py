@@ -30,6 +30,7 @@ from pipeline.evaluate.products import decoded
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
 from pipeline.evaluate.scores import ScoreSet, to_rows
+from pipeline.evaluate.split_size import verdict_advice
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks
@@ -251,8 +252,20 @@ class Evaluation:
             incumbent_threshold=theirs.threshold if theirs else None,
             candidate_retrieval=ours.found.per_query if ours.found else None,
             incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
+            searched=config.retrieval.enabled,
             baselines=[one.baseline for one in scored],
+            warnings=self._doubts(),
             seed=config.seed,
+        )
+        advice = verdict_advice(
+            verdict,
+            config,
+            [one.info for one in self.search.sets],
+            split=holdout.split,
+            rows=holdout.order.total,
+            rows_in_split=sum(holdout.rows.sizes),
+            all_partitions=len(holdout.sets) == len(self.search.sets),
+            later=theirs is not None,
         )
         task = self.search.task if config.retrieval.enabled else ""
         partitions = tuple(one.info.partition for one in holdout.sets)
@@ -279,13 +292,26 @@ class Evaluation:
                 retrieval_queries=0 if isinstance(task, str) else len(task.queries.ids),
                 retrieval_items=0 if isinstance(task, str) else task.num_items,
             ),
-            verdict=verdict,
+            verdict=verdict.model_copy(update={"advice": advice}),
             warnings=tuple(self.notes.warnings),
             seconds=self.notes.seconds,
             settings_hash=ctx.settings_hash,
             code_version=ctx.code_version,
             at=datetime.now(UTC),
         )
+
+    def _doubts(self) -> list[str]:
+        """What makes figures of the holdout doubtful, for the verdict."""
+        leak = self.leak
+        if leak is None:
+            return ["holdout queries were not looked for in the training data (evaluate.leak off)"]
+        found = [f"{leak.text()}: figures on them are better than they would be on new queries"] if leak.share else []
+        if leak.unchecked:
+            number = len(leak.unchecked)
+            found.append(
+                f"{number} partition(s) trained on were not looked at for holdout queries: not prepared any more"
+            )
+        return found
 
     def _store_digest(self, ours: Side, theirs: Side | None) -> None:
         """What pages draw of the scores."""
@@ -325,6 +351,7 @@ class Evaluation:
             digest=side.checkpoint.digest,
             cycle=state.cycle,
             step=state.step,
+            began_from=state.published.text if state.published else "",
             scores=side.scores_key,
             metrics=metric_report(rows, metrics, side.threshold),
             retrieval=found.report if found else None,

@@ -66,6 +66,8 @@ class Counts:
     """Left out by skip_top."""
     above_margin: int = 0
     """Left out as likely positives."""
+    nothing_found: int = 0
+    """Queries for which nothing was found at all, as by a search by words that they share with no product."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -88,5 +90,5 @@ def choose_negatives(found: Candidates, judged: JudgedItems, config: MineConfig)
     negatives = np.full((len(found.items), config.negatives_per_query), NONE, dtype=np.int64)
     query, place = np.nonzero(left)
     negatives[query, (np.cumsum(left, axis=1) - 1)[query, place]] = found.items[query, place]
-    counts = (len(negatives), left, is_judged, passed, above)
+    counts = (len(negatives), left, is_judged, passed, above, ~real.any(axis=1))
     return negatives, Counts(*(int(np.sum(count)) for count in counts))

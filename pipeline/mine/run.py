@@ -413,6 +413,7 @@ def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: P
             "judged_skipped": counts.judged,
             "above_margin": counts.above_margin,
             "passed_over": counts.passed_over,
+            "nothing_found": counts.nothing_found,
         },
     )
     staged = empty_folder(parts.scratch / "set")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE, Preempted, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.io.paths import temporary_folder
 from pipeline.parallel.network import torchrun_arguments
 from pipeline.parallel.world import NUM_NODES
 
@@ -26,7 +27,7 @@ def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
 
 def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
     """Run `python -m <module> <words>` in `processes` ranks on this node and return one exit code for all of them."""
-    with tempfile.TemporaryDirectory(prefix="trnpipe-exit-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trnpipe-exit-", dir=temporary_folder()) as folder:
         command = [sys.executable, "-m", "pipeline.parallel.launch", *torchrun_arguments(processes, os.environ)]
         command += ["-m", module, *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))

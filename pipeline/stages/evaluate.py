@@ -34,7 +34,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         digest = models.candidate.digest
         promoted = any(entry.digest == digest for entry in changes_of(past))
         # The same question was answered and acted on. What was promoted is the incumbent now, or has been.
-        loose = {"code_version"} | ({"incumbent"} if promoted else set())
+        loose = {"code_version"} | ({"incumbent", "gate"} if promoted else set())
         before, now = ({k: v for k, v in one.items() if k not in loose} for one in (earlier.inputs, inputs))
         # It passed, was not promoted, and now should be.
         wanted = settings.evaluate.promote and (models.against_production or bool(settings.evaluate.force_reason))
@@ -94,13 +94,28 @@ def _conclude(
             f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_SHOWN])}{more}",
             expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline"
             " (gate.*)",
-            next_command=f"look at {_report_uri(ctx)}; train again, or on record --evaluate.force-reason TEXT",
+            next_command=f"look at {_report_uri(ctx)}; {_way_out(report)}",
         )
     pointer = None
     if settings.evaluate.promote and (models.against_production or forced):
         name, expected = settings.model_name, models.pointer
         pointer = promote(ctx.workspace, name, candidate, expected=expected, decision=decision, author=author)
     return _finish(settings, ctx, models, report, pointer, started)
+
+
+def _way_out(report: EvaluationReport) -> str:
+    """What may help a refused candidate."""
+    failed = [check for check in report.verdict.checks if check.outcome == "fail"]
+    if report.verdict.advice:
+        return report.verdict.advice
+    if any(check.kind == "comparison" for check in failed):
+        return (
+            "let a baseline judge it (evaluate.baselines; boosting needs pip install scikit-learn), set a floor"
+            " (--gate.floors ndcg@10=0.6), or --gate.first-without-comparison"
+        )
+    if any(check.name == "scores incumbent" or (check.kind == "delta" and check.incumbent is None) for check in failed):
+        return "trnpipe registry rollback --reason TEXT, or on record --evaluate.force-reason TEXT"
+    return "train again, or on record --evaluate.force-reason TEXT"
 
 
 def _finish(
@@ -116,6 +131,7 @@ def _finish(
     info(f"evaluate: figures in {_report_uri(ctx)}, scores in {ctx.workspace.uri(report.candidate.scores)}")
     if pointer is not None:
         how = "promoted by force" if pointer.action == "forced" else "promoted"
+        how += " WITHOUT a comparison" if report.verdict.without_comparison else ""
         info(f"evaluate: {how}, generation {pointer.generation}: {ctx.workspace.uri(pointer.checkpoint)}")
     elif not settings.evaluate.promote:
         info("evaluate: passed, and not promoted (evaluate.promote)")
@@ -129,6 +145,7 @@ def _finish(
     figures: dict[str, Figure] = {
         "promoted": pointer is not None,
         "forced": pointer is not None and pointer.action == "forced",
+        **({"without_comparison": True} if pointer is not None and report.verdict.without_comparison else {}),
         "generation": pointer.generation if pointer else None,
         "rows": report.holdout.rows,
         "queries": report.holdout.queries,

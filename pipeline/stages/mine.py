@@ -13,6 +13,7 @@ from pipeline.core.format import format_duration
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.plan import open_model
+from pipeline.evaluate.bm25 import nothing_found
 from pipeline.mine.config import BM25, PARENT
 from pipeline.mine.run import (
     MiningPlan,
@@ -114,9 +115,13 @@ def _tell_end(ctx: StageContext, made: NegativeSet, result: StageResult) -> None
         f"{figures['judged_skipped']:,} judged, {figures['above_margin']:,} likely positives | "
         f"{format_duration((result.finished - result.started).total_seconds())} | {ctx.workspace.uri(made.prefix)}"
     )
-    if figures["queries_without"]:
+    without, queries = int(figures["queries_without"]), int(figures["queries"])
+    empty = int(figures.get("nothing_found", 0)) if made.info.source == BM25 else 0
+    if nothing := nothing_found(empty, queries, "product"):
+        ctx.console.warn(f"mine: {nothing}: BM25 has no negatives for them; --mine.source CHECKPOINT ranks by a model")
+    elif without:
         ctx.console.warn(
-            f"mine: {figures['queries_without']:,} of {figures['queries']:,} queries have no negative:"
+            f"mine: {without:,} of {queries:,} queries have no negative:"
             " lower mine.relative_margin, or raise mine.depth"
         )
 

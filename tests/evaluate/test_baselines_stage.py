@@ -62,8 +62,8 @@ def test_a_first_model_worse_than_the_baselines_is_refused_with_a_sentence(case:
     assert "is not promoted: " in told and "and beaten by no baseline" in told
     assert case.pointer is None and case.history == [("refused", bad)]
     reasons = case.report().verdict.reasons
-    assert any(reason.startswith("BM25 is better: retrieval_ndcg@10 0.") for reason in reasons), reasons
-    assert any(reason.startswith("boosting is better: macro_f1 0.") for reason in reasons), reasons
+    assert any(reason.startswith("BM25 is better on retrieval_ndcg@10: 0.") for reason in reasons), reasons
+    assert any(reason.startswith("boosting is better on macro_f1: 0.") for reason in reasons), reasons
     assert "generation 1" in case.run(f"--evaluate.candidate={bad}", WARN)
     later = case.run()
     assert "warn" in later and "retrieval_ndcg@10" in later
@@ -72,12 +72,13 @@ def test_a_first_model_worse_than_the_baselines_is_refused_with_a_sentence(case:
 def test_ranks_that_the_gate_names_are_judged_whatever_is_reported(case: Case) -> None:
     flags = (f"--evaluate.candidate={case.made('bad', noisy(1.0))}", "--no-evaluate.baselines.boosting")
     ranks = "--evaluate.metrics.retrieval-at=1,5"
-    assert "BM25 is better: retrieval_ndcg@10 0." in case.run(*flags, ranks, code=80)
+    assert "BM25 is better on retrieval_ndcg@10: 0." in case.run(*flags, ranks, code=80)
     found = case.report().candidate.retrieval
     assert found is not None and {"retrieval_ndcg@5", "retrieval_ndcg@10"} <= found.values.keys()
     floors = "--gate.floors=retrieval_recall@20=0.99"
     assert "retrieval_recall@20: 0." in case.run(*flags, ranks, WARN, floors, code=80)
-    case.run(*flags, ranks, "--gate.first-baselines=off", "--gate.baselines=off", "--no-evaluate.promote")
+    off = ("--gate.first-baselines=off", "--gate.baselines=off", "--gate.first-without-comparison")
+    case.run(*flags, ranks, *off, "--no-evaluate.promote")
     found = case.report().candidate.retrieval
     assert found is not None and "retrieval_ndcg@10" not in found.values, "nothing judges it"
 
@@ -166,7 +167,16 @@ def test_without_scikit_learn_boosting_is_missing_and_nothing_fails(
 def test_they_can_be_switched_off(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         forbid_work(patch)
-        told = case.run("--no-evaluate.baselines.bm25", "--no-evaluate.baselines.boosting")
+        none = ("--no-evaluate.baselines.bm25", "--no-evaluate.baselines.boosting")
+        told = case.run(*none, code=80)
+        assert "nothing to compare with: no production model; no gate.floors; no baseline was scored" in told
+        assert "--gate.first-without-comparison" in told and case.pointer is None
+        told = case.run(*none, "--gate.first-without-comparison")
+    assert "promoted WITHOUT a comparison, generation 1" in told
+    result = case.result()
+    assert result is not None and result.figures["without_comparison"] is True
+    assert case.report().verdict.without_comparison
+    assert any(reason.startswith("promoted WITHOUT a comparison") for reason in case.entries[-1].reasons)
     assert case.report().baselines == () and case.report().candidate.hybrids == () and "hybrid" not in told
     assert kept(case) == []
 

@@ -1,5 +1,6 @@
 """BM25 against its formula, written out for each pair of query and item."""
 
+import logging
 import math
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluate.bm25 import K1, B, Bm25
+from pipeline.evaluate.bm25 import K1, B, Bm25, Ranked, nothing_found
 
 pytestmark = pytest.mark.unit
 
@@ -91,3 +92,41 @@ def test_jax_is_not_started_and_stays_importable(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
     assert run.stdout.split("\n") == ["2", "jax was imported", ""], run.stderr
+
+
+@pytest.mark.parametrize(
+    ("titles", "query", "best"),
+    [
+        (["赤い革靴", "ソニー無線イヤホン黒", "黒い帽子"], "無線イヤホン", 1),
+        (["红色皮鞋", "索尼蓝牙耳机黑色", "黑色帽子"], "蓝牙 耳机", 1),
+        (["รองเท้าแดง", "โซนี่หูฟังไร้สายสีดำ", "หมวกดำ"], "หูฟังไร้สาย", 1),
+        (["लाल जूता", "काला हेडफ़ोन", "काली टोपी"], "हेडफ़ोन काला", 1),
+        (["ကြက်သွန်", "နားကြပ်အနက်", "ဦးထုပ်"], "နားကြပ်", 1),
+    ],
+)
+def test_titles_without_spaces_or_with_vowel_signs_are_found(titles: list[str], query: str, best: int) -> None:
+    _, items = Bm25(titles).search([query], 3)
+    assert items[0, 0] == best
+
+
+def test_a_vowel_sign_tells_words_apart() -> None:
+    """कला is art, काला black: torn at the signs both are the consonants k and l."""
+    _, items = Bm25(["कला", "काला"]).search(["काला"], 2)
+    assert items.tolist() == [[1, -1]]
+
+
+@pytest.mark.parametrize(("empty", "said"), [(0, False), (10, False), (11, True), (20, True)])
+def test_nothing_found_for_most_queries_is_said(empty: int, said: bool) -> None:
+    text = nothing_found(empty, 20, "item")
+    assert text == (f"{empty} of 20 queries share no word with any item" if said else "")
+
+
+def test_queries_without_a_found_item_are_counted() -> None:
+    scores, items = Bm25(["red shoe", "hat"]).search(["shoe", "nothing", "hat red"], 2)
+    assert Ranked(items, scores).is_empty.tolist() == [False, True, False]
+
+
+def test_its_library_logs_nothing_below_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    Bm25(TITLES).search(["red"], 2)
+    assert not caplog.records

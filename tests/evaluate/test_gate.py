@@ -38,7 +38,7 @@ def uneven() -> Population:
 def verdict(
     candidate: ScoredRows, incumbent: ScoredRows | None, config: GateConfig | None = None, seed: int = 1
 ) -> Verdict:
-    return judge(candidate, incumbent, config or GateConfig(), metrics=METRICS, seed=seed)
+    return judge(candidate, incumbent, config or GateConfig(), metrics=METRICS, searched=False, seed=seed)
 
 
 def outcomes(found: Verdict) -> dict[str, str]:
@@ -59,7 +59,8 @@ def changed(rows: ScoredRows, where: Bools, probabilities: npt.ArrayLike) -> Sco
 def test_a_better_candidate_is_promoted(uneven: Population) -> None:
     found = verdict(uneven.incumbent, uneven.candidate)
     assert found.promote
-    assert set(outcomes(found).values()) == {"pass"}
+    assert set(outcomes(found).values()) == {"pass", "skipped"}
+    assert outcomes(found)["search"] == "skipped" and not found.without_comparison
     assert "better" in check_of(found, "delta ndcg@10").reason
 
 
@@ -159,7 +160,8 @@ def test_too_few_queries_promote_nothing(alike: Population) -> None:
     few = alike.candidate.query_id < 49
     found = verdict(alike.incumbent.select(few), alike.incumbent.select(few))  # even the very same model
     assert not found.promote
-    assert "49 queries bear on it, 50 are needed" in found.reasons[0]
+    assert "not enough test queries: 49, at least 50 needed" in found.reasons[0]
+    assert {(check.num_queries, check.needed_queries) for check in found.checks if check.kind == "delta"} == {(49, 50)}
 
 
 def test_a_small_holdout_says_how_many_queries_it_takes(alike: Population) -> None:
@@ -167,7 +169,9 @@ def test_a_small_holdout_says_how_many_queries_it_takes(alike: Population) -> No
     found = verdict(alike.candidate.select(some), alike.incumbent.select(some), GateConfig(drops={"macro_f1": 0.03}))
     assert not found.promote
     assert "not shown to be at most 0.03 worse" in found.reasons[0]
-    assert "queries to show a difference like this one, there are 100" in found.reasons[0]
+    needed = check_of(found, "delta macro_f1").needed_queries
+    assert needed is not None and needed > 100
+    assert f"it takes about {needed:,} queries to show a difference like this one, there are 100" in found.reasons[0]
 
 
 @pytest.mark.parametrize("metric", ["loss", "ndcg@10"])
@@ -186,13 +190,13 @@ def test_less_loss_is_better(alike: Population, metric: str) -> None:
 
 def test_lines_for_people_name_what_matters_and_count_the_rest(alike: Population, uneven: Population) -> None:
     lines = verdict(alike.candidate, alike.incumbent).lines()
-    assert lines[0] == "promote: 22 checks, none fails (2,000 queries, 20,000 rows)"
+    assert lines[0] == "promote: 22 checks passed, 1 not applicable (2,000 queries, 20,000 rows)"
     assert lines[-1] == "  pass    20 comparisons of slices"
-    assert len(lines) == 4
+    assert len(lines) == 5
     refused = verdict(uneven.candidate, uneven.incumbent)
     lines = refused.lines()
     failed = [check for check in refused.checks if check.outcome == "fail"]
-    assert lines[0].startswith(f"refuse: {len(failed)} checks fail")
+    assert lines[0].startswith(f"refuse: {len(failed)} failed, ")
     assert lines[1 : len(failed) + 1] == [f"  fail    {check.reason}" for check in failed]
 
 
@@ -221,21 +225,29 @@ def test_floors() -> None:
         "floor loss": "fail",  # -log(0.8) is above the most that is allowed
         "floor ndcg@10": "pass",
         "floor roc_auc": "fail",
-        "incumbent": "pass",
+        "incumbent": "skipped",
     }
     assert not found.promote
     assert found.reasons[1] == "roc_auc: cannot be computed: labelled rows of both labels are needed"
     few = verdict(rows, None, GateConfig(floors={"accuracy": 0.5}, min_queries=61))
-    assert few.reasons == ("accuracy: 60 queries bear on it, gate.min_queries is 61",)
+    assert few.reasons == ("accuracy: not enough test queries: 60, at least 61 needed",)
+    assert (few.checks[0].num_queries, few.checks[0].needed_queries) == (60, 61)
+    enough = verdict(rows, None, GateConfig(floors={"accuracy": 0.5}, min_queries=60))
+    assert enough.promote and not enough.without_comparison and enough.checks[0].needed_queries is None
 
 
 def test_without_an_incumbent() -> None:
     rows = holdout([1, 2], [1, 0], [[0.2, 0.8], [0.6, 0.4]])
     first = verdict(rows, None)
-    assert first.promote
-    assert outcomes(first) == {"incumbent": "warn"}
-    assert "gate.floors is empty" in first.reasons[0]
-    assert not verdict(rows, None, GateConfig(without_incumbent="refuse")).promote
+    assert not first.promote and not first.without_comparison
+    assert outcomes(first) == {"incumbent": "skipped", "comparison": "fail"}
+    allowed = verdict(rows, None, GateConfig(first_without_comparison=True))
+    assert allowed.promote and allowed.without_comparison
+    assert outcomes(allowed) == {"incumbent": "skipped", "comparison": "warn"}
+    assert any(reason.startswith("promoted WITHOUT a comparison") for reason in allowed.reasons)
+    assert allowed.lines()[0].startswith("promote WITHOUT a comparison: 0 checks passed, 1 warning, 1 not applicable")
+    refused = verdict(rows, None, GateConfig(without_incumbent="refuse", first_without_comparison=True))
+    assert outcomes(refused) == {"incumbent": "fail"} and not refused.without_comparison
 
 
 def test_a_comparison_that_cannot_be_made_refuses(alike: Population) -> None:
@@ -262,8 +274,11 @@ def test_a_slice_where_a_metric_means_nothing_is_skipped(alike: Population) -> N
 def test_nothing_compared_is_said() -> None:
     rows = holdout(range(60), [1] * 60, [[0.2, 0.8]] * 60)
     found = verdict(rows, rows, GateConfig(drops={}, slice_drops={}))
-    assert outcomes(found) == {"incumbent": "warn"}
+    assert outcomes(found) == {"incumbent": "warn", "comparison": "warn"}
+    assert found.promote and found.without_comparison
     assert "gate.drops is empty" in found.reasons[0]
+    floor = verdict(rows, rows, GateConfig(drops={}, slice_drops={}, floors={"accuracy": 0.1}))
+    assert floor.promote and not floor.without_comparison
 
 
 def retrieval(values: Float64s) -> PerQuery:

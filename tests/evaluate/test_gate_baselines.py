@@ -36,7 +36,16 @@ def verdict(
     config: GateConfig | None = None,
 ) -> Verdict:
     config = config or GateConfig()
-    return judge(candidate, incumbent, config, metrics=METRICS, candidate_retrieval=found, baselines=baselines, seed=1)
+    return judge(
+        candidate,
+        incumbent,
+        config,
+        metrics=METRICS,
+        candidate_retrieval=found,
+        searched=found is not None,
+        baselines=baselines,
+        seed=1,
+    )
 
 
 def against(found: Verdict) -> dict[str, GateCheck]:
@@ -57,7 +66,7 @@ def test_a_first_model_that_a_baseline_beats_is_refused_and_told_so(uneven: Popu
     }, "f1 is of two labels"
     check = checks["boosting ndcg@10"]
     assert check.candidate is not None and check.baseline_value is not None and check.incumbent is None
-    start = f"boosting is better: ndcg@10 {check.candidate:.4f} against {check.baseline_value:.4f}, "
+    start = f"boosting is better on ndcg@10: {check.candidate:.4f} against {check.baseline_value:.4f}, "
     assert check.reason.startswith(start) and "with 97.50% confidence at least" in check.reason
     assert found.baseline_confidence == pytest.approx(1 - 0.05 / 2)
     assert check.reason in found.reasons and check.reason in "\n".join(found.lines())
@@ -74,17 +83,19 @@ def test_a_later_model_is_warned_of_unless_it_is_to_be_refused(uneven: Populatio
     assert not verdict(uneven.candidate, tool, incumbent=later, config=GateConfig(baselines="refuse")).promote
     assert against(verdict(uneven.candidate, tool, incumbent=later, config=GateConfig(baselines="off"))) == {}
     assert verdict(uneven.candidate, tool, config=GateConfig(first_baselines="warn")).promote
-    assert against(verdict(uneven.candidate, tool, config=GateConfig(first_baselines="off"))) == {}
+    off = verdict(uneven.candidate, tool, config=GateConfig(first_baselines="off"))
+    assert against(off) == {} and not off.promote
+    assert "gate.first_baselines is off" in off.reasons[0]
 
 
 def test_a_model_that_is_better_or_as_good_passes(uneven: Population, alike: Population) -> None:
     found = verdict(uneven.incumbent, Baseline("boosting", rows=uneven.candidate))
     assert found.promote
     assert {check.outcome for check in against(found).values()} == {"pass"}
-    assert against(found)["boosting ndcg@10"].reason.startswith("boosting is not better: ndcg@10 ")
+    assert against(found)["boosting ndcg@10"].reason.startswith("beats boosting on ndcg@10: ")
     assert verdict(alike.candidate, Baseline("boosting", rows=alike.incumbent)).promote
     same = verdict(alike.candidate, Baseline("boosting", rows=alike.candidate))
-    assert "the same" in against(same)["boosting macro_f1"].reason
+    assert against(same)["boosting macro_f1"].reason.startswith("boosting is not better on macro_f1: ")
 
 
 def test_retrieval_is_compared_query_by_query(alike: Population) -> None:
@@ -93,12 +104,12 @@ def test_retrieval_is_compared_query_by_query(alike: Population) -> None:
     worse = verdict(alike.candidate, Baseline("BM25", retrieval=figures(ours + 0.02)), found=figures(ours))
     check = against(worse)[f"BM25 {NDCG}"]
     assert check.outcome == "fail" and check.num_queries == 200, "2 points in each query are no chance"
-    assert check.reason.startswith(f"BM25 is better: {NDCG} ")
+    assert check.reason.startswith(f"BM25 is better on {NDCG}: ")
     shuffled = verdict(
         alike.candidate, Baseline("BM25", retrieval=figures(stream.permutation(ours + 0.02))), found=figures(ours)
     )
     check = against(shuffled)[f"BM25 {NDCG}"]
-    assert check.outcome == "warn" and check.reason.startswith("BM25 may be better")
+    assert check.outcome == "warn" and check.reason.startswith(f"BM25 may be better on {NDCG}: ")
     assert "200 queries do not tell it from chance" in check.reason
     assert shuffled.promote
     allowed = GateConfig(baseline_drops={NDCG: 0.03})
@@ -119,8 +130,10 @@ def test_bonferroni_counts_what_is_compared(alike: Population) -> None:
 def test_few_queries_show_nothing(alike: Population) -> None:
     found = verdict(alike.candidate, Baseline("BM25", retrieval=figures(np.ones(30))), found=figures(np.zeros(30)))
     check = against(found)[f"BM25 {NDCG}"]
-    assert check.outcome == "skipped" and "30 queries bear on it, 50 are needed" in check.reason
-    assert found.promote
+    assert (check.outcome, check.num_queries, check.needed_queries, check.low) == ("skipped", 30, 50, None)
+    assert not found.promote
+    only = next(check for check in found.checks if check.kind == "comparison")
+    assert (only.outcome, only.num_queries, only.needed_queries) == ("fail", 30, 50)
 
 
 def test_a_candidate_without_the_figure_does_not_get_away(alike: Population) -> None:
@@ -144,8 +157,14 @@ def test_a_metric_of_retrieval_that_neither_has_is_told(alike: Population) -> No
 
 
 def test_what_was_not_scored_is_told(alike: Population) -> None:
-    found = verdict(alike.candidate, Baseline("boosting", missing="scikit-learn is not installed"))
-    assert found.promote
+    missing = Baseline("boosting", missing="scikit-learn is not installed")
+    found = verdict(alike.candidate, missing)
+    assert not found.promote and "scikit-learn is not installed" in found.reasons[0]
+    other = verdict(
+        alike.candidate, missing, Baseline("BM25", retrieval=figures(np.zeros(60))), found=figures(np.ones(60))
+    )
+    assert other.promote and not other.without_comparison
+    assert "boosting was not scored: scikit-learn is not installed" in other.reasons
     assert [check.reason for check in against(found).values()] == [
         "boosting was not scored: scikit-learn is not installed"
     ]
@@ -176,7 +195,8 @@ def test_two_labels_are_compared_at_their_thresholds() -> None:
     found = judge(scored(4.0), None, config, metrics=METRICS, candidate_threshold=0.5, baselines=[tool])
     assert against(found)["boosting f1"].outcome == "fail"
     without = judge(scored(4.0), None, config, metrics=METRICS, baselines=[replace(tool, threshold=None)])
-    assert against(without) == {}, "neither has one"
+    assert against(without)["boosting f1"].outcome == "skipped", "neither has one"
+    assert not without.promote
     untold = judge(
         scored(4.0), None, config, metrics=METRICS, candidate_threshold=0.5, baselines=[replace(tool, threshold=None)]
     )
@@ -190,3 +210,24 @@ def test_scores_that_are_no_numbers_come_first(alike: Population) -> None:
     table[3] = np.nan
     found = verdict(replace(alike.candidate, probabilities=table), Baseline("boosting", rows=alike.incumbent))
     assert [check.kind for check in found.checks] == ["scores"] and found.baseline_confidence is None
+
+
+@pytest.mark.parametrize(("ours", "theirs", "outcome"), [(0.5, 0.1, "warn"), (0.1, 0.5, "fail"), (0.3, 0.3, "warn")])
+def test_a_search_by_words_that_finds_nothing_is_no_pass(
+    alike: Population, ours: float, theirs: float, outcome: str
+) -> None:
+    """It refuses where it is better all the same, and beating it alone promotes nothing."""
+    weak = Baseline(
+        "BM25", retrieval=figures(np.full(100, theirs)), weak="60 of 100 queries share no word with any item"
+    )
+    found = verdict(alike.candidate, weak, found=figures(np.full(100, ours)))
+    assert against(found)[f"BM25 {NDCG}"].outcome == outcome and not found.promote
+    if outcome == "warn":
+        assert "60 of 100 queries share no word with any item" in " ".join(found.reasons)
+        assert next(check for check in found.checks if check.kind == "comparison").outcome == "fail"
+        both = verdict(
+            alike.candidate, weak, Baseline("boosting", rows=alike.incumbent), found=figures(np.full(100, ours))
+        )
+        assert both.promote and not both.without_comparison
+    strong = verdict(alike.candidate, replace(weak, weak=""), found=figures(np.full(100, ours)))
+    assert strong.promote is (outcome == "warn")

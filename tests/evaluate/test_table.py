@@ -97,7 +97,7 @@ def test_both_models_side_by_side() -> None:
     assert words(lines, "retrieval_mrr") == ["retrieval_mrr", "0.2500", "0.5000", "-0.2500"]
     assert words(lines, "f1") == ["f1", "-", "-", "-"]
     assert "not computed for the candidate: f1: no threshold" in lines
-    assert any(line.startswith("refuse: 1 checks fail") for line in lines)
+    assert any(line.startswith("refuse: 1 failed, ") for line in lines)
     assert len({line.find("0.") for line in lines[1:3]}) == 1, "columns are aligned"
 
 

@@ -74,7 +74,8 @@ def test_against_loops(case: tuple[Candidates, JudgedItems, MineConfig]) -> None
                 counts += Counts(above_margin=1)
             elif len(kept) < config.negatives_per_query:
                 kept.append(item)
-        counts += Counts(queries=1, negatives=len(kept))
+        nothing = all(item == NONE for item in found.items[query])
+        counts += Counts(queries=1, negatives=len(kept), nothing_found=int(nothing))
         expected.append(kept + [NONE] * (config.negatives_per_query - len(kept)))
     negatives, seen = choose_negatives(found, judged, config)
     assert negatives.tolist() == expected

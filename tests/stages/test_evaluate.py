@@ -237,7 +237,7 @@ def test_ranks_that_see_another_production_start_anew(promoted: Case, monkeypatc
 def test_a_catalogue_that_has_changed_is_another_question(case: Case) -> None:
     """Under the same path; also where an earlier version stored its result without a mark of the catalogue."""
     path = case.folder / "offers.csv"
-    flags = ("--no-evaluate.promote", f"--evaluate.retrieval.catalogue={path}")
+    flags = ("--no-evaluate.promote", f"--evaluate.retrieval.catalogue={path}", "--gate.min-queries=2")
     path.write_text("product_id,title,query\n1,red shoe,shoe\n2,blue hat,hat\n")
     case.run(*flags)
     assert "done already" in case.run(*flags) and case.report().holdout.retrieval_items == 2

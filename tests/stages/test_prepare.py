@@ -73,6 +73,12 @@ def test_what_costs_quality_is_on_the_console_and_in_the_result(
 ) -> None:
     assert prepare(tmp_path) == 0
     quiet = stored(tmp_path).figures
+    queries = {split: quiet[f"queries_{split}"] for split in ("train", "valid", "test")}
+    assert sum(int(str(number)) for number in queries.values()) == 40
+    assert f"split test has {queries['test']} queries to judge by" in str(quiet["few_queries"])
+    assert f"warning: prepare: {quiet['few_queries']}" in capsys.readouterr().out
+    assert prepare(tmp_path, f"--gate.min-queries={queries['valid']}", "--evaluate.split=valid") == 0
+    assert "few_queries" not in stored(tmp_path).figures, "enough of these"
     assert quiet["warnings"] == 0 and quiet["queries_without_positive"] == 0
     assert isinstance(quiet["queries_train"], int) and 0 < quiet["queries_train"] <= 40
 

@@ -34,6 +34,8 @@ TREND = 20
 """Cycles of the trend, this one included."""
 MEDIAN_OF = 10
 MAIN_METRICS = ("retrieval_ndcg@10", "ndcg@10")
+WITHOUT = " WITHOUT a comparison"
+"""Follows `promoted` where nothing judged the model."""
 """What a first model, that the gate compares with nothing, is shown by."""
 MAX_ANCESTORS = 12
 MAX_NOTICES = 200
@@ -119,6 +121,7 @@ class Training(Record):
 class Lineage(Record):
     checkpoint: str = Field("", description="Prefix of the model of this cycle")
     ancestors: tuple[str, ...] = Field((), description="Checkpoints it was trained from, the nearest first")
+    began_from: str = Field("", description="Published weights at the root; empty: scratch, or not known")
     settings_hash: str = ""
     code_version: str = ""
     compared: str = Field("", description="The cycle whose settings are compared")
@@ -138,9 +141,11 @@ class CycleRow(Record):
     closed_at: float | None = Field(description="None: under way when this was written")
     outcome: Outcome | Literal["open"]
     promoted: bool
+    without_comparison: bool = Field(False, description="Promoted although nothing judged it")
     reason: str
     metric: str = Field("", description="The first that the gate judges")
     value: float | None = Field(None, description="Of the candidate")
+    metrics: Mapping[str, float] = Field({}, description="Those of MAIN_METRICS that were measured, of the candidate")
     low: float | None = Field(None, description="The interval of the difference to production, put around the value")
     high: float | None = None
     took_s: float | None
@@ -152,6 +157,10 @@ class CycleRow(Record):
     stage_usd: Mapping[str, float | None]
     rows: int | None
     drift: float | None = Field(None, description="Mean cosine to the vectors of the cycle before")
+
+    def value_of(self, metric: str) -> float | None:
+        """The candidate's value of one metric; None if it was not measured, or not stored by an earlier version."""
+        return self.metrics.get(metric, self.value if metric == self.metric else None)
 
 
 class PageData(Record):
@@ -184,6 +193,11 @@ class PageData(Record):
     @property
     def promoted(self) -> bool:
         return bool(self.figures.get("evaluate", {}).get("promoted"))
+
+    @property
+    def without_comparison(self) -> bool:
+        """True if a model was promoted that nothing could be compared with."""
+        return bool(self.figures.get("evaluate", {}).get("without_comparison"))
 
 
 def gather(
@@ -238,6 +252,7 @@ def gather(
         lineage=Lineage(
             checkpoint=checkpoint,
             ancestors=ancestors,
+            began_from=str(figures.get("train", {}).get("began_from", "")),
             settings_hash=made[0].settings_hash if made else "",
             code_version=made[0].code_version if made else "",
             compared=compared if before else "",
@@ -246,7 +261,7 @@ def gather(
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(
             PostMortem(job=stat.key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(stat.key))
-            for stat in storage.list(store.key("post-mortem"))
+            for stat in sorted(storage.list(store.key("post-mortem")), key=lambda one: _by_numbers(one.key))
         ),
         unread=tuple(unread),
     )
@@ -268,6 +283,11 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
             exit_code=exit_code(record) if record else None,
             why=reason_of(record) if record and record.state == "FAILED" else "",
         )
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """For sorting: attempt 9 before attempt 10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split("([0-9]+)", name)]
 
 
 def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
@@ -381,15 +401,18 @@ def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow
     claim, ledger, total = store.claim(), data.ledger, data.ledger.total
     metric, value, low, high = main_metric(data.evaluation)
     rows = data.figures.get("prepare", {}).get("rows")
+    figures = data.evaluation.candidate.figures if data.evaluation else {}
     return CycleRow(
         cycle=data.cycle,
         claimed_at=claim.claimed_at if claim else 0.0,
         closed_at=closed.at if closed else None,
         outcome=ledger.outcome,
         promoted=data.promoted,
+        without_comparison=data.without_comparison,
         reason=data.reason[:500],
         metric=metric,
         value=value,
+        metrics={name: figures[name] for name in MAIN_METRICS if name in figures},
         low=low,
         high=high,
         took_s=ledger.took_s,

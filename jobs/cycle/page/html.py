@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jobs.cycle.page import model_sections, sections
 from jobs.cycle.page.charts import escaped, number, spark, table
-from jobs.cycle.page.data import CycleRow, PageData
+from jobs.cycle.page.data import WITHOUT, CycleRow, PageData
 from pipeline.core.format import format_duration, format_share, usd
 
 STYLE = """
@@ -101,7 +101,7 @@ b.addEventListener('click',()=>{const i=[...h.parentNode.children].indexOf(h),t=
 const up=h.getAttribute('aria-sort')!='ascending';for(const o of h.parentNode.children)o.removeAttribute('aria-sort');
 h.setAttribute('aria-sort',up?'ascending':'descending');const sign=up?1:-1,n=h.classList.contains('n');
 t.append(...[...t.rows].sort((p,q)=>{const l=p.cells[i].textContent,r=q.cells[i].textContent;
-return sign*(n?(value(l)-value(r)||0):l.localeCompare(r))}))})}
+return sign*(n?(value(l)-value(r)||0):l.localeCompare(r,undefined,{numeric:true}))}))})}
 addEventListener('keydown',e=>{if(e.ctrlKey||e.metaKey||e.altKey||!['j','k'].includes(e.key))return;
 const all=[...document.querySelectorAll('section')],y=scrollY+8;
 const to=e.key=='j'?all.find(o=>o.offsetTop>y+8):all.reverse().find(o=>o.offsetTop<y-16);
@@ -152,7 +152,7 @@ def index(rows: Sequence[CycleRow]) -> str:
             (
                 f'<a href="{escaped(row.cycle)}.html">{escaped(row.cycle)}</a>',
                 f'<span class="{row.outcome}">{"under way" if row.outcome == "open" else row.outcome}</span>',
-                escaped("promoted" if row.promoted else row.reason or "-"),
+                escaped(f"promoted{WITHOUT if row.without_comparison else ''}" if row.promoted else row.reason or "-"),
                 sections.stamp(row.claimed_at),
                 escaped(f"{row.metric} {number(row.value)}" if row.metric else "-"),
                 format_duration(row.took_s),
@@ -163,8 +163,9 @@ def index(rows: Sequence[CycleRow]) -> str:
         )
     head = ("cycle", "outcome", "why", "submitted", "metric", "took", "cost", "goodput", "rows")
     recent = rows[-20:]
+    metric = next((row.metric for row in reversed(recent) if row.metric), "")
     figures: dict[str, Callable[[CycleRow], float | None]] = {
-        "metric": lambda row: row.value,
+        **({metric: lambda row: row.value_of(metric)} if metric else {}),
         "cost": lambda row: row.usd,
         "took, s": lambda row: row.took_s,
         "goodput": lambda row: row.goodput,

@@ -11,7 +11,7 @@ from statistics import median
 from jobs.cycle.attempt_time import SPENT, Category
 from jobs.cycle.cost_ledger import Entry
 from jobs.cycle.page.charts import KINDS, bar, dag, escaped, gantt, heat, number, spark, table
-from jobs.cycle.page.data import MEDIAN_OF, CycleRow, PageData, main_metric
+from jobs.cycle.page.data import MEDIAN_OF, WITHOUT, CycleRow, PageData, main_metric
 from jobs.cycle.tables import DEADLINES, GOODPUT, money, time_text
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.evaluate.report import EvaluationReport
@@ -40,8 +40,8 @@ def outcome_sentence(data: PageData) -> str:
     if outcome == "cancelled":
         return f"Cancelled: {data.reason or 'no reason was given'}."
     if data.promoted:
-        forced = " by force" if evaluated.get("forced") else ""
-        return f"Promoted{forced}: {_change(data.evaluation) or 'a new model is in production'}."
+        how = (" by force" if evaluated.get("forced") else "") + (WITHOUT if data.without_comparison else "")
+        return f"Promoted{how}: {_change(data.evaluation) or 'a new model is in production'}."
     if evaluated.get("nothing_new"):
         return "Nothing new: there was nothing to learn from, and the model in production stays."
     return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
@@ -204,7 +204,7 @@ def lineage_section(data: PageData) -> str:
     found = data.lineage
     if not (found.checkpoint or found.settings_hash):
         return ""
-    chain = [one for one in (found.checkpoint, *found.ancestors) if one]
+    chain = [one for one in (found.checkpoint, *found.ancestors, found.began_from) if one]
     rows = [
         ("model", " ← ".join(dict.fromkeys(chain)) or "-"),
         ("settings", found.settings_hash),
@@ -224,7 +224,7 @@ def trend_section(data: PageData, own: CycleRow) -> str:
     if len(rows) < 2:
         return ""
     kinds: list[tuple[str, Callable[[CycleRow], float | None], Callable[[float | None], str]]] = [
-        (own.metric or "metric", lambda row: row.value if row.metric == own.metric else None, number),
+        (own.metric or "metric", lambda row: row.value_of(own.metric), number),
         ("cost", lambda row: row.usd, usd),
         ("took", lambda row: row.took_s, format_duration),
         ("goodput", lambda row: row.goodput, format_share),

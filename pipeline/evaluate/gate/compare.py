@@ -1,6 +1,7 @@
 """Comparisons with the incumbent or a baseline: from two measurements and the bootstrap to a check with its reason."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -120,7 +121,7 @@ def _corrected(quantile: float, skewness: float) -> float:
 # What the gate says, in records that go into results and in lines for people.
 
 Outcome = Literal["fail", "warn", "skipped", "pass"]
-CheckKind = Literal["scores", "incumbent", "floor", "delta", "slice", "baseline"]
+CheckKind = Literal["scores", "holdout", "incumbent", "comparison", "floor", "delta", "slice", "baseline"]
 
 _SLICES_SHOWN: dict[Outcome, int] = {"fail": 1000, "warn": 1000, "skipped": 5, "pass": 0}
 """In lines for people, in this order; the others are counted."""
@@ -131,7 +132,7 @@ class GateCheck(Record):
 
     name: str = Field(description="Kind, metric and slice in one, unique within a verdict")
     kind: CheckKind
-    outcome: Outcome = Field(description="fail refuses; warn and skipped are for people to know")
+    outcome: Outcome = Field(description="fail refuses; warn is to be known; skipped is not applicable")
     reason: str = Field(description="One plain sentence")
     metric: str = ""
     slice: str = Field("", description="column=value, or the column when all its slices are meant; empty: all rows")
@@ -143,12 +144,20 @@ class GateCheck(Record):
     low: float | None = Field(None, description="Lower end of candidate minus incumbent or baseline")
     high: float | None = Field(None, description="Upper end; each end holds alone with the one-sided confidence")
     num_queries: int | None = Field(None, description="Queries that bear on the metric")
+    needed_queries: int | None = Field(None, description="Queries it takes, where there are fewer")
+
+    @property
+    def judges(self) -> bool:
+        """True if the candidate was held against something: a floor, or another model or tool with an interval."""
+        return self.outcome == "pass" if self.kind == "floor" else self.low is not None
 
 
 class Verdict(Record):
     """Promote or refuse, with every check."""
 
     promote: bool
+    without_comparison: bool = Field(False, description="Promote although no check held the candidate against anything")
+    advice: str = Field("", description="Which test split would give enough queries, where that is why it is refused")
     checks: tuple[GateCheck, ...]
     num_rows: int = Field(ge=0)
     num_queries: int = Field(ge=0)
@@ -160,25 +169,33 @@ class Verdict(Record):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it was refused; of a promotion, what was shown over all rows and what to know."""
-        wanted = ("warn", "pass") if self.promote else ("fail",)
-        return tuple(
-            check.reason
-            for check in self.checks
-            if check.outcome in wanted and not (check.kind == "slice" and check.outcome == "pass")
-        )
+        """Why it was refused; of a promotion, what was shown over all rows and what was not."""
+        if not self.promote:
+            return tuple(check.reason for check in self.checks if check.outcome == "fail")
+        return tuple(check.reason for check in self.checks if check.kind != "slice" or check.outcome == "warn")
 
     def lines(self) -> list[str]:
         """For a terminal: the verdict, then what refuses, what to know and what passed; good slices are counted."""
-        failed = sum(check.outcome == "fail" for check in self.checks)
-        head = f"promote: {len(self.checks)} checks, none fails" if self.promote else f"refuse: {failed} checks fail"
-        lines = [f"{head} ({self.num_queries:,} queries, {self.num_rows:,} rows)"]
+        head = (
+            "refuse" if not self.promote else "promote WITHOUT a comparison" if self.without_comparison else "promote"
+        )
+        lines = [f"{head}: {self.counts} ({self.num_queries:,} queries, {self.num_rows:,} rows)"]
         for outcome, shown in _SLICES_SHOWN.items():
             found = [check for check in self.checks if check.outcome == outcome]
             hidden = [check for check in found if check.kind == "slice"][shown:]
             lines += [f"  {outcome:<7} {check.reason}" for check in found if check not in hidden]
             lines += [f"  {outcome:<7} {len(hidden):,} comparisons of slices"] if hidden else []
-        return lines
+        return [*lines, f"  {self.advice}"] if self.advice else lines
+
+    @property
+    def counts(self) -> str:
+        """`3 checks passed, 1 warning, 1 not applicable`."""
+        number = Counter(check.outcome for check in self.checks)
+        said = [f"{number['fail']} failed"] if number["fail"] else []
+        said += [f"{number['pass']} {'check' if number['pass'] == 1 else 'checks'} passed"]
+        said += [f"{number['warn']} {'warning' if number['warn'] == 1 else 'warnings'}"] if number["warn"] else []
+        said += [f"{number['skipped']} not applicable"] if number["skipped"] else []
+        return ", ".join(said)
 
 
 @dataclass(frozen=True)
@@ -218,8 +235,15 @@ class Comparison:
         return self.candidate.statistic, self.incumbent.statistic
 
     def check(
-        self, outcome: Outcome, reason: str, interval: tuple[float, float] | None = None, title: str = ""
+        self,
+        outcome: Outcome,
+        reason: str,
+        interval: tuple[float, float] | None = None,
+        title: str = "",
+        min_queries: int = 0,
     ) -> GateCheck:
+        """`min_queries`: how many must bear on it, where it could be measured and that is why it is not judged."""
+        measured = isinstance(self.candidate, Measured) and isinstance(self.incumbent, Measured)
         low, high = interval or (math.nan, math.nan)
         other = _value(self.incumbent)
         other_side = f" against {self.baseline}" if self.baseline else f" of {self.slice}" if self.slice else ""
@@ -238,6 +262,7 @@ class Comparison:
             low=None if math.isnan(low) else low,
             high=None if math.isnan(high) else high,
             num_queries=self.num_queries,
+            needed_queries=min_queries if measured and self.num_queries < min_queries else None,
         )
 
 
@@ -248,7 +273,7 @@ def not_comparable(comparison: Comparison, min_queries: int) -> str:
         if isinstance(side, Missing):
             return f"cannot be computed for {role}: {side.reason}"
     if comparison.num_queries < min_queries:
-        return f"{comparison.num_queries:,} queries bear on it, {min_queries:,} are needed to tell it from chance"
+        return f"not enough test queries: {comparison.num_queries:,}, at least {min_queries:,} needed"
     return ""
 
 
@@ -264,16 +289,17 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
     if best > allowed:
         reason = f"{seen}; {sure} at least {best:.4f} worse, {allowed:g} is allowed"
         return comparison.check("fail", reason, interval)
-    reason = f"{seen}; not shown to be at most {allowed:g} worse: {sure} it is at most {worst:.4f} worse"
+    reason, takes = f"{seen}; not shown to be at most {allowed:g} worse: {sure} it is at most {worst:.4f} worse", 0
     room, num_queries = allowed - change, comparison.num_queries
     if room > 0:  # so many queries would show a difference like this one to be allowed
         spread = t_quantile(confidence, num_queries - 1) * difference.standard_error
         needed = math.ceil(num_queries * (spread / room) ** 2)
         if needed > num_queries:  # else skewness decided, not the spread
+            takes = needed
             reason += (
                 f"; it takes about {needed:,} queries to show a difference like this one, there are {num_queries:,}"
             )
-    return comparison.check("fail", reason, interval)
+    return comparison.check("fail", reason, interval, min_queries=takes)
 
 
 def judge_refusal(
@@ -287,20 +313,19 @@ def judge_refusal(
     allowed, tool = comparison.allowed, comparison.baseline
     limit = f", {allowed:g} is allowed" if allowed or not tool else ""
     outcome: Outcome = "pass"
-    reason, says = limit if tool else f", {allowed:g} worse is allowed", "is not better"
+    reason = limit if tool else f", {allowed:g} worse is allowed"
+    title = f"beats {tool}" if change < 0 else f"{tool} is not better"
     if math.isnan(best):
-        outcome, reason, says = "skipped", "; not defined in enough bootstrap draws to say how sure that is", ""
+        outcome, title = "skipped", tool
+        reason = "; not defined in enough bootstrap draws to say how sure that is"
     elif best > allowed:
-        outcome, says = worse, "is better"
+        outcome, title = worse, f"{tool} is better"
         reason = f"; with {confidence:.2%} confidence at least {best:.4f} worse{limit}"
     elif change > allowed:
-        outcome, says = "warn", "may be better"
+        outcome, title = "warn", f"{tool} may be better"
         reason = f"{limit}; {comparison.num_queries:,} queries do not tell it from chance"
-    if not tool:
-        return comparison.check(outcome, f"{seen}{reason}", interval)
-    return comparison.check(
-        outcome, f"{comparison.metric.text} {seen}{reason}", interval, title=f"{tool} {says}".rstrip()
-    )
+    title = f"{title} on {comparison.metric.text}" if tool else ""
+    return comparison.check(outcome, f"{seen}{reason}", interval, title=title)
 
 
 def _losses(

@@ -13,10 +13,13 @@ Four rules, each with its burden of proof; how often each errs is measured by be
    one. Bonferroni shares 1 - confidence among all these comparisons: a candidate that is worse than no baseline is
    refused with at most that chance.
 
+A first model that no floor and no baseline could judge is refused too, unless `gate.first_without_comparison` is set:
+then the verdict says that it is promoted without a comparison.
+
 A drop that is allowed each time adds up over many promotions; floors stop that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +54,7 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
             good, reason = False, f"cannot be computed: {found.reason}"
         elif found.num_queries < config.min_queries:
             good = False
-            reason = f"{found.num_queries:,} queries bear on it, gate.min_queries is {config.min_queries:,}"
+            reason = f"not enough test queries: {found.num_queries:,}, at least {config.min_queries:,} needed"
         else:
             good = found.value <= bound if name.lower_is_better else found.value >= bound
             side = "at most" if name.lower_is_better else "at least"
@@ -66,6 +69,9 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
                 candidate=None if isinstance(found, Missing) else found.value,
                 bound=bound,
                 num_queries=None if isinstance(found, Missing) else found.num_queries,
+                needed_queries=config.min_queries
+                if isinstance(found, Measured) and found.num_queries < config.min_queries
+                else None,
             )
         )
     return checks
@@ -133,13 +139,17 @@ def _differences(
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """A simple tool on the same holdout: what it says of rows, what it finds, or why it was not scored."""
+    """A simple tool on the same holdout: what it says of rows, what it finds, or why it was not scored.
+
+    `weak`: why it is no proof to beat it, such as a search by words that finds nothing for most queries; else empty.
+    """
 
     name: str
     rows: ScoredRows | None = None
     threshold: float | None = None
     retrieval: PerQuery | None = None
     missing: str = ""
+    weak: str = ""
 
 
 def baseline_checks(
@@ -147,8 +157,8 @@ def baseline_checks(
 ) -> tuple[list[GateCheck], float]:
     """Every comparison with every baseline, and the confidence of each that gives all together `config.confidence`.
 
-    `first`: there is no incumbent. A metric of rows that neither side has, such as f1 of more than two labels, is
-    left out; one of retrieval is told.
+    `first`: there is no incumbent. f1 is of two labels, and left out where there are more. A weak baseline refuses as
+    any other does, but passes nothing.
     """
     action = config.first_baselines if first else config.baselines
     if action == "off":
@@ -179,16 +189,23 @@ def baseline_checks(
             if isinstance(ours, Missing) and isinstance(theirs, Measured):
                 reason = f"the candidate has none ({ours.reason}), {one.name} has {theirs.value:.4f}"
                 checks.append(comparison.check(worse, reason))
-            elif isinstance(ours, Missing) and not name.of_retrieval:
+            elif name.text == "f1" and len(candidate.rows.labels) != 2:
                 continue
             elif reason := not_comparable(comparison, config.min_queries):
-                checks.append(comparison.check("skipped", reason))
+                checks.append(comparison.check("skipped", reason, min_queries=config.min_queries))
             else:
                 open_ones.append(comparison)
     confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
     open_ones.sort(key=lambda each: each.metric.of_retrieval)
     found = _differences(open_ones, config, seed, "baselines of rows", "baselines of retrieval")
-    return checks + [judge_refusal(each, found[each.name], confidence, worse) for each in open_ones], confidence
+    weak = {one.name: one.weak for one in baselines if one.weak}
+    for each in open_ones:
+        check = judge_refusal(each, found[each.name], confidence, worse)
+        if check.outcome == "pass" and (why := weak.get(each.baseline)):
+            # Without its interval: nothing was shown, so it does not count as a comparison.
+            check = each.check("warn", why, title=f"{each.baseline} is no comparison on {each.metric.text}")
+        checks.append(check)
+    return checks, confidence
 
 
 def judge(
@@ -201,14 +218,17 @@ def judge(
     incumbent_threshold: float | None = None,
     candidate_retrieval: PerQuery | None = None,
     incumbent_retrieval: PerQuery | None = None,
+    searched: bool = True,
     baselines: Sequence[Baseline] = (),
+    warnings: Sequence[str] = (),
     seed: int = 0,
 ) -> Verdict:
     """Judge a candidate against the incumbent, if there is one. The same input gives the same verdict.
 
     Slices are those of the candidate. A threshold is of two labels, chosen on valid (`best_threshold`); retrieval holds
-    figures of each query, for metrics called retrieval_... Baselines are of the same rows and queries. Raises DataError
-    for no rows, or scores of another holdout.
+    figures of each query, for metrics called retrieval_..., and `searched` tells whether retrieval is evaluated at all.
+    Baselines are of the same rows and queries. `warnings`: what makes figures of this holdout doubtful, to be repeated
+    in the verdict. Raises DataError for no rows, or scores of another holdout.
     """
     if not candidate.num_rows:
         raise DataError("the holdout is empty", expected="rows to judge the candidate by")
@@ -222,27 +242,34 @@ def judge(
         if side is not None and (bad := int(side.rows.unusable.sum())):
             reason = f"{bad:,} of {side.rows.num_rows:,} rows have NaN or infinite scores of the {role}"
             unusable.append(GateCheck(name=f"scores {role}", kind="scores", outcome="fail", reason=reason))
-    if unusable:
-        checks, slice_confidence, baseline_confidence = unusable, config.confidence, None
-    else:
-        checks, slice_confidence = floor_checks(ours, config), config.confidence
+    slice_confidence, baseline_confidence, without_comparison = config.confidence, None, False
+    checks: list[GateCheck] = unusable
+    if not unusable:
+        checks = floor_checks(ours, config)
         if theirs is None:
-            outcome: Outcome = "pass"
-            reason = "there is no incumbent to compare with: only floors are judged"
+            outcome: Outcome = "skipped"
+            reason = "no production model: the first one is held against floors and baselines"
             if config.without_incumbent == "refuse":
-                outcome, reason = "fail", "there is no incumbent to compare with, and gate.without_incumbent is refuse"
-            elif not config.floors:
-                outcome = "warn"
-                reason = "there is no incumbent to compare with, and gate.floors is empty: any candidate passes"
+                outcome, reason = "fail", "no production model, and gate.without_incumbent is refuse"
             checks.append(GateCheck(name="incumbent", kind="incumbent", outcome=outcome, reason=reason))
         else:
-            checks += _over_all_rows(ours, theirs, config, seed)
+            checks += _over_all_rows(ours, theirs, config.drops_for(searched=searched), config, seed)
+            checks += _without_search(config, searched=searched)
             slices, slice_confidence = slice_checks(ours, theirs, config, seed)
             checks += slices
         against, baseline_confidence = baseline_checks(ours, baselines, config, first=theirs is None, seed=seed)
         checks += against
+        without_comparison = not any(check.judges or check.outcome == "fail" for check in checks)
+        if without_comparison:
+            checks.append(_without_comparison(against, config, first=theirs is None))
+    checks += [
+        GateCheck(name=f"holdout {number}", kind="holdout", outcome="warn", reason=text)
+        for number, text in enumerate(warnings, start=1)
+    ]
+    promote = all(check.outcome != "fail" for check in checks)
     return Verdict(
-        promote=all(check.outcome != "fail" for check in checks),
+        promote=promote,
+        without_comparison=promote and without_comparison,
         checks=tuple(checks),
         num_rows=candidate.num_rows,
         num_queries=candidate.num_queries,
@@ -254,21 +281,57 @@ def judge(
     )
 
 
-def _over_all_rows(ours: Side, theirs: Side, config: GateConfig, seed: int) -> list[GateCheck]:
+def _over_all_rows(
+    ours: Side, theirs: Side, drops: Mapping[str, float], config: GateConfig, seed: int
+) -> list[GateCheck]:
     """Rule 2."""
-    if not config.drops:
+    if not drops:
         reason = "gate.drops is empty: the candidate is not compared with the incumbent over all rows"
         return [GateCheck(name="incumbent", kind="incumbent", outcome="warn", reason=reason)]
-    names = sorted(map(MetricName.parse, config.drops), key=lambda name: name.of_retrieval)
-    comparisons = [
-        Comparison(name, config.drops[name.text], ours.measure(name), theirs.measure(name)) for name in names
-    ]
+    names = sorted(map(MetricName.parse, drops), key=lambda name: name.of_retrieval)
+    comparisons = [Comparison(name, drops[name.text], ours.measure(name), theirs.measure(name)) for name in names]
     reasons = {one.name: not_comparable(one, config.min_queries) for one in comparisons}
     found = _differences([one for one in comparisons if not reasons[one.name]], config, seed, "rows", "retrieval")
     checks = []
     for one in comparisons:
         if reason := reasons[one.name]:
-            checks.append(one.check("fail", reason))
+            checks.append(one.check("fail", reason, min_queries=config.min_queries))
         else:
             checks.append(judge_overall(one, found[one.name], config.confidence))
     return checks
+
+
+def _without_search(config: GateConfig, *, searched: bool) -> list[GateCheck]:
+    """A note where search, which is what the vectors serve, is not compared with the incumbent's."""
+    if any(MetricName.parse(text).of_retrieval for text in config.drops_for(searched=searched)) or not config.drops:
+        return []
+    outcome: Outcome = "warn" if searched else "skipped"
+    reason = "gate.drops names no metric of retrieval" if searched else "evaluate.retrieval.enabled is false"
+    text = f"search with the vectors is not compared with that of the incumbent: {reason}"
+    return [GateCheck(name="search", kind="comparison", outcome=outcome, reason=text)]
+
+
+def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
+    """The check of a candidate that nothing judged: a first one is refused unless the settings promote it.
+
+    A later one comes here only with empty `gate.drops`: whoever sets that wants no comparison.
+    """
+    if not first:
+        reason = "promoted WITHOUT a comparison: gate.drops is empty"
+        return GateCheck(name="comparison", kind="comparison", outcome="warn", reason=reason)
+    reasons = [check.reason for check in against] or ["no baseline was scored (evaluate.baselines)"]
+    if config.first_baselines == "off":
+        reasons = ["gate.first_baselines is off"]
+    why = "; ".join(["no production model", *([] if config.floors else ["no gate.floors"]), *reasons])
+    few = [check for check in against if check.needed_queries is not None]
+    most = max(few, key=lambda check: check.num_queries or 0, default=None)
+    allowed = config.first_without_comparison
+    head = "promoted WITHOUT a comparison (gate.first_without_comparison)" if allowed else "nothing to compare with"
+    return GateCheck(
+        name="comparison",
+        kind="comparison",
+        outcome="warn" if allowed else "fail",
+        reason=f"{head}: {why}",
+        num_queries=most.num_queries if most else None,
+        needed_queries=most.needed_queries if most else None,
+    )

@@ -1,6 +1,7 @@
 """`trnjobs plan` as it is typed, with the shipped settings for Trainium."""
 
 import json
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from botocore.validate import ParamValidator
 
 from jobs import cli
 from jobs.cycle.cycle_store import CycleStore
+from pipeline.context import Figure, StageResult, store_result
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.test_cost_ledger import attempt, record
@@ -154,6 +156,40 @@ def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.C
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_split_too_small_for_the_gate_is_said_once_prepare_knows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As prepare of this cycle left it; else of the newest one before."""
+
+    def prepared(cycle: str, claimed_at: float, **queries: int) -> None:
+        storage = open_storage(str(tmp_path))
+        store = CycleStore(storage, cycle, partial(float, claimed_at))
+        with store.submitting(plan(job("prepare")).model_copy(update={"cycle": cycle}), "local", "me"):
+            pass
+        at = datetime.now(UTC)
+        figures: dict[str, Figure] = {f"queries_{split}": number for split, number in queries.items()}
+        result = StageResult(
+            stage="prepare", cycle=cycle, status="done", inputs={}, figures=figures, settings_hash="", code_version="",
+            started=at, finished=at,
+        )  # fmt: skip
+        store_result(storage, result)
+
+    def said(*flags: str) -> str:
+        assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", *flags]) == 0
+        return capsys.readouterr().out
+
+    assert "to judge by" not in said()
+    prepared("c0", 1.0, train=1800, valid=100, test=100)
+    assert "to judge by" not in said(), "enough"
+    assert "split test has 100 queries to judge by" in said("--gate.min-queries=101")
+    prepared("b0", 2.0, train=270, valid=17, test=13)  # newer, by another name
+    text = said()
+    assert "cycle b0: split test has 13 queries to judge by" in text and "--data.test-fraction 0.25" in text
+    assert "split valid has 17 queries" in said("--evaluate.split=valid")
+    prepared("c1", 3.0, train=1800, valid=100, test=100)
+    assert "to judge by" not in said(), "of this cycle itself"
+
+
 def test_the_expected_durations_are_those_of_the_newest_cycles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +242,26 @@ def test_a_cycle_on_trn2_is_planned_for_one_machine_of_64_cores(capsys: pytest.C
     assert len(container["linuxParameters"]["devices"]) == 16
     command = train["SubmitJob"]["containerOverrides"]["command"]
     assert command[command.index("--launch.processes") + 1] == "64"
+
+
+@pytest.mark.parametrize("instance", ["trn2.48xlarge", "trn2u.48xlarge"])
+def test_a_cycle_on_trn2_is_planned_for_two_machines(capsys: pytest.CaptureFixture[str], instance: str) -> None:
+    files = ("base.toml", "jobs/trn2.toml", "jobs/trn2-nodes.toml")
+    names = ("health", "compile", "train", "evaluate")
+    words = [
+        *(f"--config={CONFIGS / file}" for file in files),
+        *(f"--jobs.{name}.instance={instance}" for name in names),
+    ]
+    assert cli.main(["plan", *words, "--cycle=2026-11-20", *WHERE, IMAGE, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    for name, nodes in (("health", 2), ("compile", 2), ("train", 2), ("evaluate", 2)):
+        job = next(one for one in shown if one["SubmitJob"]["jobName"].endswith(f"-{name}"))
+        definition = job["RegisterJobDefinition"]
+        assert definition.get("nodeProperties", {}).get("numNodes", 0) == nodes
+        if nodes:
+            container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
+            paths = [one["hostPath"] for one in container["linuxParameters"]["devices"]]
+            assert [len([path for path in paths if kind in path]) for kind in ("neuron", "uverbs")] == [16, 16]
 
 
 def test_jobs_on_trn2_3xlarge_ask_for_its_one_chip(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,8 @@ def events(*given: object, **more: object) -> list[str]:
 def test_ends() -> None:
     done = Closed(outcome="succeeded", at=60.0)
     assert events(GOOD, done, promoted=True) == ["promoted"]
+    texts = [told(GOOD, done, promoted=True, without_comparison=one)[0].text for one in (False, True)]
+    assert ["promoted WITHOUT a comparison" in text for text in texts] == [False, True]
     assert events(GOOD, done) == []  # nothing new: nobody is called
     assert events(GOOD, done, promoted=True, failed_before=True) == ["promoted", "recovered"]
     assert events(GOOD, done, round_=2) == ["recovered"]

@@ -14,8 +14,10 @@ from jobs.config import JobsConfig
 from jobs.cycle.attempt_time import Moment
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, JobState
-from jobs.cycle.page.data import PageData, curves_of
+from jobs.cycle.page.data import CycleRow, PageData, curves_of
+from jobs.cycle.page.html import index
 from jobs.cycle.page.publish import INDEX, INDEX_PAGE, data_key, read_index, report_key, write_page
+from jobs.cycle.page.sections import outcome_sentence
 from jobs.plan.dag import Plan
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
@@ -101,13 +103,13 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "rows without a value",
         "reason 3",
         "2 nodes by 12 checks",
-        "checkpoints/second/step-1 ← checkpoints/first/step-100",
+        "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /mini (sha256 0a1b)",
         "Settings that differ from cycle first",
         "train.seed",
         "train-1-node0.json",
     ):
         assert words in text or words in seen.text, words
-    assert [row.cycle for row in data.history] == ["first"] and data.unread == ()
+    assert [one.cycle for one in data.history] == ["first"] and data.unread == ()
     assert json.loads(storage.read_bytes(data_key("second")))["schema_version"] == 1
     assert PageData.model_validate_json(storage.read_bytes(data_key("second"))) == data
 
@@ -144,6 +146,34 @@ def test_hostile_texts_are_text(storage: Storage, evil: str) -> None:
         )
         assert seen.text.count(shown.replace("\r", "\ufffd")) > 20
     Outline(storage.read_bytes(INDEX_PAGE).decode())
+
+
+@pytest.mark.parametrize("evil", HOSTILE)
+def test_hostile_texts_are_text_in_the_index_of_cycles(evil: str) -> None:
+    row = CycleRow(
+        cycle="c",
+        claimed_at=T0,
+        closed_at=None,
+        outcome="failed",
+        promoted=False,
+        reason="plain",
+        took_s=None,
+        machine_s=0.0,
+        usd=None,
+        wasted_usd=None,
+        goodput=None,
+        stage_s={},
+        stage_usd={},
+        rows=None,
+        metric="m",
+        value=0.5,
+    )
+    before = Outline(index([row]))
+    for name in ("reason", "metric", "cycle"):
+        seen = Outline(index([row.model_copy(update={name: evil})]))
+        assert seen.tags == before.tags and [one for one, _ in seen.attributes] == [one for one, _ in before.attributes]
+        if evil.isprintable() and len(evil) < 100:
+            assert evil in seen.text, name
 
 
 def ends(storage: Storage) -> dict[str, tuple[CycleStore, Plan, tuple[JobRecord, ...], Closed]]:
@@ -193,8 +223,53 @@ def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) ->
             "Cancelled" if "cancelled" in name else f"Failed in {name.removeprefix('failed-in-')}"
         )
         assert expected in seen.text, (name, seen.text[:300])
-    index = Outline(storage.read_bytes(INDEX_PAGE).decode())
-    assert all(f"{name}.html" in dict.fromkeys(v for _, v in index.attributes) for name in all_ends)
+    listed = Outline(storage.read_bytes(INDEX_PAGE).decode())
+    assert all(f"{name}.html" in dict.fromkeys(v for _, v in listed.attributes) for name in all_ends)
+
+
+def row(cycle: str, metric: str = "", value: float | None = None, **more: object) -> CycleRow:
+    """A line of the index."""
+    empty = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
+    fields: dict[str, object] = {
+        "claimed_at": 1.0,
+        "closed_at": 2.0,
+        "outcome": "succeeded",
+        "promoted": True,
+        "reason": "",
+        **empty,
+    }
+    fields |= {"stage_s": {}, "stage_usd": {}, "rows": None, "cycle": cycle, "metric": metric, "value": value}
+    return CycleRow.model_validate({**fields, **more})
+
+
+def test_the_line_of_the_index_is_one_metric_for_all_cycles() -> None:
+    """That of the newest cycle; another metric of an earlier version's record does not take its place."""
+    rows = [
+        row("a", "retrieval_ndcg@10", 0.7661, metrics={"retrieval_ndcg@10": 0.7661, "ndcg@10": 0.9494}),
+        row("b", "retrieval_ndcg@10", 0.11),
+        row("c", "ndcg@10", 0.9525),
+        row("d", "ndcg@10", 0.9798, metrics={"ndcg@10": 0.9798}),
+        row("e"),
+    ]
+    shown = [re.findall(r"<title>([^<]*)</title>", svg) for svg in re.findall(r"<svg.*?</svg>", index(rows))]
+    assert shown == [["a: 0.9494", "c: 0.9525", "d: 0.9798"]]
+    assert "<td>ndcg@10</td>" in index(rows)
+    assert [one.value_of("retrieval_ndcg@10") for one in rows] == [0.7661, 0.11, None, None, None]
+
+
+@pytest.mark.parametrize("evil", HOSTILE[:4])
+def test_hostile_reasons_are_text_in_the_index(evil: str) -> None:
+    text = index([row("a", promoted=False, reason=evil)])
+    assert Outline(text).tags.count("script") == 1 and "<!channel" not in text
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_a_promotion_without_a_comparison_is_called_so(storage: Storage, without: bool) -> None:
+    _, data = written(storage)
+    evaluated = {**data.figures["evaluate"], "without_comparison": without}
+    data = data.model_copy(update={"figures": {**data.figures, "evaluate": evaluated}})
+    assert outcome_sentence(data).startswith("Promoted WITHOUT a comparison: " if without else "Promoted: ")
+    assert ("promoted WITHOUT a comparison" in index([row("a", without_comparison=data.without_comparison)])) is without
 
 
 def test_a_page_while_the_cycle_runs_and_the_one_of_its_end(storage: Storage) -> None:
@@ -203,8 +278,10 @@ def test_a_page_while_the_cycle_runs_and_the_one_of_its_end(storage: Storage) ->
     assert write_page(store, plan, running, JobsConfig(), None).outcome == "open"
     assert "Under way: train running." in Outline(pages(storage, "c")[0].decode()).text
     write_page(store, plan, records, JobsConfig(), closed)
-    index = read_index(storage)
-    assert index and [(row.cycle, row.outcome) for row in index.cycles] == [("c", "succeeded")]
+    found = read_index(storage)
+    assert found and [(one.cycle, one.outcome) for one in found.cycles] == [("c", "succeeded")]
+    (line,) = found.cycles
+    assert line.metrics["ndcg@10"] == 0.81 and line.value_of("ndcg@10") == 0.81
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Words in scripts with and without spaces, with and without marks."""
+
+import re
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.lexical import LEXICAL_NAMES, lexical_features
+from pipeline.data.words import words_of
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Red_shoe 42.5, café", ["red_shoe", "42", "5", "café"]),
+        ("cafe\u0301", ["café"]),
+        ("赤い靴", ["赤", "赤い", "い", "い靴", "靴"]),
+        ("iPhone15ケース X", ["iphone15", "ケ", "ケー", "ー", "ース", "ス", "x"]),
+        ("ｶﾞﾗｽ", ["ガ", "ガラ", "ラ", "ラス", "ス"]),
+        ("หูฟัง", ["หู", "หูฟั", "ฟั", "ฟัง", "ง"]),
+        ("ຫູຟັງ", ["ຫູ", "ຫູຟັ", "ຟັ", "ຟັງ", "ງ"]),
+        ("កាស", ["កា", "កាស", "ស"]),
+        ("နားကြပ်", ["နား", "နားကြ", "ကြ", "ကြပ်", "ပ်"]),
+        ("हेडफ़ोन काला", ["हेडफ़ोन", "काला"]),
+        ("தலையணி", ["தலையணி"]),
+        ("שָׁלוֹם עולם", ["שָׁלוֹם", "עולם"]),
+        ("مُحَمَّد", ["مُحَمَّد"]),
+        ("ශ්\u200dරී", ["ශ්රී"]),
+        ("می\u200cخواهم", ["می", "خواهم"]),
+        ("이어폰 무선", ["이어폰", "무선"]),
+        ("iPhone™ m² ½", ["iphone", "m²", "½"]),
+        ("", []),
+        ("、。・", []),
+    ],
+)
+def test_words(text: str, words: list[str]) -> None:
+    assert words_of(text) == [unicodedata.normalize("NFC", word) for word in words]
+
+
+LATIN = st.text(st.characters(max_codepoint=0x2FF) | st.sampled_from("ǅαωЖя한글Ω²½™—“"), max_size=40)
+
+
+@given(LATIN)
+def test_scripts_with_spaces_and_without_marks_are_runs_of_letters_as_ever(text: str) -> None:
+    text = text.replace("\u0130", "")  # its lower case has a mark
+    assert words_of(text) == re.findall(r"\w+", unicodedata.normalize("NFC", text.lower()))
+
+
+@given(st.text(max_size=30))
+def test_any_text_has_words_of_letters_alone(text: str) -> None:
+    for word in words_of(text):
+        assert word and re.match(r"\w", word) and not re.search(r"\s", word)
+
+
+@pytest.mark.parametrize(
+    ("query", "title", "other"),
+    [
+        ("無線イヤホン", "ソニー無線イヤホン黒", "赤い革靴"),
+        ("靴", "赤い靴", "黒い帽子"),
+        ("หูฟังไร้สาย", "โซนี่หูฟังไร้สายสีดำ", "รองเท้าแดง"),
+        ("हेडफ़ोन", "काला हेडफ़ोन", "लाल जूता"),
+        ("蓝牙耳机", "索尼蓝牙耳机黑色", "红色皮鞋"),
+    ],
+)
+def test_features_see_what_both_texts_share(query: str, title: str, other: str) -> None:
+    table = lexical_features([query, query], [title, other])
+    right, wrong = (dict(zip(LEXICAL_NAMES, row, strict=True)) for row in table.tolist())
+    assert right["lex_query_coverage"] == pytest.approx(1.0) and right["lex_jaccard"] > wrong["lex_jaccard"]
+    assert right["lex_longest_found"] > wrong["lex_longest_found"]
+    assert right["lex_trigram_coverage"] > wrong["lex_trigram_coverage"] or len(query) < 3

@@ -1,0 +1,115 @@
+"""How many queries a refusal says there are, and the split that it says would give enough."""
+
+import pytest
+
+from pipeline.core.fingerprint import hash63
+from pipeline.data.token_sets import JudgedSplit, TokenSetInfo
+from pipeline.evaluate.config import EvaluateConfig, RetrievalConfig
+from pipeline.evaluate.gate.compare import CheckKind, GateCheck, Outcome, Verdict
+from pipeline.evaluate.split_size import FRACTIONS, count_queries, fraction_for, size_advice, verdict_advice
+
+pytestmark = pytest.mark.unit
+
+
+def info(**queries: int) -> TokenSetInfo:
+    """A partition with so many queries in each split."""
+    judged = {
+        split: JudgedSplit(
+            gains=({},),
+            labels=(),
+            label_gain_sums=(),
+            query_best={0: number // 2, 100: number - number // 2},
+            query_worst={},
+        )
+        for split, number in queries.items()
+    }
+    return TokenSetInfo.model_construct(judged=judged)  # type: ignore[call-arg,arg-type]
+
+
+def check(
+    queries: int | None, needed: int | None, outcome: Outcome = "fail", kind: CheckKind = "delta", **more: object
+) -> GateCheck:
+    fields = {"name": "a", "kind": kind, "outcome": outcome, "reason": "r", "metric": "ndcg@10", **more}
+    return GateCheck.model_validate({**fields, "num_queries": queries, "needed_queries": needed})
+
+
+def advice(*checks: GateCheck, **more: object) -> str:
+    verdict = Verdict(
+        promote=False,
+        checks=checks,
+        num_rows=1,
+        num_queries=1,
+        confidence=0.95,
+        slice_confidence=0.95,
+        resamples=200,
+        seed=1,
+    )
+    given = {"split": "test", "rows": 10, "rows_in_split": 10, "all_partitions": True, "later": False, **more}
+    config = given.pop("config", EvaluateConfig())
+    infos = given.pop("infos", [info(train=270, valid=17, test=13)])
+    return verdict_advice(verdict, config, infos, **given)  # type: ignore[arg-type]
+
+
+def test_queries_are_counted_over_all_partitions() -> None:
+    assert count_queries([info(train=10, test=3), info(train=5, valid=2)]) == {"train": 15, "valid": 2, "test": 3}
+    assert count_queries([info()]) == {}, "an earlier version did not count them"
+
+
+@pytest.mark.parametrize(
+    ("total", "needed", "share"),
+    [(300, 50, 0.25), (2000, 50, 0.05), (100, 50, None), (0, 50, None), (144, 50, None), (160, 50, 0.4)],
+)
+def test_the_smallest_fraction_that_is_enough(total: int, needed: int, share: float | None) -> None:
+    assert fraction_for(total, needed) == share
+
+
+@pytest.mark.parametrize("total", [200, 300, 375, 1000])
+def test_what_the_fraction_promises_the_hash_of_prepare_keeps(total: int) -> None:
+    share = fraction_for(total, 50)
+    assert share in FRACTIONS
+    for start in range(0, 20_000, 1000):
+        ids = (hash63(f"query {number}") for number in range(start, start + total))
+        assert sum(hash63(f"split|{one}") / 2**63 < share for one in ids) >= 50 * 0.9
+
+
+def test_the_advice_names_what_there_is_and_the_setting_that_gives_enough() -> None:
+    said = size_advice("test", 13, 50, {"train": 270, "valid": 17, "test": 13})
+    assert "split test has 13 queries" in said and "about 50 are needed" in said
+    assert "--data.test-fraction 0.25 gives about 75 of 300" in said and "--gate.min-queries" in said
+    assert "--data.valid-fraction 0.25" in size_advice("valid", 13, 50, {"train": 270, "valid": 13, "test": 17})
+    half = size_advice("test", 13, 50, {"train": 548, "valid": 26, "test": 26})
+    assert "of 300 " in half, "half of the test queries bear on the metric, so half of the others are taken to"
+    few = size_advice("test", 5, 50, {"train": 90, "valid": 5, "test": 5})
+    assert "fraction" not in few and "judge more queries" in few and "about 100" in few
+    unknown = size_advice("test", 5, 50, {})
+    assert "fraction" not in unknown and "judge more queries" in unknown and "all splits" not in unknown
+
+
+def test_only_a_failed_check_for_want_of_queries_gets_advice() -> None:
+    assert advice(check(13, 50, "skipped")) == ""
+    assert advice(check(13, None)) == ""
+    assert "13 queries" in advice(check(40, 50), check(13, 50), check(45, 50)), "the worst of them"
+    assert "judge more" in advice(check(None, 50)) or "fraction" in advice(check(None, 50))
+
+
+def test_a_later_model_is_told_that_production_has_seen_the_queries() -> None:
+    assert "--evaluate.leak warn" in advice(check(13, 50), later=True)
+    assert "--evaluate.leak" not in advice(check(13, 50), later=False)
+    assert "--evaluate.leak" not in advice(check(13, 5000), later=True), "there is no such split"
+
+
+def test_a_difference_that_was_too_small_to_show_asks_for_a_larger_drop_not_fewer_queries() -> None:
+    said = advice(check(13, 5000, low=-0.1, high=0.1))
+    assert "--gate.drops" in said and "--gate.min-queries" not in said
+    assert "--gate.min-queries" in advice(check(13, 50, kind="floor", low=None))
+    assert "--gate.min-queries" in advice(check(13, 50, kind="comparison", metric=""))
+
+
+def test_what_the_settings_left_out_is_named_first() -> None:
+    assert "evaluate.max_rows" in advice(check(13, 50), rows=9)
+    assert "--evaluate.partitions all" in advice(check(13, 50), all_partitions=False)
+    asked = EvaluateConfig(retrieval=RetrievalConfig(catalogue="file:///items.csv"))
+    searched = check(13, 50, metric="retrieval_ndcg@10")
+    assert "file:///items.csv" in advice(searched, config=asked)
+    assert "--data.test-fraction" in advice(searched)
+    assert "--data.test-fraction" in advice(check(13, 50), config=asked)
