@@ -442,6 +442,50 @@ def test_the_deadline(rows: TokenRows, policy: str, ended: str, steps: int) -> N
     assert [name for name, _ in bench.events].count(EventName.DEADLINE_AT_RISK) == 1
 
 
+def test_a_stop_saves_also_when_the_deadline_has_passed(rows: TokenRows) -> None:
+    config = TRAIN.model_copy(update={"on_deadline": "finish"})
+    late = Bench(rows, config=config, deadline_s=-1.0, cadence=Cadence(log=1, evaluate=0, save=1))
+    assert late.run() == "late" and not late.calls, "the caller saves the last step"
+    stopped = Bench(rows, config=config, deadline_s=-1.0, cadence=Cadence(log=1, evaluate=0, save=1))
+    stopped.stop.set("SIGTERM")
+    assert stopped.run() == "stopped" and stopped.calls == [("save", 1)]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("pipeline.train.loop.time.monotonic", lambda: self.now)
+
+    def pass_on(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_pace_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = Pace(samples_per_step=8, data_size=2)
+    clock.pass_on(3.0)
+    assert pace.read().samples_per_s == 0.0 and pace.seconds_per_step == 0.0
+    for seconds, expected in ((2.0, 2.0), (4.0, 0.7 * 2.0 + 0.3 * 4.0)):
+        pace.step_done(tokens=10, waited_s=1.0)
+        clock.pass_on(seconds)
+        assert pace.read() == (seconds, 8 / seconds, 20 / seconds, 1.0 / seconds)
+        assert pace.seconds_per_step == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("apart", ["evaluate", "save"])
+def test_evaluating_and_saving_are_no_time_of_steps(
+    rows: TokenRows, monkeypatch: pytest.MonkeyPatch, apart: str
+) -> None:
+    clock = Clock(monkeypatch)
+    bench = Bench(rows, cadence=Cadence(log=2, evaluate=3 * (apart == "evaluate"), save=3 * (apart == "save")))
+    bench.on_evaluate = bench.on_save = lambda: clock.pass_on(1000.0)
+    assert bench.run() == "complete" and clock.now == 1000.0
+    seconds = [fields["seconds"] for name, fields in bench.events if name == EventName.TRAIN_STEPS]
+    assert seconds == [0.0] * 4
+
+
 def test_nothing_left_to_do(rows: TokenRows) -> None:
     bench = Bench(rows, start=6)
     assert bench.run() == "complete"
