@@ -375,8 +375,8 @@ class TrainLoop:
         for row in figures:
             if row["skipped_in_a_row"] == 0 and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 raise NumericError(
-                    f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']}, and the guard"
-                    f" on {self.backend.device_name()} did not skip it",
+                    f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']},"
+                    f" and the guard on {self.backend.device_name()} did not skip it",
                     expected="finite numbers, or a step that changes nothing",
                     next_command="trnpipe health on this machine; the last checkpoint is good",
                 )

@@ -279,7 +279,8 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
     ]
     assert json.loads(lines[3])["content"] == {"query": "q7", "title": "t7", "label": "perhaps"}
     assert summary(result).endswith(
-        "97 rows, 4 bad: 1 empty query, 1 empty title, 1 malformed row, 1 unknown label | labels no < yes"
+        "97 rows, 4 bad: 1 empty query, 1 empty title, 1 malformed row: not a JSON object, 1 unknown label"
+        " | labels no < yes"
     )
     strict = config.model_copy(update={"max_bad_fraction": 0.01})
     for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike

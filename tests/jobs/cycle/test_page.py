@@ -103,7 +103,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "rows without a value",
         "reason 3",
         "2 nodes by 12 checks",
-        "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /m (sha256 0a)",
+        "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /mini (sha256 0a1b)",
         "Settings that differ from cycle first",
         "train.seed",
         "train-1-node0.json",
