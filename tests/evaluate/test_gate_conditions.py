@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,7 +269,7 @@ def test_a_refusal_for_another_reason_says_nothing_of_comparisons() -> None:
         ({"first_baselines": "off"}, "gate.first_baselines is off"),
     ],
 )
-def test_why_nothing_judged_it(settings: dict[str, object], words: str) -> None:
+def test_why_nothing_judged_it(settings: dict[str, Any], words: str) -> None:
     tools = (boosting(num_queries=49), Baseline("BM25", missing="why"))
     few = check(verdict(rows(49), None, *tools, baseline_drops={"accuracy": 0.0}), "comparison").reason
     assert "; BM25 was not scored: why; not enough test queries to compare with boosting: 49, at least 50" in few
