@@ -28,11 +28,6 @@ def is_run(cycle: OpenCycle) -> bool:
     return cycle.name.startswith(RUN_PREFIX)
 
 
-def command_for(cycle: OpenCycle, command: str) -> str:
-    """A command about this cycle, to be pasted into a shell."""
-    return shlex.join(["trnjobs", command, "--workspace", cycle.settings.workspace, "--cycle", cycle.name])
-
-
 def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
     """Raise ConfigError with the settings that differ from those the cycle was submitted with; none where none do."""
     if not cycle.store.belongs_to_other(plan, target):
@@ -210,7 +205,7 @@ def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
             raise ConfigError(
                 f"cycle {cycle.name} cannot start from the beginning: {stops}",
                 expected="a cycle in which nothing was trained or judged, and no job runs",
-                next_command=f"{command_for(cycle, 'status')}; or another {other}",
+                next_command=f"{cycle.command('status')}; or another {other}",
             )
         old, store = cycle.target(), cycle.store
         old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
@@ -256,4 +251,4 @@ def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str
         return f"{said}; {compared}to run it again: the same command with --again"
     if closed.outcome in ("succeeded", "refused"):
         return f"{said}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
-    return f"{said}; to go on with its settings: {command_for(cycle, 'retry')}"
+    return f"{said}; to go on with its settings: {cycle.command('retry')}"

@@ -1,6 +1,7 @@
 """`trnjobs submit` of a cycle that was submitted before: with other settings, and from the beginning."""
 
 import json
+import shlex
 import signal
 from typing import Any
 
@@ -42,6 +43,10 @@ def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
     changed = "data.columns.query: query -> search_term; data.columns.title: title -> item; jobs.train.attempts: 3 -> 2"
     assert (code, f"with other settings: {changed}\n" in text) == (78, True), text
     assert "next: the same command with --fresh" in text and trnjobs.ran() == []
+    code, text = trnjobs("submit")
+    pasted = shlex.split(text.partition("to go on with its settings: ")[2].splitlines()[0])
+    assert (code, trnjobs.ran()) == (65, [])
+    assert pasted[-5:] == ["retry", "--workspace", str(trnjobs.place / "workspace"), "--cycle", "2026-11-20"]
     assert "not used: data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
     trnjobs.ran()
 
