@@ -129,11 +129,14 @@ def test_what_others_left_is_not_taken_for_what_this_plan_has_published(tmp_path
     case.work(plan)
     manifest = case.finish(plan).manifest
     case.workspace.delete(["embeddings/c1/MANIFEST.json", f"{records_prefix(plan)}/00000.json"])
-    other = {"another plan": {"fields": manifest.fields | {"plan": "other"}}, "another kind": {"kind": "tokens"}}
+    other: dict[str, dict[str, Any]] = {
+        "another plan": {"fields": manifest.fields | {"plan": "other"}},
+        "another kind": {"kind": "tokens"},
+    }
     if how in other:
         data = manifest.model_copy(update=other[how]).to_json()
         case.workspace.write_bytes("embeddings/c1/MANIFEST.json", data)
-    with pytest.raises(DataError, match="00000.json"):
+    with pytest.raises(DataError, match=r"00000\.json"):
         case.finish(plan)
     case.workspace.write_bytes("embeddings/c1/MANIFEST.json", manifest.to_json())
     assert case.finish(plan).manifest == manifest
