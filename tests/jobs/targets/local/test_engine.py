@@ -230,6 +230,19 @@ def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_faile
     assert made.nodes.alive() == set()
 
 
+def test_cancelled_while_the_engine_is_interrupted_it_is_cancelled_for_good() -> None:
+    made = world([job("a"), job("b", "a")], lambda *_: Fate(after_s=1e3))
+    stop = StopSignal()
+    running = made.engine(stop)
+    run_a_second(running, made)
+    stop.set("SIGINT")
+    made.files.asked.update(dict.fromkeys("ab", BY_HAND))
+    with pytest.raises(Preempted):
+        running.run()
+    assert made.nodes.stops == [(("a", 1, 0), "SIGTERM")]
+    assert {one.status_reason for one in made.files.state(1)} == {BY_HAND}
+
+
 @pytest.mark.parametrize("vcpus", [6, 2])
 def test_what_feeds_only_a_job_that_cannot_run_is_ended(vcpus: int) -> None:
     """Running, or still in the queue; a job that others need goes on, and so does what no other waits for."""
