@@ -67,11 +67,11 @@ def replaced(names: Sequence[str], prefix: Path) -> Iterator[str]:
 
 
 def not_importable(names: Sequence[str], optional: set[str]) -> Iterator[str]:
-    """Import every module; one line for each that fails for another reason than an optional package."""
+    """Import every module; one line for each that fails for another reason than an optional package, missing or old."""
     for name in names:
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             if (error.name or "").partition(".")[0] not in optional:
                 yield f"{name} cannot be imported: {error}"
         except Exception as error:

@@ -107,7 +107,7 @@ class SageMakerConfig(Record):
     )
     spot: bool = Field(False, description="Managed Spot capacity; taken away, a job starts again in place")
     spot_wait_s: int = Field(6 * 3600, ge=60, description="Seconds that a job may wait for Spot capacity")
-    infra_check: bool = Field(True, description="Machines of a gang are checked by SageMaker before it starts")
+    infra_check: bool = Field(True, description="SageMaker checks machines with accelerators before a multi-node job")
     poll_s: float = Field(30.0, gt=0, description="Seconds between two looks at the jobs")
     price_factor: float = Field(
         1.15,

@@ -29,7 +29,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
-    cycle = open_cycle(arguments.settings, say).with_stored()
+    cycle = open_cycle(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
         from jobs.commands.watch import watch  # rich's live display takes a while to import
@@ -113,9 +113,10 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
-    asked = open_cycle(arguments.settings, say)
+    warn: Say = (lambda _: None) if arguments.json else say
+    asked = open_cycle(arguments.settings, warn)
     if arguments.last:
-        ledgers = list(_newest_ledgers(asked, arguments.last, (lambda _: None) if arguments.json else say))
+        ledgers = list(_newest_ledgers(asked, arguments.last, warn))
     else:
         plan, one = asked.plan(), asked.with_stored()
         ledgers = [one.ledger(plan, one.records(plan))]

@@ -109,7 +109,7 @@ def doing_text(stage: str, moments: Sequence[Moment]) -> str:
                 f"step {steps.number('step'):.0f}{of}",
                 f"loss {loss}",
                 f"{format_count(steps.number('samples_per_s'))} samples/s",
-                f"eta {format_duration(steps.number('eta_s'))}",
+                *((f"eta {format_duration(steps.number('eta_s'))}",) if steps.fields.get("eta_s") is not None else ()),
             )
         )
     if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):

@@ -1,5 +1,6 @@
 """A job from its settings and the table of machines; and the machine of SageMaker that holds it. Pure."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 from jobs.config import JobsConfig, StageJob
@@ -91,6 +92,11 @@ _USABLE = 0.9  # of the memory; the rest is that of the kernel and of SageMaker'
 def ml_name(instance_type: str) -> str:
     """What SageMaker calls a machine: `ml.trn1.32xlarge`."""
     return PREFIX + instance_type.removeprefix(PREFIX)
+
+
+def has_accelerator(needs: Resources) -> bool:
+    """True for the families of EC2 and SageMaker with Trainium, Inferentia or GPUs."""
+    return re.match(r"(trn|inf|p|g|dl)\d", needs.instance_type.removeprefix(PREFIX)) is not None
 
 
 def ml_machine(needs: Resources) -> str:

@@ -5,6 +5,8 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -211,6 +213,12 @@ def _uri(request: Mapping[str, Any]) -> str:
     return f"s3://{request['Bucket']}/{request['Key']}"
 
 
+def _age_s(answer: Mapping[str, Any], modified: datetime) -> float | None:
+    """Return the seconds between `modified` and the Date of the same answer, so that no clock of ours counts."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return None if date is None else (parsedate_to_datetime(date) - modified).total_seconds()
+
+
 class S3Storage:
     """`s3://bucket/prefix`."""
 
@@ -237,7 +245,7 @@ class S3Storage:
             if is_missing(error):
                 return None
             raise translate(error, "looking at", target.uri) from error
-        return ObjectStat(key, int(found["ContentLength"]), str(found["ETag"]))
+        return ObjectStat(key, int(found["ContentLength"]), str(found["ETag"]), _age_s(found, found["LastModified"]))
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         cut = len(self._folder(""))
@@ -245,7 +253,8 @@ class S3Storage:
             for item in page.get("Contents", ()):
                 # An empty object whose key ends in '/' is what consoles create to show an empty folder.
                 if item["Size"] or not item["Key"].endswith("/"):
-                    yield ObjectStat(item["Key"][cut:], int(item["Size"]), str(item["ETag"]))
+                    age_s = _age_s(page, item["LastModified"])
+                    yield ObjectStat(item["Key"][cut:], int(item["Size"]), str(item["ETag"]), age_s)
 
     def list_dirs(self, prefix: str) -> Names:
         cut = len(self._folder(prefix))

@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -122,6 +122,8 @@ class ObjectStat:
     key: str
     size_bytes: int
     etag: str
+    age_s: float | None = field(default=None, compare=False)
+    """Seconds since it was written, by the clock of S3 alone; None on a disk."""
 
 
 class Storage(Protocol):

@@ -60,3 +60,13 @@ def test_a_fault_of_ours_is_not_taken_for_a_missing_package(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "pipeline.parallel.adopt", None)
     with pytest.raises(ModuleNotFoundError, match=r"pipeline\.parallel\.adopt"):
         _ = trnpipe.transform
+
+
+def test_a_backend_names_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.backends.xla import XlaBackend
+
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    with pytest.raises(ConfigError, match="--backend xla needs torch_xla") as caught:
+        XlaBackend()
+    assert caught.value.next_command == "pip install torch-xla==2.9.0 torch==2.9.1, or --backend cpu"

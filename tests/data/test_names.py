@@ -172,6 +172,7 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "files": "its own",
         "judged": "its own",
         "without_category": "its own",
+        "texts_of_several_ids": "its own",
     }
     given: dict[str, Any] = {
         "splits": {"valid": ()},

@@ -108,6 +108,28 @@ def test_what_is_wrong_is_all_told(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("import absent_package", ""),
+        ("from absent_package.part import name", ""),
+        ("raise ImportError('cannot import name', name='absent_package.part')", ""),  # an older one of the base image
+        ("import another_package", "No module named 'another_package'"),
+        ("raise ImportError('a library', name=None)", "a library"),
+        ("raise RuntimeError('broken')", "RuntimeError: broken"),
+    ],
+)
+def test_only_what_is_optional_is_forgiven(
+    line: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "verified_module.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "verified_module", raising=False)
+    found = [*runpy.run_path(VERIFY)["not_importable"](["verified_module"], {"absent_package"})]
+    assert found == ([f"verified_module cannot be imported: {problem}"] if problem else [])
+
+
+@pytest.mark.unit
 def test_an_image_knows_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wheel leaves no .git beside the package."""
     monkeypatch.setenv("TRN_REVISION", "0123456789ab")

@@ -34,6 +34,11 @@ def test_success() -> None:
     assert exit_code_of_cycle(ended(*records), records) == 0
 
 
+def test_a_job_whose_end_is_not_known_ended_when_it_was_made_at_the_earliest() -> None:
+    forgotten = bad("b").model_copy(update={"created_at": 7.0, "stopped_at": None})
+    assert ended(good("a", stopped_at=5), forgotten, bad("c", stopped_at=6)).at == 7.0
+
+
 @pytest.mark.parametrize("state", ["SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING"])
 def test_under_way(state: str) -> None:
     assert outcome_of(PLAN, [good("a"), good("b"), under_way("c", state)]) is None

@@ -103,7 +103,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "rows without a value",
         "reason 3",
         "2 nodes by 12 checks",
-        "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /m (sha256 0a)",
+        "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /mini (sha256 0a1b)",
         "Settings that differ from cycle first",
         "train.seed",
         "train-1-node0.json",
@@ -229,7 +229,7 @@ def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) ->
 
 def row(cycle: str, metric: str = "", value: float | None = None, **more: object) -> CycleRow:
     """A line of the index."""
-    empty = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
+    empty: dict[str, object] = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
     fields: dict[str, object] = {
         "claimed_at": 1.0,
         "closed_at": 2.0,
