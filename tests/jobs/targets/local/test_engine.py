@@ -230,6 +230,13 @@ def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_faile
     assert made.nodes.alive() == set()
 
 
+def test_the_engine_shows_now_and_then_that_it_lives_and_when_it_ends() -> None:
+    """Whoever finds its lock free tells from that how long nobody has run the jobs."""
+    made = world([job("a")], lambda *_: Fate(after_s=31.0))
+    made.engine().run()
+    assert 7 <= len(made.files.touches) <= 8  # every 5 s, and at the end
+
+
 def test_cancelled_while_the_engine_is_interrupted_it_is_cancelled_for_good() -> None:
     made = world([job("a"), job("b", "a")], lambda *_: Fate(after_s=1e3))
     stop = StopSignal()
