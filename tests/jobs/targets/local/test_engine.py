@@ -230,6 +230,18 @@ def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_faile
     assert made.nodes.alive() == set()
 
 
+def test_a_job_runs_from_the_moment_at_which_its_command_began() -> None:
+    made = world([job("a")])
+    running = made.engine()
+    for _ in range(2):
+        running.tick()
+        made.nodes.pause(0.1)
+    assert made.ends() == {"a": JobState.STARTING}
+    run_a_second(running, made)
+    assert made.ends() == {"a": JobState.RUNNING}
+    assert made.record("a").attempts[0].started_at == made.nodes.nodes["a", 1, 0].begins_at
+
+
 def test_the_engine_shows_now_and_then_that_it_lives_and_when_it_ends() -> None:
     """Whoever finds its lock free tells from that how long nobody has run the jobs."""
     made = world([job("a")], lambda *_: Fate(after_s=31.0))
