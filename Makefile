@@ -57,7 +57,7 @@ EXTRAS      := xla hf tensorboard ann baselines tune report lightning dev
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare mine test tests test-native test-thorough test-fast lint style types scan bench image push terraform bootstrap repository deploy submit outputs destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare mine test tests test-native test-thorough test-fast lint style types scan bench image try-lock push terraform bootstrap repository deploy submit outputs destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -166,6 +166,9 @@ image:  ## build docker/<IMAGE>.Dockerfile, IMAGE=cpu (default), cuda, neuron or
 	  $(if $(BASE_IMAGE),--build-arg 'BASE_IMAGE=$(BASE_IMAGE)') --build-arg 'BASE_DIGEST=$(BASE_DIGEST)' --build-arg 'VERSION=$(VERSION)' --build-arg 'REVISION=$(REVISION)' \
 	  --build-arg 'SOURCE=$(SOURCE)' --tag '$(TAG)' .
 
+try-lock:  ## install docker/<IMAGE>.lock into a fresh environment and run docker/verify.py there: IMAGE=neuron PYTHON=python3.12
+	$(PYTHON) docker/try_lock.py $(IMAGE) build/try-$(IMAGE)
+
 push:  ## AWS: push what `make image` built to REPOSITORY in ECR, and print the line for infra/ with its digest
 	$(if $(findstring .dkr.ecr.,$(REGISTRY)),,$(error REPOSITORY is '$(REPOSITORY)', expected one in ECR: make push REPOSITORY=<account>.dkr.ecr.<region>.amazonaws.com/<name>))
 	$(if $(findstring -dirty,$(REVISION)),$(error the checkout has changes, expected what a commit holds: git status, then make image push))
@@ -222,11 +225,11 @@ lock: $(STAMP)  ## resolve requirements.lock and the other locks anew (needs uv)
 	  --no-emit-package torch --no-emit-package triton $(CUDA_PACKAGES:%=--no-emit-package %) -o docker/cpu.lock
 	echo '$(TORCH)' | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints.txt -o docker/cuda.lock
-	# pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
-	echo 'pyarrow<25' | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+	# verify.py needs packaging. pyarrow 26 refuses numpy 1.26, which AWS's Neuron image may hold; 24 takes it and numpy 2.
+	printf '%s\n' 'pyarrow<25' packaging | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
 	  -c build/constraints-neuron.txt --override docker/neuron.overrides -o docker/neuron.lock
 	# AWS's images from SDK 2.33 on hold Python 3.14. Only wheels: nothing is compiled while the image is built.
-	$(UV_COMPILE) pyproject.toml --extra ann --extra baselines --python-version 3.14 --python-platform x86_64-manylinux_2_28 --no-build \
+	echo packaging | $(UV_COMPILE) pyproject.toml - --extra ann --extra baselines --python-version 3.14 --python-platform x86_64-manylinux_2_28 --no-build \
 	  -c build/constraints.txt --override docker/neuron.overrides -o docker/neuron-native.lock
 	# The same versions beside a later torch, see test-native.
 	printf '%s\n' '$(NATIVE_TORCH)' ninja | $(UV_COMPILE) pyproject.toml - $(patsubst %,--extra %,$(filter-out xla,$(EXTRAS))) --python-version 3.13 \

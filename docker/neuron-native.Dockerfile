@@ -45,11 +45,14 @@ RUN useradd --uid 10001 --user-group --create-home trnpipe \
 # No variable of EFA or of an interface (FI_*, CCOM_SOCKET_IFNAME) is set here: a job on one node is on the host's network,
 # which has no eth0, and without EFA's devices. Jobs of several nodes get theirs with the job.
 # Rounding is stated, since it changes numbers: to nearest, as the master weights are fp32. 64 arenas: without a bound the memory
-# of many processes grows with every checkpoint. With TRNPIPE_BACKEND a container that was given no core says so instead of
+# of many processes grows with every checkpoint. What runs on the host instead of the device is stated too: an operator that the
+# device does not have, which training names; never a program or an operator that failed. With TRNPIPE_BACKEND a container that was given no core says so instead of
 # falling back to its CPU.
 ENV PATH="/opt/trnpipe/bin:${PATH}" \
     PYTHONUNBUFFERED=1 \
     NEURON_RT_STOCHASTIC_ROUNDING_EN=0 \
+    TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION=1 \
+    TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS=1 \
     MALLOC_ARENA_MAX=64 \
     TRNPIPE_BACKEND=neuron
 ARG VERSION=unknown

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from pipeline.core.optional import REQUIREMENTS
+
 PACKAGES = ("pipeline", "jobs", "trnpipe")
 COMMANDS = ("trnpipe", "trnjobs", "trnjobs-entry")
-# Imported by one module each, which says what to install when it is asked for.
-OPTIONAL = ("torch-neuronx", "usearch", "tensorboard", "matplotlib", "optuna")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *unmet([*words.expect, *core_requirements()]),
         *replaced(words.outside, Path(sys.prefix)),
         *[f"{name} {version(name)} is there, expected none" for name in words.without if version(name)],
-        *not_importable([*our_modules(), *words.load], module_names([*OPTIONAL, *words.without]) - {*words.load}),
+        *not_importable([*our_modules(), *words.load], {*REQUIREMENTS} - {*words.load}),
         *[f"the command {name} is not on PATH" for name in COMMANDS if shutil.which(name) is None],
     ]
     for problem in problems:
@@ -67,19 +67,15 @@ def replaced(names: Sequence[str], prefix: Path) -> Iterator[str]:
 
 
 def not_importable(names: Sequence[str], optional: set[str]) -> Iterator[str]:
-    """Import every module; one line for each that fails for another reason than an optional package."""
+    """Import every module; one line for each that fails for another reason than an optional package, missing or old."""
     for name in names:
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             if (error.name or "").partition(".")[0] not in optional:
                 yield f"{name} cannot be imported: {error}"
         except Exception as error:
             yield f"{name} cannot be imported: {type(error).__name__}: {error}"
-
-
-def module_names(packages: Sequence[str]) -> set[str]:
-    return {name.replace("-", "_") for name in packages}
 
 
 def our_modules() -> Iterator[str]:

@@ -150,21 +150,25 @@ class Cycle:
         """What would run: that of the settings, or what was submitted. Raises ConfigError."""
         return self._store.plan() or make_plan(self.settings)
 
-    def submit(self, target: str = "") -> CycleStatus:
+    def submit(self, target: str = "", *, fresh: bool = False) -> CycleStatus:
         """Hand the jobs over, or go on where that stopped; twice, no job is started twice. Returns at once.
 
-        `target`: over jobs.target. On this machine a thread of this process runs them; the interpreter does not exit
+        `target`: over jobs.target. `fresh`: start a cycle from the beginning that was submitted before, as long as
+        nothing was trained in it. On this machine a thread of this process runs them; the interpreter does not exit
         before it has ended. Raises ConfigError, TransientError while somebody else submits the cycle.
         """
         target = target or self.settings.jobs.target
         plan = make_plan(self.settings)
         if target == "batch":
-            submit_plan(self._cycle, plan, target)
+            submit_plan(self._cycle, plan, target, again=fresh)
         elif self._engine is None or self._engine.done():
-            thread = ThreadPoolExecutor(1, "cycle")
-            self._engine = thread.submit(submit_plan, self._cycle, plan, target)
+            thread, before = ThreadPoolExecutor(1, "cycle"), self._first_round()
+            self._engine = thread.submit(submit_plan, self._cycle, plan, target, again=fresh)
             thread.shutdown(wait=False)
-            while self._runs_here() and self._store.plan() is None:  # it ends when refused, or with nothing to do
+            while self._runs_here():  # it ends when refused, or with nothing to do
+                is_old = fresh and before and self._first_round() == before
+                if self._store.plan() is not None and not is_old:
+                    break
                 time.sleep(0.05)
         return self.status()
 
@@ -202,6 +206,11 @@ class Cycle:
             if not is_mine:
                 time.sleep(left)
 
+    def _first_round(self) -> int:
+        """0 where nothing was submitted."""
+        claim = self._store.claim()
+        return claim.first_round if claim and self._store.rounds() else 0
+
     def _runs_here(self) -> bool:
         """Whether this process still runs the jobs. Raises what ended that, once."""
         engine = self._engine
@@ -229,7 +238,7 @@ class Cycle:
     def result(self) -> CycleResult:
         """What it came to so far. Raises ConfigError when it was not submitted."""
         plan, records, closed = self._ended()
-        ledger = read_ledger(self._store, plan, records, self.settings.jobs, closed=closed)
+        ledger = read_ledger(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed=closed)
         data = gather(self._store, plan, ledger, records, closed)
         row = row_of(self._store, data, closed)
         code = exit_code_of_cycle(closed, records) if closed else None
@@ -238,7 +247,7 @@ class Cycle:
     def report(self) -> CyclePage:
         """Write the page of the cycle, and everything that it shows. Raises ConfigError when it was not submitted."""
         plan, records, closed = self._ended()
-        data = write_page(self._store, plan, records, self.settings.jobs, closed)
+        data = write_page(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed)
         return CyclePage(uri=self._store.storage.uri(report_key(self.name)), data=data)
 
     def logs(self, job: str, *, attempt: int = 0, node: int = 0) -> Iterator[str]:

@@ -18,7 +18,7 @@ COMMANDS: dict[str, str] = {
     "status": "current state of the jobs of a cycle",
     "logs": "log of one attempt of a job, on any of its nodes",
     "cancel": "cancel the unfinished jobs of a cycle, the last job first",
-    "retry": "run the failed jobs again, and those that depend on them",
+    "retry": "run the failed jobs again, and those that depend on them, with the settings the cycle was submitted with",
     "reconcile": "record the state of the jobs of a cycle, or of all open cycles, and close those that have ended",
     "history": "list the cycles of a workspace",
     "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
@@ -74,8 +74,12 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
         case "submit":
             add("--target", choices=TARGETS, help="overrides jobs.target")
+            fresh = "start a cycle from the beginning that was submitted before, as long as nothing was trained in it"
+            add("--fresh", action="store_true", help=fresh)
         case "run":
             add("--target", choices=TARGETS, help="overrides jobs.target")
+            again = "run it once more from the beginning; it finds the checkpoints of the earlier run"
+            add("--again", action="store_true", help=again)
             add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
             add("--nodes", type=int, default=0, metavar="N", help="machines at once (default: 1)")
             add("--processes", type=int, default=0, metavar="P", help="ranks on each machine (default: 1)")

@@ -1,7 +1,7 @@
 """`[jobs]`: how a cycle becomes jobs, where they run, and when cycles are due."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -39,14 +39,17 @@ class StageJob(Record):
 class Step(StageJob):
     """A script of the team's own, beside the stages of a cycle."""
 
+    short: ClassVar[tuple[str, ...]] = ("name", "command")
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")
-    command: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
+    command: tuple[str, ...] = Field(min_length=1)
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field({})
 
     @model_validator(mode="after")
     def _one_job(self) -> Self:
+        if not self.command[0]:
+            raise ValueError("command: its first word is empty; expected a program or a script")
         if self.workers > 1:
             raise ValueError("workers: a script is no array; expected nodes and processes")
         return self
@@ -104,7 +107,7 @@ class SageMakerConfig(Record):
     )
     spot: bool = Field(False, description="Managed Spot capacity; taken away, a job starts again in place")
     spot_wait_s: int = Field(6 * 3600, ge=60, description="Seconds that a job may wait for Spot capacity")
-    infra_check: bool = Field(True, description="Machines of a gang are checked by SageMaker before it starts")
+    infra_check: bool = Field(True, description="SageMaker checks machines with accelerators before a multi-node job")
     poll_s: float = Field(30.0, gt=0, description="Seconds between two looks at the jobs")
     price_factor: float = Field(
         1.15,

@@ -1,12 +1,13 @@
 """The settings of `trnjobs`: those of the pipeline, and `[jobs]` beside them."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from jobs.config import JobsConfig
 from pipeline.core.fingerprint import fingerprint
-from pipeline.settings import Settings
+from pipeline.settings import Settings, leaves, resolve
 
 
 class CycleSettings(Settings):
@@ -31,3 +32,32 @@ def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
 def pipeline_fingerprint(settings: CycleSettings) -> str:
     """Names the work; what `[jobs]` makes of it is in the plan itself."""
     return fingerprint(settings.model_dump(mode="json", exclude=_PER_JOB | {"jobs"}))
+
+
+def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a tree holds, by dotted name."""
+    found = dict[str, Any]()
+    for name in leaves(CycleSettings):
+        value: Any = tree
+        for word in name.split("."):
+            if not isinstance(value, Mapping) or word not in value:
+                break
+            value = value[word]
+        else:
+            found[name] = value
+    return found
+
+
+def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSettings:
+    """The settings of a tree as `of_all_jobs` makes it, with other values by dotted name.
+
+    Raises ConfigError for a setting that this version does not know, or a value out of bounds.
+    """
+    changed = dict(tree)
+    for name, value in values.items():
+        table, (*sections, last) = changed, name.split(".")
+        for section in sections:
+            table[section] = dict(table.get(section, {}))
+            table = table[section]
+        table[last] = value
+    return resolve((), {}, model=CycleSettings, given=changed).settings

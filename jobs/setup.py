@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Self
 from zoneinfo import ZoneInfo
 
@@ -18,16 +17,17 @@ from jobs.cycle.job_records import JobRecord
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
-from jobs.settings import CycleSettings, pipeline_fingerprint
+from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target
 from jobs.targets.local.engine import Slots
 from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.health.tools import stage_limit_s as health_limit_s
+from pipeline.io.paths import user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S
@@ -59,6 +59,23 @@ class OpenCycle:
         """Another cycle of the same workspace and settings."""
         settings = self.settings.model_copy(update={"cycle": name})
         return replace(self, settings=settings, store=replace(self.store, cycle=name))
+
+    def with_stored(self) -> Self:
+        """This cycle with the settings it was submitted with; those given now (file, environment, flag) win.
+
+        So its machines, prices and deadline are known to whoever looks at it. As it is where nothing was submitted, or
+        another version stored what this one cannot read.
+        """
+        try:
+            stored = self.store.settings()
+            if stored is None:
+                return self
+            given = values_of(self.settings.model_dump(mode="json", exclude_unset=True))
+            settings = with_values(stored, given)
+        except (ConfigError, DataError) as error:
+            self.say(f"cycle {self.name}: its stored settings are not used: {error.seen}")
+            return self
+        return replace(self, settings=settings)
 
     def plan(self) -> Plan:
         """The plan that was submitted. Raises ConfigError when none was."""
@@ -137,7 +154,7 @@ def make_run(settings: CycleSettings) -> Plan:
 
 def _workspace_uri(settings: CycleSettings) -> str:
     workspace = settings.workspace
-    return workspace if "://" in workspace else f"file://{Path(workspace).expanduser().absolute()}"
+    return workspace if "://" in workspace else f"file://{user_path(workspace)}"
 
 
 def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:

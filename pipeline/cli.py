@@ -73,7 +73,7 @@ def _run(name: str, words: list[str]) -> int:
         if warning:
             print(f"trnpipe {name}: warning: {warning}", file=sys.stderr)
         if needs_ranks(name, settings):
-            return _launch_ranks([name, *words], settings)
+            return _launch_ranks(name, [name, *words], settings)
     return run_stage(name, settings, [name, *words])
 
 
@@ -114,11 +114,16 @@ def _parser(name: str, action: str, tool: Tool, *, is_tool: bool) -> CommandPars
     return parser
 
 
-def _launch_ranks(words: list[str], settings: "Settings") -> int:
+def _launch_ranks(name: str, words: list[str], settings: "Settings") -> int:
+    from pipeline.compile.shared import shared_compile_cache
     from pipeline.context import cycle_name
 
+    def say(line: str) -> None:
+        print(f"trnpipe {name}: {line}", file=sys.stderr, flush=True)
+
     stop = StopSignal()
-    with stop_on_signals(stop, grace_s=LAUNCHER_S):  # the cycle is named once: ranks may start around midnight
+    # The cycle is named once: ranks may start around midnight.
+    with stop_on_signals(stop, grace_s=LAUNCHER_S), shared_compile_cache(settings, stop, say):
         return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
 
 
@@ -135,6 +140,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
 
     `words` is the whole command line, for a stage that runs itself again.
     """
+    from pipeline.compile.shared import shared_compile_cache
     from pipeline.context import StageContext, open_context
     from pipeline.telemetry.events import EventName
 
@@ -151,8 +157,10 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
         ctx.events.emit(
             EventName.STAGE_STARTED, stage=name, settings_hash=ctx.settings_hash, code_version=ctx.code_version
         )
+        cache = shared_compile_cache(settings, stop, ctx.console.info) if name in PARALLEL else contextlib.nullcontext()
         try:
-            result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
+            with cache:
+                result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
         except BaseException as error:
             outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED
             # What ended the stage decides the exit code, even when the log cannot be written (a full disk).

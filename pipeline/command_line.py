@@ -99,7 +99,7 @@ class CommandParser(argparse.ArgumentParser):
             return None
         own, flags = self._split(words)
         asked = self.parse_args(own, argparse.Namespace(flags=flags))
-        return asked, resolve(asked.config, os.environ, flags, model)
+        return asked, resolve(asked.config, os.environ, flags, model, other_flags=sorted(self._own))
 
     def _words(self) -> str:
         return self.format_usage().removeprefix("usage: ").strip() + f" [--section.key value ...]{self._command}"

@@ -17,6 +17,7 @@ from pipeline.core.progress import shown_on
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
+from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
@@ -191,18 +192,17 @@ def cycle_name(settings: Settings) -> str:
 def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str]) -> Path:
     """The folder for temporary files, made when missing. Another attempt finds it again, so downloads are reused.
 
-    In a local workspace (so that publishing is a rename), else `$XDG_CACHE_HOME/trnpipe/<hash of the root>`, else the
-    same under ~/.cache. Setting `scratch`, unless it is empty, goes before all. Raises ConfigError when it cannot be
+    In a local workspace (so that publishing is a rename), else `<hash of the root>` in the folder for caches
+    (io/paths.py). Setting `scratch`, unless it is empty, goes before all. Raises ConfigError when it cannot be
     made.
     """
     inside = workspace.local_path(".scratch")
     if settings.scratch:
-        folder = Path(settings.scratch).expanduser().absolute()
+        folder = user_path(settings.scratch)
     elif inside is not None:
         folder = inside
     else:
-        cache = env.get("XDG_CACHE_HOME")
-        folder = (Path(cache) if cache else Path.home() / ".cache") / "trnpipe" / fingerprint(workspace.root)[:16]
+        folder = cache_folder(env) / fingerprint(workspace.root)[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -29,7 +29,7 @@ from pipeline.backends import Name
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.record import Record
+from pipeline.core.record import Record, fitted
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
@@ -64,7 +64,7 @@ class LogConfig(Record):
     """What a run says while it works."""
 
     every_steps: int = Field(10, ge=1, description="Steps between two lines of figures")
-    tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the tensorboard extra)")
+    tensorboard: bool = Field(False, description="Also write TensorBoard files (needs the package tensorboard)")
 
 
 class ReportConfig(Record):
@@ -217,9 +217,10 @@ class Leaf:
             return text
         if text[:1] in ("[", "{"):
             try:
-                return json.loads(text)
+                value = json.loads(text)
             except json.JSONDecodeError:
                 return text
+            return [value] if tuple in self.origins and isinstance(value, dict) else value
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if tuple in self.origins:
             return parts
@@ -246,6 +247,7 @@ def resolve(
     model: type[S] = Settings,  # type: ignore[assignment]
     *,
     given: Mapping[str, Any] | None = None,
+    other_flags: Iterable[str] = (),
 ) -> Resolved[S]:
     """Bring defaults, files, environment and flags together and validate once; the last one wins whole values.
 
@@ -255,6 +257,7 @@ def resolve(
         flags: (flag as typed without its value, value or None) in order, later ones win.
         model: which settings there are.
         given: a tree of values made in Python, over all others.
+        other_flags: flags that the command has beside settings, for the message about an unknown one.
 
     Raises:
         ConfigError: an unknown key, or a value of a wrong type or out of bounds, with its source.
@@ -263,8 +266,9 @@ def resolve(
     layers = [*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)]
     for layer in (*layers, _of_tree(model, given or {}, "a value given in Python")):
         for unknown in layer.keys() - leaves(model).keys():
-            raise _unknown(model, unknown, layer[unknown])
-        found |= layer
+            raise _unknown(model, unknown, layer[unknown], other_flags)
+        for name, (value, source) in layer.items():
+            found[name] = Given(fitted(leaves(model)[name].field.annotation, value), source)
     try:
         settings = model.model_validate(_nested(found))
     except ValidationError as error:
@@ -350,8 +354,11 @@ def _typed(model: type[Settings], typed: Iterable[tuple[str, str | None, str]]) 
         if leaf is None:
             found[name] = Given(text, source)  # to be refused
         elif text is None:
-            expected = f"{leaf.flag} {leaf.takes}"
-            raise ConfigError(f"{leaf.flag} has no value", expected=expected, next_command=_help(model))
+            expected = f"{leaf.takes} - {leaf.field.description}"
+            default = shown(leaf.field.get_default(call_default_factory=True))
+            raise ConfigError(
+                f"{leaf.flag} has no value", expected=expected, next_command=f"{leaf.flag} {default or 'VALUE'}"
+            )
         elif key:  # one entry, beside those that the same source set before
             earlier = leaf.decode(found[leaf.name].value) if leaf.name in found else {}
             if isinstance(earlier, dict):  # else it stays, to be refused
@@ -432,15 +439,23 @@ def _nested(given: Layer) -> dict[str, Any]:
     return tree
 
 
-def _unknown(model: type[Settings], name: str, given: Given) -> ConfigError:
-    known = leaves(model)
+def _unknown(model: type[Settings], name: str, given: Given, other_flags: Iterable[str]) -> ConfigError:
+    known, as_flags = leaves(model), given.source.startswith("flag ")
     if keys := _keys(known, _spelled(name)):
-        seen, expected = f"{name} = {given.value!r} ({given.source}) is a section", f"a table [{name}] with {keys}"
-    else:
-        near = nearest(name, known)
-        seen = f"unknown setting {name} ({given.source})"
-        expected = "a known setting" + (f"; the nearest is {near} ({known[near].flag})" if near else "")
-    return ConfigError(seen, expected=expected, next_command=_help(model))
+        return ConfigError(
+            f"{name} = {given.value!r} ({given.source}) is a section",
+            expected=f"a table [{name}] with {keys}",
+            next_command=f"--{name.replace('_', '-')}.{keys.partition(',')[0].replace('_', '-')} VALUE",
+        )
+    flags = {one.flag: one.flag if as_flags else f"{one.name} ({one.flag})" for one in known.values()}
+    own = {flag: flag for flag in other_flags} if as_flags else {}
+    near = nearest(f"--{name}", flags | own)
+    return ConfigError(
+        f"unknown setting {name} ({given.source})",
+        expected="a known setting"
+        + (f"; the nearest: {', '.join((flags | own)[flag] for flag in near)}" if near else ""),
+        next_command="use one of those" if near else f"{model.program} config, which lists every setting",
+    )
 
 
 def _keys(known: Iterable[str], section: str) -> str:
@@ -448,12 +463,16 @@ def _keys(known: Iterable[str], section: str) -> str:
     return ", ".join(dict.fromkeys(name.partition(".")[0] for name in below))
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known dotted name a user most likely meant: same last word, else the closest spelling."""
-    wanted, names = _spelled(name), list(known)
-    same_word = [key for key in names if key.rpartition(".")[2] == wanted.rpartition(".")[2]]
-    close = difflib.get_close_matches(wanted, same_word or names, n=1, cutoff=0.0 if same_word else 0.5)
-    return close[0] if close else None
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names a user most likely meant: those with the same last word, then the closest spellings."""
+    spelled = {_spelled(one): one for one in known}
+    wanted = _spelled(name).replace("__no_", "__", 1)
+    same_word = [one for one in spelled if one.rpartition(".")[2].lstrip("_") == wanted.rpartition(".")[2].lstrip("_")]
+    close = [
+        *difflib.get_close_matches(wanted, same_word, count, cutoff=0.0),
+        *difflib.get_close_matches(wanted, spelled, count, cutoff=0.5),
+    ]
+    return [spelled[one] for one in dict.fromkeys(close)][:count]
 
 
 def _explain(model: type[Settings], error: ValidationError, given: Layer) -> ConfigError:
@@ -488,10 +507,6 @@ def _blame(model: type[Settings], given: Layer) -> str:
     return "settings"
 
 
-def _help(model: type[Settings]) -> str:
-    return f"{model.program} config --help"
-
-
 def _spelled(name: str) -> str:
     return name.replace("-", "_").lower()
 
@@ -501,8 +516,9 @@ def _type_text(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, args))
     if origin is tuple:
-        tables = isinstance(args[0], type) and issubclass(args[0], BaseModel)
-        return "JSON list" if tables else f"{_type_text(args[0])},..."
+        if not (isinstance(args[0], type) and issubclass(args[0], Record)):
+            return f"{_type_text(args[0])},..."
+        return f"{args[0].short[0]}[={args[0].short[1]}],...|JSON list" if args[0].short else "JSON list"
     if origin is dict:
         return "key=value,..."
     return "true|false" if annotation is bool else str(getattr(annotation, "__name__", annotation))

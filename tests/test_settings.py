@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from argparse import ArgumentParser
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from jobs.settings import CycleSettings
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import fitted
 from pipeline.settings import (
     DEFAULT,
     FlagSource,
@@ -149,6 +152,54 @@ def test_list_of_numbers_and_of_tables() -> None:
     assert (feature.column, feature.num_ids) == ("brand", 8)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("brand", [("brand", 1024)]),
+        ("brand=4096", [("brand", 4096)]),
+        (" brand=8 , color", [("brand", 8), ("color", 1024)]),
+        ('["brand=8", "a,b", {"column": 7}]', [("brand", 8), ("a,b", 1024), ("7", 1024)]),
+        ('{"column": "brand", "num_ids": 8}', [("brand", 8)]),
+    ],
+)
+def test_a_table_in_a_list_has_a_short_form(text: str, expected: list[tuple[str, int]], tmp_path: Path) -> None:
+    for settings in (
+        with_flags(("--data.categorical", text)),
+        resolve([], {"TRNPIPE_DATA__CATEGORICAL": text}).settings,
+        resolve([], {}, given={"data": {"categorical": [f"{name}={ids}" for name, ids in expected]}}).settings,
+    ):
+        assert [(one.column, one.num_ids) for one in settings.data.categorical] == expected
+
+
+def test_a_step_of_the_jobs_has_a_short_form() -> None:
+    steps = resolve([], {}, [("--jobs.steps", "tell=python tell.py 'a b'")], CycleSettings).settings.jobs.steps
+    assert [(step.name, step.command) for step in steps] == [("tell", ("python", "tell.py", "a b"))]
+
+
+TEXT_LISTS = [leaf for leaf in LEAVES if leaf.field.annotation in (tuple[str, ...], dict[str, str])]
+
+
+@pytest.mark.parametrize("leaf", TEXT_LISTS, ids=lambda leaf: leaf.name)
+def test_numbers_in_a_list_of_texts_are_texts(leaf: Leaf, tmp_path: Path) -> None:
+    """As the readers of data make them: a label 1.0 is that of 1."""
+    section, _, key = leaf.name.rpartition(".")
+    texts = ["0", "1", "2.5", "true", "2026-11-20", "x"]
+    items = ["0", "1.0", "2.5", "true", "2026-11-20", "'x'"]
+    is_list = tuple in leaf.origins
+    value = f"[{', '.join(items)}]" if is_list else f"{{{', '.join(f'k{i} = {item}' for i, item in enumerate(items))}}}"
+    expected = texts if is_list else {f"k{i}": text for i, text in enumerate(texts)}
+    tree = tomllib.loads(f"value = {value}")["value"]
+    assert fitted(leaf.field.annotation, tree) == expected
+    if leaf.name in ("data.labels", "data.filter"):
+        found = value_of(resolve([toml(tmp_path, f"[{section}]\n{key} = {value}")], {}), leaf)
+        assert found == (tuple(texts) if is_list else expected)
+
+
+def test_labels_may_be_typed_as_numbers() -> None:
+    assert with_flags(("--data.labels", "[0,1,2]")).data.labels == ("0", "1", "2")
+    assert resolve([], {}, given={"data": {"labels": [0, 1.0]}}).settings.data.labels == ("0", "1")
+
+
 def test_mappings() -> None:
     assert with_flags(("--data.filter", "a=1,b=x=y")).data.filter == {"a": "1", "b": "x=y"}
     assert with_flags(("--data.filter", '{"a": "1"}')).data.filter == {"a": "1"}
@@ -227,7 +278,11 @@ def test_unknown_keys_are_refused_with_source_and_nearest(
         ("--train.max-steps", "-1", ["train.max_steps = '-1'", "greater than or equal to 0"]),
         ("--backend", "tpu", ["backend = 'tpu'", "auto|xla|neuron|cpu|cuda"]),
         ("--data.categorical", '[{"column": "a", "num_ids": 1}]', ["data.categorical[0][num_ids] = 1"]),
-        ("--data.categorical", "[{", ["data.categorical = '[{'", "valid tuple", "expected: JSON list"]),
+        (
+            "--data.categorical",
+            "[{",
+            ["data.categorical = '[{'", "valid tuple", "expected: column[=num_ids],...|JSON list"],
+        ),
         ("--data.filter", "locale", ["data.filter = 'locale'", "valid dictionary", "expected: key=value"]),
         ("--data.buckets", "16x", ["bucket '16x'", "data.buckets from flag --data.buckets"]),
         ("--storage.first-wait-s", "30", ["larger than max_wait_s", "flag --storage.first-wait-s"]),
@@ -336,6 +391,57 @@ def test_hash_ignores_where_and_when_and_sees_what() -> None:
     assert len({settings_hash(with_flags(flag)) for flag in other} | {base}) == len(other) + 1
 
 
+NOT_HASHED = frozenset(
+    {
+        *(
+            "workspace",
+            "cycle",
+            "scratch",
+            "launch",
+            "compile",
+            "estimate",
+            "health",
+            "parity",
+            "tune",
+            "storage",
+            "log",
+        ),
+        *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
+        *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
+        *(
+            "mine.worker",
+            "mine.workers",
+            "mine.items_per_part",
+            "mine.queries_per_part",
+            "embed.worker",
+            "embed.workers",
+        ),
+        *("embed.tokenise_processes", "embed.verify"),
+    }
+)
+"""Settings, and whole sections, that change where, when and how fast a cycle runs, and not what it makes."""
+
+
+def names_above(name: str) -> set[str]:
+    words = name.split(".")
+    return {".".join(words[: number + 1]) for number in range(len(words))}
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_the_hash_sees_every_setting_but_those_named_here() -> None:
+    base = settings_hash(Settings())
+
+    def changed(model: BaseModel, words: list[str]) -> BaseModel:
+        """Without validation: any other value will do."""
+        name, *more = words
+        value = getattr(model, name)
+        return model.model_copy(update={name: changed(value, more) if more else ["another value"]})
+
+    seen = {leaf.name for leaf in LEAVES if settings_hash(changed(Settings(), leaf.name.split("."))) != base}  # type: ignore[arg-type]
+    assert seen == {leaf.name for leaf in LEAVES if not NOT_HASHED & names_above(leaf.name)}
+    assert set().union(*(names_above(leaf.name) for leaf in LEAVES)) >= NOT_HASHED
+
+
 def test_hash_is_the_same_in_another_process() -> None:
     code = "from pipeline.settings import *; print(settings_hash(Settings()))"
     env = os.environ | {"PYTHONHASHSEED": "77"}
@@ -363,7 +469,8 @@ def test_tables_name_the_source() -> None:
     ],
 )
 def test_nearest(name: str, expected: str | None) -> None:
-    assert nearest(name, leaves(Settings)) == expected
+    near = nearest(name, leaves(Settings))
+    assert near[:1] == ([] if expected is None else [expected]) and len(near) <= 3
 
 
 def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:

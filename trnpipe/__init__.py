@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pipeline import __version__ as __version__
+from pipeline.core.optional import REQUIREMENTS, missing_package
 
 if TYPE_CHECKING:
     from jobs.api import Cycle as Cycle
@@ -66,7 +67,14 @@ __all__ = sorted([*_HOME, "__version__"])
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'trnpipe' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    try:
+        module = import_module(_HOME[name])
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in REQUIREMENTS:
+            raise
+        raise missing_package(package, f"trnpipe.{name}", error) from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -48,6 +48,7 @@ class WorkspaceCycles:
         cycle = self.any.other(name)
         if cycle.store.closed() is not None:
             return True
+        cycle = cycle.with_stored()
         plan = cycle.store.plan()
         if plan is None:  # claimed, and nothing submitted
             return False

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from jobs.cycle.cost_ledger import read_ledger
-from jobs.cycle.cycle_store import claimed_cycles
+from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.messages import Message, deliver, messages_of, put_messages
 from jobs.cycle.page.publish import report_key
@@ -48,7 +48,8 @@ def make_messages(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], 
     if not settings.jobs.notify.webhooks:
         return
     try:
-        rounds, earlier = store.rounds(), [name for name in claimed_cycles(store) if name < store.cycle]
+        rounds, names = store.rounds(), list(claims_by_age(store))
+        earlier = names[: names.index(store.cycle)] if store.cycle in names else []
         before = replace(store, cycle=earlier[-1]).closed() if earlier else None
         evaluated = load_result(store.storage, store.cycle, "evaluate")
         found = messages_of(

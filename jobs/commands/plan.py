@@ -38,6 +38,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.sources import input_rows
 from pipeline.data.token_sets import SPLITS, Split
 from pipeline.evaluate.split_size import figure_name, size_advice
+from pipeline.io.paths import temporary_folder
 from pipeline.settings import resolve
 
 PREPARE = "prepare"
@@ -165,7 +166,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
     at the paths that they have in the image; files and flags of the command come on top. Raises ConfigError.
     """
     planned = read_planned(arguments.plan)
-    with TemporaryDirectory(prefix="trnjobs-") as folder:
+    with TemporaryDirectory(prefix="trnjobs-", dir=temporary_folder()) as folder:
         told = Path(folder) / "infra.json"  # as make deploy will write it, but for what is not known yet
         told.write_text(json.dumps(planned.settings))
         files = [*planned.files, *arguments.config, told]

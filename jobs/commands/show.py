@@ -18,6 +18,7 @@ from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
+from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, table_text
 
 
@@ -28,7 +29,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
-    cycle = open_cycle(arguments.settings, say)
+    cycle = open_cycle(arguments.settings, say).with_stored()
     store = cycle.store
     if arguments.watch:
         from jobs.commands.watch import watch  # rich's live display takes a while to import
@@ -109,8 +110,8 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.last:
         ledgers = list(_newest_ledgers(asked, arguments.last, (lambda _: None) if arguments.json else say))
     else:
-        plan = asked.plan()
-        ledgers = [asked.ledger(plan, asked.records(plan))]
+        plan, one = asked.plan(), asked.with_stored()
+        ledgers = [one.ledger(plan, one.records(plan))]
     if not ledgers:
         raise ConfigError(
             f"no cycle with jobs in {asked.store.storage.root}",
@@ -134,7 +135,7 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
 
 def _newest_ledgers(asked: OpenCycle, last: int, warn: Say) -> Iterator[CycleLedger]:
     for name, claim in list(claims_by_age(asked.store).items())[-last:]:
-        cycle = asked.other(name)
+        cycle = asked.other(name).with_stored()
         plan = cycle.store.plan() if claim else None
         if claim is None:
             warn(f"cycle {name}: its claim.json is not a valid record: left out; restore an earlier version of it")
@@ -149,7 +150,7 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
 
     Raises ConfigError when there are no jobs.
     """
-    cycle = open_cycle(arguments.settings, say)
+    cycle = open_cycle(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)
     report = write_page(store, plan, records, cycle.settings.jobs, store.closed() or outcome_of(plan, records))
@@ -160,7 +161,7 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
     if arguments.open:
         place = store.storage.local_path(key)
         if place is None:
-            place = Path(tempfile.mkdtemp()) / f"{store.cycle}.html"
+            place = Path(tempfile.mkdtemp(dir=temporary_folder())) / f"{store.cycle}.html"
             store.storage.download(key, place)
         if not webbrowser.open(place.as_uri()):
             say(f"no browser here; the page is {place}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from jobs.commands.again import begin_again, ended_line, is_run, refuse_other, script_digest, unused_settings
 from jobs.commands.notify import make_messages, send_messages
 from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
@@ -29,8 +30,8 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     settings: CycleSettings = arguments.settings
     settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # one day for the plan and the workspace
     with stopping_jobs(settings) as stop:
-        plan = make_plan(settings)
-        return submit_plan(open_cycle(settings, say, stop), plan, arguments.target or settings.jobs.target)
+        plan, target = make_plan(settings), arguments.target or settings.jobs.target
+        return submit_plan(open_cycle(settings, say, stop), plan, target, again=arguments.fresh)
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
@@ -61,18 +62,26 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
     )
     with stopping_jobs(settings) as stop:
         plan = make_run(settings)
-        return submit_plan(open_cycle(settings, say, stop), plan, arguments.target or jobs.target)
+        return submit_plan(
+            open_cycle(settings, say, stop), plan, arguments.target or jobs.target, again=arguments.again
+        )
 
 
-def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str) -> int:
+def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool = False) -> int:
     """Claim, submit. Twice, or killed in between: no job is started a second time.
 
-    Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
+    `again`: from the beginning, in place of an earlier submission. Returns the exit code of the cycle where it has
+    ended, 0 where its jobs are on their way. Raises ConfigError when it was submitted with other settings.
     """
     store = cycle.store
-    if store.closed() is not None and store.plan() == plan:
-        cycle.say(f"cycle {cycle.name} has ended; to run again what failed: trnjobs retry --cycle {cycle.name}")
-        return finish(cycle, plan, store.records())
+    if not again:
+        refuse_other(cycle, plan, target_name)
+        if (closed := store.closed()) is not None:
+            cycle.say(ended_line(cycle, plan, target_name, closed))
+            if closed.outcome == "succeeded":
+                send_messages(cycle)
+                return EXIT_OK
+            return finish(cycle, plan, store.records())
     if target_name == "batch":
         check_plan(plan)
     elif target_name == "sagemaker":
@@ -80,27 +89,34 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str) -> int:
 
         limits.check_plan(plan)
     open_target(cycle, target_name).check(plan)
-    round_, jobs = max(store.rounds(), default=1), [job.name for job in plan.jobs]
-    if round_ > 1 and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
+    if again:
+        begin_again(cycle, plan, target_name)
+    claim, jobs = store.claim(), [job.name for job in plan.jobs]
+    first = claim.first_round if claim else 1
+    round_ = max(store.rounds(), default=first)
+    if round_ > first and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
         jobs = _unfinished(plan, cycle.target().records(plan))
     return _hand_over(cycle, target_name, plan, round_, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
-    """The jobs of a cycle that failed, and those after them, once more, as a new round; or the rest of a round whose
-    submission was cut.
+    """Run the jobs of a cycle that failed, and those after them, once more, as a new round; or the rest of a round
+    whose submission was cut. With the settings that the cycle was submitted with, whatever is given now.
 
     Raises ConfigError while jobs are under way, or when none failed.
     """
     with stopping_jobs(arguments.settings) as stop:
-        cycle = open_cycle(arguments.settings, say, stop)
-        plan, target = cycle.plan(), cycle.target()
+        asked = open_cycle(arguments.settings, say, stop)
+        if unused := unused_settings(asked):
+            say(f"retry runs with the settings the cycle was submitted with; not used: {'; '.join(unused)}")
+        cycle = asked.with_stored()
+        plan, target, rounds = cycle.plan(), cycle.target(), cycle.store.rounds()
         records = target.records(plan)
-        again, round_ = _unfinished(plan, records), max(cycle.store.rounds(), default=0)
+        again, round_ = _unfinished(plan, records), max(rounds, default=0)
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
             round_ += 1
-        elif round_ < 2 or cycle.store.submitted(round_).keys() >= {*again}:
+        elif len(rounds) < 2 or cycle.store.submitted(round_).keys() >= {*again}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
                 expected="one that ended",
@@ -124,7 +140,8 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
     store = cycle.store
-    with store.submitting(plan, target_name, submitter()) as renew:
+    script = script_digest(plan, target_name) if is_run(cycle) else ""
+    with store.submitting(plan, target_name, submitter(), script) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
         store.reopen()
         target = open_target(cycle, target_name, renew)
@@ -143,7 +160,7 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
     """End every job of a cycle that is not final, from the last to the first. What has finished stays."""
-    cancel_cycle(open_cycle(arguments.settings, say), arguments.reason)
+    cancel_cycle(open_cycle(arguments.settings, say).with_stored(), arguments.reason)
     return EXIT_OK
 
 
@@ -191,6 +208,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
 
 def close_cycle(cycle: OpenCycle) -> None:
     """Put on record what became of the jobs of a cycle, and close it if it has ended."""
+    cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
     cycle.store.save_records(records)
@@ -205,6 +223,7 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
 
     `cancelled`: the end of a cycle of which only a part was submitted.
     """
+    cycle = cycle.with_stored()
     store, say = cycle.store, cycle.say
     for line in status_lines(records):
         say(line)

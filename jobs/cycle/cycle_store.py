@@ -5,6 +5,7 @@ plan.json, settings.json what was submitted
 submitted/round-<n>/     one file a job, written once; a round is a submission or a `trnjobs retry`
 records.json             what became of the jobs (AWS Batch forgets them after a week)
 records/round-<n>.json   the same of an earlier round, written once, before the next one begins
+earlier/round-<n>/       claim, plan and settings of a submission that another one replaced after round n (--fresh)
 blocked.json             which jobs were seen blocked, and since when
 closed.json              the outcome of the newest round; the next cycle may start
 """
@@ -30,6 +31,8 @@ LEASE_S = 120.0
 NUM_READ_THREADS = 16
 _RECORDS = TypeAdapter(tuple[JobRecord, ...])
 _SIGHTINGS = TypeAdapter(tuple[Sighting, ...])
+_SETTINGS = TypeAdapter(dict[str, Any])
+_REPLACED = ("claim.json", "plan.json", "settings.json")
 T = TypeVar("T")
 
 
@@ -41,6 +44,21 @@ class Claim(Record):
     claimed_at: float
     owner: str = Field(description="Who submits; empty when nobody does")
     lease_until: float = 0.0
+    first_round: int = Field(1, description="Rounds before this one are of submissions that it has replaced (--fresh)")
+    script: str = Field(
+        "", description="SHA-256 of the file that trnjobs run has run on this machine; empty: not known"
+    )
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A submission that another one has replaced (--fresh)."""
+
+    rounds_before: int
+    claim: Claim
+    plan: Plan
+    records: tuple[JobRecord, ...]
+    """Of all its rounds, in their order."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,10 @@ class CycleStore:
         return f"cycles/{self.cycle}/jobs/{name}"
 
     @contextmanager
-    def submitting(self, plan: Plan, target: str, owner: str) -> Iterator[Callable[[], None]]:
+    def submitting(self, plan: Plan, target: str, owner: str, script: str = "") -> Iterator[Callable[[], None]]:
         """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
+
+        `script`: digest of the file that is to run; empty: the one on record stays.
 
         A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
         One without plan.json counts as new: whoever made it died before it could submit anything. Raises ConfigError
@@ -64,7 +84,7 @@ class CycleStore:
         lease over meanwhile).
         """
         is_new = self._has_no_plan()
-        mine, etag = self._take(plan, target, owner)
+        mine, etag = self._take(plan, target, owner, script)
 
         def renew() -> None:
             nonlocal mine, etag
@@ -76,7 +96,8 @@ class CycleStore:
         except ConfigError:
             if is_new and not self.rounds() and self._etag() == etag:
                 self.storage.delete([self.key("settings.json"), self.key("plan.json")])
-                self.storage.delete([self.key("claim.json")])
+                if mine.first_round == 1:  # else it also says which rounds are of an earlier submission
+                    self.storage.delete([self.key("claim.json")])
             raise
         finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
             free = mine.model_copy(update={"owner": "", "lease_until": 0.0})
@@ -94,8 +115,19 @@ class CycleStore:
         """The settings of the pipeline with which every job of the cycle runs. The first to write wins."""
         self.storage.write_if_absent(self.key("settings.json"), json.dumps(settings, indent=1).encode())
 
+    def settings(self) -> dict[str, Any] | None:
+        """The settings that were submitted, as a tree; None before. Raises DataError when they cannot be read."""
+        return self._read("settings.json", _SETTINGS.validate_json)
+
     def rounds(self) -> list[int]:
-        """Submission rounds, from 1; empty before the first job was submitted."""
+        """Submission rounds of the plan; empty before its first job was submitted. From 1, or from where it replaced
+        another plan.
+        """
+        rounds, claim = self._all_rounds(), self.claim()
+        return [one for one in rounds if claim is None or one >= claim.first_round]
+
+    def _all_rounds(self) -> list[int]:
+        """Also those of submissions that were replaced."""
         folders = self.storage.list_dirs(self.key("submitted"))
         return sorted(int(name.removeprefix("round-")) for name in folders)
 
@@ -157,7 +189,7 @@ class CycleStore:
     def closed(self) -> Closed | None:
         """None while the cycle is under way, also where somebody retried it while another process closed it."""
         found = self._read("closed.json", Closed.model_validate_json)
-        is_earlier = found is not None and found.round is not None and found.round < max(self.rounds(), default=0)
+        is_earlier = found is not None and found.round is not None and found.round < max(self._all_rounds(), default=0)
         return None if is_earlier else found
 
     def close(self, closed: Closed) -> None:
@@ -167,10 +199,84 @@ class CycleStore:
         """A retry of jobs that failed: the cycle is under way again."""
         self.storage.delete([self.key("closed.json")])
 
-    def _take(self, plan: Plan, target: str, owner: str) -> tuple[Claim, str]:
+    def belongs_to_other(self, plan: Plan, target: str) -> bool:
+        """Whether another plan was submitted, or this one to another target."""
+        theirs = self.claim()
+        is_other = theirs is not None and (theirs.plan_id, theirs.target) != (plan.plan_id, target)
+        return is_other and not self._has_no_plan()
+
+    def begin_again(self, plan: Plan, target: str, owner: str, end: Callable[[Plan], Sequence[JobRecord]]) -> None:
+        """Let another submission replace the one on record, whose plan, settings and records are kept.
+
+        `end` is called while nobody else can submit: it returns the final records of the jobs, or raises what must stop
+        this. One write of the claim replaces the submission: killed before it, the earlier one is still on record.
+        Nothing is done where nothing was submitted, or the plan is there and none of its jobs.
+        """
+        etag, old, rounds = self._etag(), self.claim(), self.rounds()
+        if old is None or not (rounds or self.belongs_to_other(plan, target)):
+            return
+        self._check_lease(old, owner)
+
+        def renew() -> None:
+            nonlocal etag
+            etag = self._replace(old.model_copy(update={"owner": owner, "lease_until": self.clock() + LEASE_S}), etag)
+
+        renew()
+        try:
+            if rounds:
+                folder = f"earlier/round-{rounds[-1]}"
+                earlier = self.plan() or self._read(f"{folder}/plan.json", Plan.model_validate_json)
+                if earlier is None:
+                    raise DataError(
+                        f"{self.storage.uri(self.key('plan.json'))} is gone",
+                        expected="the plan that was submitted",
+                        next_command="restore it, or another --cycle",
+                    )
+                self.keep_records(rounds[-1], end(earlier))
+                renew()  # to end jobs may take longer than the lease
+                for name in _REPLACED:
+                    if (data := self._read(name, bytes)) is not None:
+                        self.storage.write_if_absent(self.key(f"{folder}/{name}"), data)
+            # Killed after this, whoever submits the earlier plan again writes it and its settings again.
+            self.storage.delete([self.key(name) for name in ("closed.json", "plan.json", "settings.json")])
+        except BaseException:
+            free = old.model_copy(update={"owner": "", "lease_until": 0.0})
+            self.storage.write_if_match(self.key("claim.json"), free.model_dump_json(indent=1).encode(), etag)
+            raise
+        first = rounds[-1] + 1 if rounds else old.first_round
+        new = Claim(plan_id=plan.plan_id, target=target, claimed_at=old.claimed_at, owner="", first_round=first)
+        self._replace(new, etag)
+
+    def replaced(self) -> list[Replaced]:
+        """Submissions that another one has replaced, the oldest first."""
+        found, before = list[Replaced](), 0
+        for last in sorted(int(name.removeprefix("round-")) for name in self.storage.list_dirs(self.key("earlier"))):
+            claim = self._read(f"earlier/round-{last}/claim.json", Claim.model_validate_json)
+            plan = self._read(f"earlier/round-{last}/plan.json", Plan.model_validate_json)
+            records = dict[str, JobRecord]()
+            for round_ in range(before + 1, last + 1):
+                records |= {
+                    one.id: one for one in self._read(f"records/round-{round_}.json", _RECORDS.validate_json) or ()
+                }
+            if claim is not None and plan is not None:
+                found.append(Replaced(before, claim, plan, tuple(records.values())))
+            before = last
+        return found
+
+    def _check_lease(self, theirs: Claim, owner: str) -> None:
+        now = self.clock()
+        if theirs.owner not in ("", owner) and theirs.lease_until > now:
+            raise TransientError(
+                f"cycle {self.cycle} is being submitted by {theirs.owner}",
+                expected=f"one at a time; its lease runs out in {theirs.lease_until - now:.0f} s",
+                next_command="run the same command again then",
+            )
+
+    def _take(self, plan: Plan, target: str, owner: str, script: str) -> tuple[Claim, str]:
         """The claim of this process, and its etag."""
         now, is_other = self.clock(), False
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
+        mine = mine.model_copy(update={"script": script})
         if not self.storage.write_if_absent(self.key("claim.json"), mine.model_dump_json(indent=1).encode()):
             etag, theirs = self._etag(), self.claim()
             if theirs is None:
@@ -178,18 +284,13 @@ class CycleStore:
             is_other = (theirs.plan_id, theirs.target) != (mine.plan_id, target)
             if is_other and not self._has_no_plan():
                 raise ConfigError(
-                    f"cycle {self.cycle} was submitted to {theirs.target} with plan {theirs.plan_id[:12]}",
-                    expected=f"that one, or a cycle nobody has submitted (this is {target}, plan {plan.plan_id[:12]})",
-                    next_command=f"trnjobs status --cycle {self.cycle}; another"
-                    f" {'--name' if self.cycle.startswith(RUN_PREFIX) else '--cycle'} for other settings",
+                    f"cycle {self.cycle} was submitted to {theirs.target} with other settings",
+                    expected=f"those, or a cycle nobody has submitted (this is {target})",
+                    next_command="the same command again: it names what differs",
                 )
-            if theirs.owner not in ("", owner) and theirs.lease_until > now:
-                raise TransientError(
-                    f"cycle {self.cycle} is being submitted by {theirs.owner}",
-                    expected=f"one at a time; its lease runs out in {theirs.lease_until - now:.0f} s",
-                    next_command="run the same command again then",
-                )
-            mine = mine.model_copy(update={"claimed_at": theirs.claimed_at})
+            self._check_lease(theirs, owner)
+            kept = {"claimed_at": theirs.claimed_at, "first_round": theirs.first_round}
+            mine = mine.model_copy(update=kept | {"script": script or theirs.script})
             self._replace(mine, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
         write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())

@@ -1,5 +1,6 @@
 """A job from its settings and the table of machines; and the machine of SageMaker that holds it. Pure."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 from jobs.config import JobsConfig, StageJob
@@ -24,7 +25,16 @@ def job_of(
     timeout_s: int,
     after: Iterable[str],
 ) -> JobSpec:
-    """Raises ConfigError for a machine that is not in the table, without sizes beside it."""
+    """Raises ConfigError for a machine that is not in the table, without sizes beside it, and for what no process can
+    be given.
+    """
+    texts = {"its command": "".join(command)} | {f"environment {name}": name + one for name, one in environment.items()}
+    if bad := next((where for where, text in texts.items() if "\0" in text), ""):
+        raise ConfigError(
+            f"{name}: {bad!r} holds a zero byte",
+            expected="text without one, which is all that the kernel takes",
+            next_command="correct it, then trnjobs plan",
+        )
     if wanted.instance and wanted.instance not in NODES and None in (wanted.vcpus, wanted.memory_mib):
         raise ConfigError(
             f"jobs.{name}.instance is {wanted.instance}, an unknown instance type",
@@ -82,6 +92,11 @@ _USABLE = 0.9  # of the memory; the rest is that of the kernel and of SageMaker'
 def ml_name(instance_type: str) -> str:
     """What SageMaker calls a machine: `ml.trn1.32xlarge`."""
     return PREFIX + instance_type.removeprefix(PREFIX)
+
+
+def has_accelerator(needs: Resources) -> bool:
+    """True for the families of EC2 and SageMaker with Trainium, Inferentia or GPUs."""
+    return re.match(r"(trn|inf|p|g|dl)\d", needs.instance_type.removeprefix(PREFIX)) is not None
 
 
 def ml_machine(needs: Resources) -> str:

@@ -34,6 +34,11 @@ class Target(Protocol):
         """The records, after whatever is due now was done; `local` and `batch` need nobody for that."""
         return self.records(plan)
 
+    def under_way(self, records: Sequence[JobRecord]) -> str:
+        """Return why another submission cannot replace that of these records now; empty when nothing of it runs."""
+        left = [record.name for record in records if not record.state.is_final]
+        return f"{', '.join(left)} {'has' if len(left) == 1 else 'have'} not ended" if left else ""
+
     def check(self, plan: Plan) -> None:
         """Whether the plan could run there; changes nothing. Raises ConfigError with what is wrong."""
 

@@ -57,7 +57,9 @@ def is_lazy_host(device_name: str) -> bool:
 
 
 def process_group(name: str) -> str | None:
-    """The torch.distributed backend that ranks on such devices need beside gloo; known without opening a device.
+    """Return the torch.distributed backend of ranks on such devices, None for gloo; known without opening a device.
+
+    That of Neuron replaces all others in a process group, so CPU tensors need a group of their own (parallel/gang.py).
 
     Raises ConfigError for a GPU on a machine without one.
     """
@@ -66,13 +68,13 @@ def process_group(name: str) -> str | None:
         from pipeline.backends.neuron import load_package
 
         load_package()  # registers the process group
-        return "neuron:neuron"
+        return "neuron"
     if name != "cuda":
         return None
     from pipeline.backends.cuda import check_visible
 
     check_visible()  # before nccl says so in words of its own
-    return "cuda:nccl"
+    return "cpu:gloo,cuda:nccl"
 
 
 def module_device() -> str:

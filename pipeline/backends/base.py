@@ -135,6 +135,10 @@ class Backend(Protocol):
         """Operators of traced programs that had to run on the host so far, `aten::<name>` to count."""
         return {}
 
+    def forget_host_operators(self) -> None:
+        """Let `host_operators` begin anew, where the device can."""
+        return
+
     def device_name(self) -> str:
         """What graphs are compiled for, such as xla:NEURON or xla:CPU."""
         return self.name

@@ -25,6 +25,10 @@ from pipeline.backends.cpu import Accelerator, replayed
 from pipeline.core.errors import ConfigError, first_line
 
 _REDUCED_AT_ONCE = 2**24  # elements: 64 MiB of fp32
+_MULTIPLE = 4096
+"""Elements of a reduced vector are a multiple of this. Eager kernels were seen to be 30 to 90 times slower on lengths that
+are no multiple of 128.
+"""
 _SHAPES = 256  # of one function; torch's limit is 8, beyond which it would run eagerly without a word
 _INSTALL = "docs/neuron.md, The native device, has the versions; --backend cpu runs anywhere"
 
@@ -82,6 +86,7 @@ class NeuronBackend(Accelerator):
         dynamo.fail_on_recompile_limit_hit = True
         self.device = torch.device("neuron")
         torch.empty(1, device=self.device)  # opens it; a DeviceMesh would choose one by local rank before that
+        self._packed, self._divided = self.compiled(_packed), self.compiled(_divided)
 
     def compiled(self, function: Function) -> Function:
         """One program for each shape, in whole: what would break it, or a shape that varies, raises."""
@@ -93,16 +98,17 @@ class NeuronBackend(Accelerator):
         return self.uploaded(batches)
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
-        """Some at once, since a collective costs the same for a bias as for a matrix; AVG is not stated, SUM is."""
+        """Some at once, since a collective costs the same for a bias as for a matrix.
+
+        Between the collectives stand programs, no eager operations: these are slow on vectors of most lengths.
+        """
         del host_mean
         if not dist.is_initialized():
             return
         for together in _runs(tensors):
-            whole = torch.cat([tensor.reshape(-1) for tensor in together])
+            whole = self._packed(together)
             dist.all_reduce(whole)
-            parts = torch.split(whole / dist.get_world_size(), [tensor.numel() for tensor in together])
-            for tensor, part in zip(together, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+            self._divided(whole, together, dist.get_world_size())
 
     def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
         raise ConfigError(
@@ -129,11 +135,32 @@ class NeuronBackend(Accelerator):
     def host_operators(self) -> dict[str, int]:
         return dict(Counter(self._package.get_fallback_ops()))
 
+    def forget_host_operators(self) -> None:
+        self._package.clear_op_tracking()
+
     def memory_bytes(self) -> int:
+        """After what was started has ended: until then it holds memory (AWS's guide to memory profiling)."""
+        self.synchronise()
         return int(self._package.memory_allocated())
 
     def synchronise(self) -> None:
         self._package.synchronize()
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """One vector of all elements and, behind them, zeros."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    padding = -sum(map(len, flat)) % _MULTIPLE
+    return torch.cat([*flat, flat[0].new_zeros(padding)]) if padding else torch.cat(flat)
+
+
+def _divided(whole: Tensor, tensors: Sequence[Tensor], ranks: int) -> None:
+    """Put a vector as `_packed` makes it into the tensors, divided by the number of ranks."""
+    start = 0
+    for tensor in tensors:
+        part = whole[start : start + tensor.numel()]
+        tensor.copy_((part / ranks).view(tensor.shape))
+        start += tensor.numel()
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

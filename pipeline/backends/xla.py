@@ -17,6 +17,7 @@ from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGro
 from pipeline.backends.cpu import CpuBackend, replayed
 from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
+from pipeline.core.optional import missing_package
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h of glibc
 
@@ -43,11 +44,7 @@ class XlaBackend(Backend):
             self._runtime: Any = importlib.import_module("torch_xla.runtime")
             self._pjrt: Any = importlib.import_module("torch_xla._internal.pjrt")
         except ImportError as error:
-            raise ConfigError(
-                f"torch_xla cannot be imported: {error}",
-                expected="torch-xla 2.9 beside torch 2.9",
-                next_command="pip install 'trnpipe[xla]', or --backend cpu",
-            ) from error
+            raise missing_package("torch_xla", "--backend xla", error, otherwise="--backend cpu") from error
         self.device_type = str(self._runtime.device_type())
         self.reduces_in_graph = self.device_type not in self.separate_processes
         self.gathers_in_graph = self.reduces_in_graph

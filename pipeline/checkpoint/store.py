@@ -58,6 +58,17 @@ class Origin(Record):
     fingerprint: str = Field(description="xxh3_128 over the files that were read")
 
 
+class PublishedWeights(Record):
+    """Weights of a published encoder that training began from (model.init_from)."""
+
+    uri: str = Field(description="Of the file that was read")
+    sha256: str
+
+    @property
+    def text(self) -> str:
+        return f"published weights {self.uri} (sha256 {self.sha256[:12]})"
+
+
 class TrainState(Record):
     """Where a run stands. The position in the data is `step`: the loader needs nothing else."""
 
@@ -84,6 +95,9 @@ class TrainState(Record):
     parent: Parent | None
     best: Best | None
     origin: Origin | None = Field(None, description="Of an imported checkpoint")
+    published: PublishedWeights | None = Field(
+        None, description="What this run, or the first one of its lineage, began from; none: scratch, or not known"
+    )
     max_tokens: int | None = Field(
         None, description="Longest text the encoder has learnt to read, [CLS] and [SEP] included; none: not known"
     )

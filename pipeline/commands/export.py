@@ -21,6 +21,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.token_sets import read_token_sets
 from pipeline.embed.vectors import VectorSet, open_vectors
 from pipeline.io import atomic
+from pipeline.io.paths import user_path
 from pipeline.io.storage import Storage
 from pipeline.model.families import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
@@ -143,7 +144,7 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
             expected="a local folder: indexes are written in place",
             next_command="--out DIR, and copy it from there",
         )
-    folder = Path(out).expanduser().absolute()
+    folder = user_path(out)
     with open_context(settings, stop) as ctx:
         vectors = _vectors(ctx.workspace, settings.model_name, *call.arguments)
         form = open_form(call.options.get("--to", ""), vectors, call.options.get("--index", ""))

@@ -7,10 +7,11 @@ was recorded before, on this machine or another.
 from pipeline.commands import ToolCall
 from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK, ConfigError, GateRefused
+from pipeline.core.optional import install_command
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from pipeline.parity.compare import INSTALL, RecordedSide, compare_sides, lines_of, plot_svg
+from pipeline.parity.compare import RecordedSide, compare_sides, lines_of, plot_svg
 from pipeline.parity.record import load_side, make_task, parse_side, record_side, sides_text
 from pipeline.settings import Settings
 
@@ -64,7 +65,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             ctx.workspace.write_bytes(f"{prefix}/parity.svg", picture)
             say(f"picture {ctx.workspace.uri(prefix)}/parity.svg")
         else:
-            say(f"no picture: matplotlib is not installed ({INSTALL})")
+            say(f"no picture: matplotlib is not installed ({install_command('matplotlib')})")
     failed = [check for check in report.checks if check.outcome == "fail"]
     if failed:
         raise GateRefused(

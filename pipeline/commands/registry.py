@@ -182,6 +182,8 @@ def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
             parts.append(f"{word} {', '.join(names[:SHOWN_PARTITIONS])}{more}")
         if ancestor.settings_hash:
             parts += [f"settings {ancestor.settings_hash[:12]}", f"code {ancestor.code_version}"]
+        if ancestor.published:
+            parts.append(f"it began from {ancestor.published}")
         if ancestor.note:
             parts.append(f"the lineage ends here: {ancestor.note}")
         yield f"  {' | '.join(map(one_line, parts))}"

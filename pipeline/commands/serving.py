@@ -25,19 +25,20 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         if (now := registry.production()) and now != before:
             say_change(before, now, say)
         return EXIT_OK
-    pairs, challenger = registry.pairs(), registry.challenger()
+    pairs, served, challenger = registry.pairs(), registry.serving(), registry.challenger()
     if JSON in call.switches:
         found = {
             "model": model,
-            "serving": pairs[-1].model_dump(mode="json") if pairs else None,
+            "serving": served.model_dump(mode="json") if served else None,
             "challenger": challenger.model_dump(mode="json") if challenger else None,
             "pairs": [pair.model_dump(mode="json") for pair in pairs],
         }
         say(json.dumps(found, indent=1))
         return EXIT_OK
-    say(f"{model} | {served_line(pairs[-1]) if pairs else 'nothing is served: trnpipe embed, trnpipe embed verify'}")
-    if challenger and challenger.is_of not in {pair.is_of for pair in pairs[-1:]}:
+    say(f"{model} | {served_line(served) if served else 'nothing is served: trnpipe embed, trnpipe embed verify'}")
+    if challenger and (served is None or challenger.is_of != served.is_of):
         say(f"challenger: {challenger.checkpoint} with the vectors of cycle {challenger.vectors.cycle}")
-    for pair in reversed(pairs[:-1]):
-        say(f"  before: {served_line(pair)}")
+    for pair in reversed(pairs):
+        if pair != served:
+            say(f"  before: {served_line(pair)}")
     return EXIT_OK

@@ -1,12 +1,12 @@
 """`trnpipe tune`: search training settings by real training runs, and write the best ones down."""
 
-import importlib.util
 import os
 
 from pipeline.commands import ToolCall
 from pipeline.compile.neuron_tool import use_neuron_cache
 from pipeline.context import open_context
-from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.errors import EXIT_OK
+from pipeline.core.optional import missing_package
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.settings import Settings
@@ -14,13 +14,10 @@ from pipeline.settings import Settings
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Carry out the search, or what is left of it. Raises TrnpipeError."""
-    if importlib.util.find_spec("optuna") is None:
-        raise ConfigError(
-            "optuna is not installed",
-            expected="the extra tune",
-            next_command="pip install 'trnpipe[tune]'",
-        )
-    from pipeline.tune.study import BEST, TABLE, lines_of, run_study, study_folder
+    try:
+        from pipeline.tune.study import BEST, TABLE, lines_of, run_study, study_folder
+    except ImportError as error:
+        raise missing_package("optuna", "trnpipe tune", error) from error
 
     with open_context(settings, stop) as ctx:
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)

@@ -25,6 +25,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
+from pipeline.io.paths import user_path
 from pipeline.io.storage import Storage, is_temp, os_errors
 
 HLO_NAMES = ("model.hlo_module.pb", "model.hlo.pb")  # the second up to about SDK 2.17
@@ -35,6 +36,8 @@ FLAGS_NAME = "compile_flags.json"  # from about SDK 2.20 on
 LOCK_SUFFIX = ".lock"
 # With no compiler alive a lock can only be right in the moments before one starts and after it ended.
 STALE_LOCK_S = 600.0
+# On S3 nobody knows whose compilers live: longer than one graph takes to compile, shorter than a cycle can wait.
+SHARED_LOCK_S = 3600.0
 
 _VERSION = re.compile(r"neuronxcc-(?P<version>[0-9][^+/]*)(?:\+[^/]+)?")
 # The graph hash is a decimal integer (training) or 20 hex digits (torch_neuronx.trace).
@@ -150,17 +153,22 @@ class CacheEntry:
         )
 
 
-def list_storage(storage: Storage) -> list[CacheEntry]:
-    """Entries below the root of a storage, by name; on S3 one listing. On a disk no file is read."""
+def list_storage(storage: Storage, clock: Clock = time.time) -> list[CacheEntry]:
+    """Entries below the root of a storage, by name; on S3 one listing. On a disk no file is read.
+
+    On S3 ages are those that S3 tells, and times are `clock` less the age.
+    """
     folder = storage.local_path("")
     if folder is not None:
         return list_local(folder)
     files: dict[EntryName, list[CacheFile]] = {}
+    now_s = clock()
     for stat in storage.list(""):
         parts = stat.key.split("/", 2)
         name = parse_entry("/".join(parts[:2])) if len(parts) == 3 else None
         if name is not None:
-            files.setdefault(name, []).append(CacheFile(parts[2], stat.size_bytes))
+            modified_s = None if stat.age_s is None else now_s - stat.age_s
+            files.setdefault(name, []).append(CacheFile(parts[2], stat.size_bytes, modified_s))
     return [CacheEntry(name, tuple(files[name])) for name in sorted(files)]
 
 
@@ -261,7 +269,7 @@ def compilers_of(root: str) -> list[CompilerProcess]:
 def canonical_root(root: str) -> str:
     """One spelling for a root that is written as a folder, with file:// or through a link."""
     path = root.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else str(Path(path).expanduser().resolve())
+    return path.rstrip("/") if "://" in path else str(user_path(path).resolve())
 
 
 # Neuron's locking over these is documented as unreliable: missing files, corruption, KeyError.
@@ -372,12 +380,14 @@ def scan(
 ) -> CacheReport:
     """The cache at the root of a storage; empty when that is missing. ConfigError when it is unreadable.
 
-    A lock is stale when it is older than STALE_LOCK_S and no compiler runs on this host; whose locks lie on S3, and
-    whether they live, cannot be known. With `flags` (what the next run will compile with) it warns of others.
+    A lock is stale when it is older than STALE_LOCK_S and no compiler runs on this host; on S3, where compilers of
+    other machines are not seen, when it is older than SHARED_LOCK_S. With `flags` (what the next run will compile
+    with) it warns of others.
     """
-    root, entries, now_s = storage.local_path(""), list_storage(storage), clock()
+    root, now_s = storage.local_path(""), clock()
+    entries, stale_s = list_storage(storage, lambda: now_s), SHARED_LOCK_S if root is None else STALE_LOCK_S
     alive = tuple(compilers()) if root is not None else ()
-    stale = [] if alive else [entry.name for entry in entries if entry.is_lock_older(now_s, STALE_LOCK_S)]
+    stale = [] if alive else [entry.name for entry in entries if entry.is_lock_older(now_s, stale_s)]
     texts = _flags_texts(root, entries) if root is not None else {}
     where = storage.uri("") if root is None else f"file://{root}"
     warning = ""
@@ -411,8 +421,8 @@ def _flags_texts(root: Path, entries: Sequence[CacheEntry]) -> dict[str, str]:
 # Making a compile cache fit for work again: stale locks, remembered failures, half entries, old compilers.
 #
 # Nothing that a living compiler may be writing is touched: while one runs on this host, locked and half written entries
-# stay, and in a storage that other machines write they always do. Every entry of a disk is looked at once more in the
-# moment before it is changed.
+# stay. In a storage that other machines write, half written ones always do, and locks until they are older than
+# SHARED_LOCK_S. What is changed is looked at once more in the moment before.
 
 LOCK_DIR = ".trnpipe-sync"
 Treatment = Literal["unlock", "drop failed", "drop incomplete", "prune", "left alone"]
@@ -467,10 +477,11 @@ def repair(
     """Delete stale locks, failed and incomplete entries; with `keep_versions` also the entries of other compilers.
 
     Graphs that were only collected stay. A lock, and a half entry, is stale when older than `stale_lock_s` with no
-    compiler alive on this host. Names in `keep_versions` are version folders or versions.
+    compiler alive on this host; on S3 a lock when older than SHARED_LOCK_S. Names in `keep_versions` are version
+    folders or versions.
     Raises ConfigError when `keep_versions` fits nothing that is there (it would empty the cache), Preempted.
     """
-    entries, root = list_storage(live), live.local_path("")
+    entries, root = list_storage(live, clock), live.local_path("")
     if keep_versions is not None and entries and not any(entry.name.is_of(keep_versions) for entry in entries):
         wanted = ", ".join(sorted(keep_versions)) or "the empty list of versions to keep"
         raise ConfigError(
@@ -494,6 +505,13 @@ def repair(
     return RepairReport(live.uri("") if root is None else f"file://{root}", actions, kept)
 
 
+def release_dead_locks(live: Storage, clock: Clock = time.time) -> list[Action]:
+    """Delete the locks that dead compilers left in a cache on S3, by their age. Raises TransientError, ConfigError."""
+    doctor = _Doctor(live, live.local_path(""), None, False, STALE_LOCK_S, live_compilers, clock)
+    locked = [entry for entry in list_storage(live, clock) if entry.locks]
+    return [action for action in map(doctor.unlock, locked) if action.kind == "unlock"]
+
+
 @dataclass(frozen=True)
 class _Doctor:
     """What to do with each entry."""
@@ -512,14 +530,11 @@ class _Doctor:
             entry = list_entry(self.root, entry.name)  # as it is now
         key, is_old = entry.name.key, self.keep_versions is not None and not entry.name.is_of(self.keep_versions)
         if entry.locks:
-            if busy := self._is_live(entry, "locked"):
-                if entry.state is EntryState.LOCKED or is_old:
-                    yield Action("left alone", key, busy)
+            action = self.unlock(entry)
+            if action.kind == "unlock" or entry.state is EntryState.LOCKED or is_old:
+                yield action
+            if action.kind == "left alone":
                 return
-            freed_bytes = sum(lock.size_bytes for lock in entry.locks)
-            if not self.dry_run:
-                self.live.delete(f"{key}/{lock.name}" for lock in entry.locks)
-            yield Action("unlock", key, "stale lock: no compiler is alive", freed_bytes)
             entry = entry.without_locks()
         if entry.state is EntryState.INCOMPLETE and (busy := self._is_live(entry, "incomplete")):
             yield Action("left alone", key, busy)
@@ -531,9 +546,26 @@ class _Doctor:
         elif entry.state is EntryState.INCOMPLETE:
             yield self._remove(entry, "drop incomplete", "what a dead writer left; compiled again when needed")
 
+    def unlock(self, entry: CacheEntry) -> Action:
+        """Delete the locks of an entry if its compiler is dead."""
+        key = entry.name.key
+        if busy := self._is_live(entry, "locked"):
+            return Action("left alone", key, busy)
+        keys = [f"{key}/{lock.name}" for lock in entry.locks]
+        if self.root is None and not self.dry_run:  # a compiler may have begun anew since the listing
+            ages_s = [stat.age_s for one in keys if (stat := self.live.stat(one)) is not None]
+            if any(age_s is None or age_s <= SHARED_LOCK_S for age_s in ages_s):
+                return Action("left alone", key, "locked meanwhile")
+        if not self.dry_run:
+            self.live.delete(keys)
+        reason = f"older than {format_duration(SHARED_LOCK_S)}" if self.root is None else "no compiler is alive"
+        return Action("unlock", key, f"stale lock: {reason}", sum(lock.size_bytes for lock in entry.locks))
+
     def _is_live(self, entry: CacheEntry, state: Literal["locked", "incomplete"]) -> str:
         """Why a lock, or a half entry, must stay; '' for what a dead compiler left."""
         if self.root is None:
+            if state == "locked" and entry.is_lock_older(self.clock(), SHARED_LOCK_S):
+                return ""
             return f"{state}: another node may be at work on it"
         if alive := self.compilers():
             return f"{state} while {alive[0]} is alive"

@@ -3,12 +3,12 @@
 import hashlib
 import json
 import re
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from pipeline.core.record import Record
+from pipeline.io.paths import user_path
 
 ALL_THERE_S = 1800.0
 """From the first node of a job to the last one: an image to load, a cache to pull; a dead node never arrives."""
@@ -107,11 +107,7 @@ class CompileConfig(Record):
     def cache_root(self, workspace: str) -> str:
         """Where compiled graphs lie: the absolute path of a folder, or s3://bucket/prefix."""
         root = self.cache_url or f"{workspace.rstrip('/')}/compile-cache"
-        return (
-            root.rstrip("/")
-            if root.startswith("s3://")
-            else str(Path(root.removeprefix("file://")).expanduser().absolute())
-        )
+        return root.rstrip("/") if root.startswith("s3://") else str(user_path(root.removeprefix("file://")))
 
 
 class EstimateConfig(Record):

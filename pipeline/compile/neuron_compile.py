@@ -23,12 +23,14 @@ from pipeline.compile.cache import (
     DONE_NAME,
     LOCK_SUFFIX,
     NEFF_NAME,
+    SHARED_LOCK_S,
     Compilers,
     EntryState,
     canonical_root,
     compilers_of,
     list_storage,
     refuse_network_root,
+    release_dead_locks,
     repair,
 )
 from pipeline.compile.cache import LOG_NAME as COMPILER_LOG
@@ -86,8 +88,9 @@ Called while no process of ours is left, also after a stop: it must not heed the
 def repair_after_run(root: str, *, compilers: Compilers | None = None) -> list[str]:
     """Put the cache in `root` in order when no compiler of ours runs any more; [] when there was nothing to do.
 
-    A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3 locks stay:
-    they may be another machine's. Does not heed a stop signal, so that a stopped run leaves no lock.
+    A lock of any age counts as stale then, unless another compiler of this cache lives on this host. On S3, where it
+    may be another machine's, one older than SHARED_LOCK_S. Does not heed a stop signal, so that a stopped run leaves
+    no lock.
     """
     alive = compilers or (lambda: compilers_of(root))
     report = repair(open_storage(root, stop=StopSignal()), stale_lock_s=0.0, compilers=alive)
@@ -289,6 +292,7 @@ class NeuronCompile:
     def __post_init__(self) -> None:
         self.scratch = self.scratch.absolute()
         self.storage = open_storage(self.cache_root, stop=self.stop)
+        self.is_local = self.storage.local_path("") is not None
         self.started = time.monotonic()
         self.deadline = self.started + self.config.time_limit_s
         self.parallel = self.config.parallel or max(1, math.ceil(self.memory_bytes / BYTES_PER_COMPILER))
@@ -347,9 +351,8 @@ class NeuronCompile:
         tool = [PROGRAM, f"--num_parallel={self.parallel}", workdir, f"./{script.name}"]
         env = neuron_environment(self.env, self.config, cache_root=self.cache_root, retry_failed=bool(self.attempts))
         log_file = folder / LOG_NAME
-        is_local = not self.cache_root.startswith("s3://")
         with process_tree(tool, cwd=folder, env=env, log=log_file) as tree:
-            watch = LogWatch(log_file, is_local=is_local, compilers=lambda: compilers_of(self.cache_root))
+            watch = LogWatch(log_file, is_local=self.is_local, compilers=lambda: compilers_of(self.cache_root))
             exit_code = self._watch(tree, watch, exit_file)
         log = read_log(folder)
         ends = (DONE_NAME, NEFF_NAME)
@@ -382,6 +385,8 @@ class NeuronCompile:
                     self.stop.raise_if_set("compiling graphs")
                 for line in log.news():
                     self.say(line)
+                if log.waits:
+                    self._release_locks()
                 if log.counts:
                     remaining = log.counts[0]
                     if todo < 0:  # how many there are is known once the trial run has shown them
@@ -435,12 +440,22 @@ class NeuronCompile:
 
     def _wait_for_locks(self, attempt: Attempt) -> None:
         """Until the other processes that compile what is missing are done, whatever came of it."""
-        self.say(f"waiting for {len(attempt.missing)} graphs that another process compiles")
+        self.say(f"waiting for {len(attempt.missing)} graphs that another process compiles: {_names(attempt.missing)}")
+        if not self.is_local:
+            limit = format_duration(SHARED_LOCK_S)
+            self.say(f"a lock that a dead compiler left is removed here when it is older than {limit}")
         while any(stat.key.endswith(LOCK_SUFFIX) for entry in attempt.missing for stat in self.storage.list(entry)):
+            self._release_locks()
             if self.stop.wait(OTHERS_POLL_S):
                 self.stop.raise_if_set("waiting for graphs that another process compiles")
             if time.monotonic() > self.deadline:
                 raise verdict_error(CompileVerdict.LOCKED, attempt, cache_root=self.cache_root, config=self.config)
+
+    def _release_locks(self) -> None:
+        """Delete the old locks of a cache on S3: whoever waits for them goes on."""
+        if not self.is_local:
+            for action in release_dead_locks(self.storage):
+                self._act(f"{action.kind} {action.entry}: {action.reason}")
 
     def _act(self, line: str) -> None:
         self.actions.append(line)

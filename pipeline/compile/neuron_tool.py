@@ -23,6 +23,7 @@ from pipeline.parallel.world import TRACE_FILE
 
 PROGRAM = "neuron_parallel_compile"
 LOG_NAME = f"{PROGRAM}.log"
+NEFF_ROOT = "/tmp/neff_cache"  # noqa: S108 - torch-neuronx's own default (SDK 2.33, torch/reference/env-vars)
 SCORING = "TRN_TRACE_SCORING"
 """Environment of a trial run that traces evaluation and embedding alone."""
 NOT_INHERITED = ("NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE", "NEURON_EXTRACT_GRAPHS_ONLY")
@@ -45,12 +46,8 @@ def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: M
         return ""
     root = config.cache_root(workspace)
     if folder := compiled_cache(backend):
-        if root.startswith("s3://"):
-            kept = env.get(folder, "its own folder")
-            return (
-                f"compiled programs stay in {kept}: {root} is none; --compile.cache-url names one that machines share"
-            )
-        env[folder] = root
+        # S3 is no folder: there programs are copied from and to it, by compile/shared.py.
+        env[folder] = env.get(folder, NEFF_ROOT) if root.startswith("s3://") else root
         return ""
     if not has_graph_tool(backend, env):
         return ""
@@ -229,6 +226,8 @@ class LogWatch:
         self.last_news = ""
         self.counts: tuple[int, ...] = ()
         """Graphs in the cache as a worker saw it last: remaining, locked, failed, done, all; empty before."""
+        self.waits = False
+        """The newest lines tell of waiting for a lock."""
         self._is_local = is_local
         self._compilers = compilers
         self._position = 0
@@ -244,6 +243,7 @@ class LogWatch:
         whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
         text = (whole + newline).decode(errors="replace")
         waiting = _unique(name.strip(" <>,.") for name in _WAITING.findall(text))
+        self.waits = bool(waiting)
         if waiting and self._is_local:
             self._sightings = 0 if self._compilers() else self._sightings + 1
         lines = [f"a compile waits for the lock of {name or 'a graph'}" for name in waiting]

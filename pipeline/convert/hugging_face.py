@@ -7,15 +7,15 @@ says (tokenization_bert.py), and sentence-transformers may lower-case on top of 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tokenizers
-from pydantic import ConfigDict, Field, RootModel, ValidationError
+from pydantic import AliasChoices, ConfigDict, Field, JsonValue, RootModel, ValidationError, model_validator
 
 from pipeline.convert.source import TOKENIZER_BYTES, Source
 from pipeline.core.errors import ConfigError, first_line
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.io.storage import folder_key
+from pipeline.io.storage import folder_key, join_key
 from pipeline.model.config import PRESETS, ModelConfig, Pooling
 from pipeline.model.hf_config import EncoderJson, Foreign
 
@@ -77,34 +77,92 @@ class _Modules(RootModel[tuple[_Module, ...]]):
     """modules.json as sentence-transformers writes it"""
 
 
-class _Pooling(Foreign):
-    """The config.json of a sentence-transformers pooling"""
+class _Honoured(Foreign):
+    """A file whose every key is honoured here; others may only say nothing: null, false or empty."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
+    @model_validator(mode="after")
+    def _no_other_key(self) -> Self:
+        other = next((f"{key} = {value!r}" for key, value in (self.model_extra or {}).items() if value), "")
+        if other:
+            raise ValueError(f"{other} has no counterpart in trnpipe")
+        return self
+
+
+class _Pooling(_Honoured):
+    """The config.json of a sentence-transformers pooling, over the tokens of the prompt too"""
+
+    embedding_dimension: int | None = None
+    word_embedding_dimension: int | None = None
     pooling_mode: str | tuple[str, ...] | None = None
+    include_prompt: bool = True
+    pooling_mode_cls_token: bool = False
+    pooling_mode_max_tokens: bool = False
+    pooling_mode_mean_tokens: bool = False
+    pooling_mode_mean_sqrt_len_tokens: bool = False
+    pooling_mode_weightedmean_tokens: bool = False
+    pooling_mode_lasttoken: bool = False
+
+    def mode(self) -> str:
+        """The one name, or all of them joined."""
+        legacy = tuple(mode for key, mode in LEGACY.items() if getattr(self, key))
+        modes = self.pooling_mode or legacy or "mean"
+        return modes if isinstance(modes, str) else " + ".join(modes)
 
 
-class _Processor(Foreign):
+class _Processor(_Honoured):
+    """How its tokenizer is opened"""
+
     model_max_length: int | None = Field(None, ge=3)
 
 
-class _Sentence(Foreign):
+class _Text(_Honoured):
+    """What is called for a text"""
+
+    method: Literal["forward"] = "forward"
+    method_output_name: Literal["last_hidden_state"] = "last_hidden_state"
+
+
+class _Modality(_Honoured):
+    """What a model is given"""
+
+    text: _Text = _Text()
+
+
+class _Sentence(_Honoured):
     """sentence_bert_config.json as sentence-transformers writes it"""
 
     max_seq_length: int | None = Field(None, ge=3)
     do_lower_case: bool = False
-    processor_kwargs: _Processor = Field(default_factory=_Processor)
+    processor_kwargs: _Processor = Field(
+        _Processor(), validation_alias=AliasChoices("processor_kwargs", "tokenizer_args")
+    )
+    transformer_task: Literal["feature-extraction"] = "feature-extraction"
+    modality_config: _Modality = _Modality()
+    module_output_name: Literal["token_embeddings"] = "token_embeddings"
+    unpad_inputs: bool | None = None
+
+
+class _Normalize(_Honoured):
+    """The config.json of a sentence-transformers Normalize, of the pooled vector"""
+
+    module_input_name: Literal["sentence_embedding"] = "sentence_embedding"
+    module_output_name: Literal["sentence_embedding"] = "sentence_embedding"
 
 
 # The names under which SentenceTransformer.encode_query and encode_document look for a prompt, in their order.
 QUERY, PRODUCT = ("query",), ("document", "passage", "corpus")
 
 
-class _Model(Foreign):
+class _Model(_Honoured):
     """config_sentence_transformers.json as sentence-transformers writes it"""
 
-    prompts: dict[str, str] = Field(default_factory=dict)
+    versions: JsonValue = Field(None, validation_alias="__version__")
+    model_type: Literal["SentenceTransformer"] = "SentenceTransformer"
+    prompts: dict[str, str | None] = Field(default_factory=dict)
+    default_prompt_name: str | None = None
+    similarity_fn_name: Literal["cosine", "dot", "euclidean"] | None = None
 
 
 def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSettings:
@@ -123,24 +181,46 @@ def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSet
         )
     folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
     sentence = source.json(folder + SENTENCE, _Sentence) if source.has(folder + SENTENCE) else _Sentence()
-    prompts = source.json(MODEL, _Model).prompts if source.has(MODEL) else {}
+    model = source.json(MODEL, _Model) if source.has(MODEL) else _Model()
+    for module in modules[2:]:
+        name = join_key(folder_key(module.path), "config.json")
+        if source.has(name):
+            source.json(name, _Normalize)
+    prompts = {name: text for name, text in model.prompts.items() if text}
     query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
-    others = {name: text for name, text in prompts.items() if text and text not in (query, product)}
+    others = {name: text for name, text in prompts.items() if text not in (query, product)}
     used = ", ".join(f"{name} {text!r}" for name, text in sorted(others.items()))
     told = [f"sentence-transformers may put further prompts before texts ({used}); trnpipe does not"] if used else []
     if query or product:
         told.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
-    if "Normalize" not in kinds:
-        told.append("sentence-transformers leaves these vectors at their length; here they have length one")
     found = source.json(f"{pooling}config.json", _Pooling)
-    extra = found.model_extra or {}
-    modes = found.pooling_mode or tuple(mode for key, mode in LEGACY.items() if extra.get(key)) or "mean"
-    mode = modes[0] if isinstance(modes, tuple) and len(modes) == 1 else modes
-    if not isinstance(mode, str) or mode not in POOLINGS:
+    always = prompts.get(model.default_prompt_name or "", "")
+    if always and not always == query == product:
         raise ConfigError(
-            f"{source.where(f'{pooling}config.json')}: pooling {mode if isinstance(mode, str) else ' + '.join(mode)}",
+            f"{source.where(MODEL)}: default_prompt_name {model.default_prompt_name!r}: {always!r} before every text",
+            expected="prompts by the names query and document",
+            next_command="set default_prompt_name to null there, and prompts query and document",
+        )
+    if "Normalize" not in kinds:
+        if model.similarity_fn_name not in (None, "cosine"):
+            raise ConfigError(
+                f"{source.where(MODEL)}: similarity_fn_name {model.similarity_fn_name} without a Normalize module",
+                expected="cosine, or that module: vectors have length one in trnpipe",
+                next_command="import a model that was trained for cosine similarity",
+            )
+        told.append("sentence-transformers leaves these vectors at their length; here they have length one")
+    where, mode = source.where(f"{pooling}config.json"), found.mode()
+    if mode not in POOLINGS:
+        raise ConfigError(
+            f"{where}: pooling {mode}",
             expected="one of " + ", ".join(POOLINGS),
             next_command="import a model with that pooling",
+        )
+    if prompts and not found.include_prompt:
+        raise ConfigError(
+            f"{where}: include_prompt false, with prompts before texts",
+            expected="a pooling over all tokens, those of the prompt too",
+            next_command="import a model with include_prompt true, or remove its prompts",
         )
     return FolderSettings(
         "sentence-transformers",
@@ -160,6 +240,10 @@ _OF_FAMILIES = ("RobertaTokenizer", "XLMRobertaTokenizer", "CamembertTokenizer")
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend", *_OF_FAMILIES, *(f"{name}Fast" for name in _OF_FAMILIES))
 
 
+class _Added(Foreign):
+    content: str
+
+
 class TokenizerJson(Foreign):
     """tokenizer_config.json as transformers writes it"""
 
@@ -168,6 +252,8 @@ class TokenizerJson(Foreign):
     strip_accents: bool | None = None
     tokenize_chinese_chars: bool = True
     model_max_length: float | None = Field(None, ge=3)
+    added_tokens_decoder: dict[str, _Added] = Field(default_factory=dict)
+    add_prefix_space: bool | None = None
     truncation_side: Literal["right"] = "right"
 
 
@@ -194,6 +280,7 @@ def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> ForeignTo
     data = source.read(folder + TOKENIZER, TOKENIZER_BYTES)
     tokenizer, notes = TextTokenizer(data, where), []
     content: dict[str, Any] = json.loads(data)
+    _check_added(config, content, source.where(name), where)
     wanted = content.get("normalizer")
     if config.tokenizer_class in BERT:
         # `transformers` builds a tokenizer of its own from the vocabulary: the file must hold the same one.
@@ -223,6 +310,25 @@ def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> ForeignTo
         _check_frame(tokenizer, where)
     longest = config.model_max_length
     return ForeignTokenizer(tokenizer, None if longest is None or longest > 2**31 else int(longest), tuple(notes))
+
+
+def _check_added(config: TokenizerJson, content: Mapping[str, Any], name: str, where: str) -> None:
+    """Raise ConfigError for what transformers would add to the tokenizer.json from the file beside it."""
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    for number, added in config.added_tokens_decoder.items():
+        if str(tokenizer.token_to_id(added.content)) != number:
+            raise ConfigError(
+                f"{name}: added_tokens_decoder has {added.content!r} as {number}, and {where} does not",
+                expected="a tokenizer.json with all of its tokens",
+                next_command="save both again: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+            )
+    space = (content.get("pre_tokenizer") or {}).get("add_prefix_space")
+    if None not in (space, config.add_prefix_space) and space != config.add_prefix_space:
+        raise ConfigError(
+            f"{name}: add_prefix_space {config.add_prefix_space}, and {where} has {space}",
+            expected="the same in both",
+            next_command="save both again: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+        )
 
 
 def _check_frame(tokenizer: TextTokenizer, where: str) -> None:

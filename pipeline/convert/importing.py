@@ -12,22 +12,22 @@ from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.store import Checkpoint, Origin, TrainState, open_checkpoint, prefix_of
 from pipeline.convert.hugging_face import TOKENIZER, read_folder_settings, read_tokenizer, settings_of
 from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
-from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source, load_tensors
+from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, join_key
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.factory import module_weights
 from pipeline.model.families import as_bert
 from pipeline.model.hf_config import CONFIG, hf_config, read_config
 from pipeline.model.hf_weights import HEAD_PARTS, encoder_from_hf, model_from_hf, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
+from pipeline.model.weight_files import find_weights, load_tensors, without_wrappers
 
 # A model of another tool, read and checked: from a Hugging Face folder, our own export, or a bare file of weights.
 
 WORDS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -102,22 +102,14 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
             expected=f"at most {described.vocab_size}, for which the model has embeddings",
             next_command="copy the tokenizer that belongs to the model",
         )
-    name = next((folder + name for name in WEIGHT_FILES if source.has(folder + name)), "")
-    if not name:
-        sharded = next((f"{name}.index.json" for name in WEIGHT_FILES if source.has(f"{folder}{name}.index.json")), "")
-        why = f"its weights in several files ({sharded})" if sharded else "no weights"
-        raise CheckpointError(
-            f"{source.where(folder)} has {why}",
-            expected=" or ".join(WEIGHT_FILES),
-            next_command="save it again in one file: model.save_pretrained(DIR, max_shard_size='30GB')",
-        )
+    name = folder + find_weights(source.storage, join_key(source.folder, folder).strip("/"))
     if described.model_type != "bert" and spec.pad_id != described.pad_token_id:
         raise ConfigError(
             f"{source.where(folder + CONFIG)} has pad_token_id {described.pad_token_id}, its tokenizer {spec.pad_id}",
             expected="one number: positions of the model count from it",
             next_command="copy the tokenizer that belongs to the model",
         )
-    loaded = load_tensors(source.local(name, scratch), source.where(name))
+    loaded = without_wrappers(load_tensors(source.local(name, scratch), source.where(name)))
     loaded = as_bert(loaded, described.model_type, described.pad_token_id, source=source.where(name))
     if spec.vocab_size < described.vocab_size:
         # Tables are often filled up to a round number. One of another size than config.json says stays, and is refused.
@@ -196,7 +188,7 @@ def _bare_file(source: Source, given: Given, scratch: Path) -> ForeignModel:
         )
     spec = _spec(given.spec, given.tokenizer)
     config = given.model.model_copy(update={"init_from": None})
-    loaded = load_tensors(source.local(source.file, scratch), source.uri)
+    loaded = without_wrappers(load_tensors(source.local(source.file, scratch), source.uri))
     has_head = any(name.startswith(HEAD_PARTS) for name in loaded)
     if has_head:
         weights = model_from_hf(loaded, _template(config, spec), source=source.uri)

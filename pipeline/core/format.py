@@ -1,6 +1,7 @@
 """Numbers and tables as people read them. Pure; every output is short and has no surprises for NaN and infinity."""
 
 import math
+import re
 from collections.abc import Collection, Sequence
 
 UNKNOWN = "-"
@@ -99,3 +100,9 @@ def quotable(text: str) -> str:
     issues with transforming input").
     """
     return text.translate(_QUOTABLE)
+
+
+def natural_key(name: str) -> tuple[list[str | int], str]:
+    """Sort key of a name in which digits count as numbers: cycle-9 comes before cycle-10."""
+    parts = re.split(r"([0-9]+)", name)  # text and digits in turn
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)], name

@@ -44,7 +44,8 @@ class Machine:
     """How many ranks may run on it; over many nodes only as many as there are cores, the last."""
     bus_gib_s: float | None
     """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
-    usd_per_hour: float
+    usd_per_hour: float | None
+    """None: no price is published."""
 
     @property
     def device_cores(self) -> int:
@@ -65,6 +66,9 @@ class Machine:
 # (docs.aws.amazon.com/ec2/latest/instancetypes/ac.html), as others quote it; users see 124 of the 128 GiB, and report
 # machines without an EFA device. Whether one can be attached is not confirmed, and a job on one machine needs none.
 # EFA of trn2.48xlarge: github.com/aws-neuron/aws-neuron-eks-samples, pull request 10.
+# trn2u.48xlarge: one column with trn2.48xlarge on the Trn2 architecture page; 16 network cards with EFA on EC2's page
+# above; no list price is known. Four of them are one UltraServer. Trn3 has no row: AWS states whole UltraServers (64 or
+# 144 chips, Trn3 architecture page), and EC2's page names no type of it.
 # Ranks: docs/neuron.md for trn1; no page found for trn2, users run trn2.3xlarge with 1, 2 and 4.
 # Bandwidth: examples of the nccom-test user guide; for large machines that of two instances, which one alone exceeds.
 # Prices: on-demand list prices of us-east-1 in USD an hour, from third-party tables as of November 2026; other regions,
@@ -153,11 +157,29 @@ MACHINES: Mapping[str, Machine] = {
             bus_gib_s=None,
             usd_per_hour=35.76,
         ),
+        Machine(
+            "trn2u.48xlarge",
+            vcpus=192,
+            memory_gib=2048,
+            job_memory_mib=1_960_000,
+            num_devices=16,
+            num_cores=64,
+            core_memory_bytes=24 * GIB,
+            core_tflops_bf16=166.75,
+            core_tflops_fp32=45.25,
+            core_configs=(1, 2),
+            num_efa=16,
+            rank_counts=(1, 4, 16, 64),
+            bus_gib_s=None,
+            usd_per_hour=None,
+        ),
     )
 }
 NODES: Mapping[str, Node] = {name: machine.node for name, machine in MACHINES.items()}
 """What a node of a job can ask for on each of them."""
-PRICES_USD_PER_HOUR: dict[str, float] = {name: machine.usd_per_hour for name, machine in MACHINES.items()}
+PRICES_USD_PER_HOUR: dict[str, float] = {
+    name: machine.usd_per_hour for name, machine in MACHINES.items() if machine.usd_per_hour is not None
+}
 
 
 def price_usd_per_hour(instance: str, given: float | None) -> float | None:

@@ -1,5 +1,11 @@
 """The base of settings and of what is stored as JSON."""
 
+import shlex
+from collections.abc import Mapping
+from datetime import date
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -7,3 +13,44 @@ class Record(BaseModel):
     """Immutable; a field that this version does not know is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    short: ClassVar[tuple[str, ...]] = ()
+    """Two fields that the text `a=b` sets in a list of such records among the settings."""
+
+
+def fitted(kind: Any, value: Any, *, inside: bool = False) -> Any:
+    """A value in which numbers, booleans and days `inside` a list or mapping of texts are texts, as in the data.
+
+    A text in a list of records is their short form, `a` or `a=b`.
+    """
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    for option in (get_args(one)[0] if get_origin(one) is Annotated else one for one in options):
+        origin, args = get_origin(option), get_args(option)
+        if option is str and inside:
+            return _as_text(value)
+        if origin is tuple and isinstance(value, list | tuple):
+            return [fitted(args[0], item, inside=True) for item in value]
+        if origin is dict and isinstance(value, Mapping):
+            return {key: fitted(args[1], item, inside=True) for key, item in value.items()}
+        if isinstance(option, type) and issubclass(option, Record):
+            return _record(option, value)
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(int(value)) if value == value // 1 else repr(value)
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def _record(model: type[Record], value: Any) -> Any:
+    """The fields of a record in a list, from a table or from its short form."""
+    if isinstance(value, str) and model.short:
+        first, equals, second = value.partition("=")
+        words = shlex.split(second) if get_origin(model.model_fields[model.short[1]].annotation) is tuple else second
+        value = {model.short[0]: first} | ({model.short[1]: words} if equals else {})
+    if not isinstance(value, Mapping):
+        return value
+    kinds = {name: field.annotation for name, field in model.model_fields.items()}
+    return {name: fitted(kinds.get(name), item, inside=True) for name, item in value.items()}

@@ -1,7 +1,7 @@
 """Settings of the data side: where rows come from, what they are called, how they become shards."""
 
 from datetime import date, timedelta
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,6 +27,7 @@ class ColumnMapping(Record):
 class CategoricalFeature(Record):
     """A categorical column, hashed to a fixed number of ids (no vocabulary to keep in step)."""
 
+    short: ClassVar[tuple[str, ...]] = ("column", "num_ids")
     column: str = Field(description="Input column")
     num_ids: int = Field(1024, ge=2, le=2**24, description="Number of hash ids; id 0 means missing")
 

@@ -105,7 +105,7 @@ def _samples(
     for prefix in [prefix for prefix, info in newest if info.rows_bad][:MAX_FILES]:
         for row in _quarantine(workspace, f"{prefix}/{QUARANTINE}"):
             if len(found.get(row.reason, range(limit))) < limit:
-                found[row.reason].append(row.model_copy(update={"content": row.content[:MAX_CONTENT]}))
+                found[row.reason].append(row.model_copy(update={"content": row.text[:MAX_CONTENT]}))
     return tuple(row for rows in found.values() for row in rows)
 
 

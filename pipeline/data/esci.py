@@ -23,6 +23,8 @@ from pipeline.io.storage import Storage, os_errors
 
 EXAMPLES = "shopping_queries_dataset_examples.parquet"
 PRODUCTS = "shopping_queries_dataset_products.parquet"
+SOURCES = "shopping_queries_dataset_sources.csv"
+"""Of the queries; beside the two in the published folder, and not read."""
 GAINS = {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}
 """Gains of the four judgements, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
 NO_PRODUCT = "product not among the products"

@@ -21,6 +21,7 @@ from pydantic import Field
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
+from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import map_safetensors
 from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split, TokenSetInfo
@@ -162,6 +163,31 @@ def _buckets(folder: Path, shards: Sequence[ShardInfo], stop: StopSignal) -> Ite
         for bucket, count in enumerate(shard.rows):
             if count:
                 yield bucket, {name: arrays[f"b{bucket}.{name}"] for name in ("query_id", "label", "gain")}
+
+
+def count_texts_of_several_ids(
+    folder: Path, splits: Mapping[Split, Sequence[ShardInfo]], pad_id: int, stop: StopSignal
+) -> int:
+    """Query texts, as the model reads them, whose rows have more than one query id. 16 bytes of memory a query.
+
+    Those that may have been cut are not compared.
+    """
+    pairs = [np.zeros((0, 2), dtype=np.uint64)]
+    for shard in (shard for shards in splits.values() for shard in shards):
+        stop.raise_if_set("counting queries")
+        arrays = map_safetensors(folder / shard.file)
+        for bucket in (bucket for bucket, count in enumerate(shard.rows) if count):
+            ids, first = np.unique(np.asarray(arrays[f"b{bucket}.query_id"]), return_index=True)
+            tokens = np.asarray(arrays[f"b{bucket}.query"])[first].astype(np.uint64)
+            weights = mix64(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+            if bucket == len(shard.rows) - 1:
+                is_whole = tokens[:, -1] == pad_id
+                ids, tokens = ids[is_whole], tokens[is_whole]
+            tokens = np.where(tokens == pad_id, np.uint64(0), tokens + np.uint64(1))  # in any bucket the same sum
+            texts = (tokens * weights).sum(axis=1, dtype=np.uint64)
+            pairs.append(np.stack([texts, ids.astype(np.uint64)], axis=1))
+    _, num_ids = np.unique(np.unique(np.concatenate(pairs), axis=0)[:, 0], return_counts=True)
+    return int((num_ids > 1).sum())
 
 
 def _by_query(pieces: Iterable[Queries]) -> Queries:
@@ -316,6 +342,11 @@ def about_leak(infos: Sequence[TokenSetInfo]) -> dict[str, str]:
                 " evaluate.max_leak_share; give the data a split column that keeps queries apart, or"
                 " --evaluate.leak warn"
             )
+    if ambiguous := sum(info.texts_of_several_ids for info in infos):
+        found["several ids"] = (
+            f"{ambiguous:,} query text(s) have several query ids: their rows may be in train and in a holdout split;"
+            " give each query one id, or the data a split column"
+        )
     return found
 
 

@@ -17,7 +17,8 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.chunks import ChunkRecord, ChunkTask, EncodeSettings, Staging, chunk_name, encode_chunk
 from pipeline.data.config import DataConfig
-from pipeline.data.judgements import count_judgements
+from pipeline.data.input_files import InputFile, Partition
+from pipeline.data.judgements import count_judgements, count_texts_of_several_ids
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.row_counts import (
     Encoding,
@@ -29,8 +30,8 @@ from pipeline.data.row_counts import (
     shards_by_split,
 )
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
-from pipeline.data.sources import InputFile, Partition, Source, open_source, reading_progress
-from pipeline.data.survey import Survey, decide_labels, survey
+from pipeline.data.sources import Source, open_source, reading_progress
+from pipeline.data.survey import Survey, decide_labels, nothing_kept, survey
 from pipeline.data.token_sets import FORMAT_VERSION, KIND, QUARANTINE, CategoricalInfo, TokenSetInfo
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
 from pipeline.data.validate import RowRules
@@ -52,7 +53,8 @@ class PreparedData:
 
     `prepared` and `rows_prepared` (good and bad ones) are those of this time. `rows` are in shards; they, `rows_bad`
     and `rows_filtered` are all rows of the input. `splits_digits`: the tokenizer does. `vocabulary`: the known one that
-    ordered the labels, if it was one. `infos`: what each partition says of itself.
+    ordered the labels, if it was one. `infos`: what each partition says of itself. `passed_over`: keys of files below
+    the path that were not read.
     """
 
     token_set_prefixes: list[str]
@@ -69,6 +71,8 @@ class PreparedData:
     labels: tuple[str, ...]
     vocabulary: str
     infos: tuple[TokenSetInfo, ...]
+    passed_over: tuple[str, ...]
+    input_warnings: tuple[str, ...]
 
 
 @dataclass
@@ -134,7 +138,9 @@ def prepare(
         shutil.rmtree(staging.folder, ignore_errors=True)
         infos[one.prefix] = info
     infos |= _encode_all(encoding, workspace, source, works, events, stop)
-    return prepared_data_of(encoding, tokenizer_prefix, named, infos, prepared=[work.named.prefix for work in works])
+    return prepared_data_of(
+        encoding, tokenizer_prefix, source, named, infos, prepared=[work.named.prefix for work in works]
+    )
 
 
 def committed_info(encoding: Encoding, named: NamedPartition, workspace: Storage, events: Emit) -> TokenSetInfo | None:
@@ -151,6 +157,7 @@ def committed_info(encoding: Encoding, named: NamedPartition, workspace: Storage
 def prepared_data_of(
     encoding: Encoding,
     tokenizer_prefix: str,
+    source: Source,
     named: Sequence[NamedPartition],
     infos: Mapping[str, TokenSetInfo],
     *,
@@ -158,13 +165,15 @@ def prepared_data_of(
 ) -> PreparedData:
     """What all partitions are together, by what each says of itself. Raises DataError when none has a usable row."""
     config, result = encoding.config, [infos[one.prefix] for one in named]
+    files = [file for info in result for file in info.files]
     if not sum(info.rows for info in result):
+        if sum(file.rows for file in files) == sum(file.filtered for file in files) > 0:
+            raise nothing_kept(config)
         raise DataError(
             f"{config.path or 'the synthetic catalogue'} has no usable rows ({len(result)} partitions read)",
             expected="rows with a query and a title",
             next_command="check --data.path" + (f" and --data.filter {dict(config.filter)}" if config.filter else ""),
         )
-    files = [file for info in result for file in info.files]
     return PreparedData(
         token_set_prefixes=[one.prefix for one in named],
         tokenizer_prefix=tokenizer_prefix,
@@ -180,6 +189,8 @@ def prepared_data_of(
         labels=tuple(encoding.labels.gains),
         vocabulary=encoding.labels.vocabulary,
         infos=tuple(result),
+        passed_over=source.passed_over,
+        input_warnings=source.warnings,
     )
 
 
@@ -347,8 +358,10 @@ def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -
     records, staging = [work.done[index] for index in range(len(work.done))], work.staging
     with os_errors("reading", f"file://{staging.files}"):
         num_labels = len(encoding.labels.gains)
-        judged = count_judgements(staging.files, shards_by_split(records), num_labels, workspace.stop)
-    info = describe_partition(encoding, work.named, work.read, records, judged)
+        shards = shards_by_split(records)
+        judged = count_judgements(staging.files, shards, num_labels, workspace.stop)
+        ambiguous = count_texts_of_several_ids(staging.files, shards, encoding.tokenizer.pad_id, workspace.stop)
+    info = describe_partition(encoding, work.named, work.read, records, judged, ambiguous)
     bad = first_bad(encoding.config, records)
     refuse_bad_share(encoding.config, info, bad, workspace)
     with os_errors("writing", f"file://{staging.files}"):

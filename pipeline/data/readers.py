@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, BinaryIO, cast
@@ -25,10 +25,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import DataError, TransientError
-from pipeline.data.rows import BadRow, ColumnPlan, RawBatch, shorten, to_fields
-from pipeline.io.storage import ObjectStat, Storage, os_errors
+from pipeline.data.csv_records import CsvRecords, Malformed
+from pipeline.data.rows import JOINED_FIELDS, BadRow, ColumnPlan, RawBatch, join_texts, shorten, to_fields
+from pipeline.io.storage import ObjectStat, Storage, is_lfs_pointer, os_errors
 
-MALFORMED = "malformed row"
+NOT_AN_OBJECT = "malformed row: not a JSON object"
 _PARQUET_BUFFER_BYTES = 8 * 2**20
 _BATCH_BYTES = 8 * 2**20
 _LINE_BYTES = 16 * 2**20
@@ -40,6 +41,7 @@ _SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
 _FOREIGN_COMPRESSION = (".bz2", ".lz4", ".snappy", ".xz", ".z", ".zip", ".zst", ".zstd")
+HEAD_BYTES = 64
 _GZIP = b"\x1f\x8b"
 _OTHER_ENCODINGS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # before UTF-16: its mark begins with that of UTF-16
@@ -133,6 +135,7 @@ def read_file(
         raise
     except (pa.ArrowException, csv.Error, zlib.error, OSError, EOFError) as error:
         check()
+        refuse_other_content(storage.uri(key), storage.read_range(key, 0, HEAD_BYTES), format_name)
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {error}",
             expected=f"a whole {format_name} file",
@@ -140,6 +143,45 @@ def read_file(
         ) from error
     if given != source.rows:
         raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, its reader gave {given}")
+
+
+_OTHER_CONTENTS = {
+    rb"PK\x03\x04": "a zip archive",
+    rb"\x28\xb5\x2f\xfd": "compressed with zstd",
+    rb"BZh\d1AY&SY": "compressed with bzip2",
+    rb"\xfd7zXZ": "compressed with xz",
+    rb"\x04\x22\x4d\x18": "compressed with lz4",
+    rb"Obj\x01": "an Avro file",
+    rb"SQLite format": "a SQLite database",
+    rb"\s*(?i:<!doctype|<html)": "an HTML page, such as one for errors or to sign in",
+    rb"\s*(?i:<\?xml|<error>)": "an XML document, such as an error of S3",
+}
+
+
+def refuse_other_content(uri: str, head: bytes, wanted: str) -> None:
+    """Raise DataError when a file that begins with `head` is known to hold something else than `wanted`.
+
+    `wanted`: parquet, or any format of text.
+    """
+    if is_lfs_pointer(head):
+        raise DataError(
+            f"{uri} is a Git LFS pointer, not the file itself",
+            expected="the content of the file",
+            next_command="git lfs pull, in the clone that holds it",
+        )
+    seen = next((name for start, name in _OTHER_CONTENTS.items() if re.match(start, head)), "")
+    if wanted != "parquet" and head.startswith((b"PAR1", b"ARROW1")):
+        seen = "a Parquet or Arrow file"
+    elif wanted == "parquet" and head.startswith(_GZIP):
+        seen = "compressed with gzip"
+    elif wanted == "parquet" and head.startswith(b"PAR1"):
+        seen = "cut short: it begins as Parquet and does not end so"
+    if seen:
+        raise DataError(
+            f"{uri} is {seen}",
+            expected="rows as Parquet, or as CSV or JSON lines, which may be compressed with gzip",
+            next_command="download or write the file again in one of these forms, with its suffix or --data.format",
+        )
 
 
 def open_parquet(storage: Storage, key: str) -> pq.ParquetFile:
@@ -176,17 +218,13 @@ def _read_parquet(source: _Source) -> Iterator[RawBatch]:
                 try:
                     fields = to_fields(columns, plan)
                 except pa.ArrowTypeError as error:
-                    raise DataError(
-                        f"{source.storage.uri(source.key)}: {error}",
-                        expected="text, bytes, numbers or dates",
-                        next_command="write that column as text, or name another one in its place (--data.columns)",
-                    ) from error
+                    raise _no_text(f"{source.storage.uri(source.key)}: {error}") from error
                 yield RawBatch(fields, rows, input_bytes=position - told_bytes)
                 told_bytes = position
 
 
-_Parsed = list[bytes | None] | tuple[str | bytes, int]
-"""The values of a row, or what is malformed with the number of rows in it."""
+_Parsed = tuple[int, list[bytes | None] | Malformed]
+"""The number of a line, and the values of the row that begins there, or what is malformed."""
 
 
 def _batches(
@@ -194,15 +232,19 @@ def _batches(
 ) -> Iterator[RawBatch]:
     """The rows of a text format in batches. `position`: bytes of the file that were read."""
     columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], list[int](), list[BadRow]()
+    lines = list[int]()
     size = told_blank = told_bytes = 0
     for row, parsed in enumerate(chain(rows, [None])):
-        if isinstance(parsed, tuple):
-            bad.append(BadRow(source.key, row, MALFORMED, shorten(parsed[0]), parsed[1]))
-        elif parsed is not None:
-            numbers.append(row)
-            for column, value in zip(columns, parsed, strict=True):
-                column.append(value)
-                size += len(value) if value else 0
+        if parsed is not None:
+            line, found = parsed
+            if isinstance(found, Malformed):
+                bad.append(BadRow(source.key, row, found.reason, shorten(found.text), found.lines, line))
+            else:
+                numbers.append(row)
+                lines.append(line)
+                for column, value in zip(columns, found, strict=True):
+                    column.append(value)
+                    size += len(value) if value else 0
         is_full = len(numbers) + len(bad) >= source.num_rows or size >= _BATCH_BYTES
         if is_full or (parsed is None and (numbers or bad or told_blank != source.blank)):
             arrays = (pa.array(values, pa.large_binary()) for values in columns)
@@ -212,10 +254,11 @@ def _batches(
                 fields,
                 np.array(numbers, dtype=np.int64),
                 tuple(bad),
+                np.array(lines, dtype=np.int64),
                 blank=blank - told_blank,
                 input_bytes=read_bytes - told_bytes,
             )
-            columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], [], []
+            columns, numbers, bad, lines = [list[bytes | None]() for _ in plan.inputs], [], [], []
             size, told_blank, told_bytes = 0, blank, read_bytes
 
 
@@ -228,7 +271,8 @@ def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             raise gzip.BadGzipFile("its name ends in .gz, its content is not gzip")
         file.seek(0)
         raw = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file))) if is_gzip else file
-        mark = raw.read(4)
+        mark = raw.read(HEAD_BYTES)
+        refuse_other_content(source.storage.uri(source.key), mark, "text")
         for encoding, marks in _OTHER_ENCODINGS.items():
             if mark.startswith(marks):
                 raise DataError(
@@ -236,6 +280,12 @@ def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
                     expected="UTF-8",
                     next_command=f"iconv -f {encoding} -t UTF-8, and read that file",
                 )
+        if b"\0" in mark:
+            raise DataError(
+                f"{source.storage.uri(source.key)} is no text: it begins with zero bytes",
+                expected="UTF-8",
+                next_command="iconv -f UTF-16LE -t UTF-8 if it is UTF-16 without a byte order mark, else another file",
+            )
         raw.seek(len(codecs.BOM_UTF8) if mark.startswith(codecs.BOM_UTF8) else 0)
         yield raw, file.tell
 
@@ -244,129 +294,92 @@ def _read_csv(source: _Source) -> Iterator[RawBatch]:
     with _open_text(source) as (raw, position):
         text = io.TextIOWrapper(raw, encoding="utf-8", errors="surrogateescape", newline="")
         is_tsv = source.key.lower().removesuffix(".gz").endswith(".tsv")
-        records = _csv_records(source, text, "\t" if is_tsv else ",")
-        header, _ = next(records, ([], 0))
-        if not header:
+        records = CsvRecords(text, "\t" if is_tsv else ",")
+        names = [name.strip() for name in records.header]
+        if not names:
             return
-        names = [name.strip() for name in header]
         plan = source.planner(names)
         places = [names.index(column) for column in plan.inputs]
 
         def rows() -> Iterator[_Parsed]:
-            for record, lines in records:
-                if len(record) == len(names):
-                    yield [record[place].encode("utf-8", "surrogateescape") or None for place in places]
+            for line, record in records:
+                source.rows, source.blank = records.rows, records.blank
+                if isinstance(record, Malformed):
+                    yield line, record
                 else:
-                    yield ",".join(record), lines
+                    yield line, [record[place].encode("utf-8", "surrogateescape") or None for place in places]
+            source.rows, source.blank = records.rows, records.blank
 
         yield from _batches(source, plan, position, rows())
-
-
-def _csv_records(source: _Source, text: io.TextIOWrapper, delimiter: str) -> Iterator[tuple[list[str], int]]:
-    """The header, then (fields, lines) of each record that is not blank. One with another number of fields is bad.
-
-    Strict about quotes over several lines: text after a closing quote means that an earlier quote was never closed, and
-    that the rows between became one; so does a field of which the lines look like rows. On a single line nothing was
-    swallowed, and such text is taken as it is. Raises csv.Error for the header.
-    """
-    num_lines = num_fields = 0
-    held = ""
-
-    def noted() -> Iterator[str]:
-        nonlocal num_lines, held
-        for line in text:
-            num_lines += 1
-            if len(held) < _HELD_CHARACTERS:
-                held += line
-            yield line
-
-    def malformed() -> list[str]:
-        """What was read, in a number of fields that no row has."""
-        return [held] if num_fields > 1 else [held, ""]
-
-    parser = csv.reader(noted(), delimiter=delimiter, strict=True)
-    while True:
-        before, held = num_lines, ""
-        try:
-            record = next(parser, None)
-        except csv.Error:  # quotes, or a field over the size limit: most likely a quote that is never closed
-            if not num_fields:
-                raise
-            record = malformed()
-            if num_lines - before == 1:
-                with suppress(csv.Error):
-                    record = next(csv.reader([held], delimiter=delimiter))
-        if record is None:
-            return
-        lines = num_lines - before
-        if lines > 1 and len(record) == num_fields > 1 and _swallowed_rows(record, delimiter):
-            record = malformed()
-        if not record:
-            source.blank += 1
-            continue
-        if num_fields:
-            source.rows += 1 if len(record) == num_fields else lines
-        else:
-            num_fields = len(record)
-        yield record, lines
-
-
-def _swallowed_rows(record: list[str], delimiter: str) -> bool:
-    """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
-
-    Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
-    """
-    # In texts a comma is followed by a space, between columns it is not.
-    columns = re.compile("\t" if delimiter == "\t" else ",(?! )")
-    for place, value in enumerate(record):
-        first, *rest = (len(columns.split(line)) for line in re.split(r"\r\n?|\n", value))
-        if not rest or (first, rest[-1]) != (len(record) - place, place + 1):
-            continue
-        between = rest[:-1]
-        if delimiter == "\t" or 2 * between.count(len(record)) > len(between):
-            return True
-    return False
 
 
 def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
     with _open_text(source) as (raw, position):
         lines = _lines(raw, source)
         head = list(islice(lines, _PEEK_LINES))
-        names = dict.fromkeys(name for line in head for name in (_parse(line) or {}))
         if not head:
             return
+        uri = source.storage.uri(source.key)
+        if head[0][1].lstrip().startswith(b"["):
+            raise DataError(
+                f"{uri} is a JSON array",
+                expected="JSON lines: one object a line, without brackets or commas around them",
+                next_command="jq -c '.[]' FILE > rows.jsonl, and read that file",
+            )
+        names = dict.fromkeys(name for _, line in head for name in (_parse(line) or {}))
         plan = source.planner(list(names))
+        joined = [all(field in JOINED_FIELDS for field, name in plan.pairs if name == column) for column in plan.inputs]
 
         def rows() -> Iterator[_Parsed]:
-            for row, line in enumerate(chain(head, lines)):
+            for row, (number, line) in enumerate(chain(head, lines)):
                 record = _parse(line)
                 if record is None:
-                    yield line, 1
+                    yield number, Malformed(NOT_AN_OBJECT, shorten(line))
                     continue
                 if late := [name for name in record if name not in names]:
                     names.update(dict.fromkeys(late))
                     if source.planner(list(names)) != plan:  # it should have been read in the rows before
                         raise DataError(
-                            f"{source.storage.uri(source.key)} has {', '.join(map(repr, late))} for the first time "
-                            f"in row {row}",
+                            f"{uri} has {', '.join(map(repr, late))} for the first time in row {row}",
                             expected=f"every column that is read in one of the first {_PEEK_LINES} rows",
                             next_command="write it as null in the first row",
                         )
-                yield [_json_bytes(record.get(column)) for column in plan.inputs]
+                values = list[bytes | None]()
+                for column, may_join in zip(plan.inputs, joined, strict=True):
+                    try:
+                        values.append(_json_bytes(record.get(column), may_join))
+                    except TypeError as error:
+                        kind = "a list" if isinstance(record[column], list) else "an object"
+                        raise _no_text(f"{uri}: column {column!r} is {kind} in line {number}") from error
+                yield number, values
 
         yield from _batches(source, plan, position, rows())
 
 
-def _lines(raw: BinaryIO, source: _Source) -> Iterator[bytes]:
-    """Lines that are not blank. Of one longer than 16 MiB only the start, which is malformed: memory stays bounded."""
+def _no_text(seen: str) -> DataError:
+    """The error for a column of values that are neither texts nor numbers, in any format."""
+    return DataError(
+        seen,
+        expected="text, bytes, numbers or dates; in columns of the query, title and text also lists of texts",
+        next_command="write that column as text, or name another one in its place (--data.columns)",
+    )
+
+
+def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers from 1.
+
+    Of one longer than 16 MiB only the start, which is malformed: memory stays bounded.
+    """
+    number = 0
     while line := raw.readline(_LINE_BYTES):
+        number += 1
         if len(line) == _LINE_BYTES and not line.endswith(b"\n"):
             while (rest := raw.readline(_LINE_BYTES)) and not rest.endswith(b"\n"):
                 continue
             line = b"longer than 16 MiB: " + line[:_HELD_CHARACTERS]
         if line.strip():
             source.rows += 1
-            yield line
+            yield number, line
         else:
             source.blank += 1
 
@@ -380,10 +393,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _json_bytes(value: Any) -> bytes | None:
-    if value is None or value == "":
+def _json_bytes(value: Any, may_join: bool) -> bytes | None:
+    """The bytes of a value: numbers and truth values as Arrow's become text. Raises TypeError for lists and objects."""
+    if isinstance(value, dict) or (isinstance(value, list) and not may_join):
+        raise TypeError("neither text nor number")
+    if isinstance(value, list):
+        value = join_texts(value)
+    if value is None or value == "" or value != value:  # NaN is no value
         return None
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:  # an escaped lone surrogate: not valid text either

@@ -8,9 +8,9 @@ from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.data.chunks import ChunkRecord, EncodeSettings
 from pipeline.data.config import DataConfig
+from pipeline.data.input_files import Partition
 from pipeline.data.lexical import numeric_names
 from pipeline.data.rows import RawBatch, quarantine_lines
-from pipeline.data.sources import Partition
 from pipeline.data.survey import LabelSet
 from pipeline.data.token_sets import (
     QUARANTINE,
@@ -77,6 +77,7 @@ def describe_partition(
     read: Mapping[str, FileCount],
     records: Sequence[ChunkRecord],
     judged: dict[Split, JudgedSplit],
+    texts_of_several_ids: int = 0,
 ) -> TokenSetInfo:
     """What a partition says of itself. `read`: by file. `records`: of all its chunks, in order."""
     config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
@@ -108,6 +109,7 @@ def describe_partition(
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in config.slices),
         files=_account(read, records),
         judged=judged,
+        texts_of_several_ids=texts_of_several_ids,
         without_category=_without_category(named.settings.rules.categorical, records),
     )
 
@@ -126,9 +128,11 @@ def refuse_bad_share(config: DataConfig, info: TokenSetInfo, bad: Sequence[Quara
         workspace.write_bytes(key, quarantine_lines(bad))
     sample = key if bad else f"tokens/{config.name}/{info.fingerprint}/{QUARANTINE}"
     top = Counter(info.reasons).most_common(_TOP_REASONS)
+    place = (f"line {bad[0].line}" if bad[0].line else f"row {bad[0].row}") if bad else ""
+    first = f"; the first in {bad[0].file}, {place}: {bad[0].reason}" if bad else ""
     raise DataError(
         f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad "
-        f"({info.rows_bad / info.rows_read:.1%}): " + ", ".join(f"{reason} ({count})" for reason, count in top),
+        f"({info.rows_bad / info.rows_read:.1%}): " + ", ".join(f"{reason} ({count})" for reason, count in top) + first,
         expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
         next_command=f"look at {workspace.uri(sample)}; "
         "repair the input, correct --data.columns / --data.labels, or raise --data.max-bad-fraction",

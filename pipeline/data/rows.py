@@ -1,7 +1,13 @@
 """Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
 
+import difflib
+import math
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +17,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
-from pipeline.data.token_sets import QuarantinedRow
+from pipeline.data.token_sets import QuarantinedRow, RowContent
 
 CHUNK_BYTES = 64 * 2**20
 """A chunk ends at this many bytes of columns even when it has fewer rows than asked for."""
@@ -21,17 +27,24 @@ _CONTENT_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used. `count` > 1 when one defect swallowed several lines (an unclosed CSV quote)."""
+    """A row that cannot be used. `count` > 1 when one defect swallowed several lines (an unclosed CSV quote).
+
+    `line`: number of its first line in a text file, from 1; 0 where a file has no lines.
+    """
 
     file: str
     row: int
     reason: str
-    content: str
+    content: RowContent
     count: int = 1
+    line: int = 0
 
 
 def quarantined(rows: Iterable[BadRow]) -> tuple[QuarantinedRow, ...]:
-    return tuple(QuarantinedRow(file=row.file, row=row.row, reason=row.reason, content=row.content) for row in rows)
+    return tuple(
+        QuarantinedRow(file=row.file, row=row.row, line=row.line, reason=row.reason, content=row.content)
+        for row in rows
+    )
 
 
 def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
@@ -43,12 +56,13 @@ class RawBatch:
     """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
 
     Beside them, since the batch before: `blank` lines, rows `left_out` because they are not asked for (another locale),
-    and the bytes of the file that were read.
+    and the bytes of the file that were read. `lines` [N]: of a text file, the number of each row's first line, from 1.
     """
 
     columns: pa.RecordBatch
     rows: Int64s
     bad: tuple[BadRow, ...] = ()
+    lines: Int64s | None = None
     blank: int = 0
     left_out: int = 0
     input_bytes: int = 0
@@ -66,6 +80,7 @@ class Chunk:
     columns: bytes
     rows: Int64s
     bad: tuple[BadRow, ...]
+    lines: Int64s | None = None
 
     @property
     def num_rows(self) -> int:
@@ -106,11 +121,13 @@ def _chunk(file: str, held: list[RawBatch]) -> Chunk:
     with pa.ipc.new_stream(sink, held[0].columns.schema) as writer:
         for batch in held:
             writer.write_batch(batch.columns)
+    lines = [batch.lines for batch in held if batch.lines is not None]
     return Chunk(
         file,
         sink.getvalue().to_pybytes(),
         np.concatenate([batch.rows for batch in held]),
         tuple(bad for batch in held for bad in batch.bad),
+        np.concatenate(lines) if lines else None,
     )
 
 
@@ -119,6 +136,20 @@ def shorten(content: str | bytes) -> str:
     text = content.decode("utf-8", "backslashreplace") if isinstance(content, bytes) else content
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
+
+
+_COLUMN = b"column"
+
+
+def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
+    """Return the values of a row by the columns of its file (see `to_fields`), shortened for the quarantine file."""
+    found: dict[str, str | int | float | None] = {}
+    for field, values in zip(fields.schema, fields.columns, strict=True):
+        value = values[row].as_py()
+        if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):  # JSON has no NaN
+            value = shorten(value if isinstance(value, bytes) else str(value))
+        found[(field.metadata or {}).get(_COLUMN, field.name.encode()).decode()] = value
+    return found
 
 
 # What the encoder reads of a product.
@@ -164,7 +195,8 @@ class ColumnPlan:
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
     """Match the wanted fields with the columns of one file.
 
-    Query and title are required, and label or gain. So is an optional column that was renamed: naming it was a wish.
+    Query and title are required, and label or gain. So is an optional column that was renamed: an explicitly
+    configured column must exist.
     Raises DataError listing the columns there are.
     """
     mapping, default = config.columns, ColumnMapping()
@@ -194,15 +226,87 @@ def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
 def match_columns(
     pairs: Sequence[tuple[str, str]], available: Sequence[str], file: str, setting: Callable[[str], str]
 ) -> ColumnPlan:
-    """The plan of (field, column) pairs. Raises DataError for a column the file lacks, naming the field's `setting`."""
+    """Return the plan of (field, column) pairs.
+
+    Raises DataError for a column that the file has twice, and for columns that it lacks; the next command has the
+    `setting` of each field, with the column that is most likely meant.
+    """
     missing = [(field, column) for field, column in pairs if column not in available]
+    for field, column in pairs:
+        if available.count(column) > 1:
+            raise DataError(
+                f"{file} has {available.count(column)} columns {column!r} (for {field})",
+                expected="one column of each name that is read",
+                next_command=f"rename the others, or name another column with {setting(field)}",
+            )
     if missing:
+        free = [name for name in available if name not in {column for _, column in pairs}]
+        named, lists = list[str](), list[str]()
+        for field, column in missing:
+            if guess := _likely_column(field, column, free):
+                free.remove(guess)
+            if "." in field:  # one of a list of columns
+                lists.append(f"correct {column!r} in {setting(field)}" + (f" ({guess!r}?)" if guess else ""))
+            else:
+                named.append(f"{setting(field)} {shlex.quote(guess or 'COLUMN')}")
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
-            expected="one of its columns: " + ", ".join(available),
-            next_command=f"name the right column with {setting(missing[0][0])}",
+            expected="columns among " + ", ".join(available),
+            next_command="; ".join([*filter(None, [" ".join(named)]), *lists]),
         )
     return ColumnPlan(tuple(pairs))
+
+
+_USUAL_NAMES = {
+    "query": (
+        "query_text",
+        "search_query",
+        "search_term",
+        "search_terms",
+        "search",
+        "keyword",
+        "keywords",
+        "q",
+        "term",
+    ),
+    "title": (
+        "product_title",
+        "item_title",
+        "product_name",
+        "item_name",
+        "name",
+        "product",
+        "item",
+        "document",
+        "passage",
+    ),
+    "label": (
+        "grade",
+        "relevance",
+        "relevance_label",
+        "rating",
+        "judgement",
+        "judgment",
+        "esci_label",
+        "class",
+        "target",
+    ),
+    "gain": ("score", "relevance_score", "relevance", "weight"),
+    "text": ("description", "body", "product_description", "item_description"),
+    "query_id": ("qid", "search_id"),
+    "product_id": ("item_id", "sku", "asin", "doc_id", "id"),
+    "id": ("product_id", "item_id", "sku", "asin", "doc_id"),
+    "split": ("fold", "set", "subset"),
+}
+
+
+def _likely_column(field: str, column: str, available: Sequence[str]) -> str | None:
+    """Return the column that people usually give to a field, else one spelled much like `column`, else None."""
+    spelled = {re.sub(r"[^a-z0-9]+", "_", name.strip().lower()).strip("_"): name for name in reversed(available)}
+    for usual in (column.lower(), field, *_USUAL_NAMES.get(field, ())):
+        if usual in spelled:
+            return spelled[usual]
+    return next((spelled[name] for name in difflib.get_close_matches(column.lower(), list(spelled), n=1)), None)
 
 
 def _setting(field: str) -> str:
@@ -213,6 +317,17 @@ def _setting(field: str) -> str:
     return "--data.slices" if field.startswith(SLICE) else f"--data.{kind}"
 
 
+# One text for a value, whichever format holds it.
+
+READER_VERSION = 2
+"""Of the texts that are read from files: they name what is made of them (prepared data, gathered catalogues). From 2 on
+a whole number has one text, a missing number none, a TSV no quotes, and Spark's CSV its backslashes."""
+JOINED_FIELDS = frozenset({"query", "title", "text"})
+"""A list of texts in one of these is the text of all of them, joined by a space."""
+_WHOLE = r"-?(?:0|[1-9][0-9]*)\.0+"
+_SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # a point or a plus: 1e3 may be the name of a product
+_NUMBER = rf"^\s*(?:{_WHOLE}|{_SCIENTIFIC})\s*$"
+_LARGEST_EXPONENT = 308
 _BYTES = (
     pa.types.is_binary,
     pa.types.is_large_binary,
@@ -223,11 +338,39 @@ _BYTES = (
 )
 
 
+def whole_number(text: str) -> str:
+    """The digits of a whole number that is written as 7.0 or 4.006381333007E12; any other text as it is."""
+    if not re.match(_NUMBER, text, re.ASCII):
+        return text
+    number = Decimal(text.strip())
+    if number.adjusted() > _LARGEST_EXPONENT or number != number.to_integral_value():
+        return text
+    return str(int(number))
+
+
+def join_texts(values: list[Any] | None) -> str | None:
+    """The text of a list of texts. Raises TypeError when it holds anything else."""
+    if values is None:
+        return None
+    if not all(value is None or isinstance(value, str) for value in values):
+        raise TypeError("not a list of texts")
+    return " ".join(filter(None, values))
+
+
+def is_text_list(kind: pa.DataType) -> bool:
+    """Whether the values of an Arrow type are lists of texts."""
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+        return False
+    value = kind.value_type
+    return bool(pa.types.is_null(value) or pa.types.is_string(value) or pa.types.is_large_string(value))
+
+
 def as_field(array: pa.Array, field: str) -> pa.Array:
     """An input column in the one type its field has: float64 for numbers in number fields, else large_binary.
 
-    Whole numbers beyond 2^53 are rounded, as those of text formats are; a UUID becomes its text. Bytes are not checked
-    here: whether they are UTF-8 is judged per row. Raises pa.ArrowException for nested types.
+    Whole numbers beyond 2^53 are rounded in number fields, as those of text formats are; as texts they have all their
+    digits, and no fraction. NaN is no value. A UUID becomes its text. Bytes are not checked here: whether they are
+    UTF-8 is judged per row. Raises pa.ArrowException for nested types, lists of texts in JOINED_FIELDS aside.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -238,20 +381,42 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
     if (field == "gain" or field.startswith(NUMERIC)) and (is_number or pa.types.is_boolean(kind)):
         return pc.cast(array, pa.float64(), safe=not pa.types.is_integer(kind))
     if str(kind) == "extension<arrow.uuid>":  # its class came with a later pyarrow than the oldest we take
-        return pa.array(
-            [None if value is None else str(value).encode() for value in array.to_pylist()], pa.large_binary()
-        )
+        return _large_binary(None if value is None else str(value) for value in array.to_pylist())
+    if field in JOINED_FIELDS and is_text_list(kind):
+        return _one_text_each_number(_large_binary(map(join_texts, array.to_pylist())))
+    if pa.types.is_floating(kind):  # a null is NaN here
+        floats = array.to_numpy(zero_copy_only=False)
+        return _one_text_each_number(_large_binary(None if value != value else str(value) for value in floats))
     if any(is_kind(kind) for is_kind in _BYTES):
-        return pc.cast(array, pa.large_binary())
-    return pc.cast(pc.cast(array, pa.large_string()), pa.large_binary())
+        return _one_text_each_number(pc.cast(array, pa.large_binary()))
+    return _one_text_each_number(pc.cast(pc.cast(array, pa.large_string()), pa.large_binary()))
+
+
+def _large_binary(values: Iterable[str | None]) -> pa.Array:
+    return pa.array([None if value is None else value.encode() for value in values], pa.large_binary())
+
+
+def _one_text_each_number(array: pa.Array) -> pa.Array:
+    found = pc.fill_null(pc.match_substring_regex(array, _NUMBER), False)
+    if not pc.any(found).as_py():
+        return array
+    texts = [whole_number(value.decode()).encode() for value in array.filter(found).to_pylist()]
+    return pc.replace_with_mask(array, found, pa.array(texts, pa.large_binary()))
 
 
 def to_fields(columns: dict[str, pa.Array], plan: ColumnPlan) -> pa.RecordBatch:
-    """Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number."""
+    """Convert input columns to the fields of a plan; each remembers the name of its column.
+
+    Raises pa.ArrowTypeError, naming the column, for a type that is neither text nor a number.
+    """
     arrays = list[pa.Array]()
     for field, column in plan.pairs:
         try:
             arrays.append(as_field(columns[column], field))
         except pa.ArrowException as error:
             raise pa.ArrowTypeError(f"column {column!r} is {columns[column].type}: {error}") from error
-    return pa.RecordBatch.from_arrays(arrays, names=[field for field, _ in plan.pairs])
+    fields = [
+        pa.field(field, array.type, metadata={_COLUMN: column.encode()})
+        for (field, column), array in zip(plan.pairs, arrays, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))

@@ -125,7 +125,7 @@ def prepare_share(
                 next_command="the same command again: it finds what is done, and shares the rest with them",
             )
         return missing
-    result = prepared_data_of(encoding, tokenizer_prefix, named, infos, prepared=todo)
+    result = prepared_data_of(encoding, tokenizer_prefix, source, named, infos, prepared=todo)
     plan.delete()
     look.delete()
     shutil.rmtree(scratch, ignore_errors=True)

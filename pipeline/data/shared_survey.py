@@ -19,8 +19,9 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
+from pipeline.data.input_files import InputFile
 from pipeline.data.rows import RawBatch, text_characters
-from pipeline.data.sources import InputFile, Source, reading_progress
+from pipeline.data.sources import Source, reading_progress
 from pipeline.data.survey import FileLabels, LabelCount, Survey, TextSample, fits, survey_file
 from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, read_record
 

@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
+from pipeline.data.input_files import InputFile
 from pipeline.data.rows import FILTER, RawBatch, text_characters
-from pipeline.data.sources import InputFile, Source, reading_progress
+from pipeline.data.sources import Source, reading_progress
 from pipeline.data.validate import filter_mask, numbers
 
 MAX_LABELS = 1000
@@ -88,6 +89,8 @@ class Survey:
     sample: TextSample
     has_labels: bool
     without_gain: str = ""
+    has_rows: bool = True
+    """Whether the filter keeps any; not looked at by several workers."""
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
@@ -100,7 +103,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
             sample.seen = number
             found = survey_file(source, config, file, sample if want_sample else None, want_labels, tell, stop)
             labels.add(found, config.columns.label)
-    return Survey(labels.counts, sample, labels.there, labels.without_gain)
+    return Survey(labels.counts, sample, labels.there, labels.without_gain, labels.has_rows)
 
 
 @dataclass
@@ -113,10 +116,12 @@ class FileLabels:
     counts: dict[str, LabelCount] = field(default_factory=dict)
     there: bool = False
     without_gain: str = ""
+    has_rows: bool = False
 
     def add(self, other: "FileLabels", column: str) -> None:
         """Raises DataError for far too many labels."""
         self.there = self.there or other.there
+        self.has_rows = self.has_rows or other.has_rows
         self.without_gain = self.without_gain or other.without_gain
         for name, count in other.counts.items():
             mine = self.counts.setdefault(name, LabelCount())
@@ -145,6 +150,7 @@ def survey_file(
         batch = raw.columns
         if config.filter:
             batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
+        found.has_rows = found.has_rows or batch.num_rows > 0
         if want_labels and "label" in batch.schema.names:
             found.there = True
             _count_labels(found.counts, batch, config.columns.label)
@@ -263,18 +269,32 @@ def _plain(label: str) -> str:
 
 
 _MAX_SHOWN = 20
+_RARE = 0.001
+"""Labels with at most this share of the rows are typing errors where the others are a known vocabulary: bad rows."""
 
 
 @dataclass(frozen=True)
 class LabelSet:
     """`gains`: class -> gain, least relevant first (mean gain when found in the data).
 
-    `row_gains`: the gain of a row that has none of its own, per class. `vocabulary`: the known one that gave the order.
+    `row_gains`: the gain of a row that has none of its own, per class. `vocabulary`: the known one that gave the order,
+    and the labels that are not in it.
     """
 
     gains: dict[str, float]
     row_gains: tuple[float, ...]
     vocabulary: str = ""
+
+
+def nothing_kept(config: DataConfig) -> DataError:
+    """The error for a filter, or a locale of ESCI, that no row passes."""
+    asked = {**config.filter, **({"esci_locale": config.esci_locale} if config.esci_locale else {})}
+    wanted = " and ".join(f"{column}={value}" for column, value in asked.items())
+    return DataError(
+        f"no row of {config.path or 'the synthetic catalogue'} has {wanted}",
+        expected="values that occur in these columns, as they are written there",
+        next_command="correct --data.filter" + (" or --data.esci-locale" if config.esci_locale else ""),
+    )
 
 
 def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> LabelSet:
@@ -284,6 +304,8 @@ def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> La
     for labels whose order nothing tells, and where gains tell it and a file has none.
     """
     known = source.fixed_labels
+    if seen is not None and not seen.has_rows and config.filter:
+        raise nothing_kept(config)
     if config.labels:
         last = max(1, len(config.labels) - 1)
         gains = {label: known.get(label, place / last) for place, label in enumerate(config.labels)}
@@ -309,17 +331,36 @@ def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> La
                 next_command="add the column, or set --data.labels: rows without a gain then get that of their label",
             )
         return LabelSet(gains, (0.0,) * len(gains))
-    if known_labels := known_order(list(gains)):
-        gains, vocabulary = known_labels
-        return LabelSet(gains, tuple(gains.values()), vocabulary)
-    shown = sorted(seen.labels, key=lambda name: (-seen.labels[name].rows, name))[:_MAX_SHOWN]
-    more = f" and {len(gains) - len(shown)} more" if len(gains) > len(shown) else ""
-    value = ",".join(shown) if not any("," in name or name[:1] in "[{" for name in shown) else json.dumps(shown)
-    raise DataError(
-        f"column {config.columns.label!r} has labels whose order neither gains nor their names tell: "
-        + ", ".join(f"{name} ({seen.labels[name].rows:,} rows)" for name in shown)
+    by_rows = sorted(seen.labels, key=lambda name: (-seen.labels[name].rows, name))
+    total = sum(count.rows for count in seen.labels.values())
+    common = [name for name in by_rows if seen.labels[name].rows > _RARE * total]
+    for names in (by_rows, common):
+        if (ordered := known_order(names)) and (len(names) > 1 or names == by_rows):
+            rare = "" if names == by_rows else ", without " + ", ".join(by_rows[len(names) :][:_MAX_SHOWN])
+            return LabelSet(ordered[0], tuple(ordered[0].values()), ordered[1] + rare)
+    raise _unknown_order(config.columns.label, by_rows, seen.labels)
+
+
+def _unknown_order(column: str, by_rows: Sequence[str], counts: Mapping[str, LabelCount]) -> DataError:
+    """Return the error for labels, the most frequent first, that neither gains nor a known vocabulary order.
+
+    The next command has the most frequent labels that a vocabulary orders, if there are some, else all to be ordered.
+    """
+    shown = by_rows[:_MAX_SHOWN]
+    more = f" and {len(by_rows) - len(shown)} more" if len(by_rows) > len(shown) else ""
+    orders = (known_order(by_rows[:size]) for size in range(len(by_rows) - 1, 1, -1))
+    if ordered := next(filter(None, orders), None):
+        labels = [*ordered[0]]
+        others = sum(counts[name].rows for name in by_rows if name not in ordered[0])
+        advice = f"; the {others:,} rows with another label are bad rows then"
+    else:
+        labels, advice = [*shown], ", put in order: the least relevant first"
+    value = ",".join(labels) if not any("," in name or name[:1] in "[{" for name in labels) else json.dumps(labels)
+    return DataError(
+        f"column {column!r} has labels whose order neither gains nor their names tell: "
+        + ", ".join(f"{name} ({counts[name].rows:,} rows)" for name in shown)
         + more,
         expected="data.labels, a column of gains that differ, grades from 0, or one of "
         + ", ".join(vocabulary.name for vocabulary in VOCABULARIES),
-        next_command=f"--data.labels {shlex.quote(value)}, put in order: the least relevant first",
+        next_command=f"--data.labels {shlex.quote(value)}{advice}",
     )

@@ -1,5 +1,6 @@
 """Prepared partitions: what a folder of token shards says of itself, which ones a run takes, opened for reading."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,16 +70,27 @@ class JudgedSplit(Record):
 
 
 QUARANTINE = "quarantine.jsonl"
+RowContent = str | dict[str, str | int | float | None]
 """The first bad rows, beside the shards."""
 
 
 class QuarantinedRow(Record):
-    """One line of quarantine.jsonl."""
+    """One line of quarantine.jsonl: row `row` (from 0, without a header) of a file and why it is bad.
+
+    `line`: where the row begins in a text file, from 1; 0 in other files. `content`: the values by the columns of the
+    file, or the text of a line that could not be parsed.
+    """
 
     file: str
     row: int
+    line: int = 0
     reason: str
-    content: str
+    content: RowContent
+
+    @property
+    def text(self) -> str:
+        """The content for people."""
+        return self.content if isinstance(self.content, str) else json.dumps(self.content, ensure_ascii=False)
 
 
 class TokenSetInfo(Record):
@@ -113,6 +125,9 @@ class TokenSetInfo(Record):
     files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
 
     judged: dict[Split, JudgedSplit] = Field({}, description="Of each split with rows; empty in earlier versions")
+    texts_of_several_ids: int = Field(
+        0, description="Query texts that have several query ids; not counted by several workers"
+    )
     without_category: dict[str, int] = Field(
         {}, description="Usable rows without a value, by categorical column; empty in sets of earlier versions"
     )

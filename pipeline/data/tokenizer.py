@@ -22,9 +22,11 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.sources import Partition, Source
+from pipeline.data.input_files import Partition
+from pipeline.data.sources import Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
+from pipeline.io.downloads import HEAD_BYTES, check_downloaded
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import KeyNotFound, Storage, open_storage, place_of
 from pipeline.proc.pool import run_tasks
@@ -109,6 +111,7 @@ class TextTokenizer:
     """
 
     def __init__(self, data: bytes, source: str = "tokenizer.json") -> None:
+        check_downloaded(data[:HEAD_BYTES], source, DataError)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises bare Exception for a bad file

@@ -12,12 +12,13 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, shorten
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, row_content, whole_number
 from pipeline.data.token_sets import SPLITS, CategoricalInfo
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
 NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"
 BAD_GAIN = "gain is not a number from 0 to 1"
+_TRUTHS = {b"true": 1.0, b"false": 0.0}
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
 # Columns by which evaluation tells rows apart. A value is stored as the hash of its name; the names lie beside it: so
@@ -124,28 +125,31 @@ def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -
     """Rows [N] whose filter columns equal one of the wanted values each (`a|b`)."""
     keep = np.ones(columns.num_rows, dtype=np.bool_)
     for column, value in wanted.items():
-        wanted_values = pa.array([part.encode() for part in value.split("|")], pa.large_binary())
-        equal = pc.is_in(columns[FILTER + column].cast(pa.large_binary()), value_set=wanted_values)
+        wanted_values = pa.array([whole_number(part).encode() for part in value.split("|")], pa.large_binary())
+        values = pc.fill_null(columns[FILTER + column].cast(pa.large_binary()), b"")
+        equal = pc.is_in(values, value_set=wanted_values)
         keep &= equal.to_numpy(zero_copy_only=False) if isinstance(equal, pa.Array) else equal.to_numpy()
     return keep
 
 
 def numbers(column: pa.Array) -> npt.NDArray[np.float64]:
-    """The numbers of a field [N], given as floats or as bytes; NaN where there is none."""
+    """The numbers of a field [N], given as floats or as bytes; NaN where there is none. Truth values are 1 and 0."""
     if pa.types.is_floating(column.type):
         return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
     found = np.full(len(column), np.nan)
     for row, value in enumerate(column.to_pylist()):
+        if value and b"_" in value:  # Python's float() reads 1_000
+            continue
         with suppress(ValueError):
-            found[row] = float(value or "nan")
+            found[row] = float(_TRUTHS.get(value.strip().lower(), value) if value else "nan")
     return found
 
 
 class _Rows:
     """The columns of a chunk with one reason (or None) per row; the first reason stays."""
 
-    def __init__(self, table: pa.Table, rows: Int64s) -> None:
-        self.table, self.rows, self.fields = table, rows, table.column_names
+    def __init__(self, table: pa.Table, rows: Int64s, lines: Int64s) -> None:
+        self.table, self.rows, self.lines, self.fields = table, rows, lines, table.column_names
         self.reason: list[str | None] = [None] * len(rows)
 
     def mark(self, wrong: npt.NDArray[np.bool_], reason: str) -> None:
@@ -177,7 +181,8 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     """
     table = chunk.table()
     keep = filter_mask(table, rules.filter)
-    rows = _Rows(table.filter(pa.array(keep)) if rules.filter else table, chunk.rows[keep])
+    lines = np.zeros(len(chunk.rows), dtype=np.int64) if chunk.lines is None else chunk.lines
+    rows = _Rows(table.filter(pa.array(keep)) if rules.filter else table, chunk.rows[keep], lines[keep])
     query, title, text = rows.text("query"), rows.text("title"), rows.text("text")
     rows.mark(np.array([not one for one in query], dtype=np.bool_), EMPTY_QUERY)
     rows.mark(np.array([not one for one in title], dtype=np.bool_), EMPTY_TITLE)
@@ -203,16 +208,15 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     bad = list(chunk.bad)
     for row, reason in enumerate(rows.reason):
         if reason:
-            values = {name: rows.table[name][row].as_py() for name in rows.fields}
-            shown = {name: shorten(v) if isinstance(v, bytes) else v for name, v in values.items()}
-            bad.append(BadRow(chunk.file, int(rows.rows[row]), reason, shorten(str(shown))))
+            place, line = int(rows.rows[row]), int(rows.lines[row])
+            bad.append(BadRow(chunk.file, place, reason, row_content(rows.table, row), line=line))
     return usable, bad, len(rows.rows) + sum(row.count for row in chunk.bad)
 
 
 def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float32]]:
     label = np.full(len(rows.rows), -1, dtype=np.int16)
     if rules.labels:
-        places = {name: place for place, name in enumerate(rules.labels)}
+        places = {whole_number(name): place for place, name in enumerate(rules.labels)}
         names = rows.text("label")
         label = np.array([places.get(name, -1) for name in names], dtype=np.int16)
         rows.mark(np.array([not name for name in names], dtype=np.bool_) & (label < 0), NO_LABEL)

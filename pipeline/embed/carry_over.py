@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue
 
 from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.format import natural_key
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
@@ -22,7 +23,7 @@ from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, os_errors
 
 MAX_CYCLES = 20
-"""Finished cycles that are looked at, the last by name: cycles are named by their time."""
+"""Finished cycles that are looked at, the last by name: most are named by their time or number."""
 
 
 class EarlierCycle(Record):
@@ -47,14 +48,15 @@ def find_earlier(
     Raises ConfigError when a cycle was named whose vectors were made in another way, DataError when it has none.
     """
     sets: list[VectorSet] = []
-    for name in [name for name in workspace.list_dirs("embeddings") if name != cycle][-MAX_CYCLES:]:
+    others = sorted((name for name in workspace.list_dirs("embeddings") if name != cycle), key=natural_key)
+    for name in others[-MAX_CYCLES:]:
         try:
             manifest = read_manifest(workspace, f"embeddings/{name}")
             if manifest is not None and manifest.kind == KIND:
                 sets.append(VectorSet(workspace, f"embeddings/{name}", manifest))
         except DataError:  # damaged, or of another version: nothing to carry over from
             continue
-    sets.sort(key=lambda one: (one.info.generation, one.info.cycle))
+    sets.sort(key=lambda one: (one.info.generation, natural_key(one.info.cycle)))
     chosen = None
     if wanted == "auto":
         chosen = next((one for one in reversed(sets) if not _difference(one, made_by, layout)), None)

@@ -12,8 +12,8 @@ from pydantic import Field
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
-from pipeline.data.readers import open_parquet
-from pipeline.data.rows import FILTER, ColumnPlan, match_columns, to_fields
+from pipeline.data.readers import HEAD_BYTES, open_parquet, refuse_other_content
+from pipeline.data.rows import FILTER, JOINED_FIELDS, ColumnPlan, is_text_list, match_columns, to_fields
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
@@ -177,9 +177,11 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
             plan = columns.plan(schema.names, uri)
             groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     except (pa.ArrowException, OSError) as error:
+        refuse_other_content(uri, storage.read_range(stat.key, 0, HEAD_BYTES), "parquet")
         raise not_parquet(uri, error) from error
     for field, column in plan.pairs:
-        if field != "id" and pa.types.is_nested(_value_type(schema.field(column).type)):
+        kind = _value_type(schema.field(column).type)
+        if field != "id" and pa.types.is_nested(kind) and not (field in JOINED_FIELDS and is_text_list(kind)):
             raise DataError(
                 f"column {column!r} of {uri} holds {schema.field(column).type}",
                 expected="text",
@@ -346,4 +348,5 @@ def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.Re
         return fields
     ids = columns[dict(plan.pairs)["id"]]
     ids = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
-    return fields.set_column(fields.schema.get_field_index("id"), "id", pc.cast(ids, id_type))
+    place = fields.schema.get_field_index("id")
+    return fields.set_column(place, fields.schema.field(place).with_type(ID_TYPES[id_type]), pc.cast(ids, id_type))

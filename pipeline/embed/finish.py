@@ -20,7 +20,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.rows import quarantine_lines, shorten
+from pipeline.data.rows import quarantine_lines
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.embed.carry_over import HashSpill, RowIndex, index_of, open_earlier, part_and_row, place_of
 from pipeline.embed.parts import PartRecord, id_range, load_records, stem_of
@@ -150,8 +150,7 @@ def _finish(
         stop.raise_if_set("taking out duplicate ids")
         file, shown = draft.info.parts[index].files[-1], rows[: max(0, plan.quarantine_rows - len(bad))]
         for row, name in zip(shown.tolist(), draft.ids_at(index, shown), strict=True):
-            content = shorten(str({"id": name}))
-            bad.append(QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content=content))
+            bad.append(QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content={"id": name}))
         dropped += PartCounts(bad=len(rows))
         if earlier is not None:
             _, known = RowIndex(index_of(earlier, scratch, stop)).look_up(draft.hashes(index)[0][rows])

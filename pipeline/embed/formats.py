@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError, DataError, first_line
+from pipeline.core.optional import missing_package
 from pipeline.embed.vectors import VectorSet
 from pipeline.io.atomic import fsync_path, temp_file
 
@@ -86,11 +87,7 @@ def _library(name: str, form: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"{form} needs {name}, which is not installed here",
-            expected="it beside trnpipe",
-            next_command="pip install 'trnpipe[handover]', or another --to",
-        ) from error
+        raise missing_package(name.partition(".")[0], f"--to {form}", error, otherwise="another --to") from error
 
 
 def _differs(path: Path, what: str) -> DataError:

@@ -21,7 +21,7 @@ from pipeline.core.errors import NumericError
 from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.data.rows import BadRow, quarantined, shorten
+from pipeline.data.rows import BadRow, quarantined
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.carry_over import take_over
@@ -138,7 +138,7 @@ class OpenPart:
         for place, name in enumerate(ids):
             if name in self._seen:
                 keep[place] = False
-                bad.append(BadRow(rows.file, int(rows.rows[place]), DUPLICATE_ID, shorten(str({"id": name}))))
+                bad.append(BadRow(rows.file, int(rows.rows[place]), DUPLICATE_ID, {"id": name}))
             self._seen.add(name)
         self._add_bad(bad)
         return window.keep(keep)

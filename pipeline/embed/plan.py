@@ -26,8 +26,9 @@ from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
+from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import RawBatch, quarantined
-from pipeline.data.sources import Files, open_files, open_source, reading_progress
+from pipeline.data.sources import open_source, reading_progress
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import EarlierCycle, HashSpill, find_earlier
@@ -216,6 +217,10 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
     else:
         columns = CatalogueColumns(id=config.id, title=config.title, text=config.text, filter=config.filter)
         files = open_files(config.path, config.format, ctx.stop, "--embed.catalogue.path", ctx.settings.storage)
+        if files.passed_over:
+            ctx.console.info(
+                f"embed: {len(files.passed_over)} other file(s) were not read: {names_of(files.passed_over)}"
+            )
         if all(name == "parquet" for _, name in files.found):
             return look_at(files.storage, [stat for stat, _ in files.found], columns)
         prefix, info = gather_rows(columns, files, ctx.workspace)
@@ -322,6 +327,21 @@ def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
     return asked
 
 
+def made_with(config: EmbedConfig, checkpoint: Checkpoint) -> dict[str, JsonValue]:
+    """Return all that decides a vector, the text aside, by name: only vectors with the same are taken over."""
+    state = checkpoint.state
+    made_by: dict[str, JsonValue] = {
+        "checkpoint_digest": checkpoint.digest,
+        "tokenizer": state.tokenizer_fingerprint,
+        "pooling": state.model.pooling,
+        "precision": config.precision,
+        "max_tokens": config.text_limit(state.max_tokens, state.model.max_positions),
+        "normalised": True,
+    }
+    # Without chunks, as before there were any.
+    return made_by | ({"chunks": config.chunks} if config.chunks > 1 else {})
+
+
 def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint]:
     """What this cycle embeds, and the checkpoint it does it with. Raises TrnpipeError."""
     config, place = settings.embed, model_place(settings, ctx)
@@ -336,16 +356,7 @@ def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpo
         dim=config.output.dimensions or width,
         id_type=catalogue.id_type,
     )
-    made_by: dict[str, JsonValue] = {
-        "checkpoint_digest": model.digest,
-        "tokenizer": checkpoint.state.tokenizer_fingerprint,
-        "pooling": checkpoint.state.model.pooling,
-        "precision": config.precision,
-        "max_tokens": max_tokens,
-        "normalised": True,
-    }
-    if config.chunks > 1:  # vectors of before there were chunks stay what they are
-        made_by["chunks"] = config.chunks
+    made_by = made_with(config, checkpoint)
     earlier = find_earlier(ctx.workspace, ctx.cycle, config.output.carry_over, made_by, layout)
     plan = EmbedPlan(
         cycle=ctx.cycle,

@@ -12,7 +12,7 @@ import pyarrow as pa
 import xxhash
 
 from pipeline.core.arrays import Bools, Int64s, UInt64s
-from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, product_text, shorten
+from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, product_text, row_content
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import RowIndex
@@ -189,9 +189,7 @@ def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
     for row, values in enumerate(zip(columns["id"], columns["title"], texts, strict=True)):
         value, joined, reason = _judge(*values, limit)
         if reason:
-            shown = [shorten(one) if isinstance(one, bytes) else one for one in values]
-            content = shorten(str(dict(zip(("id", "title", "text"), shown, strict=True))))
-            bad.append(BadRow(raw.file, int(rows[row]), reason, content))
+            bad.append(BadRow(raw.file, int(rows[row]), reason, row_content(batch, row)))
             continue
         ids.append(value)
         kept.append(row)

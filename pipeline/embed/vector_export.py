@@ -25,6 +25,7 @@ from pipeline.embed.vectors import KIND as VECTORS
 from pipeline.embed.vectors import ROWS_PER_GROUP, Stored, VectorSet
 from pipeline.io.atomic import exclusive, make_dirs, sweep_temps, temp_file, write_bytes_atomic
 from pipeline.io.commit import check_sizes, file_record, read_manifest
+from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import is_temp, open_storage, os_errors, place_of, read_record
 
@@ -182,15 +183,15 @@ class MappedVectors:
 def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
     """The vectors below `<workspace>/embeddings/<cycle>`, or in a folder of `trnpipe export vectors --to npy`.
 
-    Those of a cycle are first written as one matrix into `cache` (default: ~/.cache/trnpipe/vectors), once for each
+    Those of a cycle are first written as one matrix into `cache` (default: `vectors` in cache_folder), once for each
     content, and again where a file of it was lost. Raises DataError where there are none, ConfigError for a bad URI.
     """
     stop = StopSignal()
     storage, name = place_of(uri, retry=RetryPolicy(), stop=stop)
     manifest, folder = read_manifest(storage, name), storage.local_path(name)
     if manifest is not None and manifest.kind == VECTORS:
-        vectors, here = VectorSet(storage, name, manifest), cache or Path.home() / ".cache" / "trnpipe" / "vectors"
-        made = Path(here).expanduser().absolute() / manifest.digest
+        vectors, here = VectorSet(storage, name, manifest), cache or cache_folder(os.environ) / "vectors"
+        made = user_path(str(here)) / manifest.digest
         with os_errors("writing", made.as_uri()), exclusive(made.with_suffix(".lock"), stop):
             _remove_damaged(made)
             hand_over(vectors, open_form("npy", vectors), made, stop)

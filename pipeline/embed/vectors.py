@@ -239,6 +239,8 @@ class VectorSet:
     def columns(self, part: int, names: list[str]) -> Iterator[pa.RecordBatch]:
         """Some columns of a part's Parquet file, ROWS_PER_GROUP rows at a time. Raises DataError."""
         with self._open(part) as file:
+            if missing := set(names) - set(file.schema_arrow.names):
+                raise ValueError(f"it has no column {min(missing)}")
             yield from file.iter_batches(ROWS_PER_GROUP, columns=names, use_threads=False)
 
     def schema(self, part: int) -> pa.Schema:
@@ -289,11 +291,15 @@ class VectorSet:
         with self.storage.open_read(self.key(name)) as file:
             if npy.read_magic(file) != (1, 0):
                 raise ValueError(f"{name} is no .npy file of version 1.0")
-            (rows, dim), _, dtype = npy.read_array_header_1_0(file)
+            (rows, dim), dtype = (self.info.parts[part].rows, self.layout.dim), self.layout.numpy_dtype
+            found, expected = npy.read_array_header_1_0(file), ((rows, dim), False, dtype)
+            if found != expected:
+                raise ValueError(f"{name} is an array of {found[0]} {found[2]}, expected {expected[0]} {dtype}")
             first = group * ROWS_PER_GROUP
+            count = min(ROWS_PER_GROUP, rows - first)
             file.seek(first * dim * dtype.itemsize, os.SEEK_CUR)
-            data = file.read(min(ROWS_PER_GROUP, rows - first) * dim * dtype.itemsize)
-        return np.frombuffer(data, dtype=dtype).reshape(-1, dim)
+            data = file.read(count * dim * dtype.itemsize)
+        return np.frombuffer(data, dtype=dtype).reshape(count, dim)
 
     def blocks(self, part: int, first: int = 0, end: int = sys.maxsize) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
         """Rows `first` to `end` of a part, at most ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the

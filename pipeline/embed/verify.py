@@ -97,13 +97,17 @@ def check_files(vectors: VectorSet) -> Check:
 def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -> Check:
     """Schema and metadata, rows, ids with their hashes and ranges; finite vectors of length one."""
     problems: list[str] = []
-    worst = 0.0
+    worst, differ, texts_differ = 0.0, False, False
+    first: tuple[Float32s, UInt64s] | None = None
+    if (rows := sum(part.rows for part in vectors.info.parts)) != vectors.info.rows:
+        problems.append(f"its parts have {rows:,} rows, the manifest says {vectors.info.rows:,}")
     with progress("verifying vectors", vectors.info.rows, "rows") as advance:
         for part, info in enumerate(vectors.info.parts):
             name, schema = info.files[-1], vectors.schema(part)
             expected = vectors.layout.columns(with_vectors=vectors.layout.format == "parquet")
             if [(f.name, f.type) for f in schema] != [(f.name, f.type) for f in expected]:
                 problems.append(f"{name}: columns {schema.names}, expected {expected.names}")
+                continue
             metadata = metadata_of(schema)
             for field, value in {"plan": vectors.info.plan, "checkpoint_digest": vectors.info.model.digest}.items():
                 if (found := metadata.get(field)) != value:
@@ -122,6 +126,10 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
                         problems.append(f"{name}: the vector of {names[bad.argmax()]!r} and {others} others {what}")
                 if (wrong := id_hashes(names) != batch["id_hash"].to_numpy()).any():
                     problems.append(f"{name}: the hash of id {names[wrong.argmax()]!r} is wrong")
+                texts = batch["text_hash"].to_numpy()
+                first = first or (values[:1].copy(), texts[:1].copy())
+                differ = differ or bool((values != first[0]).any())
+                texts_differ = texts_differ or bool((texts != first[1]).any())
                 ids.append(batch["id"])
                 advance(len(batch))
             rows = sum(map(len, ids))
@@ -129,6 +137,8 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
                 problems.append(f"{name}: {rows:,} rows, its manifest says {info.rows:,}")
             elif rows and id_range(pa.concat_arrays(ids)) != (info.id_min, info.id_max):
                 problems.append(f"{name}: its ids are not from {info.id_min!r} to {info.id_max!r}")
+    if texts_differ and not differ:
+        problems.append(f"all {vectors.info.rows:,} vectors are the same, their texts are not")
     seen = f"{vectors.info.rows:,} vectors finite, length at most {worst:.1e} from 1"
     return judge("numbers", problems, seen, {"max_norm_distance": worst})
 

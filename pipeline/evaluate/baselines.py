@@ -16,6 +16,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import locate
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
+from pipeline.core.optional import install_command
 from pipeline.core.progress import progress
 from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
@@ -90,7 +91,7 @@ def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> B
     try:
         from sklearn.ensemble import HistGradientBoostingClassifier
     except ImportError as error:
-        return f"scikit-learn cannot be imported ({error}): pip install 'trnpipe[baselines]'"
+        return f"scikit-learn cannot be imported ({error}): {install_command('sklearn')}"
     rows = _some_rows(train, max_rows, stop)
     if not rows or not rows["numeric"].shape[1]:
         return "prepared rows have no numeric feature (data.lexical, data.numeric)" if rows else "no row of split train"

@@ -263,11 +263,14 @@ class RetrievalConfig(Record):
     enabled: bool = Field(True, description="Evaluate retrieval at all")
     catalogue: str | None = Field(
         None,
-        description="File or folder (file:// or s3://) of items, each with the query it is relevant to; none: the"
+        description="File or folder (file:// or s3://) of items, each row with a query it is relevant to; none: the"
         " distinct products of the prepared data, judged by the gains of the holdout",
     )
     format: Literal["auto", "parquet", "csv", "jsonl"] = Field("auto", description="Its layout; auto: by suffix")
-    id: str = Field("product_id", description="Column of the item's id; of several rows with one id the first counts")
+    id: str = Field(
+        "product_id",
+        description="Column of the item's id; of rows with one id the first gives the texts, each its query",
+    )
     title: str = Field("title", description="Column of the item's title")
     text: str = Field("text", description="Column of longer text, appended to the title (optional)")
     query: str = Field("query", description="Column of the query that the item is relevant to; empty: to none")

@@ -48,6 +48,7 @@ class ModelReport(Record):
     digest: str
     cycle: str
     step: int
+    began_from: str = Field("", description="Published weights that its lineage began from; empty: scratch, or unknown")
     scores: str = Field(description="Key of its scores in the workspace")
     metrics: MetricReport
     retrieval: MetricReport | None = Field(description="None when retrieval is not evaluated")

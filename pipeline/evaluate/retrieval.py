@@ -17,9 +17,9 @@ from pipeline.core.errors import DataError, NumericError
 from pipeline.core.fingerprint import Json, fingerprint, hash63
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
+from pipeline.data.input_files import Files, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows
-from pipeline.data.sources import Files, open_files
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.validate import filter_mask
@@ -76,9 +76,9 @@ class RetrievalTask:
         return retrieval_report(self.queries.ids, items[: len(self.queries.ids)], self.queries.judged, metrics)
 
 
-# A catalogue file: items, and for each the query it is relevant to.
+# A catalogue file: items, and in each row a query that its item is relevant to.
 #
-# It is read twice: for the queries, then for the titles, window by window. Memory: 17 bytes a row, and the queries
+# It is read twice: for the queries, then for the titles, window by window. Memory: 33 bytes a row, and the queries
 # asked.
 
 NO_QUERY = -1
@@ -97,7 +97,7 @@ class CatalogueFile:
         return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
 
     def queries(self) -> "CatalogueQueries":
-        """Which queries there are and what is relevant to them.
+        """Return the queries and what is relevant to them. An item with several rows is relevant to the query of each.
 
         Raises DataError for missing columns, rows without an id, or no query.
         """
@@ -129,12 +129,11 @@ class CatalogueFile:
                 expected="an id in every row: retrieval is judged against all items",
                 next_command="repair the file, or name another column with --evaluate.retrieval.id",
             )
+        _, first, of_row = np.unique(every, return_index=True, return_inverse=True)
         is_item = np.zeros(len(every), dtype=np.bool_)
-        is_item[np.unique(every, return_index=True)[1]] = True
-        query_of = np.concatenate(numbers)[is_item]
-        there = set(np.unique(query_of).tolist())
-        texts = {number: text for number, text in texts.items() if number in there}
-        valid_texts = {number: text for number, text in valid_texts.items() if number in there and number not in texts}
+        is_item[first] = True
+        item_of = np.argsort(np.argsort(first))[of_row]  # items are numbered by their first rows
+        valid_texts = {number: text for number, text in valid_texts.items() if number not in texts}
         if not texts:
             raise DataError(
                 f"the catalogue {self.config.catalogue} asks no query ({len(every):,} items read)",
@@ -142,7 +141,7 @@ class CatalogueFile:
                 + (f" among {dict(self.config.queries)}" if self.config.queries else ""),
                 next_command="check --evaluate.retrieval.query and --evaluate.retrieval.queries",
             )
-        return CatalogueQueries(texts, valid_texts, query_of, is_item)
+        return CatalogueQueries(texts, valid_texts, np.concatenate(numbers), item_of, is_item)
 
     def windows(
         self, is_item: Bools, rows: int, mine: Callable[[int], bool], limit: int
@@ -196,16 +195,22 @@ class CatalogueFile:
 
 
 class CatalogueQueries(NamedTuple):
-    """The queries asked, number to text, and the number of the query each of N items is relevant to, or NO_QUERY.
+    """The queries asked, number to text, and what each of the R rows of the file says of them.
 
-    `valid_texts`: further queries, from which the weight of hybrid search is chosen; none of those asked. `is_item`: of
-    every row, whether it is an item; the second row of an id is none.
+    `valid_texts`: further queries, from which the weight of hybrid search is chosen; none of those asked. `query_of`
+    [R]: the number of the query that the row's item is relevant to, or NO_QUERY. `item_of` [R]: the number of the item.
+    `is_item` [R]: whether the row is the first one of its item, whose title and text count.
     """
 
     texts: dict[int, str]
     valid_texts: dict[int, str]
     query_of: Int64s
+    item_of: Int64s
     is_item: Bools
+
+    @property
+    def num_items(self) -> int:
+        return int(self.is_item.sum())
 
 
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> CatalogueFile:
@@ -277,30 +282,31 @@ def from_catalogue(
     Queries are cut as those of the prepared data, items to `chunks` times as much as products of it.
     """
     config, largest = file.config, holdout.rows.buckets[-1]
-    asked, valid, query_of, is_item = file.queries()
+    found = file.queries()
     limit = chunks * text_characters(holdout.rows.buckets)
     most_tokens = whole_limit(largest.product_tokens, chunks)
 
     def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        for first, titles in file.windows(is_item, config.window_rows, mine, limit):
+        for first, titles in file.windows(found.is_item, config.window_rows, mine, limit):
             tokens = tokenizer.encode([spec.product_prefix + title for title in titles])
             yield first, cut_tokens(tokens, most_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
-        return (titles for _, titles in file.windows(is_item, config.window_rows, lambda number: True, limit))
+        return (titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, limit))
 
     def queries(texts_of: dict[int, str], most: int) -> Queries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
         encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
         tokens = cut_tokens(encoded, largest.query_tokens, tokenizer.sep_id)
-        relevant = np.flatnonzero((query_of != NO_QUERY) & np.isin(query_of, ids)).astype(np.int64)
-        return Queries(ids, tokens, texts, Judgements(query_of[relevant], relevant, np.ones(len(relevant))))
+        rows = np.flatnonzero(np.isin(found.query_of, ids))
+        judged = Judgements(found.query_of[rows], found.item_of[rows], np.ones(len(rows)))
+        return Queries(ids, tokens, texts, judged)
 
     tuning: Queries | str = ASK_NONE if not max_valid else NO_VALID if config.valid_queries else NO_VALID_SETTING
-    if valid and max_valid:
-        tuning = queries(valid, max_valid)
-    return RetrievalTask(queries(asked, config.max_queries), tuning, len(query_of), items, texts)
+    if found.valid_texts and max_valid:
+        tuning = queries(found.valid_texts, max_valid)
+    return RetrievalTask(queries(found.texts, config.max_queries), tuning, found.num_items, items, texts)
 
 
 def some_queries(query_id: Int64s, most: int) -> Int64s:
@@ -504,6 +510,8 @@ class ModelSearch:
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
             # Nothing without chunks, as before there were any.
             **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
+            # Earlier versions asked the query of the first row of an item alone.
+            **({"asked": "every row"} if self._catalogue else {}),
         }
 
     @cached_property

@@ -351,6 +351,7 @@ class Evaluation:
             digest=side.checkpoint.digest,
             cycle=state.cycle,
             step=state.step,
+            began_from=state.published.text if state.published else "",
             scores=side.scores_key,
             metrics=metric_report(rows, metrics, side.threshold),
             retrieval=found.report if found else None,

@@ -132,8 +132,11 @@ def judge_driver(versions: Mapping[str, str]) -> CheckResult | None:
         look = f"cat {DRIVER_FILE}; ls {NEURON_LIBRARIES}"
         return CheckResult(DRIVER_FIT, Verdict.WARN, f"{seen}: cannot be compared", expected, look)
     if new >= NEW_DRIVER and max(numbers) < LEAST_RUNTIME:
-        fix = f"a machine image with a driver before {limit} (Terraform: ami_id), or a container image with runtime"
-        return CheckResult(DRIVER_FIT, Verdict.FIX, f"{seen}: nrt_init fails", expected, f"{fix} {least}")
+        fix = (
+            f"a machine image with a driver before {limit} (Terraform: ami_id); where nobody can choose it, as on "
+            f"SageMaker, a container image with runtime {least}: docs/neuron.md, When no such machine image is left"
+        )
+        return CheckResult(DRIVER_FIT, Verdict.FIX, f"{seen}: nrt_init fails", expected, fix)
     return CheckResult(DRIVER_FIT, Verdict.PASS, seen)
 
 

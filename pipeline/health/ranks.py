@@ -361,8 +361,7 @@ class RankChecks:
         store = agent_store(self.env["MASTER_ADDR"], int(self.env["MASTER_PORT"]))
         everyone, cpu = range(self.world.world_size), torch.device("cpu")
         ranks = Ranks(self.world.rank, everyone, store, cpu, self.config.collective_limit_s, stop)
-        beside = process_group(self.backend_name)
-        if problem := join(ranks, f"cpu:gloo,{beside}" if beside else "gloo", self._meeting_s):
+        if problem := join(ranks, process_group(self.backend_name) or "gloo", self._meeting_s):
             return problem
         self._ranks.append(ranks)
         return None

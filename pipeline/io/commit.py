@@ -271,7 +271,7 @@ def _names(local_dir: Path) -> list[str]:
 
 
 def _same_dir(left: Path, right: Path) -> bool:
-    return right.exists() and left.samefile(right)
+    return left.samefile(right)
 
 
 def _place(storage: Storage, local_dir: Path, target: Path, names: list[str]) -> None:

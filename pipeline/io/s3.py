@@ -5,6 +5,8 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -211,6 +213,12 @@ def _uri(request: Mapping[str, Any]) -> str:
     return f"s3://{request['Bucket']}/{request['Key']}"
 
 
+def _age_s(answer: Mapping[str, Any], modified: datetime) -> float | None:
+    """Return the seconds between `modified` and the Date of the same answer, so that no clock of ours counts."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return None if date is None else (parsedate_to_datetime(date) - modified).total_seconds()
+
+
 class S3Storage:
     """`s3://bucket/prefix`."""
 
@@ -230,22 +238,23 @@ class S3Storage:
         return None
 
     def stat(self, key: str) -> ObjectStat | None:
-        target = self._target(key)
+        target = self._source(key)
         try:
             found = self._client.attempt("looking at", target.uri, lambda raw: raw.head_object(**target.where))
         except S3_ERRORS as error:
             if is_missing(error):
                 return None
             raise translate(error, "looking at", target.uri) from error
-        return ObjectStat(key, int(found["ContentLength"]), str(found["ETag"]))
+        return ObjectStat(key, int(found["ContentLength"]), str(found["ETag"]), _age_s(found, found["LastModified"]))
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
         cut = len(self._folder(""))
         for page in self._pages(prefix):
             for item in page.get("Contents", ()):
-                # A key that ends in '/' is what consoles create to show an empty folder.
-                if not item["Key"].endswith("/"):
-                    yield ObjectStat(item["Key"][cut:], int(item["Size"]), str(item["ETag"]))
+                # An empty object whose key ends in '/' is what consoles create to show an empty folder.
+                if item["Size"] or not item["Key"].endswith("/"):
+                    age_s = _age_s(page, item["LastModified"])
+                    yield ObjectStat(item["Key"][cut:], int(item["Size"]), str(item["ETag"]), age_s)
 
     def list_dirs(self, prefix: str) -> Names:
         cut = len(self._folder(prefix))
@@ -254,14 +263,14 @@ class S3Storage:
         return sorted(names, key=str.encode)  # S3 sorts them with their '/', which puts a-b before a
 
     def read_bytes(self, key: str) -> bytes:
-        target = self._target(key)
+        target = self._source(key)
         return self._client.call("reading", target.uri, lambda raw: _body(raw.get_object(**target.where), self.stop))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read_range(self._target(key), start, length)
+        return self._read_range(self._source(key), start, length)
 
     def open_read(self, key: str) -> BinaryIO:
-        found, target = self._require(key), self._target(key)
+        found, target = self._require(key), self._source(key)
         return buffered(
             lambda start, length: self._read_range(target, start, length, IfMatch=found.etag), found.size_bytes
         )
@@ -349,6 +358,11 @@ class S3Storage:
 
     def _target(self, key: str) -> Target:
         return Target(self._bucket, storage.join_key(self._prefix, storage.check_key(key)), self.uri(key))
+
+    def _source(self, key: str) -> Target:
+        """The target of an object to read: keys that others wrote may have empty parts."""
+        storage.check_key("/".join(filter(None, key.split("/"))))
+        return Target(self._bucket, storage.join_key(self._prefix, key), self.uri(key))
 
     def _folder(self, prefix: str) -> str:
         """The S3 prefix of a folder: ends in '/', '' for the whole bucket."""

@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.io.paths import user_path
 from pipeline.io.requests import RetryPolicy
 
 
@@ -102,6 +103,14 @@ def join_key(prefix: str, name: str) -> str:
     return f"{prefix.strip('/')}/{name}" if prefix.strip("/") else name
 
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether a file beginning with `head` is a Git LFS pointer: a clone without `git lfs pull` has it in its place."""
+    return head.startswith(_LFS_POINTER)
+
+
 # The protocol has a method named list, which hides the type inside the class.
 Names = list[str]
 
@@ -113,6 +122,8 @@ class ObjectStat:
     key: str
     size_bytes: int
     etag: str
+    age_s: float | None = field(default=None, compare=False)
+    """Seconds since it was written, by the clock of S3 alone; None on a disk."""
 
 
 class Storage(Protocol):
@@ -196,7 +207,7 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
 
     if not path:
         raise ConfigError("an empty storage URI", expected="s3://bucket/prefix, file:///folder or a plain path")
-    folder = Path(path).expanduser().absolute()
+    folder = user_path(path)
     with os_errors("opening", f"file://{folder}"):
         is_file = folder.exists() and not folder.is_dir()
     if is_file:
@@ -211,7 +222,7 @@ def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: b
     """
     path = text.removeprefix("file://") if text.startswith("file:///") else text
     if path and "://" not in path:
-        local = Path(path).expanduser()
+        local = user_path(path)
         path = str(local.resolve()) if follow_links else os.path.abspath(local)  # noqa: PTH100 - resolve() follows links
     path = path.rstrip("/")
     root, _, name = path.rpartition("/")

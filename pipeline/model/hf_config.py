@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from pipeline.core.errors import ConfigError
+from pipeline.io.downloads import HEAD_BYTES, check_downloaded
 from pipeline.model.config import MOST_POSITIONS, EncoderSize, InputSpec, ModelConfig
 from pipeline.model.families import FAMILIES
 
@@ -26,6 +27,7 @@ Json = TypeVar("Json", bound=BaseModel)
 
 def parse_json(data: bytes, model: type[Json], where: str) -> Json:
     """Raises ConfigError naming the field that does not fit."""
+    check_downloaded(data[:HEAD_BYTES], where, ConfigError)
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
@@ -36,6 +38,16 @@ def parse_json(data: bytes, model: type[Json], where: str) -> Json:
             expected=(model.__doc__ or "").splitlines()[0],
             next_command="correct that file, or name another model",
         ) from error
+
+
+def _nothing(value: JsonValue) -> JsonValue:
+    if value:
+        raise ValueError(f"{value!r}, which trnpipe does not compute: expected null or nothing")
+    return None
+
+
+_Nothing = Annotated[JsonValue, AfterValidator(_nothing)]
+"""A key that changes the numbers, unless it is null or empty."""
 
 
 class _Architecture(Foreign):
@@ -56,6 +68,17 @@ class EncoderJson(Foreign):
     num_attention_heads: int = Field(ge=1, le=256)
     intermediate_size: int = Field(ge=8, le=65_536)
     max_position_embeddings: int
+    is_encoder_decoder: Literal[False] = False
+    pruned_heads: _Nothing = None
+    quantization_config: _Nothing = None
+    rope_scaling: _Nothing = None
+    auto_map: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _no_code_of_its_own(self) -> Self:
+        if "AutoModel" in (self.auto_map or {}):
+            raise ValueError("auto_map names code of its own for the model, which trnpipe does not run")
+        return self
 
     @model_validator(mode="after")
     def _positions_fit(self) -> Self:
@@ -114,6 +137,7 @@ class BertJson(_PostNormJson):
 
     position_embedding_type: Literal["absolute"] = "absolute"
     is_decoder: Literal[False] = False
+    is_causal: Literal[False] = False
     add_cross_attention: Literal[False] = False
 
 
@@ -152,9 +176,12 @@ class ModernBertJson(EncoderJson):
     global_rope_theta: float = Field(160_000.0, gt=1)
     local_rope_theta: float = Field(10_000.0, gt=1)
     rope_parameters: _Ropes = _Ropes()
+    sliding_window: int | None = None
 
     @model_validator(mode="after")
     def _layers_recur(self) -> "ModernBertJson":
+        if self.sliding_window not in (None, self.local_attention // 2):
+            raise ValueError(f"sliding_window {self.sliding_window}: expected half of local_attention")
         if self.layer_types is None:
             return self
         wanted = tuple(

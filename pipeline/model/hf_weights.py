@@ -4,13 +4,12 @@ Encoder tensors carry its prefix (`bert.`, `mpnet.`, `model.`); interactions and
 of a factory has its names behind `encoder.module.`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.core.errors import CheckpointError
@@ -21,6 +20,7 @@ from pipeline.model.factory import module_weights
 from pipeline.model.families import FAMILIES, as_bert
 from pipeline.model.hf_config import CONFIG, MPNET_PAD, read_config
 from pipeline.model.relevance import RelevanceModel, build_model
+from pipeline.model.weight_files import check_tensor, find_weights, read_tensors, without_wrappers
 
 _WORDS = "encoder.word_embeddings.weight"
 _POSITIONS = "encoder.position_embeddings.weight"
@@ -254,6 +254,20 @@ def _renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str], source
 # The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
 
 
+def _weights_file(storage: Storage, scratch: Path) -> tuple[str, Path]:
+    """Return the name of a folder's weights, and the local file that they are read from."""
+    name = find_weights(storage)
+    return name, storage.local_path(name) or scratch / f"init-{name}"
+
+
+def digest_of_initial(folder: str, scratch: Path) -> tuple[str, str]:
+    """URI and SHA-256 of the weights of `model.init_from`, which `initial_model` has read."""
+    storage = open_storage(folder)
+    name, local = _weights_file(storage, scratch)
+    with local.open("rb") as file:
+        return storage.uri(name), hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def initial_model(
     config: ModelConfig, spec: InputSpec, seed: int, scratch: Path, *, same_vocabulary: bool = False
 ) -> RelevanceModel:
@@ -268,23 +282,15 @@ def initial_model(
     if config.init_from is None:
         return model
     storage: Storage = open_storage(config.init_from)
-    source = storage.uri("model.safetensors")
-    local = storage.local_path("model.safetensors")
-    if local is None:
-        local = scratch / "init.safetensors"
-        storage.download("model.safetensors", local)
-    try:
-        weights = load_file(local)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{source}: {error}",
-            expected="the safetensors weights of an encoder",
-            next_command="--model.init-from FOLDER",
-        ) from error
+    name, local = _weights_file(storage, scratch)
+    if storage.local_path(name) is None:
+        storage.download(name, local)
+    source = storage.uri(name)
+    weights = read_tensors(local, source)
     state = model.state_dict()
     if config.factory is not None:
-        model.load_state_dict(state | module_weights(weights, state, factory=config.factory, source=source))
-        return model
+        taken = module_weights(weights, state, factory=config.factory, source=source)
+        return _loaded(model, taken, source)
     model_type: str = config.architecture
     try:
         described = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
@@ -292,6 +298,13 @@ def initial_model(
         model_type = described.model_type
     except KeyNotFound:
         pass  # weights alone are of the architecture of the settings
-    weights = as_bert(weights, model_type, spec.pad_id, source=source)
-    model.load_state_dict(state | encoder_from_hf(weights, state, source=source, same_vocabulary=same_vocabulary))
+    weights = as_bert(without_wrappers(weights), model_type, spec.pad_id, source=source)
+    return _loaded(model, encoder_from_hf(weights, state, source=source, same_vocabulary=same_vocabulary), source)
+
+
+def _loaded(model: RelevanceModel, taken: dict[str, Tensor], source: str) -> RelevanceModel:
+    """The model with these tensors in place of its own. Raises CheckpointError for one that cannot be a weight."""
+    for name, tensor in taken.items():
+        check_tensor(name, tensor, source)
+    model.load_state_dict(model.state_dict() | taken)
     return model

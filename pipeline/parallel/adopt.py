@@ -12,7 +12,7 @@ from pipeline.backends import module_device, process_group
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import open_device, open_world_group
+from pipeline.parallel.gang import collective_errors, host_group, open_device, open_world_group
 from pipeline.parallel.mesh import Mesh, check_same, open_mesh, raise_on_all_ranks
 from pipeline.parallel.parallelize import Model, parallelize
 from pipeline.parallel.tensor_plan import TensorPlan
@@ -39,6 +39,9 @@ def init(
     world = world_from_env()
     if world.world_size > 1 and not dist.is_initialized():
         open_world_group(process_group(name), timeout_s)
+    elif dist.is_initialized():
+        with collective_errors("joining the other ranks"):
+            host_group(timeout_s)
     found = Plan()
     with raise_on_all_ranks("reading the plan"):
         found = Plan.read(plan, os.environ)

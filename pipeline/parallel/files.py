@@ -24,6 +24,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir
+from pipeline.io.paths import cache_folder, temporary_folder
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, os_errors, place_of
 from pipeline.parallel.gang import collective_errors
@@ -77,7 +78,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             if is_main:
                 with os_errors("writing", storage.uri(name)):
                     if (target := storage.local_path(name)) is None:
-                        staging = Path(stack.enter_context(TemporaryDirectory()))
+                        staging = Path(stack.enter_context(TemporaryDirectory(dir=temporary_folder())))
                     else:  # beside the place, so that publishing is a rename
                         atomic.make_dirs(target.parent)
                         staging = stack.enter_context(atomic.temp_dir(target))
@@ -100,7 +101,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _place(folder)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trnpipe" / KIND
+    cache = cache_folder(os.environ) / KIND
     is_main = not dist.is_initialized() or dist.get_rank() == 0
 
     def fetch() -> Path:

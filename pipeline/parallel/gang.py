@@ -1,10 +1,14 @@
-"""What ranks agree on through the host: stop flags, gathered values, barriers. Gloo over CPU tensors everywhere."""
+"""What ranks agree on through the host: stop flags, gathered values, barriers. Gloo over CPU tensors everywhere.
+
+A device's own process group may refuse CPU tensors, as that of Neuron does. So none of these exchanges uses it.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +26,7 @@ class Gang:
     def __init__(
         self, world: World, *, timeout_s: float, device_backend: str | None = None, layout: Layout | None = None
     ) -> None:
-        """Join the others. `device_backend` adds a device-side process group (nccl for cuda).
+        """Join the others. `device_backend`: see open_world_group.
 
         `layout`: this rank's place in a plan; without one every rank has rows of its own.
         """
@@ -41,7 +45,7 @@ class Gang:
         with collective_errors("agreeing to stop"):
             result = self._finish()
             mine = torch.tensor([int(flag)], dtype=torch.int32)
-            self._pending = (mine, dist.all_reduce(mine, op=dist.ReduceOp.MAX, async_op=True))
+            self._pending = (mine, dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=host_group(), async_op=True))
         return result
 
     def agree_now(self, flag: bool) -> bool:
@@ -51,7 +55,7 @@ class Gang:
         with collective_errors("agreeing to stop"):
             # The exchange that `agree` has under way is about something else and stays pending.
             mine = torch.tensor([int(flag)], dtype=torch.int32)
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=host_group())
         return bool(mine.item())
 
     def mean(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -59,7 +63,7 @@ class Gang:
         if self.world.world_size > 1:
             with collective_errors("reducing gradients"):
                 for tensor in tensors:
-                    dist.all_reduce(tensor)
+                    dist.all_reduce(tensor, group=host_group())
                     tensor /= self.world.world_size
         return tensors
 
@@ -71,7 +75,7 @@ class Gang:
         with collective_errors("gathering embeddings"):
             for tensor in tensors:
                 parts = [torch.empty_like(tensor) for _ in range(self.world.world_size)]
-                dist.all_gather(parts, tensor.contiguous())
+                dist.all_gather(parts, tensor.contiguous(), group=host_group())
                 result.append(torch.cat(parts))
         return result
 
@@ -82,7 +86,7 @@ class Gang:
     def barrier(self) -> None:
         if self.world.world_size > 1:
             with collective_errors("waiting for the other ranks"):
-                dist.barrier()
+                dist.barrier(group=host_group())
 
     def close(self) -> None:
         """Leave. Pending exchanges are finished first, so that no peer is left waiting."""
@@ -123,7 +127,10 @@ _OF_COLLECTIVES = ("gloo", "Connection closed by peer", "Connection reset by pee
 
 
 def open_world_group(device_backend: str | None, timeout_s: float) -> None:
-    """The process group of all ranks, by torchrun's variables: gloo, and `device_backend` where there is one."""
+    """Open the process group of all ranks, by torchrun's variables, and that of their hosts.
+
+    `device_backend`: as backends.process_group names it; None: gloo.
+    """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -132,17 +139,35 @@ def open_world_group(device_backend: str | None, timeout_s: float) -> None:
             next_command="trnpipe launch -- script.py, or torchrun",
         )
     with collective_errors("joining the other ranks"):
-        dist.init_process_group(_libraries(device_backend), timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(device_backend or "gloo", timeout=timedelta(seconds=timeout_s))
+        host_group(timeout_s)
 
 
 def open_group_of_one(device_backend: str | None) -> None:
     """A process group of this process alone."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(_libraries(device_backend), store=store, rank=0, world_size=1)
+    dist.init_process_group(device_backend or "gloo", store=store, rank=0, world_size=1)
 
 
-def _libraries(device_backend: str | None) -> str:
-    return f"cpu:gloo,{device_backend}" if device_backend else "gloo"
+_host_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
+"""By the process group of all ranks, which may end and be made again."""
+
+
+def host_group(timeout_s: float | None = None) -> dist.ProcessGroup:
+    """Return the group of all ranks for CPU tensors and objects: gloo.
+
+    The process group of all ranks where that is gloo. Otherwise one beside it, made at the first call, which all ranks
+    make together; `timeout_s`: of its collectives.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("no process group is open")
+    if dist.get_backend() == dist.Backend.GLOO:
+        return world
+    if world not in _host_groups:
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        _host_groups[world] = dist.new_group(backend=dist.Backend.GLOO, timeout=timeout)
+    return _host_groups[world]
 
 
 def all_gather_objects(value: Any, doing: str) -> list[Any]:
@@ -151,7 +176,7 @@ def all_gather_objects(value: Any, doing: str) -> list[Any]:
     if dist.is_initialized() and dist.get_world_size() > 1:
         values = [None] * dist.get_world_size()
         with collective_errors(doing):
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=host_group())
     return values
 
 

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE, Preempted, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.io.paths import temporary_folder
 from pipeline.parallel.network import torchrun_arguments
 from pipeline.parallel.world import NUM_NODES
 
@@ -24,21 +27,47 @@ def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
 
 def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
     """Run `python -m <module> <words>` in `processes` ranks on this node and return one exit code for all of them."""
-    with tempfile.TemporaryDirectory(prefix="trnpipe-exit-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trnpipe-exit-", dir=temporary_folder()) as folder:
         command = [sys.executable, "-m", "pipeline.parallel.launch", *torchrun_arguments(processes, os.environ)]
         command += ["-m", module, *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
         # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
-        torchrun = subprocess.Popen(command, env=env, start_new_session=True)  # noqa: S603 - a list, no shell
+        readable, writable = os.pipe()
+        torchrun = subprocess.Popen(command, env=env, start_new_session=True, stdout=writable)  # noqa: S603 - no shell
+        os.close(writable)
+        output = threading.Thread(target=pass_on, args=(readable, _STANDARD_OUTPUT), daemon=True)
+        output.start()
         while torchrun.poll() is None and not stop.wait(0.2):
             continue
         if torchrun.poll() is None:
             torchrun.terminate()  # torchrun passes it on to every rank and waits for them
-        if torchrun.wait() == EXIT_OK:
+        code = torchrun.wait()
+        output.join(_OUTPUT_S)
+        if code == EXIT_OK:
             return EXIT_OK  # of ranks that end by os._exit, too
         codes = [_exit_code(Path(folder), rank) for rank in range(processes)]
     return gang_exit_code(codes, stopped=stop.is_set())
+
+
+_GLOO = b"[Gloo] Rank "
+"""Begins a line that gloo writes for each group it makes (torch 2.9)."""
+_STANDARD_OUTPUT = 1
+_OUTPUT_S = 5.0  # for the last lines; a process that a rank left behind may hold the pipe open for ever
+
+
+def pass_on(source: int, target: int) -> None:
+    """Copy the output of ranks from one file descriptor to another, without gloo's lines, until its end."""
+    held = b""  # the beginning of a line that may be gloo's
+    with suppress(BrokenPipeError):  # nobody reads on: so the ranks will hear of it
+        while chunk := os.read(source, 2**16):
+            *lines, held = (held + chunk).split(b"\n")
+            passed = b"".join(line + b"\n" for line in lines if not line.startswith(_GLOO))
+            if not _GLOO.startswith(held[: len(_GLOO)]):
+                passed, held = passed + held, b""
+            while passed:
+                passed = passed[os.write(target, passed) :]
+    os.close(source)
 
 
 def note_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:

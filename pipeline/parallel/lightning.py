@@ -1,7 +1,8 @@
 """PyTorch Lightning: `Trainer(strategy=Strategy(plan))`, and the ranks of a launcher as a cluster environment.
 
-The only importer of lightning. A LightningModule is spread as `transform` spreads a model; its checkpoints are those of
-a plain Trainer, plain tensors under plain names, and are continued by either.
+The only importer of lightning, which is optional: without it, importing this module raises ModuleNotFoundError. A
+LightningModule is spread as `transform` spreads a model; its checkpoints are those of a plain Trainer, plain tensors
+under plain names, and are continued by either.
 """
 
 import os
@@ -11,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -26,20 +33,6 @@ from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
 from pipeline.parallel.tensors import clip_grad_norm, full_cpu_tensor, load_shard
 from pipeline.parallel.units import UnitRule, find_units
 from pipeline.parallel.world import NUM_NODES, World, world_from_env
-
-try:
-    from lightning.fabric.plugins import ClusterEnvironment
-    from lightning.fabric.utilities.seed import reset_seed
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.plugins.precision import Precision
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from lightning.pytorch.trainer.states import TrainerFn
-except ImportError as error:
-    raise ConfigError(
-        f"PyTorch Lightning cannot be imported: {error}",
-        expected="lightning 2.6.6 or later",
-        next_command="pip install 'trnpipe[lightning]'",
-    ) from error
 
 
 class Environment(ClusterEnvironment):

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.world import MAIN_ADDRESS, NUM_NODES, node_from_env
+from pipeline.parallel.world import MAIN_ADDRESS, node_from_env
 
 ROUTES = Path("/proc/net/route")
 EFA_DEVICES = Path("/dev/infiniband")
@@ -100,20 +100,22 @@ def has_efa(devices: Path = EFA_DEVICES) -> bool:
 
 # Where the nodes of one run meet: this machine alone, or the nodes of a multi-node job.
 
+ALONE = "127.0.0.1"
 MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, derived from MASTER_ADDR
 
 
 def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[], str] = own_address) -> list[str]:
     """torchrun's arguments for `processes` ranks on each node.
 
-    Every node is told its number and, on all but the main one, the main node's address; the main node is its own
-    address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: gangs on one machine need ports of their own.
+    Ranks of one node meet at 127.0.0.1. Of several every node is told its number and, on all but the main one, the main
+    node's address; the main node is its own address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: gangs
+    on one machine need ports of their own.
     Raises ConfigError when the variables do not fit together.
     """
     ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]
-    if NUM_NODES not in env:
-        return ["--standalone", *ranks]
     rank, nodes = node_from_env(env)
+    if nodes == 1:  # not at the name of this machine, which may have no address, or that of another interface
+        return ["--standalone", f"--local-addr={ALONE}", *ranks]
     master = env.get("MASTER_ADDR") or (own() if rank == 0 else env.get(MAIN_ADDRESS))
     if not master:
         raise ConfigError(

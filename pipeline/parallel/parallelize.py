@@ -18,7 +18,7 @@ from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.shuffle import stream_key
 from pipeline.parallel.delayed_init import Recipe, recipe_of
 from pipeline.parallel.files import load
-from pipeline.parallel.gang import all_gather_objects, collective_errors
+from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group
 from pipeline.parallel.mesh import TENSOR, Mesh, check_same, raise_on_all_ranks
 from pipeline.parallel.offload import offload_units
 from pipeline.parallel.recompute import recompute_units
@@ -141,7 +141,7 @@ def _fill(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device)
     if dist.get_world_size() > 1:
         drawn: list[Any] = [[recipe.drawn_by() for recipe in recipes.values()]]
         with collective_errors("exchanging how values are drawn"):
-            dist.broadcast_object_list(drawn)
+            dist.broadcast_object_list(drawn, group=host_group())
         for recipe, found in zip(recipes.values(), drawn[0], strict=True):
             recipe.draw_as(found)
     parts = fused_parts(model)
@@ -155,5 +155,13 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and tensor.numel():
             whole: Tensor = tensor.detach().to(device).contiguous()
-            dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # by bytes: not every library knows every type
+            if whole.dtype in _SENT_AS_THEY_ARE:
+                dist.broadcast(whole, 0)
+            else:
+                whole = whole.cpu()
+                dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=host_group())
             tensor.detach().copy_(whole)
+
+
+_SENT_AS_THEY_ARE = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+"""Types that every library knows: AWS's tests of a broadcast have these alone. Others are sent by hosts, as bytes."""

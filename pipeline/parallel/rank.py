@@ -1,12 +1,14 @@
 """One rank of a script that knows nothing of us: `python -m pipeline.parallel.rank script.py ...` or `-m module ...`.
 
 The script sees what it would see of `python script.py`; its exit code is left for the launcher, and an error of
-trnpipe is a message without a traceback.
+trnpipe is a message without a traceback. Of several ranks each line begins with the number of its rank.
 """
 
 import atexit
 import faulthandler
+import io
 import os
+import re
 import runpy
 import sys
 from collections.abc import Sequence
@@ -27,7 +29,11 @@ def main(words: Sequence[str]) -> None:
     show_stacks_when_asked()
     end_in_time()
     # torchrun starts Python unbuffered, where the parts of a line come one by one, among those of other ranks.
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    prefix = f"[{os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    for name in ("stdout", "stderr"):
+        stream = RankLines(getattr(sys, name), prefix)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     codes = [EXIT_OK]
     atexit.register(lambda: note_exit_code(codes[0]))  # the first is the last to be called
     try:
@@ -43,6 +49,25 @@ def main(words: Sequence[str]) -> None:
         # Threads that still wait for a peer must not keep a rank that has failed. A thread of C: it needs no GIL.
         faulthandler.dump_traceback_later(RANK_S, exit=True)
         sys.exit(codes[0])
+
+
+class RankLines(io.TextIOWrapper):
+    """A text stream, written line by line, whose lines begin with `prefix`. Takes the given stream's place."""
+
+    def __init__(self, stream: io.TextIOWrapper, prefix: str) -> None:
+        encoding, errors = stream.encoding, stream.errors
+        super().__init__(stream.detach(), encoding=encoding, errors=errors, line_buffering=True)
+        self._prefix, self._begins_line = prefix, True
+
+    def write(self, text: str) -> int:
+        """Write the text; a carriage return begins a line too, as progress bars have it."""
+        marked = re.sub(r"(?<=[\r\n])(?=[^\r\n])", lambda _: self._prefix, text)
+        if self._begins_line and text[:1] not in ("", "\r", "\n"):
+            marked = self._prefix + marked
+        if text:
+            self._begins_line = text[-1] in "\r\n"
+        super().write(marked)
+        return len(text)
 
 
 def run_script(words: Sequence[str]) -> None:

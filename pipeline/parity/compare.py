@@ -235,7 +235,6 @@ def _units(vectors: Float32s) -> Float64s:
 
 FULL = "fp32"
 _NO_DIFFERENCE = 1e-9
-INSTALL = "pip install 'trnpipe[report]'"
 Precision = Literal["fp32", "autocast", "bf16"]
 
 
@@ -507,7 +506,7 @@ def lines_of(report: ParityReport) -> list[str]:
 
 
 def plot_svg(report: ParityReport, a: Curve, b: Curve) -> bytes | None:
-    """The metric, the difference of metric and holdout loss, that of every step; None without the extra `report`.
+    """The metric, the difference of metric and holdout loss, that of every step; None without matplotlib.
 
     The same figures give the same bytes. No display is needed.
     """

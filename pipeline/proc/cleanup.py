@@ -48,8 +48,9 @@ def guarded_temp_folder() -> Iterator[Path]:
     On leaving, and after any other end, the folder is removed and what was started inside is killed. Raises
     TransientError when no process can be started, or no folder made.
     """
-    place = Path(tempfile.gettempdir())
+    place = Path()
     try:
+        place = Path(tempfile.gettempdir())
         sweep_temps(place)
         folder = temp_beside(place / "health")
         folder.mkdir(mode=0o700)

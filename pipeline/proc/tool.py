@@ -25,6 +25,7 @@ from pydantic import Field
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
+from pipeline.io.paths import temporary_folder
 from pipeline.proc.children import end_marked, processes_with_mark
 
 # Not on PATH under every container entry point.
@@ -179,7 +180,7 @@ def run_tool(
         return ToolRun(tuple(command), missing=True, failure="is not installed")
     started = time.monotonic()
     try:
-        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with TemporaryDirectory(dir=temporary_folder(), ignore_cleanup_errors=True) as folder:
             out, err = Path(folder) / "stdout", Path(folder) / "stderr"
             # Two files: warnings in the middle of a JSON answer would spoil it.
             with out.open("wb") as to_out, err.open("wb") as to_err:

@@ -189,6 +189,8 @@ class Ancestor:
     code_version: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Metrics, as far as they are known."""
+    published: str = ""
+    """The published weights that the lineage began from, told of the last one."""
     note: str = ""
     """Why the lineage ends here: it was imported, or this is not its root."""
 
@@ -207,7 +209,9 @@ def lineage(workspace: Storage, prefix: str) -> tuple[Ancestor, ...]:
         parent, note = _parent(workspace, child.state.parent)
         if parent is None or parent.digest in seen:
             lost = child.state.parent
-            last = Ancestor(lost.uri, lost.digest, lost.cycle, lost.step, note=note or "the lineage runs in a circle")
+            why, began = note or "the lineage runs in a circle", child.state.published
+            published = "" if began is None else began.text
+            last = Ancestor(lost.uri, lost.digest, lost.cycle, lost.step, published=published, note=why)
             return (*ancestors, _ancestor(workspace, child, {}), last)
         ancestors.append(_ancestor(workspace, child, parent.state.partitions))
         seen.add(parent.digest)
@@ -250,6 +254,7 @@ def _ancestor(workspace: Storage, known: CommittedCheckpoint, before: Mapping[st
         settings_hash=state.settings_hash,
         code_version=state.code_version,
         figures=_figures(workspace, known),
+        published="" if state.parent is not None or state.published is None else state.published.text,
         note="" if origin is None else f"it was imported from {origin.uri} ({origin.format})",
     )
 

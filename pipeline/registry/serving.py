@@ -2,22 +2,24 @@
 
 registry/<model>/serving.json             what search follows; moved by one conditional write, after verify
 registry/<model>/serving-challenger.json  another pair for shadow traffic or an A/B test, promoted by one write
-registry/<model>/pairs/<n>.json           what serving.json was before, by its generation
+registry/<model>/pairs/<n>.json           every version of serving.json by its generation; none is ever changed
 
 production.json moves when a model has passed the gate, hours before its vectors exist. Whoever follows it mixes two
 vector spaces; serving.json names a checkpoint and the vectors made with it in one object, so nobody who reads it can.
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
-from pipeline.core.errors import CheckpointError, ConfigError, TransientError
+from pipeline.core.errors import CheckpointError, ConfigError, DataError, TransientError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.format import natural_key
 from pipeline.core.record import Record
-from pipeline.io.commit import read_manifest
+from pipeline.io.commit import verify_dir
 from pipeline.io.storage import KeyNotFound, Storage
-from pipeline.registry.checkpoints import key_in, read_checkpoint
+from pipeline.registry.checkpoints import read_checkpoint
 from pipeline.registry.promote import roll_back, rollback_target
 from pipeline.registry.records import (
     FOLDER,
@@ -51,11 +53,17 @@ class Vectors(Record):
     def prefix(self) -> str:
         return f"embeddings/{self.cycle}"
 
+    def is_newer_than(self, other: "Vectors") -> bool:
+        """Compare generations. Cycles that were planned at the same time have the same: then by name."""
+        ours, theirs = ((one.generation, natural_key(one.cycle)) for one in (self, other))
+        return ours > theirs
+
 
 class Pair(Record):
     """All of serving.json: a checkpoint and vectors made with it."""
 
     schema_version: Literal[1] = 1
+    id: str = Field("", description="Hash of everything else; empty in files of earlier versions")
     model: ModelName
     checkpoint: str = Field(description="Prefix in the workspace, or the URI of a checkpoint elsewhere")
     digest: Digest = Field(description="Digest of its manifest")
@@ -64,7 +72,21 @@ class Pair(Record):
     action: Literal["verified", "promoted", "rolled_back"] = "verified"
     reason: str = ""
     replaced: Digest | None = Field(None, description="Digest of the vectors that were served until then")
+    production_follows: int | None = Field(
+        None, description="Generation of production that this rollback replaces next, by a checkpoint of its own"
+    )
     author: Author
+
+    @model_validator(mode="after")
+    def _check_id(self) -> Self:
+        if self.id and self.id != self.fingerprint:
+            raise ValueError("its id does not fit its content")
+        return self
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything but `id`, without defaults, so that a field added later changes no older one."""
+        return fingerprint(self.model_dump(mode="json", exclude={"id"}, exclude_defaults=True))
 
     @property
     def is_of(self) -> tuple[str, str]:
@@ -84,26 +106,31 @@ def read_pair(workspace: Storage, model: str, role: Role = SERVING) -> tuple[Pai
     if stat is None:
         return None
     try:
-        return _parsed(workspace, key), stat.etag
+        return _parsed(workspace, key, model), stat.etag
     except KeyNotFound:
         return None
 
 
 def past_pairs(workspace: Storage, model: str) -> tuple[Pair, ...]:
     """Every pair that was served, oldest first, the one that is served now included."""
-    keys = sorted(stat.key for stat in workspace.list(f"{FOLDER}/{check_model(model)}/pairs"))
-    found = {pair.generation: pair for pair in (_parsed(workspace, key) for key in keys)}
+    past = (_parsed(workspace, key, model) for key in _past_keys(workspace, model))
+    found = {pair.generation: pair for pair in past}
     if now := read_pair(workspace, model):
         found[now[0].generation] = now[0]
     return tuple(found[generation] for generation in sorted(found))
 
 
+def _past_keys(workspace: Storage, model: str) -> list[str]:
+    """Of the history, oldest first: names have eight digits."""
+    return [stat.key for stat in workspace.list(f"{FOLDER}/{check_model(model)}/pairs")]
+
+
 def serve_verified_pair(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
-    """Let verified vectors be served with the model that made them, if it is theirs to be; what became of it, in words.
+    """Serve verified vectors with the model that made them if they are due. Return what was done, in words.
 
     serving.json moves when the model is in production, and the vectors are newer than those that are served with it
-    and were not rolled back from. A challenger needs neither. Twice is fine.
-    Raises TransientError when another changes it meanwhile.
+    and were not rolled back from. A challenger needs neither. Repeating it changes nothing.
+    Raises TransientError when another process changes it meanwhile, CheckpointError when the vectors are gone.
     """
     found = read_pair(workspace, pair.model, role)
     now = found[0] if found else None
@@ -114,16 +141,14 @@ def serve_verified_pair(workspace: Storage, pair: Pair, role: Role = SERVING) ->
         if pointer is None or pointer[0].digest != pair.digest:
             there = pointer[0].checkpoint if pointer else "nothing"
             return f"serving.json stays: {there} is in production, the vectors are of {pair.checkpoint}"
-        # Those of one cycle are equal: made anew, they are served.
-        if (
-            now is not None
-            and now.digest == pair.digest
-            and (now.vectors.generation, now.vectors.cycle) > (pair.vectors.generation, pair.vectors.cycle)
-        ):
+        if now is not None and now.production_follows == pointer[0].generation:
+            return "serving.json stays: a rollback is not finished; repeat its command"
+        if now is not None and now.digest == pair.digest and now.vectors.is_newer_than(pair.vectors):
             return f"serving.json stays: it names newer vectors of this model, cycle {now.vectors.cycle}"
         if pair.vectors.digest in _rolled_back_vectors(past_pairs(workspace, pair.model)):
             again = f"trnpipe serving rollback {pair.vectors.cycle} --reason TEXT serves them all the same"
             return f"serving.json stays: it was rolled back from these vectors; {again}"
+    _check_vectors(workspace, pair)
     written = _put(workspace, pair, found, role)
     what = f"{written.checkpoint} with the vectors of cycle {written.vectors.cycle}"
     return f"{role}.json: {what}, generation {written.generation}"
@@ -180,97 +205,131 @@ def roll_back_model(
             next_command="trnpipe registry rollback --without-vectors --reason TEXT; then embed and verify in a new"
             " cycle",
         )
-    return _roll_both(workspace, usable[-1], served, reason, author, target)
+    return _roll_both(workspace, usable[-1], served, target, reason, author)
 
 
 def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
     """Serve an earlier pair: that of the vectors of `cycle`, or with '' the one before.
 
-    Production follows where its model is another than the served one: of other vectors of the same model it is no
-    matter.
+    Rolling back again goes further back. Production follows if the pair's model is not the served one: other vectors
+    of the same model leave it where it is.
 
-    Raises ConfigError when there is none, CheckpointError when it is damaged, TransientError when another changes it.
+    Raises ConfigError when there is none, CheckpointError when it is damaged, TransientError when another process
+    changes it.
     """
     served = read_pair(workspace, model)
     if not one_line(reason):
         raise ConfigError("no reason is given", expected="why", next_command="trnpipe serving rollback --reason TEXT")
-    pairs = past_pairs(workspace, model)
-    if served is None or not pairs:
+    if served is None:
         raise ConfigError(f"nothing is served of {model}", expected="a pair to roll back from")
-    now, gone = served[0], _rolled_back_vectors(pairs)
-    pointer = read_pointer(workspace, model)
-    produced = pointer[0].digest if pointer else None
-    left = {pair.digest for pair in pairs if now.action == "rolled_back" and pair.vectors.digest == now.replaced}
-    if cycle in ("", now.vectors.cycle) and produced in left and _has_to_follow(workspace, produced, now):
-        _roll_both(workspace, now, served, reason, author)  # it was ended between the two moves, and is asked for again
+    now, pairs, pointer = served[0], past_pairs(workspace, model), read_pointer(workspace, model)
+    produced = pointer[0] if pointer else None
+    if cycle in ("", now.vectors.cycle) and produced and produced.generation == now.production_follows:
+        # An earlier call was ended between its two moves.
+        if target := _to_follow(workspace, produced, now):
+            _roll_both(workspace, now, served, target, reason, author)
         return now
     if cycle:
         known = [pair for pair in pairs if pair.vectors.cycle == cycle]
         known = [pair for pair in known if _has_vectors(workspace, pair)] or known  # those made anew, not those before
     else:
-        known = [pair for pair in pairs if pair.is_of != now.is_of and pair.vectors.digest not in gone]
+        known = _in_force(pair for pair in pairs if pair.generation <= now.generation)[:-1]
     if not known:
         raise ConfigError(
             f"cycle {cycle} was never served" if cycle else "nothing was served before",
-            expected=f"one of {', '.join(sorted({pair.vectors.cycle for pair in pairs}))}",
+            expected=f"one of {', '.join(sorted({pair.vectors.cycle for pair in pairs}, key=natural_key))}",
             next_command="trnpipe serving show",
         )
-    target = known[-1]
-    if target.is_of == now.is_of:
+    pair = known[-1]
+    if pair.is_of == now.is_of:
         return now
-    _check_vectors(workspace, target)
-    if target.digest != now.digest and _has_to_follow(workspace, produced, target):
-        _roll_both(workspace, target, served, reason, author)
+    if pair.digest != now.digest and produced and (target := _to_follow(workspace, produced, pair)):
+        _roll_both(workspace, pair, served, target, reason, author)
     else:
-        _put(workspace, target, served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
+        _check_vectors(workspace, pair)
+        _put(workspace, pair, served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
     after = read_pair(workspace, model)
-    return after[0] if after else target
+    return after[0] if after else pair
 
 
-def _has_to_follow(workspace: Storage, produced: str | None, pair: Pair) -> bool:
-    """Whether production is at another model (its digest) than that of a pair, which was in production too."""
-    if produced in (None, pair.digest):
-        return False
-    return pair.digest in {entry.digest for entry in changes_of(read_history(workspace, pair.model))}
+def _to_follow(workspace: Storage, produced: Pointer, pair: Pair) -> Production | None:
+    """The last time the model of a pair was in production, if another one is now; None if it never was."""
+    if produced.digest == pair.digest:
+        return None
+    then = [change for change in changes_of(read_history(workspace, pair.model)) if change.digest == pair.digest]
+    return then[-1].production if then else None
 
 
 def _roll_both(
-    workspace: Storage,
-    pair: Pair,
-    served: tuple[Pair, str],
-    reason: str,
-    author: Author,
-    target: Production | None = None,
+    workspace: Storage, pair: Pair, served: tuple[Pair, str], target: Production, reason: str, author: Author
 ) -> Pointer:
-    """`target`: which of the times that the pair's model was in production; None: the last."""
-    checkpoint = key_in(workspace, pair.checkpoint) or pair.checkpoint  # earlier versions kept a URI as it was typed
-    checkpoint, generation = (target.checkpoint, target.generation) if target else (checkpoint, None)
-    read_checkpoint(workspace, checkpoint, every_byte=True)  # before anything moves
+    """Serve a pair and put its model into production, as it was at `target`. Nothing moves unless both can."""
+    found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
+    if found.digest != pair.digest:
+        raise CheckpointError(
+            f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
+            expected=f"{pair.digest}, as when it was served",
+            next_command="trnpipe serving show; choose another cycle",
+        )
     _check_vectors(workspace, pair)
-    if served[0].is_of != pair.is_of:
-        _put(workspace, pair, served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
-    return roll_back(workspace, pair.model, checkpoint, reason=reason, author=author, generation=generation)
+    current, *_ = rollback_target(workspace, pair.model, target.checkpoint, reason=reason, generation=target.generation)
+    # Written even if the pair is served already: a verify that saw production before this rollback then loses.
+    if served[0].is_of != pair.is_of or served[0].production_follows != current.generation:
+        changes = {"reason": one_line(reason), "author": author, "production_follows": current.generation}
+        _put(workspace, pair, served, SERVING, action="rolled_back", **changes)
+    return roll_back(
+        workspace, pair.model, target.checkpoint, reason=reason, author=author, generation=target.generation
+    )
 
 
 def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: Role, **changes: object) -> Pair:
-    """Write what was there into the history, then the pair in its place, with `changes` in its fields.
+    """Write the pair, with `changes` in its fields, in place of what was `found`, and into the history.
 
-    Raises TransientError when another did.
+    Raises TransientError when another process has changed it meanwhile.
     """
     now, etag = found or (None, "")
-    changes["generation"] = (now.generation if now else 0) + 1
-    written = pair.model_copy(update=changes | {"replaced": now.vectors.digest if now else None})
-    key, data = pair_key(pair.model, role), written.model_dump_json(indent=1).encode() + b"\n"
+    # Where serving.json was lost or an earlier version put back the history counts, so that no number is used twice.
+    keys = _past_keys(workspace, pair.model)[-1:] if role == SERVING else []
+    known = [one for one in (now, *(_parsed(workspace, key, pair.model) for key in keys)) if one is not None]
+    fields = {
+        "generation": max((one.generation for one in known), default=0) + 1,
+        "replaced": known[0].vectors.digest if known else None,
+        "production_follows": None,
+    }
+    unnamed = pair.model_copy(update=fields | changes)
+    written = unnamed.model_copy(update={"id": unnamed.fingerprint})
     if now is not None and role == SERVING:
-        past = f"{FOLDER}/{pair.model}/pairs/{now.generation:08d}.json"
-        workspace.write_if_absent(past, now.model_dump_json(indent=1).encode() + b"\n")
+        _remember(workspace, now)  # whoever wrote it may have died before this
+    key, data = pair_key(pair.model, role), _stored(written)
     if not (workspace.write_if_match(key, data, etag) if now else workspace.write_if_absent(key, data)):
         raise TransientError(
             f"another has changed {workspace.uri(key)} meanwhile",
             expected="the pair that this decision was made against",
             next_command="run the same command again",
         )
+    if role == SERVING:
+        _remember(workspace, written)
     return written
+
+
+def _remember(workspace: Storage, pair: Pair) -> None:
+    workspace.write_if_absent(f"{FOLDER}/{pair.model}/pairs/{pair.generation:08d}.json", _stored(pair))
+
+
+def _stored(pair: Pair) -> bytes:
+    return pair.model_dump_json(indent=1).encode() + b"\n"
+
+
+def _in_force(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs that rollbacks have left, oldest first; the last one is served, the one before it comes next."""
+    left: list[Pair] = []
+    for pair in pairs:
+        places = [place for place, one in enumerate(left) if one.is_of == pair.is_of]
+        if pair.action == "rolled_back" and places:
+            del left[places[-1] + 1 :]
+        else:
+            left.append(pair)
+    return left
 
 
 def _rolled_back_vectors(pairs: Iterable[Pair]) -> frozenset[str]:
@@ -284,25 +343,33 @@ def _rolled_back_vectors(pairs: Iterable[Pair]) -> frozenset[str]:
 
 
 def _has_vectors(workspace: Storage, pair: Pair) -> bool:
-    found = read_manifest(workspace, pair.vectors.prefix)
-    return found is not None and found.digest == pair.vectors.digest
+    """Whether the vectors that were verified are there, every file in full size."""
+    try:
+        return verify_dir(workspace, pair.vectors.prefix, deep=False).digest == pair.vectors.digest
+    except DataError:
+        return False
 
 
 def _check_vectors(workspace: Storage, pair: Pair) -> None:
     if not _has_vectors(workspace, pair):
         raise CheckpointError(
             f"{workspace.uri(pair.vectors.prefix)} does not hold the vectors that were verified",
-            expected=f"those with the digest {pair.vectors.digest}",
+            expected=f"those with the digest {pair.vectors.digest}, every file in full size",
             next_command="trnpipe serving show; choose another cycle",
         )
 
 
-def _parsed(workspace: Storage, key: str) -> Pair:
+def _parsed(workspace: Storage, key: str, model: str) -> Pair:
     try:
-        return Pair.model_validate_json(workspace.read_bytes(key))
-    except ValidationError as error:
+        pair = Pair.model_validate_json(workspace.read_bytes(key))
+        if pair.model != model:
+            raise ValueError(f"it is of model {pair.model}")
+    except ValueError as error:
+        reason = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise CheckpointError(
-            f"{workspace.uri(key)} is no pair of a model and vectors: {error.errors(include_url=False)[0]['msg']}",
-            expected="what trnpipe embed verify wrote there",
-            next_command="put back the newest file below pairs/ beside it, or an earlier version of the object",
+            f"{workspace.uri(key)} is no pair of a model and vectors: {reason}",
+            expected="what trnpipe embed verify or a rollback wrote there",
+            next_command="put back an earlier version of the object; serving.json is the newest file below pairs/"
+            " beside it",
         ) from error
+    return pair

@@ -4,6 +4,7 @@ An array of workers shares the chunks of all partitions; the last one stores the
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,15 +13,18 @@ from typing import TypedDict
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.stop import StopSignal
 from pipeline.data.digest import store_digest
+from pipeline.data.input_files import names_of
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import Emit, PreparedData, prepare
 from pipeline.data.shared_prepare import prepare_share
+from pipeline.data.token_sets import QUARANTINE
 from pipeline.evaluate.split_size import count_queries, figure_name, size_advice
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
 
 NAME = "prepare"
+_MAX_REASONS = 5
 UNSPLIT = (
     "data.tokenizer.split_digits is set, but the parent model goes on with its own tokenizer, which does not split"
     " digits; begin a new model with --train.start scratch, or set --data.tokenizer.split-digits false"
@@ -47,8 +51,15 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
             return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": share})
         data = share
     ctx.console.info(summary(data))
+    with_bad = [prefix for prefix, info in zip(data.token_set_prefixes, data.infos, strict=True) if info.rows_bad]
+    if with_bad:
+        others = f", and of {len(with_bad) - 1} other partition(s) beside it" if len(with_bad) > 1 else ""
+        ctx.console.info(f"prepare: the bad rows are in {ctx.workspace.uri(f'{with_bad[-1]}/{QUARANTINE}')}{others}")
+    if data.passed_over:
+        ctx.console.info(f"prepare: {len(data.passed_over)} other file(s) were not read: {names_of(data.passed_over)}")
     loss = settings.train.loss
-    warnings = prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
+    warnings = [*data.input_warnings]
+    warnings += prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
     if config.tokenizer.split_digits and not data.splits_digits:  # one given or trained here does
         warnings = [*warnings, UNSPLIT]
     split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
@@ -92,8 +103,13 @@ class _Place(TypedDict):
 
 
 def summary(data: PreparedData) -> str:
-    """One line: what was made, what was reused, what was refused."""
-    bad = f" ({data.rows_bad:,} bad ones in quarantine)" if data.rows_bad else ""
+    """Return one line: what was made, what was reused, and why rows are bad."""
+    bad = ""
+    if data.rows_bad:
+        reasons = sum((Counter(info.reasons) for info in data.infos), Counter[str]()).most_common()
+        shown = [f"{rows:,} {reason}" for reason, rows in reasons[:_MAX_REASONS]]
+        shown += [f"{len(reasons) - _MAX_REASONS} other reasons"] if len(reasons) > _MAX_REASONS else []
+        bad = f", {data.rows_bad:,} bad: {', '.join(shown)}"
     known = f" (known vocabulary {data.vocabulary})" if data.vocabulary else ""
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
@@ -105,6 +121,9 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
     """Those of queries are of the train split, a query counted once in each partition."""
     judged = judgements_of(data.infos, "train", positive_gain)
     queries: dict[str, Figure] = {}
+    not_read: dict[str, Figure] = {}
+    if data.passed_over:
+        not_read = {"files_not_read": len(data.passed_over), "not_read": names_of(data.passed_over)}
     if judged is not None:
         queries = {
             "rows_train": sum(judged.rows),
@@ -121,6 +140,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
         "rows_bad": data.rows_bad,
         "rows_filtered": data.rows_filtered,
         "rows_blank": data.rows_blank,
+        **not_read,
         "rows_truncated": sum(info.truncated_rows for info in data.infos),
         **queries,
         "labels": ",".join(data.labels),

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from datetime import UTC, datetime
 
+from pipeline.checkpoint.store import PublishedWeights
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.format import format_duration
 from pipeline.registry.checkpoints import key_in
@@ -32,14 +33,16 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         return earlier.model_copy(update={"status": "already_done"})
     if parent is not None and not inputs.selection.new and (key := key_in(ctx.workspace, parent.uri)):
         # Without a new partition the candidate is the parent, as it is.
-        result = _commit(ctx, inputs, key, {"step": parent.state.step, "steps_done": 0, "late": False}, started)
+        figures: dict[str, Figure] = {"step": parent.state.step, "steps_done": 0, "late": False}
+        result = _commit(ctx, inputs, key, figures | _start(parent.state.published), started)
         ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
         return result
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
     with open_run(settings, ctx, inputs, tokenizer) as opened:
         outcome = train(opened)
     with_scores = settings.train.loss.trains_head
-    result = _commit(ctx, inputs, outcome.prefix, _figures(outcome, with_scores), started)
+    figures = _figures(outcome, with_scores) | _start(opened.saver.base.published)
+    result = _commit(ctx, inputs, outcome.prefix, figures, started)
     _tell(ctx, outcome, (result.finished - started).total_seconds(), with_scores)
     return result
 
@@ -50,6 +53,11 @@ def _commit(
     """The result of this run, stored by rank 0."""
     result = ctx.finish(NAME, started, inputs=inputs.identity, outputs={"checkpoint": checkpoint}, figures=figures)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
+
+
+def _start(published: PublishedWeights | None) -> dict[str, Figure]:
+    """What the model goes back to, where that is known."""
+    return {} if published is None else {"began_from": published.text}
 
 
 def _figures(outcome: Outcome, with_scores: bool) -> dict[str, Figure]:

@@ -12,8 +12,8 @@ from typing import TextIO
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_bytes, format_count, format_duration, format_share
+from pipeline.core.optional import missing_package
 from pipeline.core.progress import Advance
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -170,17 +170,13 @@ class Console:
 
 
 class TensorBoardSink:
-    """Scalars into a local folder that `tensorboard --logdir` reads. ConfigError when the extra is missing."""
+    """Scalars into a local folder that `tensorboard --logdir` reads. ConfigError without tensorboard."""
 
     def __init__(self, log_dir: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(
-                "TensorBoard output is on, but the package tensorboard cannot be imported",
-                expected="the extra 'tensorboard'",
-                next_command="pip install 'trnpipe[tensorboard]', or turn the setting off",
-            ) from error
+            raise missing_package("tensorboard", "log.tensorboard", error, otherwise="turn the setting off") from error
         self._writer = SummaryWriter(str(log_dir))  # type: ignore[no-untyped-call]
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

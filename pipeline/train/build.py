@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
-from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, TrainState
+from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
 from pipeline.compile.plan import graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
@@ -27,7 +27,7 @@ from pipeline.data.training_groups import MinedProducts, TrainingPools
 from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
 from pipeline.model.hf_config import hf_config
-from pipeline.model.hf_weights import from_hf, initial_model, to_hf
+from pipeline.model.hf_weights import digest_of_initial, from_hf, initial_model, to_hf
 from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import check_plan, check_same
@@ -55,7 +55,7 @@ class Saver:
     writer: CheckpointWriter
     gang: Gang
     base: TrainState
-    """State at step 0; only step and best change."""
+    """State at step 0; only step and best change afterwards."""
     template: Mapping[str, Tensor]
     """Names and shapes of the model's tensors (on the meta device)."""
     tokenizer: bytes
@@ -317,7 +317,20 @@ def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
         ctx.console.info(f"train: continuing from {newest.uri}")
         ctx.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)
         skipped = int(saver.program.guard.state.cpu()[SKIPPED])
+        _name_start(saver, ctx, inputs, newest.state.published)
         return Position(newest.state.step, skipped, newest.state.best)
     if inputs.parent is not None:
         saver.start_from(inputs.parent)
+    _name_start(saver, ctx, inputs, None)
     return Position()
+
+
+def _name_start(saver: Saver, ctx: StageContext, inputs: RunInputs, known: PublishedWeights | None) -> None:
+    """Put into every checkpoint which published weights the model goes back to. `known`: by an earlier checkpoint."""
+    folder = saver.base.model.init_from
+    if known is None and inputs.parent is not None:
+        known = inputs.parent.state.published
+    elif known is None and folder is not None and ctx.world.is_main:  # who saves; to read a large file takes seconds
+        uri, sha256 = digest_of_initial(folder, ctx.scratch)
+        known = PublishedWeights(uri=uri, sha256=sha256)
+    saver.base = saver.base.model_copy(update={"published": known})

@@ -7,7 +7,7 @@ of all its steps are on disk; every batch is counted; the stop signal is agreed 
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -206,7 +206,7 @@ class TrainLoop:
         # The attempt before may have been stopped before or within this evaluation.
         if self.step > 0 and self._midway(self.cadence.evaluate) and self.hooks.evaluate(self.step).is_enough:
             return "converged"
-        self._on_host = Counter(self.backend.host_operators())
+        self._forget_host_operators()
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
                 self._one_step(batches)
@@ -223,7 +223,7 @@ class TrainLoop:
                 if saving and (stopping or not late):  # the last step's is saved once, with what its evaluation said
                     self.hooks.save(self.step)
                 if evaluating or saving:
-                    self._on_host = Counter(self.backend.host_operators())  # those were of no step
+                    self._forget_host_operators()  # those were of no step
                     self._pace.resume()
                 if stopping:
                     return "stopped"
@@ -329,7 +329,7 @@ class TrainLoop:
         )
         self._note_compiles()
         self._note_host_operators(count)
-        self._judge(last)
+        self._judge(figures)
         if left_s is not None and left_s < eta_s and not self._warned:
             self._warned = True
             self.console.warn(f"the deadline will be missed by about {eta_s - left_s:.0f} s at this pace")
@@ -351,6 +351,10 @@ class TrainLoop:
             )
             self._compiles, self._compile_s = compiles, compile_s
 
+    def _forget_host_operators(self) -> None:
+        self.backend.forget_host_operators()
+        self._on_host = Counter(self.backend.host_operators())
+
     def _note_host_operators(self, steps: int) -> None:
         """Warn of those that were not there before: each cuts the step, and its tensors go to the host and back."""
         found = Counter(self.backend.host_operators())
@@ -361,10 +365,22 @@ class TrainLoop:
                 f"{name} is not an operator of {self.backend.device_name()}: it ran on the host {times} times in the"
                 f" last {steps} steps; another one, or its work done in the data preparation, keeps the step there"
             )
-        self._on_host = found
+        self._forget_host_operators()
 
-    def _judge(self, last: dict[str, float]) -> None:
-        """Tell of skipped steps; give up when the guard's patience is spent. Raises NumericError."""
+    def _judge(self, figures: Sequence[Mapping[str, float]]) -> None:
+        """Warn of skipped steps. Raises NumericError when the guard's patience is spent, or a bad step was taken.
+
+        The guard compares on the device, where a comparison with NaN may not be false. Nothing was saved since.
+        """
+        for row in figures:
+            if row["skipped_in_a_row"] == 0 and not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
+                raise NumericError(
+                    f"step {int(row['step'])} had loss {row['loss']} and gradient norm {row['grad_norm']},"
+                    f" and the guard on {self.backend.device_name()} did not skip it",
+                    expected="finite numbers, or a step that changes nothing",
+                    next_command="trnpipe health on this machine; the last checkpoint is good",
+                )
+        last = figures[-1]
         skipped, in_a_row = int(last["skipped"]), int(last["skipped_in_a_row"])
         if skipped > self.skipped:
             self.console.warn(f"{skipped - self.skipped} steps skipped (NaN or a gradient spike), {skipped} in all")

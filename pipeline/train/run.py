@@ -85,12 +85,15 @@ def train(run: Run, pruning: PruningRule | None = None) -> Outcome:
 def _announce(run: Run) -> None:
     ctx, train, selection = run.ctx, run.settings.train, run.inputs.selection
     parameters = run.program.strategy.size
-    parent = run.inputs.parent.prefix if run.inputs.parent else "scratch"
+    parent, published = run.inputs.parent, run.saver.base.published
+    start = parent.prefix if parent else published.text if published else "scratch"
+    if parent and published:
+        start += f", which goes back to {published.text}"
     mined = f" and {train.mined_per_query} mined negatives" if train.mined_per_query else ""
     links = run.pools.new.links
     linked = f" | {links.linked:,} of {links.queries:,} queries mean the same as another" if links else ""
     ctx.console.info(
-        f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {parent} | "
+        f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {start} | "
         f"{sum(run.pools.new.sizes):,} new and {sum(run.pools.kept):,} replayed groups of up to {run.pools.slots} "
         f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "

@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeline.backends import Backend, step_program
 from pipeline.compile.watch import GraphWatch, Place
 from pipeline.core.batch_order import Bucket, RankShare
-from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.errors import CheckpointError, ConfigError, DataError
+from pipeline.model.encoder import TextEncoder
 from pipeline.model.losses import LARGEST_LOG_SCALE, LOG_SCALE, Memory, empty_memory, temperature_of
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.strategies.base import KINDS, Strategy
@@ -67,6 +68,14 @@ class TrainProgram:
             self._log_scale, self._log_scale_master = strategy.single(LOG_SCALE)
         self._loss = GlobalLoss(config, share.accumulation, share.world_size, strategy.gather, self._log_scale)
         self._has_two_passes = needs_two_passes(config, share, gathers_in_graph=backend.gathers_in_graph)
+        is_recomputed = config.parallel.recompute == "units"
+        if backend.is_neuron and (self._has_two_passes or is_recomputed) and has_dropout(strategy.model.encoder):
+            twice = "layers are computed again" if is_recomputed else "a step has two passes"
+            raise ConfigError(
+                f"dropout on {backend.device_name()} where {twice}",
+                expected="no dropout: it is not known to drop the same elements twice on this device",
+                next_command="--model.dropout 0; with model.factory, a module without dropout",
+            )
         self._memory: Memory | None = None
         if config.loss.memory_batches:
             products = groups_of_batch(config) * (config.candidates_per_query + config.mined_per_query)
@@ -282,6 +291,11 @@ class TrainProgram:
         if optimizer is None and self.average:  # training begins with what was served
             into.append(self._masters)
         self.strategy.restore(weights, into, optimizer, state)
+
+
+def has_dropout(encoder: TextEncoder) -> bool:
+    """Return whether it drops elements, as far as can be seen of a module of a factory."""
+    return encoder.dropout > 0 or any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in encoder.modules())
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:

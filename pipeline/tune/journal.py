@@ -137,7 +137,7 @@ def _searchable(name: str) -> Leaf:
         near = nearest(name, known)
         raise ConfigError(
             f"tune.space names {name}, which is no setting",
-            expected=f"a setting of {' or '.join(_SECTIONS)}" + (f"; the nearest is {near}" if near else ""),
+            expected=f"a setting of {' or '.join(_SECTIONS)}" + (f"; the nearest: {', '.join(near)}" if near else ""),
             next_command="trnpipe tune --help",
         )
     if name not in known:

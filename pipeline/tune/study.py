@@ -25,6 +25,7 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.atomic import make_dirs
+from pipeline.io.paths import user_path
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import World
 from pipeline.settings import Settings, settings_hash
@@ -325,7 +326,7 @@ def study_folder(settings: Settings, ctx: StageContext) -> Path:
                 expected="a folder, on this machine or shared by the workers: a journal is appended to and locked",
                 next_command="--tune.folder FOLDER",
             )
-        return Path(tune.folder).expanduser().absolute() / tune.name
+        return user_path(tune.folder) / tune.name
     inside = ctx.workspace.local_path(f"tune/{tune.name}")
     if inside is None:
         raise ConfigError(

@@ -95,7 +95,7 @@ def test_without_matplotlib_there_is_a_word_instead_of_a_picture(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run("cpu", to=str(tmp_path / "there"))
     assert run("cpu", str(tmp_path / "there")) == EXIT_OK
-    assert said[-1] == "no picture: matplotlib is not installed (pip install 'trnpipe[report]')"
+    assert said[-1] == "no picture: matplotlib is not installed (pip install 'matplotlib>=3.9')"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`trnpipe tune`: what it prints and refuses; workspaces on S3."""
 
-import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,10 @@ def test_without_a_folder_it_lies_in_a_local_workspace(workspace: Path, tmp_path
 
 
 def test_without_optuna_it_names_the_extra(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "optuna" else find(name, *rest)
-    )
-    with pytest.raises(ConfigError, match=r"pip install 'trnpipe\[tune\]'"):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    for module in ("pipeline.tune.study", "pipeline.tune.journal"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ConfigError, match="pip install 'optuna>=4'"):
         run(settings_of(workspace, tmp_path))
 
 

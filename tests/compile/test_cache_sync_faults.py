@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.compile.cache import LOCK_DIR, EntryState, list_local
+from pipeline.compile.cache_sync import place_entry
 from pipeline.core.errors import Preempted
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
@@ -21,6 +22,7 @@ from tests.compile.cache_cases import (
     DONE,
     FILES,
     GRAPH,
+    LOG,
     NEFF,
     NUM_FILES,
     ONE,
@@ -141,6 +143,26 @@ def test_kill_9_at_every_change_of_a_pull(
         assert verify_dir(storage, ONE.key, deep=True)
     assert exit_code == 0
     assert number > 15 and num_partly > 5, "the kills reached the operations"
+
+
+@pytest.mark.fault
+def test_kill_9_while_an_entry_is_placed_over_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never called done with files of both."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    old, new = tmp_path / "old", tmp_path / "new"
+    write_entry(old, ONE, {**done_files("old"), "weights.bin": b"old", LOG: b"[ERROR] failed before"})
+    write_entry(new, ONE, {**done_files("new"), "weights.bin": b"new"})
+    number, exit_code, unfinished = 0, -signal.SIGKILL, 0
+    while exit_code == -signal.SIGKILL:
+        number += 1
+        root, staged = tmp_path / f"case{number}", tmp_path / f"staged{number}"
+        shutil.copytree(old, root)
+        shutil.copytree(new / ONE.key, staged)
+        exit_code = killed_at(number, partial(place_entry, root, ONE, staged))
+        assert is_usable(root, old, new)
+        unfinished += list_local(root)[0].state is not EntryState.DONE
+    assert exit_code == 0 and unfinished > 3
+    assert content_of(root) == content_of(new), "the log of an earlier failure is gone too"
 
 
 @pytest.mark.fault

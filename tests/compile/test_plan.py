@@ -12,8 +12,11 @@ from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import EmbedConfig
 from pipeline.io.storage import Storage, open_storage
+from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
+from pipeline.train.config import TrainConfig, TrainPlan
+from tests.fields import check_named, without_effect
 from tests.train.rows import MODEL, SPEC, TRAIN
 
 DEVICE = "xla:NEURON"
@@ -50,6 +53,64 @@ def workspace(tmp_path: Path) -> Storage:
 
 def part_guard(workspace: Storage, plan: Plan) -> GraphWatch:
     return open_part_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
+
+
+NOT_IN_GRAPHS = {
+    "start": "the values of weights",
+    "replay_share": "which samples",
+    "queries_per_topic": "which samples",
+    "link_queries": "which samples",
+    "epochs": "how many steps",
+    "max_steps": "how many steps",
+    "seed": "which random numbers",
+    "evaluate_every": "when",
+    "evaluate_rows": "how many",
+    "metric": "which figure is looked at",
+    "patience": "when it ends",
+    "deadline": "when it ends",
+    "on_deadline": "when it ends",
+    "collective_timeout_s": "how long ranks wait",
+    "optimizer.learning_rate": "a value that travels with each step",
+    "optimizer.schedule": "a value that travels with each step",
+    "optimizer.warmup_fraction": "a value that travels with each step",
+    "optimizer.final_fraction": "a value that travels with each step",
+    "guard.patience": "counted on the host",
+    "parallel": "the degrees of shards and what is computed again count, see below",
+}
+
+
+def test_every_setting_of_training_is_in_the_plan_of_graphs_or_named_as_outside() -> None:
+    def plan(train: TrainConfig) -> Plan:
+        settings = Settings(model=MODEL).model_copy(update={"train": train})
+        return graph_plan(settings, SPEC, (Bucket(4, 6),), RankShare(0, 8, 1), DEVICE)
+
+    train = TRAIN.model_copy(update={"loss": TRAIN.loss.model_copy(update={"memory_batches": 2})})
+    check_named(without_effect(train, plan), NOT_IN_GRAPHS)
+    spread = TrainPlan(recompute="units"), TrainPlan(shard="state", shard_degree=2)
+    plans = [plan(train.model_copy(update={"parallel": one})) for one in spread]
+    assert all(one != plan(train) for one in plans)
+
+
+def test_every_setting_of_embedding_is_in_the_plan_of_graphs_or_named_as_outside() -> None:
+    outside = set(EmbedConfig.model_fields) - {"buckets", "tokens_per_batch", "precision"}
+    check_named(
+        without_effect(EmbedConfig(), lambda embed: embed_plan(MODEL, embed, CompileConfig(), SPEC, DEVICE, 8)), outside
+    )
+
+
+def test_every_field_of_the_model_is_in_the_plan_of_graphs_but_where_its_weights_come_from() -> None:
+    models = [
+        MODEL.model_copy(update={"token_match": True}),
+        MODEL.model_copy(update={"architecture": "modernbert"}),
+        MODEL.model_copy(update={"factory": "package:function"}),
+    ]
+
+    def plan(model: ModelConfig) -> Plan:
+        settings = Settings(train=TRAIN).model_copy(update={"model": model})
+        return evaluation_plan(settings, SPEC, (Bucket(4, 6),), 8, DEVICE)
+
+    unused = [without_effect(model, plan, preset="small", hidden_size=20, num_heads=4) for model in models]
+    assert set.intersection(*unused) == {"preset", "init_from"}, "its sizes count, not its name"
 
 
 def test_which_groups_share_a_batch_changes_no_graph() -> None:

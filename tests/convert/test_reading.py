@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.convert.importing import read_model
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, TrnpipeError
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf_weights import initial_model, to_hf
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import MODEL, SPEC, Folder, bert_json, given, source_of, tokenizer_bytes
@@ -114,6 +115,12 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder: Folder) -> None:
         ({"hidden_size": None}, "config.json: hidden_size"),
         ({"num_attention_heads": 3}, "config.json: model.hidden_size 16 with model.num_heads 3"),
         ({"layer_norm_eps": 0}, "config.json: layer_norm_eps"),
+        ({"is_encoder_decoder": True}, "config.json: is_encoder_decoder"),
+        ({"is_causal": True}, "config.json: is_causal"),
+        ({"pruned_heads": {"0": [1]}}, "config.json: pruned_heads"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "config.json: quantization_config"),
+        ({"rope_scaling": {"factor": 2}}, "config.json: rope_scaling"),
+        ({"auto_map": {"AutoModel": "own.Model"}}, "config.json: Value error, auto_map"),
     ],
 )
 def test_an_architecture_that_is_not_ours_is_refused_by_name(folder: Folder, changes: Any, seen: str) -> None:
@@ -150,6 +157,152 @@ def test_what_sentence_transformers_does_and_we_do_not_is_refused_by_name(folder
     folder.json("modules.json", [modules[0] | {"path": "../../elsewhere"}, *modules[1:]])
     with pytest.raises(ConfigError, match="elsewhere"):
         folder.read()
+
+
+SENTENCE, OPTIONS, POOLING = "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"
+PROMPTS = {"query": "query: ", "document": "passage: "}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "seen"),
+    [
+        (POOLING, {"include_prompt": False}, "include_prompt false, with prompts"),
+        (POOLING, {"future_key": 1}, "future_key = 1 has no counterpart"),
+        (OPTIONS, {"truncate_dim": 8}, "truncate_dim = 8"),
+        (OPTIONS, {"similarity_fn_name": "manhattan"}, "similarity_fn_name"),
+        (OPTIONS, {"model_type": "SparseEncoder"}, "model_type"),
+        (OPTIONS, {"prompts": {"sts": "x: "}, "default_prompt_name": "sts"}, "default_prompt_name 'sts': 'x: ' before"),
+        (
+            OPTIONS,
+            {"prompts": PROMPTS, "default_prompt_name": "query"},
+            "default_prompt_name 'query': 'query: ' before",
+        ),
+        (SENTENCE, {"transformer_task": "fill-mask"}, "transformer_task"),
+        (SENTENCE, {"module_output_name": "sentence_embedding"}, "module_output_name"),
+        (SENTENCE, {"modality_config": {"text": {"method_output_name": "pooler_output"}}}, "method_output_name"),
+        (SENTENCE, {"modality_config": {"image": {"method": "forward"}}}, "image = "),
+        (SENTENCE, {"config_args": {"hidden_act": "relu"}}, "config_args = "),
+        (SENTENCE, {"processor_kwargs": {"do_lower_case": True}}, "do_lower_case = True"),
+        (SENTENCE, {"query_length": 8}, "query_length = 8"),
+        ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "module_input_name"),
+    ],
+)
+def test_a_key_that_changes_vectors_is_refused_by_name(folder: Folder, name: str, content: Any, seen: str) -> None:
+    folder.sentence()
+    folder.json(OPTIONS, {"prompts": PROMPTS, "similarity_fn_name": "cosine", "default_prompt_name": None})
+    folder.json("2_Normalize/config.json", {"module_input_name": "sentence_embedding"})
+    folder.read()
+    before = json.loads((folder.path / name).read_text())
+    folder.json(name, before | content)
+    text = refusal(folder, ConfigError)
+    assert text.startswith(f"{name}: ") and seen in text
+    folder.json(name, before | {key: None for key in content if key in ("future_key", "truncate_dim", "query_length")})
+    folder.read()
+
+
+def test_a_pooling_without_the_prompt_is_that_with_it_where_there_is_none(folder: Folder) -> None:
+    folder.sentence(pooling={"pooling_mode": "mean", "include_prompt": False})
+    folder.json(OPTIONS, {"prompts": {"query": "", "document": None}})
+    assert folder.read().config.pooling == "mean"
+
+
+def test_a_prompt_before_every_text_may_be_that_of_both_sides(folder: Folder) -> None:
+    folder.sentence()
+    folder.json(OPTIONS, {"prompts": {"query": "x: ", "document": "x: "}, "default_prompt_name": "query"})
+    assert (folder.read().spec.query_prefix, folder.read().spec.product_prefix) == ("x: ", "x: ")
+
+
+@pytest.mark.parametrize(
+    ("similarity", "is_taken"), [("cosine", True), (None, True), ("dot", False), ("euclidean", False)]
+)
+def test_vectors_of_any_length_are_compared_by_their_angle_alone(
+    folder: Folder, similarity: str | None, is_taken: bool
+) -> None:
+    folder.sentence()
+    folder.json(OPTIONS, {"similarity_fn_name": similarity})
+    folder.read()
+    folder.json("modules.json", json.loads((folder.path / "modules.json").read_text())[:2])
+    if is_taken:
+        folder.read()
+    else:
+        assert f"similarity_fn_name {similarity} without a Normalize" in refusal(folder, ConfigError)
+
+
+def test_an_adapter_is_refused_by_name(folder: Folder, tmp_path: Path) -> None:
+    folder.json("adapter_config.json", {"peft_type": "LORA"})
+    assert "has an adapter (adapter_config.json)" in refusal(folder, ConfigError)
+    with pytest.raises(ConfigError, match="has an adapter"):
+        initial_model(MODEL.model_copy(update={"init_from": str(folder.path)}), SPEC, 1, tmp_path)
+
+
+WRAPPERS = ("module.", "_orig_mod.", "model.", "0.auto_model.", "module._orig_mod.", "model.bert.", "bert.")
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_others_put_before_every_name_is_taken_away(folder: Folder, wrapper: str, tmp_path: Path) -> None:
+    expected = folder.read().weights
+    words = folder.weights["embeddings.word_embeddings.weight"]
+    weights = {f"{wrapper}{name}": tensor for name, tensor in folder.weights.items()}
+    save_file(weights, folder.path / "model.safetensors")
+    imported = folder.read().weights
+    assert imported.keys() == expected.keys() and all(torch.equal(imported[name], expected[name]) for name in expected)
+    config = MODEL.model_copy(update={"init_from": str(folder.path)})
+    spec = SPEC.model_copy(update={"vocab_size": folder.vocab_size})
+    model = initial_model(config, spec, 1, tmp_path)
+    assert torch.equal(model.state_dict()["encoder.word_embeddings.weight"], words)
+    save_file(weights | {"1.linear.weight": torch.ones(16, 16)}, folder.path / "model.safetensors")
+    assert "has no place" in refusal(folder), "one more module, of which only the names tell"
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 90868376\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "seen", "remedy"),
+    [
+        (POINTER, "is a Git LFS pointer", "git lfs pull"),
+        (b"", "is empty", "download it again"),
+        (b"\n<!DOCTYPE html><html>", "is a web page", "/resolve/"),
+        (None, "is damaged", "copy it again"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.json", "config.json"])
+def test_what_lies_there_instead_of_a_file(
+    folder: Folder, name: str, content: bytes | None, seen: str, remedy: str, tmp_path: Path
+) -> None:
+    """None: the second half of the file is missing."""
+    path = folder.path / name
+    if name.endswith(".bin"):
+        (folder.path / "model.safetensors").rename(path)
+        torch.save(folder.weights, path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content is None else content)
+    kinds = {"tokenizer.json": DataError, "config.json": ConfigError}
+    config = MODEL.model_copy(update={"init_from": str(folder.path)})
+    spec = SPEC.model_copy(update={"vocab_size": folder.vocab_size})
+    uses: list[Callable[[], object]] = [folder.read]
+    uses += [lambda: initial_model(config, spec, 1, tmp_path)] if name != "tokenizer.json" else []
+    for use in uses:
+        with pytest.raises(kinds.get(name, CheckpointError)) as caught:
+            use()
+        assert f"file://{path}" in caught.value.seen
+        if content is not None:
+            assert seen in caught.value.seen and remedy in caught.value.next_command
+
+
+def test_shards_that_are_missing_are_named(folder: Folder) -> None:
+    (folder.path / "model.safetensors").unlink()
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    folder.json("model.safetensors.index.json", {"weight_map": shards})
+    (folder.path / shards["a"]).touch()
+    assert "in several files (model.safetensors.index.json), and model-00002-of-00002.safetensors is" in refusal(folder)
+
+
+def test_tokens_that_only_the_file_beside_has_are_refused(folder: Folder) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    folder.json("tokenizer_config.json", config | {"added_tokens_decoder": {"0": {"content": "[PAD]"}}})
+    folder.read()
+    folder.json("tokenizer_config.json", config | {"added_tokens_decoder": {"999": {"content": "<new>"}}})
+    assert "added_tokens_decoder has '<new>' as 999" in refusal(folder, ConfigError)
 
 
 def test_notes_tell_what_is_different_here(folder: Folder) -> None:

@@ -187,6 +187,7 @@ def test_the_instances_are_those_of_the_table() -> None:
         ("trn1n.32xlarge", 16, 512, 3040, 760),
         ("trn2.3xlarge", 1, 96, 667, 181),
         ("trn2.48xlarge", 16, 1536, 16 * 667, 16 * 181),
+        ("trn2u.48xlarge", 16, 1536, 16 * 667, 16 * 181),
     ):
         instance = MACHINES[name]
         assert instance.num_cores * instance.core_memory_bytes == memory_gib * GIB

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.format import format_bytes, format_count, format_duration, format_share, quotable
+from pipeline.core.format import format_bytes, format_count, format_duration, format_share, natural_key, quotable
 
 NOT_NUMBERS = [None, math.nan, math.inf, -math.inf]
 
@@ -104,3 +104,8 @@ def test_a_quotable_text_is_a_json_string_between_quotation_marks() -> None:
     for text in ('say "no" to C:\\x', "\x1b[31mred\x1b[0m\n", "plain, naïve"):
         assert json.loads(f'"{quotable(text)}"') == quotable(text)
     assert quotable('say "no" to C:\\x') == "say 'no' to C:/x"
+
+
+def test_digits_in_names_are_numbers() -> None:
+    rising = ["", "2026-2", "2026-10", "a", "a1", "a1b", "a09", "a9", "a10", "b", "cycle-9", "cycle-10"]
+    assert sorted(reversed(rising), key=natural_key) == rising

@@ -20,6 +20,7 @@ def test_what_the_settings_say_goes_first() -> None:
     assert price_usd_per_hour("trn1.2xlarge", None) == 1.34375
     assert price_usd_per_hour("trn1.2xlarge", 0.0) == 0.0
     assert price_usd_per_hour("abacus.large", None) is None
+    assert price_usd_per_hour("trn2u.48xlarge", None) is None and price_usd_per_hour("trn2u.48xlarge", 9.0) == 9.0
     assert price_usd_per_hour("abacus.large", 3.0) == 3.0
 
 

@@ -65,6 +65,15 @@ def test_other_json_is_a_data_error(text: bytes) -> None:
         Manifest.from_json(text)
 
 
+@pytest.mark.parametrize("digest", [None, "", "0" * 64])
+def test_a_manifest_needs_its_own_digest(digest: str | None) -> None:
+    body = json.loads(manifest().to_json())
+    without = {name: value for name, value in body.items() if name != "digest"}
+    for altered in (without, {**body, "digest": digest}):
+        with pytest.raises(DataError):
+            Manifest.from_json(json.dumps(altered).encode())
+
+
 def test_a_later_schema_is_told_apart_from_damage() -> None:
     body = {**json.loads(manifest().to_json()), "schema_version": 2}
     with pytest.raises(DataError, match="schema 2"):

@@ -14,11 +14,13 @@ from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data import readers
 from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.csv_records import TEXT_AFTER_QUOTE, UNCLOSED_QUOTE, WRONG_FIELDS
+from pipeline.data.input_files import FLAT, Files, InputFile, Partition
 from pipeline.data.prepare import count_rows
-from pipeline.data.readers import MALFORMED, suffix_format
+from pipeline.data.readers import NOT_AN_OBJECT, suffix_format
 from pipeline.data.row_counts import FileCount
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
-from pipeline.data.sources import FLAT, Files, FileSource, InputFile, Partition, open_source
+from pipeline.data.sources import FileSource, open_source
 from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, CatalogueReader, look_at
@@ -52,7 +54,7 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
     for chunk in cut_chunks(file.key, batches, rows_per_chunk):
         good, bad_rows, judged = clean(chunk, RULES)
         assert judged == chunk.num_rows == len(good.query) + sum(row.count for row in bad_rows)
-        assert {row.reason for row in bad_rows} <= {MALFORMED}
+        assert {row.reason for row in bad_rows} <= {WRONG_FIELDS, UNCLOSED_QUOTE, NOT_AN_OBJECT}
         ids += ids_of(chunk.table(), "query_id")
         numbers += chunk.rows.tolist()
         bad += sum(row.count for row in bad_rows)
@@ -90,7 +92,8 @@ def check_retrieval(storage: Storage, made: Made, chooser: random.Random) -> Non
     assert stat is not None
     file = CatalogueFile(config, Files(storage, ((stat, str(suffix_format(made.name))),)))
     found = file.queries()
-    assert len(found.query_of) == len(made.ids) and found.is_item.all()
+    assert found.num_items == len(found.query_of) == len(made.ids)
+    assert found.item_of.tolist() == list(range(len(made.ids)))
     rows = chooser.choice((7, 1000, 8192))
     windows = list(file.windows(found.is_item, rows, lambda number: True, 64))
     assert [first for first, _ in windows] == list(range(0, len(made.ids), rows))
@@ -213,36 +216,34 @@ def test_gz_by_name_alone(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.unit
 def test_quotes_that_swallow_rows(tmp_path: Path) -> None:
-    """The quote that is opened in row 1 is closed by the one of row 3; the record has as many fields as the header."""
+    """The quote that is opened in row 1 is closed by the one of row 3; that of p5 is followed by text."""
     lines = ["p0,q,t,yes", 'p1,q,"t,yes', "p2,q,t,yes", 'p3,q,"t",yes', "p4,q,t,yes", 'p5,q,"24" screen,yes']
     (tmp_path / "a.csv").write_text("\n".join([",".join(HEADER), *lines]) + "\n")
     batches = read(tmp_path / "a.csv")
-    assert [name for batch in batches for name in ids_of(batch.columns, "query_id")] == ["p0", "p4", "p5"]
-    assert sum(row.count for batch in batches for row in batch.bad) == 3
+    assert [name for batch in batches for name in ids_of(batch.columns, "query_id")] == ["p0", "p4"]
+    assert [(row.line, row.count, row.reason) for batch in batches for row in batch.bad] == [
+        (3, 3, UNCLOSED_QUOTE),
+        (7, 1, TEXT_AFTER_QUOTE),
+    ]
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("name", "swallowed"),
+    "swallowed",
     [
-        ("a.tsv", ['p1|q|"Deluxe Edition|yes', 'p3|q|Monitor 27"|yes']),
-        ("a.tsv", ['p1|q|"Deluxe Edition|yes', "p2|q|t|yes", "", "torn", 'p3|q|Monitor 27"|yes']),
-        ("a.tsv", ['"p1|q|t|yes', 'p3"|q|t|yes']),
-        ("a.tsv", ['p1|q|t|"yes', 'p3|q|t|no"']),
-        ("a.csv", ['p1|q|"Deluxe Edition|yes', "p2|q|t, black|yes", 'p3|q|Monitor 27"|yes']),
-        ("a.csv", ['p1|q|"Deluxe Edition|yes', "p2|q|t|yes", "torn", "p2|q|t|yes", 'p3|q|Monitor 27"|yes']),
+        ['p1,q,"Deluxe Edition,yes', "p2,q,t, black,yes", 'p3,q,Monitor 27",yes'],
+        ['p1,q,"Deluxe Edition,yes', "p2,q,t,yes", "torn", "p2,q,t,yes", 'p3,q,Monitor 27",yes'],
     ],
 )
-def test_a_field_that_holds_rows_is_no_text(tmp_path: Path, name: str, swallowed: list[str]) -> None:
+def test_a_field_that_holds_rows_is_no_text(tmp_path: Path, swallowed: list[str]) -> None:
     """A quote that begins a field and one that ends a later one of its column make one record of the right size."""
-    delimiter = "\t" if name == "a.tsv" else ","
-    rows = ["|".join(HEADER), "p0|q|t|yes", *swallowed, "p4|q|t|yes"]
-    (tmp_path / name).write_text("\n".join(row.replace("|", delimiter) for row in rows) + "\n")
-    batches = read(tmp_path / name)
+    rows = [",".join(HEADER), "p0,q,t,yes", *swallowed, "p4,q,t,yes"]
+    (tmp_path / "a.csv").write_text("\n".join(rows) + "\n")
+    batches = read(tmp_path / "a.csv")
     assert [one for batch in batches for one in ids_of(batch.columns, "query_id")] == ["p0", "p4"]
     (bad,) = [row for batch in batches for row in batch.bad]
-    assert (bad.row, bad.reason, bad.count) == (1, MALFORMED, len(swallowed))
-    assert bad.content.startswith(swallowed[0].replace("|", delimiter))
+    assert (bad.row, bad.line, bad.reason, bad.count) == (1, 3, UNCLOSED_QUOTE, len(swallowed))
+    assert str(bad.content).startswith(swallowed[0])
 
 
 @pytest.mark.unit

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -10,7 +11,7 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.shared_prepare import prepare_share
-from pipeline.data.survey import known_order
+from pipeline.data.survey import LabelCount, LabelSet, Survey, TextSample, decide_labels, known_order
 from pipeline.stages.prepare import summary
 from tests.real_data import real_file
 
@@ -75,6 +76,41 @@ def test_an_order_that_nothing_tells_is_refused(workplace: Callable[[str], Any],
         workplace("one").prepare(rows(tmp_path, "hard_negative|match|random negative", gains))
     assert "random negative (22 rows), match (21 rows), hard_negative (20 rows)" in caught.value.seen
     assert caught.value.next_command.startswith("--data.labels 'random negative,match,hard_negative',")
+
+
+def decide(counts: dict[str, int]) -> LabelSet:
+    seen = Survey({name: LabelCount(rows=rows) for name, rows in counts.items()}, TextSample(1), has_labels=True)
+    return decide_labels(DataConfig(), SimpleNamespace(fixed_labels={}), seen)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("counts", "labels"),
+    [
+        ({"0": 1400, "1": 900, "2": 698, "n/a": 1, "5": 1}, ["0", "1", "2"]),
+        ({"match": 2000, "non_match": 998, "mach": 2}, ["non_match", "match"]),
+        ({"0": 1000, "1": 1000, "5": 1}, ["0", "1", "5"]),  # all of them are grades
+    ],
+)
+def test_a_rare_label_of_no_known_vocabulary_is_a_bad_row(counts: dict[str, int], labels: list[str]) -> None:
+    found = decide(counts)
+    assert list(found.gains) == labels
+    assert all(name in found.vocabulary for name in counts.keys() - {*labels})
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("counts", "command"),
+    [
+        ({"0": 1400, "1": 900, "2": 698, "n/a": 60}, "--data.labels 0,1,2; the 60 rows with"),
+        ({"yes": 10, "no": 9, "?": 1, "-": 1}, "--data.labels no,yes; the 2 rows with"),
+        ({"a": 2000, "b": 1}, "--data.labels a,b, put in order"),
+    ],
+)
+def test_labels_are_offered_without_what_is_no_grade(counts: dict[str, int], command: str) -> None:
+    with pytest.raises(DataError) as caught:
+        decide(counts)
+    assert caught.value.next_command.startswith(command)
 
 
 @pytest.mark.stage

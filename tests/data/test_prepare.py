@@ -19,16 +19,18 @@ from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data.chunks import ChunkRecord, EncodeSettings, Staging
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
+from pipeline.data.input_files import Partition
 from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.row_counts import NamedPartition, first_bad
 from pipeline.data.shards import EXTRA
-from pipeline.data.sources import Partition, open_source
+from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.data.token_sets import QuarantinedRow, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.validate import RowRules, codes_of
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.proc import pool
+from pipeline.stages.prepare import summary
 from pipeline.telemetry.events import EventName
 from tests.shown import Shown
 
@@ -261,16 +263,25 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
     result = place.prepare(config)
     assert (result.rows, result.rows_bad) == (97, 4)
     info = info_of(place, result.token_set_prefixes[0])
-    assert info.reasons == {"empty query": 1, "empty title": 1, "malformed row": 1, "unknown label": 1}
+    assert info.reasons == {
+        "empty query": 1,
+        "empty title": 1,
+        "malformed row: not a JSON object": 1,
+        "unknown label": 1,
+    }
     assert info.label_gains == (0.0, 1.0)
     lines = place.bytes_of(result.token_set_prefixes[0])["quarantine.jsonl"].splitlines()
     assert [(row["row"], row["reason"]) for row in map(json.loads, lines)] == [
-        (0, "malformed row"),
+        (0, "malformed row: not a JSON object"),
         (4, "empty query"),
         (6, "empty title"),
         (8, "unknown label"),
     ]
-    assert "perhaps" in lines[3].decode()
+    assert json.loads(lines[3])["content"] == {"query": "q7", "title": "t7", "label": "perhaps"}
+    assert summary(result).endswith(
+        "97 rows, 4 bad: 1 empty query, 1 empty title, 1 malformed row: not a JSON object, 1 unknown label"
+        " | labels no < yes"
+    )
     strict = config.model_copy(update={"max_bad_fraction": 0.01})
     for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike
         with pytest.raises(DataError, match=r"4 of 101 rows are bad \(4\.0%\).*empty title \(1\)"):
@@ -324,7 +335,7 @@ def test_labels_in_the_data_are_ordered_by_gain(workplace: Make, tmp_path: Path)
         ({"path": "{tmp}/mixed"}, "holds dt= folders and also"),
         ({"path": "{tmp}/nodays"}, "holds dt=2026-13-01, which is no day"),
         ({"path": "{tmp}/norows", "numeric": (), "categorical": ()}, "no usable rows"),
-        ({"filter": {"brand": "Nobody"}}, "is empty in all rows"),
+        ({"filter": {"brand": "Nobody"}}, "no row of .* has brand=Nobody"),
         ({"numeric": ("weight",)}, "no column 'weight'"),
         ({"tokenizer": TokenizerConfig(path="{tmp}/none.json")}, "does not exist"),
     ],

@@ -9,7 +9,8 @@ import pytest
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.sources import find_files, open_source
+from pipeline.data.input_files import find_files
+from pipeline.data.sources import open_source
 from pipeline.data.tokenizer import given_tokenizer
 
 CSV = "query,title,label\nq,t,yes\n"
@@ -40,8 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_each_way_to_write_a_path(folder: Path, path: str, keys: list[str]) -> None:
-    _, stats = find_files(path.format(folder=folder), StopSignal())
-    assert [stat.key for stat in stats] == keys
+    listing = find_files(path.format(folder=folder), StopSignal())
+    assert [stat.key for stat in listing.stats] == keys
 
 
 @pytest.mark.unit

@@ -1,11 +1,22 @@
+import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.config import CategoricalFeature, DataConfig
-from pipeline.data.rows import BadRow, Chunk, RawBatch, cut_chunks, plan_columns, to_fields
+from pipeline.data.config import CategoricalFeature, ColumnMapping, DataConfig
+from pipeline.data.rows import (
+    BadRow,
+    Chunk,
+    RawBatch,
+    cut_chunks,
+    plan_columns,
+    quarantine_lines,
+    quarantined,
+    to_fields,
+)
 from pipeline.data.token_sets import CategoricalInfo
 from pipeline.data.validate import CleanRows, RowRules, category_id, clean
 
@@ -23,6 +34,7 @@ RULES = RowRules(
     0.0,
     carve_valid=False,
 )
+PLAIN = replace(RULES, filter={}, categorical=())
 GOOD: dict[str, Any] = {
     "query": b"q",
     "title": b"t",
@@ -86,6 +98,23 @@ def test_good_rows_keep_their_values() -> None:
 
 
 @pytest.mark.unit
+def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
+    config = DataConfig(columns=ColumnMapping(query="search_term"), numeric=("price",))
+    table = {
+        "search_term": pa.array([b"shoe"], pa.large_binary()),
+        "title": pa.array([b"x" * 600], pa.large_binary()),
+        "label": pa.array([None], pa.large_binary()),
+        "price": pa.array([float("nan")]),
+    }
+    fields = to_fields(table, plan_columns(config, [*table], "f"))
+    _, bad, _ = clean(next(cut_chunks("f", [RawBatch(fields, np.arange(1, dtype=np.int64))], 10)), PLAIN)
+    shown = {"search_term": "shoe", "title": "x" * 500 + "...", "label": None, "price": "nan"}
+    assert [row.content for row in bad] == [shown]
+    (row,) = quarantined(bad)
+    assert json.loads(quarantine_lines([row]))["content"] == json.loads(row.text) == shown
+
+
+@pytest.mark.unit
 def test_filtered_rows_are_not_judged() -> None:
     rows, bad, rows_read = judged({"market": b"de", "query": None}, {}, {"market": None})
     assert (len(rows.query), bad, rows_read) == (1, [], 1)
@@ -110,3 +139,52 @@ def test_split_by_hash_keeps_queries_whole_and_shares() -> None:
     shares = np.bincount(rows.split, minlength=3) / 4000
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.04)
     assert (rows.label == -1).all()
+
+
+def texts(**columns: list[bytes | None]) -> Chunk:
+    """A chunk of text columns as CSV gives them; query, title and gain unless given."""
+    num_rows = len(next(iter(columns.values())))
+    filled = {"query": [b"q"] * num_rows, "title": [b"t"] * num_rows, "gain": [b"0.5"] * num_rows, **columns}
+    batch = pa.RecordBatch.from_pydict({name: pa.array(cells, pa.large_binary()) for name, cells in filled.items()})
+    return next(cut_chunks("f", [RawBatch(batch, np.arange(num_rows, dtype=np.int64))], 9999))
+
+
+HALVES = RowRules("flat", (), (), (), (), {}, 0.25, 0.25, carve_valid=False)
+
+
+@pytest.mark.unit
+def test_queries_that_differ_in_case_are_one_query_in_one_split() -> None:
+    queries: list[bytes | None] = [
+        text for number in range(100) for text in (b"Red Shoe %d" % number, b"red shoe %d" % number)
+    ]
+    rows, _, _ = clean(texts(query=queries), HALVES)
+    assert rows.query_id[::2].tolist() == rows.query_id[1::2].tolist()
+    assert rows.split[::2].tolist() == rows.split[1::2].tolist()
+    assert {*rows.split.tolist()} == {0, 1, 2}
+
+
+@pytest.mark.unit
+def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() -> None:
+    rows, _, _ = clean(texts(query=[b"q", b"q", b"other", b"q"], query_id=[b"1", b"2", b"1", b" "]), HALVES)
+    one, two, again, by_text = rows.query_id.tolist()
+    assert one == again and len({one, two, by_text}) == 3
+    assert rows.split[0] == rows.split[2]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("carve", [True, False])
+def test_valid_rows_are_carved_out_of_train_alone(carve: bool) -> None:
+    queries: list[bytes | None] = [b"q%d" % number for number in range(400)]
+    split: list[bytes | None] = [b"train", b"test"] * 200
+    rows, _, _ = clean(texts(query=queries, split=split), replace(HALVES, carve_valid=carve))
+    assert set(rows.split[1::2].tolist()) == {2}
+    assert np.bincount(rows.split[::2], minlength=3) / 200 == pytest.approx(
+        [0.75, 0.25, 0] if carve else [1, 0, 0], abs=0.1
+    )
+
+
+@pytest.mark.unit
+def test_the_first_defect_of_a_row_is_its_reason_and_a_gain_may_be_absent() -> None:
+    chunk = texts(query=[b"\xff", b"q", b"q"], title=[b"\xff", b"", b"t"], gain=[b"2", None, b""])
+    _, bad, _ = clean(chunk, HALVES)
+    assert [row.reason for row in bad] == ["query is not UTF-8", "empty title", "gain is not a number from 0 to 1"]

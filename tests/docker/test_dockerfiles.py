@@ -104,11 +104,15 @@ def test_an_interface_is_named_by_no_image(path: Path) -> None:
 
 def test_what_changes_graphs_and_numbers_on_neuron_is_stated(path: Path) -> None:
     """A default of torch-neuronx that changed would make all graphs new, in the middle of the night."""
-    stated = {"XLA_DISABLE_FUNCTIONALIZATION": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0", "MALLOC_ARENA_MAX": "64"}
+    of_xla = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}
+    of_native = {
+        "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1",
+        "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS": "1",
+    }
+    of_both = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0", "MALLOC_ARENA_MAX": "64"}
     given = environment(last_stage(path))
-    found = {name: given[name] for name in stated if name in given}
-    if path.name == NATIVE:
-        del stated["XLA_DISABLE_FUNCTIONALIZATION"]  # there is no XLA in it
+    found = {name: given[name] for name in of_both | of_xla | of_native if name in given}
+    stated = of_both | (of_native if path.name == NATIVE else of_xla)
     assert found == (stated if path.name.startswith("neuron") else {})
 
 

@@ -8,7 +8,16 @@ import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.data.config import DataConfig
+from pipeline.embed import carry_over
+from pipeline.embed.carry_over import find_earlier
+from pipeline.embed.config import EmbedConfig
+from pipeline.embed.plan import asked_for, made_with
+from pipeline.embed.vectors import VectorLayout
+from pipeline.model.config import ModelConfig
 from tests.embed.catalogues import Case, expected_vector, products, rows_of, title, write_catalogue
+from tests.fields import check_named, without_effect
+from tests.train.rows import checkpoint_of
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"dtype": "int8"}, {"format": "npy", "dtype": "fp16", "dim": 8}]
 
@@ -124,3 +133,95 @@ def test_earlier_vectors_that_change_under_the_plan(tmp_path: Path) -> None:
     case.embed(write_catalogue(tmp_path / "other", [products(range(50))]), "c1")
     with pytest.raises(DataError, match="as when this cycle was planned"):
         case.work(plan)
+
+
+CHECKPOINT = checkpoint_of(max_tokens=300, model=ModelConfig(preset="tiny"))
+NO_PART_OF_A_VECTOR = {
+    "tokens_per_batch": "how many texts are computed together",
+    "compiled": "how it is computed",
+    "checkpoint": "its digest counts",
+    "workers": "who does it",
+    "worker": "who does it",
+    "tokenise_processes": "who does it",
+    "catalogue": "a row is carried over by the hashes of its id and text",
+    "output": "the layout is compared beside it, see below",
+    "verify": "looks at vectors, and makes none",
+}
+
+
+def test_every_setting_is_part_of_what_made_a_vector_or_named_as_none() -> None:
+    config = EmbedConfig(chunks=2)
+    found = without_effect(config, lambda one: made_with(one, CHECKPOINT), buckets=(64, 128), precision="bf16")
+    check_named(found, NO_PART_OF_A_VECTOR)
+
+
+MADE_BY, LAYOUT = (
+    made_with(EmbedConfig(chunks=2), CHECKPOINT),
+    VectorLayout(format="parquet", dtype="fp32", dim=16, id_type="string"),
+)
+
+
+@pytest.mark.parametrize("name", [*MADE_BY, "dtype", "dim", "id_type"])
+def test_vectors_that_differ_in_anything_are_not_taken_over(tmp_path: Path, name: str) -> None:
+    """Whatever the name, also one that only one side has: a later version may know more."""
+    case = Case(tmp_path)
+    vectors = case.embed(write_catalogue(tmp_path / "in", [products(range(4))]), "c1")
+    info = vectors.info.model_copy(update={"made_by": MADE_BY})
+    manifest = vectors.manifest.model_copy(update={"fields": info.model_dump(mode="json")})
+    case.workspace.write_bytes("embeddings/c1/MANIFEST.json", manifest.to_json())
+    assert find_earlier(case.workspace, "c2", "auto", MADE_BY, LAYOUT).carry_from is not None
+    without = {key: value for key, value in MADE_BY.items() if key != name}
+    for made_by in (MADE_BY | {name: "other"}, without):
+        layout = LAYOUT
+        if name not in MADE_BY:
+            made_by, layout = MADE_BY, LAYOUT.model_copy(update={name: {"dtype": "fp16", "dim": 8}.get(name, "int64")})
+        assert find_earlier(case.workspace, "c2", "auto", made_by, layout).carry_from is None
+        with pytest.raises(ConfigError, match=f": {name} was"):
+            find_earlier(case.workspace, "c2", "c1", made_by, layout)
+
+
+def test_what_a_cycle_was_begun_with_are_all_settings_that_decide_its_work() -> None:
+    outside = {
+        "buckets": "the length of a text is compared with the plan's",
+        "tokens_per_batch": "how many texts are computed together",
+        "compiled": "how it is computed",
+        "workers": "who does it",
+        "worker": "who does it",
+        "tokenise_processes": "who does it",
+        "catalogue.max_bad_fraction": "refuses, and changes no row",
+        "verify": "afterwards",
+    }
+    check_named(without_effect(EmbedConfig(chunks=2), lambda one: asked_for(one, DataConfig())), outside)
+    of_judgements = set(DataConfig.model_fields) - {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
+    check_named(without_effect(DataConfig(), lambda one: asked_for(EmbedConfig(), one)), of_judgements)
+
+
+@pytest.mark.parametrize("names", [("b", "a"), ("cycle-9", "cycle-10"), ("2026-01-02", "2026-01-01")])
+def test_the_newest_vectors_have_the_highest_generation_whatever_their_cycle_is_called(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(4))])
+    for name in names:
+        case.embed(catalogue, name)
+    plan = case.plan(catalogue, "next")
+    assert plan.generation == 3
+    assert plan.previous is not None and plan.carry_from is not None
+    assert plan.previous.cycle == plan.carry_from.cycle == names[1]
+
+
+def test_the_newest_vectors_are_found_among_many_cycles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cycle-100 stands before cycle-99 where names are sorted as text."""
+    monkeypatch.setattr(carry_over, "MAX_CYCLES", 2)
+    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(4))])
+    for number in (98, 99, 100, 101):
+        assert case.embed(catalogue, f"cycle-{number}").info.generation == number - 97
+    assert case.plan(catalogue, "cycle-102").carry_from.cycle == "cycle-101"  # type: ignore[union-attr]
+
+
+def test_of_vectors_planned_at_the_same_time_the_later_cycle_counts(tmp_path: Path) -> None:
+    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(4))])
+    plans = [case.plan(catalogue, name) for name in ("cycle-9", "cycle-10")]
+    for plan in plans:
+        case.work(plan)
+        case.finish(plan)
+    assert case.plan(catalogue, "cycle-11").previous.cycle == "cycle-10"  # type: ignore[union-attr]

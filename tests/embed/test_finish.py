@@ -43,7 +43,7 @@ def test_of_equal_ids_the_first_in_the_catalogue_stays(tmp_path: Path, layout: d
     assert vectors.info.reasons == {DUPLICATE_ID: 4}
     assert (vectors.info.counts.read, vectors.info.counts.bad, vectors.info.rows) == (110, 4, 106)
     lines = [json.loads(line) for line in case.files()["quarantine.jsonl"].splitlines()]
-    assert sorted(eval(line["content"])["id"] for line in lines) == ["p110", "p40", "p5", "p99"]  # noqa: S307
+    assert sorted(line["content"]["id"] for line in lines) == ["p110", "p40", "p5", "p99"]
     verify_dir(case.workspace, "embeddings/c1", deep=True)
     assert open_vectors(case.workspace, "c1").info == vectors.info
     assert set(case.files()) == {*vectors.manifest.files, "MANIFEST.json"}, "what was replaced is gone"

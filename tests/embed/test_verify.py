@@ -40,6 +40,7 @@ from tests.shown import Shown
 
 STOP = StopSignal()
 PART = "part-00001.parquet"
+SWAPPED = pa.array([1, 0, *range(2, 20)])
 
 
 @pytest.fixture
@@ -151,6 +152,126 @@ def test_wrong_numbers(case: Case, how: Callable[[pa.Table], pa.Table], reason: 
     assert re.search(reason, check.seen), check.seen
 
 
+def checks_of(case: Case) -> dict[str, str]:
+    """What each check says of the vectors, with its outcome."""
+    vectors, scratch = vectors_of(case), case.folder / "scratch"
+    checks = [
+        run_check("files", lambda: check_files(vectors)),
+        run_check("numbers", lambda: check_numbers(vectors, 0.01, STOP)),
+        run_check("unique", lambda: check_unique(vectors, scratch, STOP)),
+        run_check("catalogue", lambda: catalogue_check(case)[0]),
+        run_check("sample", lambda: sample_check(case)),
+    ]
+    return {check.name: check.seen for check in checks if check.outcome == "fail"}
+
+
+def roll(values: Any) -> None:
+    values[:] = np.roll(values, 1, axis=0)
+
+
+def permute(values: Any) -> None:
+    values[:] = values[:, ::-1]
+
+
+def swap_ids(table: pa.Table) -> pa.Table:
+    """Of two rows, with their hashes."""
+    for name in ("id", "id_hash"):
+        place, values = table.schema.get_field_index(name), table[name].take(SWAPPED)
+        table = table.set_column(place, table.schema.field(name), values)
+    return table
+
+
+def as_fp32(table: pa.Table) -> pa.Table:
+    values = table["vector"].combine_chunks().flatten().cast(pa.float32())
+    vectors = pa.FixedSizeListArray.from_arrays(values, 16)
+    return table.set_column(1, pa.field("vector", vectors.type, nullable=False), vectors)
+
+
+def without_ids(table: pa.Table) -> pa.Table:
+    return table.set_column(0, "id", pa.array([None, *table["id"].to_pylist()[1:]], pa.string()))
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    ("how", "by"),
+    [
+        (assign((3, 5), np.nan), {"numbers"}),
+        (assign((3, 5), -np.inf), {"numbers"}),
+        (assign(3, 0.0), {"numbers"}),
+        (assign((slice(None), slice(None)), 0.25), {"sample"}),
+        (swap_ids, {"catalogue"}),
+        (lambda table: table.set_column(0, table.schema.field(0), table["id"].take(SWAPPED)), {"numbers"}),
+        (lambda table: table.drop_columns(["id_hash"]), {"numbers", "unique", "catalogue"}),
+        (without_ids, {"numbers"}),
+        (lambda table: table.take(pa.array([*range(19), 0])), {"unique", "catalogue"}),
+        (lambda table: table.slice(0, 19), {"numbers", "catalogue"}),
+        (lambda table: table.slice(0, 0), {"numbers", "catalogue"}),
+        (as_fp32, {"numbers"}),
+        (with_vectors(permute), {"sample"}),
+        (with_vectors(roll), {"sample"}),
+        (with_vectors(lambda values: np.negative(values, out=values)), {"sample"}),
+    ],
+)
+def test_every_kind_of_bad_vector_is_found(case: Case, how: Callable[[pa.Table], pa.Table], by: set[str]) -> None:
+    assert not checks_of(case)
+    change(case, how)
+    assert by <= checks_of(case).keys() and "files" not in checks_of(case)
+
+
+def test_vectors_that_are_all_the_same_are_found_also_without_a_sample(tmp_path: Path) -> None:
+    case = Case(tmp_path)
+    case.embed(write_catalogue(tmp_path / "in", [products(range(40))]))
+    for name in ("part-00000.parquet", PART):
+        assert check_numbers(vectors_of(case), 0.01, STOP).outcome == "pass"
+        change(case, assign((slice(None), slice(None)), 0.25), name)
+    check = check_numbers(vectors_of(case), 0.01, STOP)
+    assert check.outcome == "fail" and "all 40 vectors are the same" in check.seen
+    alike = Case(tmp_path / "alike")
+    twice = pa.table({"product_id": ["a", "b"], "title": ["phone", "phone"]})
+    alike.embed(write_catalogue(tmp_path / "alike" / "in", [twice]))
+    assert check_numbers(vectors_of(alike), 0.01, STOP).outcome == "pass"
+
+
+def saved(array: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda array: saved(array.astype(np.float32)),
+        lambda array: saved(np.asfortranarray(array)),
+        lambda array: saved(array[:-1]),
+        lambda array: saved(np.concatenate([array, array[:1]])),
+        lambda array: saved(array[:, :8]),
+        lambda array: saved(array)[:-32],
+        lambda array: saved(array)[:100],
+        lambda array: saved(array.astype(object)),
+        lambda array: b"",
+    ],
+)
+def test_a_matrix_that_is_not_what_its_ids_need_is_damaged(tmp_path: Path, how: Callable[[Any], bytes]) -> None:
+    case = Case(tmp_path, {"format": "npy", "dtype": "fp16"})
+    case.embed(write_catalogue(tmp_path / "in", [products(range(40))]))
+    assert not checks_of(case)
+    key = "embeddings/c1/part-00001.npy"
+    case.workspace.write_bytes(key, how(np.load(io.BytesIO(case.workspace.read_bytes(key)))))
+    found = checks_of(case)
+    assert {"files", "numbers"} <= found.keys() and "part-00001" in found["numbers"]
+
+
+def test_figures_are_of_the_worst_vector_and_the_sum_of_the_parts(case: Case) -> None:
+    change(case, assign((0, slice(None)), 0.0), "part-00000.parquet")
+    check = check_numbers(vectors_of(case), 0.01, STOP)
+    assert check.figures["max_norm_distance"] == 1.0
+    vectors = vectors_of(case)
+    fields = vectors.info.model_copy(update={"rows": 99}).model_dump(mode="json")
+    other = VectorSet(case.workspace, vectors.prefix, vectors.manifest.model_copy(update={"fields": fields}))
+    assert "its parts have 100 rows, the manifest says 99" in check_numbers(other, 0.01, STOP).seen
+
+
 def test_a_flipped_bit(case: Case) -> None:
     path = case.folder / "workspace" / "embeddings" / "c1" / PART
     data = bytearray(path.read_bytes())
@@ -236,10 +357,31 @@ def test_drift(case: Case, tmp_path: Path) -> None:
     assert (digest.counts.new, digest.counts.gone, digest.previous) == (5, 10, "c1")
     assert digest.drift == check.histogram and digest.moved_share == check.figures["moved_share"]
     assert check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9999, STOP).outcome == "fail"
+    assert check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9, STOP).outcome == "pass"
     narrow = Case(tmp_path, {"dim": 4})
     narrow.embed(tmp_path / "second", "c3")
     other = open_vectors(case.workspace, "c3")
     assert check_drift(other, vectors, tmp_path / "scratch", None, STOP).outcome == "skipped"
+
+
+def test_drift_of_catalogues_with_nothing_in_common(case: Case, tmp_path: Path) -> None:
+    case.embed(write_catalogue(tmp_path / "second", [products(range(200, 210))]), "c2")
+    vectors = open_vectors(case.workspace, "c2")
+    check = check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9, STOP)
+    assert (check.outcome, check.histogram) == ("pass", None)
+    assert check.figures == {"common_ids": 0.0, "gone_ids": 100.0}
+    digest = digest_of([check], vectors)
+    assert (digest.counts.new, digest.counts.gone, digest.mean_cosine) == (10, 100, None)
+    assert digest_of([], vectors).counts.new is None and digest_of([], vectors).counts.gone is None
+
+
+def test_drift_is_measured_on_a_sample_of_the_common_ids(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "SAMPLE_ROWS", 25)
+    check = check_drift(vectors_of(case), vectors_of(case), tmp_path / "scratch", None, STOP)
+    assert check.figures["common_ids"] == 100 and check.histogram is not None
+    assert 0 < sum(check.histogram.counts) < 60
 
 
 def test_many_problems_are_told_in_short() -> None:

@@ -114,7 +114,7 @@ def test_when_there_is_nothing_to_fit(
 def test_without_scikit_learn_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
     found = fit(rows_of(tmp_path, (60, 20)), 2, 100, StopSignal())
-    assert isinstance(found, str) and "pip install 'trnpipe[baselines]'" in found
+    assert isinstance(found, str) and "pip install 'scikit-learn>=1.7'" in found
 
 
 def test_a_stop_ends_it(tmp_path: Path) -> None:

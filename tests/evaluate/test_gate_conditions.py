@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def searched(values: Sequence[float] | Float64s) -> PerQuery:
 
 
 def verdict(
-    candidate: ScoredRows, incumbent: ScoredRows | None = None, *baselines: Baseline, **settings: object
+    candidate: ScoredRows, incumbent: ScoredRows | None = None, *baselines: Baseline, **settings: Any
 ) -> Verdict:
     """`ours`, `theirs`: figures of retrieval by query; all other settings are of the gate, by default with no drops."""
     ours, theirs = settings.pop("ours", None), settings.pop("theirs", None)
@@ -62,13 +63,13 @@ def verdict(
         incumbent,
         config,
         metrics=METRICS,
-        candidate_threshold=thresholds[0],  # type: ignore[index]
-        incumbent_threshold=thresholds[1],  # type: ignore[index]
-        candidate_retrieval=None if ours is None else searched(ours),  # type: ignore[arg-type]
-        incumbent_retrieval=None if theirs is None else searched(theirs),  # type: ignore[arg-type]
+        candidate_threshold=thresholds[0],
+        incumbent_threshold=thresholds[1],
+        candidate_retrieval=None if ours is None else searched(ours),
+        incumbent_retrieval=None if theirs is None else searched(theirs),
         searched=bool(search),
         baselines=baselines,
-        warnings=warnings,  # type: ignore[arg-type]
+        warnings=warnings,
         seed=1,
     )
 
@@ -176,9 +177,9 @@ def test_over_all_rows(wrong: Sequence[int], outcome: str) -> None:
 
 def test_search_is_compared_with_production_by_default() -> None:
     """Better pairs do not make up for worse vectors."""
-    settings = {"drops": DROPS}
-    better = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)}
-    worse = {"ours": np.full(60, 0.5), "theirs": np.full(60, 0.7)}
+    settings: dict[str, Any] = {"drops": DROPS}
+    better: dict[str, Any] = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)}
+    worse: dict[str, Any] = {"ours": np.full(60, 0.5), "theirs": np.full(60, 0.7)}
     assert GateConfig().drops == DROPS and NDCG in DROPS
     assert verdict(rows(), rows(), **settings, **better).promote
     found = verdict(rows(), rows(), **settings, **worse)
@@ -204,7 +205,7 @@ def test_search_is_compared_with_production_by_default() -> None:
 def test_when_search_is_compared_and_what_is_said_when_not(
     drops: dict[str, float], is_searched: bool, compared: bool, note: str | None
 ) -> None:
-    both = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)} if is_searched else {}
+    both: dict[str, Any] = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)} if is_searched else {}
     found = verdict(rows(), rows(), drops=drops, searched=is_searched, **both)
     assert (f"delta {NDCG}" in outcomes(found)) is compared
     assert outcomes(found).get("search") == note
@@ -268,7 +269,7 @@ def test_a_refusal_for_another_reason_says_nothing_of_comparisons() -> None:
         ({"first_baselines": "off"}, "gate.first_baselines is off"),
     ],
 )
-def test_why_nothing_judged_it(settings: dict[str, object], words: str) -> None:
+def test_why_nothing_judged_it(settings: dict[str, Any], words: str) -> None:
     tools = (boosting(num_queries=49), Baseline("BM25", missing="why"))
     few = check(verdict(rows(49), None, *tools, baseline_drops={"accuracy": 0.0}), "comparison").reason
     assert "; BM25 was not scored: why; not enough test queries to compare with boosting: 49, at least 50" in few
@@ -295,7 +296,10 @@ def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
 )
 def test_a_better_baseline(first: bool, action: str, outcome: str) -> None:
     incumbent = None if first else rows(wrong=range(20))
-    settings = {"first_baselines" if first else "baselines": action, "baseline_drops": {"accuracy": 0.0}}
+    settings: dict[str, Any] = {
+        "first_baselines" if first else "baselines": action,
+        "baseline_drops": {"accuracy": 0.0},
+    }
     found = verdict(rows(wrong=range(20)), incumbent, boosting(()), drops={"accuracy": 0.1}, **settings)
     one = check(found, "baseline boosting accuracy")
     assert one.outcome == outcome and one.baseline_value == 1.0 and one.incumbent is None and one.judges

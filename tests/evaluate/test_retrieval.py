@@ -234,11 +234,11 @@ def test_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextToke
     task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert task.num_items == 5, "an id counts once"
     assert everything(task) == texts_of(tokenizer.encode(["red shoe", "shoe, red new", "blue hat", "", "green hat"]))
-    asked = {hash63("c1"): "shoe red", hash63("c4"): "hat green"}
+    asked = {hash63("c1"): "shoe red", hash63("c2"): "blue", hash63("c4"): "hat green"}
     assert sorted(asked) == task.queries.ids.tolist()
     assert texts_of(task.queries.tokens) == texts_of(tokenizer.encode([asked[number] for number in sorted(asked)]))
     judged = set(zip(task.queries.judged.query_id.tolist(), task.queries.judged.item_id.tolist(), strict=True))
-    assert judged == {(hash63("c1"), 0), (hash63("c1"), 1), (hash63("c4"), 4)}
+    assert judged == {(hash63("c1"), 0), (hash63("c1"), 1), (hash63("c2"), 1), (hash63("c4"), 4)}, "item 1 twice"
     odd = list(task.items(lambda number: number == 1))
     assert [(first, len(part.lengths)) for first, part in odd] == [(2, 2)]
 
@@ -279,7 +279,7 @@ def test_items_are_read_as_far_as_their_chunks_go(
 def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
-    assert sorted(task.queries.texts) == ["hat green", "shoe red"]
+    assert sorted(task.queries.texts) == ["blue", "hat green", "shoe red"]
     assert task.tuning == "evaluate.retrieval.valid_queries names no queries of the catalogue"
 
 

@@ -11,6 +11,7 @@ from pipeline.health.check import CheckContext, CheckResult, NodeReport, Verdict
 from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import DRIVER_FIT, VERSIONS, find_versions, judge_driver, neuron_instance, versions_check
 
+ROOT = Path(__file__).parents[2]
 PASS, WARN, FIX = Verdict.PASS, Verdict.WARN, Verdict.FIX
 
 
@@ -54,16 +55,19 @@ def machine(folder: Path, driver: str, runtime: str) -> dict[str, str]:
 
 
 @pytest.mark.unit
-def test_no_machine_of_that_image_will_do(tmp_path: Path) -> None:
-    found = machine(tmp_path, "2.30.2.0", "2.31.24.0")
+@pytest.mark.parametrize("driver", ["2.30.2.0", "2.31.7.0"])
+def test_no_machine_of_that_image_will_do(tmp_path: Path, driver: str) -> None:
+    found = machine(tmp_path, driver, "2.31.24.0")
     check = versions_check({}, find=lambda: found)
     report = run_checks([check], HealthConfig(only=("cores",)), node_rank=0, host="i-0", stop=StopSignal())
     assert [(one.name, one.verdict) for one in report.results] == [(VERSIONS, PASS), (DRIVER_FIT, FIX)]
-    assert found["torch"] and found["driver"] == "2.30.2.0"
+    assert found["torch"] and found["driver"] == driver
     error = gang_error([NodeReport(0, "i-0", report.results)])
-    assert isinstance(error, ConfigError)
-    assert "driver 2.30.2.0, runtime 2.31.24.0: nrt_init fails" in error.seen
-    assert "ami_id" in error.next_command and "runtime 2.33" in error.next_command
+    assert isinstance(error, ConfigError) and (error.exit_code, error.retry) == (78, False)
+    assert f"driver {driver}, runtime 2.31.24.0: nrt_init fails" in error.seen
+    for way_out in ("ami_id", "SageMaker", "runtime 2.33", "docs/neuron.md, When no such machine image is left"):
+        assert way_out in error.next_command
+    assert "**When no such machine image is left**" in (ROOT / "docs" / "neuron.md").read_text()
 
 
 @pytest.mark.unit

@@ -79,7 +79,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     (
         "instance_type",
         "trn9.xl",
-        "expected one of trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge, trn2.3xlarge, trn2.48xlarge",
+        "expected one of trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge, trn2.3xlarge, trn2.48xlarge, trn2u.48xlarge",
     ),
     ("image", "registry/relevance:latest", "expected repository@sha256:"),
     ("cpu_image", "relevance@sha256:0123", "expected repository@sha256:"),
@@ -189,9 +189,10 @@ def test_what_is_right_is_taken(variables: Terraform, tmp_path: Path) -> None:
     assert refused(variables, tmp_path, **small) == ""
 
 
-def test_both_sizes_of_trn2_are_taken_with_their_interfaces(variables: Terraform, tmp_path: Path) -> None:
+def test_all_sizes_of_trn2_are_taken_with_their_interfaces(variables: Terraform, tmp_path: Path) -> None:
     large = {"instance_type": "trn2.48xlarge", "max_nodes": 2, "quota_vcpus": 384, "capacity_block_id": "cr-0123456789"}
-    assert refused(variables, tmp_path, **large, efa_interfaces=16) == ""
+    for name in ("trn2.48xlarge", "trn2u.48xlarge"):
+        assert refused(variables, tmp_path, **large | {"instance_type": name}, efa_interfaces=16) == ""
     assert "efa_interfaces is 8; expected 16 on trn2.48xlarge" in refused(
         variables, tmp_path, **large, efa_interfaces=8
     )

@@ -221,6 +221,52 @@ def test_fetch_downloads_once_and_resumes(s3: Storage, proxy: Proxy, tree: Path,
     assert (folder / "a.bin").read_bytes() == (tree / "a.bin").read_bytes(), "flipped bits are got again"
 
 
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("kept", [b"", b"other bytes"])
+def test_what_a_dead_fetch_left_is_proved_by_its_bytes(
+    s3: Storage, tree: Path, tmp_path: Path, marked: bool, kept: bytes
+) -> None:
+    """Sizes are trusted only where the marker says that all was checked once."""
+    manifest = commit_dir(s3, tree, "out", kind="k", fields={})
+    good = (tree / "a.bin").read_bytes()
+    left = (kept * len(good))[: len(good)] if kept else b"short"
+    folder = tmp_path / "cache" / manifest.digest
+    fetch_dir(s3, "out", tmp_path / "cache")
+    (folder / "a.bin").write_bytes(left)
+    if not marked:
+        (folder / MANIFEST_NAME).unlink()
+    assert fetch_dir(s3, "out", tmp_path / "cache", deep=False) == folder
+    assert (folder / "a.bin").read_bytes() == (left if marked and kept else good)
+    assert (folder / MANIFEST_NAME).exists()
+    fetch_dir(s3, "out", tmp_path / "cache")
+    assert (folder / "a.bin").read_bytes() == good
+
+
+def test_a_folder_on_this_machine_is_read_where_it_lies(tmp_path: Path, tree: Path) -> None:
+    storage = open_storage(str(tmp_path / "workspace"))
+    commit_dir(storage, tree, "out", kind="k", fields={})
+    assert fetch_dir(storage, "out", tmp_path / "cache") == tmp_path / "workspace" / "out"
+    assert not (tmp_path / "cache").exists()
+    with (tmp_path / "workspace" / "out" / "a.bin").open("r+b") as file:
+        file.write(b"flipped")
+    fetch_dir(storage, "out", tmp_path / "cache", deep=False)
+    with pytest.raises(DataError):
+        fetch_dir(storage, "out", tmp_path / "cache")
+
+
+def test_what_is_no_part_of_a_commit_stays_where_it_was(storage: Storage, tree: Path) -> None:
+    """What dead writers left in the folder, and the folders that hold it."""
+    (tree / "sub" / ".trnpipe-tmp-dead").write_bytes(b"half")
+    assert set(commit_dir(storage, tree, "out", kind="k", fields={}).files) == FILES
+    assert (tree / "sub" / ".trnpipe-tmp-dead").exists()
+
+
+def test_a_check_of_a_large_file_can_be_stopped(tmp_path: Path, tree: Path, stop: StopSignal) -> None:
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted):
+        file_record(tree / "a.bin", stop)
+
+
 @pytest.mark.fault
 def test_processes_that_fetch_together_download_once(s3_uri: str, proxy: Proxy, tree: Path, tmp_path: Path) -> None:
     commit_dir(open_storage(s3_uri, retry=FAST), tree, "out", kind="k", fields={})

@@ -103,6 +103,8 @@ def test_dead_writers_temps_are_hidden_and_swept(local: Storage, tmp_path: Path)
     dead.write_bytes(b"half")
     assert [stat.key for stat in local.list("")] == ["a/file"]
     assert atomic.sweep_temps(root / "a") == 0, "too young to be judged"
+    os.utime(dead, (0, 0))
+    assert atomic.sweep_temps(root / "a") == 0, "nor by the age of its content: it may be a hard link made just now"
     sweep_any_age = pytest.MonkeyPatch()
     sweep_any_age.setattr(atomic, "SWEEP_MIN_AGE_S", -1.0)
     try:

@@ -1,15 +1,26 @@
 """What is mined for: queries that have a positive, distinct products, and what of them is judged."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from pipeline.checkpoint.store import Checkpoint
+from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import TokenSet
+from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.products import text_hashes
 from pipeline.mine.choose import NONE
-from pipeline.mine.run import MiningTask, make_task
-from tests.train.rows import BUCKETS, PAD, write_shard
+from pipeline.mine.config import MineConfig
+from pipeline.mine.run import MiningTask, make_task, plan_mining
+from pipeline.settings import Settings
+from tests.fields import check_named, without_effect
+from tests.train.rows import BUCKETS, PAD, checkpoint_of, token_set_info, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +30,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     shards = []
     for partition, counts in enumerate(([40, 30], [20, 30])):
         shard = write_shard(folder / f"{partition}.safetensors", counts, 1000 * partition)
+        _judge_twice(shard.path)
         shards.append(type(shard)(shard.path, shard.rows, partition))
     return TokenRows(shards, BUCKETS, PAD, ("partition",))
+
+
+def _judge_twice(path: Path) -> None:
+    """Two pairs of a query each stand twice, with a better gain first and last."""
+    tensors = load_file(path)
+    for first, gains in ((0, (1.0, 0.0)), (2, (0.0, 1.0))):
+        assert tensors["b0.query_id"][first] == tensors["b0.query_id"][first + 1]
+        tensors["b0.product"][first + 1] = tensors["b0.product"][first]
+        tensors["b0.gain"][first : first + 2] = gains
+    save_file(tensors, path)
 
 
 def table_of(rows: TokenRows) -> dict[str, npt.NDArray[np.int64]]:
@@ -53,6 +75,45 @@ def test_the_task_is_what_the_rows_say(rows: TokenRows, partitions: list[int]) -
         relevant = {texts[item] for item, good in zip(items, task.judged.positive[mine], strict=True) if good}
         assert relevant == set(table["product"][of_query & positive].tolist())
         assert table["query_id"][task.query_row[place]] == query
+
+
+NO_PART_OF_NEGATIVES = {
+    "enabled": "whether a cycle mines",
+    "source": "the digest of what ranks counts",
+    "items_per_part": "how the work is cut",
+    "queries_per_part": "how the work is cut",
+    "workers": "who does it",
+    "worker": "who does it",
+}
+
+
+def test_every_setting_of_mining_names_other_negatives_or_is_named_as_no_part_of_them() -> None:
+    sets = [TokenSet(f"tokens/d/{name}", token_set_info("flat", name)) for name in ("one", "two")]
+    settings = Settings()
+
+    def prefix(mine: MineConfig, **more: object) -> str:
+        return plan_mining(settings.model_copy(update={"mine": mine, **more}), sets, None, None).prefix
+
+    found = without_effect(MineConfig(absolute_margin=0.5), prefix, partitions="all")
+    check_named(found, NO_PART_OF_NEGATIVES)
+    loss = settings.train.loss.model_copy(update={"positive_gain": 0.5})
+    assert prefix(MineConfig(), train=settings.train.model_copy(update={"loss": loss})) != prefix(MineConfig())
+    assert plan_mining(settings, sets[::-1], None, None).prefix != prefix(MineConfig())
+
+
+def test_what_makes_the_vectors_of_a_model_names_other_negatives() -> None:
+    sets = [TokenSet("tokens/d/one", token_set_info("flat", "one"))]
+    given = checkpoint_of(max_tokens=14)
+
+    def prefix(embed: EmbedConfig, model: Checkpoint | None = given) -> str:
+        return plan_mining(Settings().model_copy(update={"embed": embed}), sets, model, None).prefix
+
+    config = EmbedConfig(chunks=2, buckets=(8,))
+    outside = set(EmbedConfig.model_fields) - {"buckets", "chunks", "precision"}
+    check_named(without_effect(config, prefix, buckets=(10,), precision="bf16"), outside)
+    assert len({prefix(config), prefix(config, None), prefix(config, replace(given, digest="other"))}) == 3
+    with pytest.raises(ConfigError):
+        prefix(config, checkpoint_of(tokenizer_fingerprint="other"))
 
 
 def text_hashes_of(task: MiningTask, start: int, stop: int) -> list[int]:

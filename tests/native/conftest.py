@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 
 import pytest
 
 from tests.native.standin import ROOT, environment
+from tests.ports import free_port
 
 OPEN = """
 import torch
@@ -68,3 +69,36 @@ def opened(in_child: InChild) -> InChild:
         return in_child(OPEN + dedent(code), missing=missing)
 
     return run_opened
+
+
+TWO = """
+import os
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%d", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+other = os.fork()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if other else "1"
+def both():
+    import torch
+    import torch.distributed as dist
+%s
+if other:
+    both()
+    assert os.waitpid(other, 0)[1] == 0, "rank 1 has failed"
+else:
+    import traceback
+    try:
+        both()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def in_two_ranks(in_child: InChild) -> InChild:
+    """The same as in_child, of code that two ranks run, with torchrun's variables."""
+
+    def run_in_two_ranks(code: str, *, missing: tuple[str, ...] = ()) -> str:
+        return in_child(TWO % (free_port(), indent(dedent(code), "    ")), missing=missing)
+
+    return run_in_two_ranks

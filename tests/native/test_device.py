@@ -11,7 +11,7 @@ pytestmark = [needs_compiler, pytest.mark.stage]
 def test_what_the_backend_answers(opened: InChild) -> None:
     opened(
         """
-        assert (process_group("auto"), module_device(), on_neuron("auto", {})) == ("neuron:neuron", "neuron", True)
+        assert (process_group("auto"), module_device(), on_neuron("auto", {})) == ("neuron", "neuron", True)
         assert backend.device == torch.device("neuron") and backend.device_name() == "neuron" and backend.is_neuron
         values = torch.arange(6.0).reshape(2, 3)
         with backend.loader([{"values": values}]) as batches:
@@ -131,9 +131,8 @@ def test_the_process_group_has_to_come_before_the_device(in_child: InChild) -> N
     join = """
 import torch.distributed as dist
 from pipeline.backends import open_backend, process_group
-group = f"cpu:gloo,{process_group('neuron')}"
 def join():
-    dist.init_process_group(group, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(process_group("neuron"), store=dist.HashStore(), rank=0, world_size=1)
 """
     late = """
 open_backend("neuron")

@@ -8,8 +8,10 @@ from pipeline.parallel.network import torchrun_arguments
 GANG = {"TRNJOBS_NODES": "4", "TRNJOBS_NODE": "2", "TRNJOBS_MAIN": "10.0.0.7"}
 
 
-def test_alone() -> None:
-    assert torchrun_arguments(2, {}) == ["--standalone", "--nproc-per-node=2", "--max-restarts=0"]
+@pytest.mark.parametrize("env", [{}, {"TRNJOBS_NODES": "1", "TRNJOBS_NODE": "0"}], ids=["here", "job of one node"])
+def test_ranks_of_one_node_meet_at_127_0_0_1(env: dict[str, str]) -> None:
+    expected = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=0"]
+    assert torchrun_arguments(2, env) == expected
 
 
 def test_a_child_node_uses_the_address_it_is_given() -> None:

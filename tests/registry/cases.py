@@ -1,7 +1,8 @@
 """Checkpoints of a few bytes, and everything the registry says of a model."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
@@ -110,3 +111,39 @@ def consistent(workspace: Storage) -> Told:
     if pointer is not None:
         assert verify_dir(workspace, pointer.checkpoint, deep=True).digest == pointer.digest
     return Told(pointer, history)
+
+
+WRITES = frozenset({"write_bytes", "write_if_absent", "write_if_match", "delete", "delete_prefix", "upload"})
+
+
+class Killed(BaseException):
+    """No `except Exception` and no TrnpipeError catches it, as with kill -9."""
+
+
+@dataclass
+class Dying:
+    """A storage whose user dies at its n-th write: before it, or after it and before the answer."""
+
+    storage: Storage
+    number: int
+    after: bool
+    writes: list[str] = field(default_factory=list)
+    look: Callable[[], None] = lambda: None
+    """Called after every write."""
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.storage, name)
+        if name not in WRITES:
+            return call
+
+        def write(*args: Any) -> Any:
+            self.writes.append(name)
+            if len(self.writes) == self.number and not self.after:
+                raise Killed
+            result = call(*args)
+            self.look()
+            if len(self.writes) == self.number:
+                raise Killed
+            return result
+
+        return write

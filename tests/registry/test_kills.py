@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
 
@@ -14,44 +13,13 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.promote import record_refusal, roll_back
 from pipeline.registry.records import Decision, history_key
 from tests.killing import FORK, killed_at
-from tests.registry.cases import AUTHOR, MODEL, consistent, prefix, put
+from tests.registry.cases import AUTHOR, MODEL, Dying, Killed, consistent, prefix, put
 from tests.registry.conftest import FAST, Make
 from tests.s3 import MotoServer
 
 pytestmark = pytest.mark.fault
 
-WRITES = frozenset({"write_bytes", "write_if_absent", "write_if_match", "delete", "delete_prefix", "upload"})
 Action = Callable[[Storage], object]
-
-
-class Killed(BaseException):
-    """No `except Exception` and no TrnpipeError catches it, as with kill -9."""
-
-
-@dataclass
-class Dying:
-    """A storage whose user dies at its n-th write: before it, or after it and before the answer."""
-
-    storage: Storage
-    number: int
-    after: bool
-    writes: list[str] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self.storage, name)
-        if name not in WRITES:
-            return call
-
-        def write(*args: Any) -> Any:
-            self.writes.append(name)
-            if len(self.writes) == self.number and not self.after:
-                raise Killed
-            result = call(*args)
-            if len(self.writes) == self.number:
-                raise Killed
-            return result
-
-        return write
 
 
 def promoting(name: str, **changes: Any) -> Action:

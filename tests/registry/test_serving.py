@@ -1,8 +1,6 @@
 """The pair that is served: model and vectors belong together whatever happens, and whoever looks when."""
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -10,14 +8,12 @@ from typing import Any
 import pytest
 
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted, TransientError
-from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import Storage
 from pipeline.registry import serving
 from pipeline.registry.promote import promote
 from pipeline.registry.serving import (
     CHALLENGER,
-    SERVING,
     Pair,
     Vectors,
     pair_key,
@@ -28,7 +24,7 @@ from pipeline.registry.serving import (
     roll_back_pair,
     serve_verified_pair,
 )
-from tests.registry.cases import AUTHOR, MODEL, digest_of, make_checkpoint, passed, production
+from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production
 from tests.registry.conftest import ON_BOTH, Make
 
 
@@ -261,92 +257,185 @@ def test_a_damaged_pair_is_named(workspace: Storage, two: tuple[Pair, Pair]) -> 
         read_pair(workspace, MODEL)
 
 
-class Killed(BaseException):
-    """kill -9, between two writes."""
+def test_a_verify_that_saw_production_before_a_rollback_loses(
+    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    """The model in production waits for its vectors, and is rolled back just when they are verified."""
+    third = make("c3")
+    in_production(workspace, third)
+    pair = embedded(workspace, tmp_path, "c3", third, 3)
+    racing = Racing(workspace, lambda: roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR))
+    with pytest.raises(TransientError, match="meanwhile"):
+        serve_verified_pair(racing, pair)
+    assert "is in production" in serve_verified_pair(workspace, pair)
+    found = production(workspace)
+    assert found is not None and found.checkpoint == two[1].checkpoint and served(workspace) == (found.checkpoint, "c2")
 
 
-class Dying:
-    """A storage of a process that is killed before or after its n-th write; `look` is called after every write."""
-
-    def __init__(self, storage: Storage, writes: int, look: Callable[[], None]) -> None:
-        self._storage, self._left, self._look = storage, writes, look
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._storage, name)
-        if not name.startswith(("write_", "delete", "upload")):
-            return found
-
-        def write(*given: Any) -> Any:
-            if self._left == 0:
-                raise Killed
-            self._left -= 1
-            done = found(*given)
-            self._look()
-            return done
-
-        return write
+@pytest.mark.parametrize(("older", "newer"), [("b", "a"), ("cycle-9", "cycle-10")])
+@pytest.mark.parametrize("tie", [False, True])
+def test_newer_vectors_are_those_of_a_higher_generation(
+    workspace: Storage, make: Make, tmp_path: Path, older: str, newer: str, tie: bool
+) -> None:
+    """Whatever their cycles are called; of one generation cycle-10 is newer than cycle-9, and b than a."""
+    place = make("m")
+    in_production(workspace, place)
+    old, new = (
+        embedded(workspace, tmp_path, older, place, 1),
+        embedded(workspace, tmp_path, newer, place, 1 + (not tie)),
+    )
+    if tie and older == "b":
+        old, new = new, old
+    for pair in (old, new, old):
+        serve_verified_pair(workspace, pair)
+    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == [old.vectors.cycle, new.vectors.cycle]
 
 
-SCHEDULES = [pytest.param(40, 1), pytest.param(1000, 2, marks=pytest.mark.thorough)]
+def test_a_challenger_is_no_part_of_the_history(
+    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    before, other = past_pairs(workspace, MODEL), make("c3")
+    for number, cycle in enumerate(("c3", "c4", "c5"), 3):
+        serve_verified_pair(workspace, embedded(workspace, tmp_path, cycle, other, number), CHALLENGER)
+    assert past_pairs(workspace, MODEL) == before
+    in_production(workspace, other)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c6", other, 6))
+    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c6"]
 
 
-@pytest.mark.parametrize(("schedules", "seed"), SCHEDULES)
-def test_whoever_follows_the_pair_never_mixes(schedules: int, seed: int, tmp_path: Path) -> None:
-    """Cycles, kills and rollbacks at random; after every write of anybody serving.json names what belongs together."""
-    rng = random.Random(seed)
-    moved = 0
-    for number in range(schedules):
-        moved += _schedule(rng, tmp_path / str(number))
-    assert moved > schedules  # the pair was moved, too
+def test_a_model_comes_back_with_vectors_that_were_not_rolled_back_from(
+    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
+    roll_back_pair(workspace, MODEL, "", reason="a part was empty", author=AUTHOR)
+    third = make("c3")
+    in_production(workspace, third)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4))
+    roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert served(workspace) == (two[1].checkpoint, "c2")
 
 
-def _schedule(rng: random.Random, folder: Path) -> int:
-    folder.mkdir()
-    workspace = open_storage(f"file://{folder}/workspace", stop=StopSignal())
-    places, pairs = list[str](), dict[str, Pair]()
+def test_what_was_put_back_by_name_can_be_rolled_back_again(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    for cycle, expected in (("", "c1"), ("c2", "c2"), ("", "c1"), ("c2", "c2"), ("c1", "c1")):
+        assert roll_back_pair(workspace, MODEL, cycle, reason="r", author=AUTHOR).vectors.cycle == expected
+    with pytest.raises(ConfigError):
+        roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR)
 
-    def look() -> None:
-        for role in (SERVING, CHALLENGER):
-            if found := read_pair(workspace, MODEL, role):
-                pair = found[0]
-                assert pairs[pair.vectors.digest].is_of == pair.is_of
-                manifest = read_manifest(workspace, pair.vectors.prefix)
-                assert manifest is not None and manifest.digest == pair.vectors.digest
 
-    @contextmanager
-    def dying() -> Iterator[Any]:
-        """Killed at some write, or not at all; what cannot be done is refused."""
-        with suppress(Killed, ConfigError, TransientError):
-            yield Dying(workspace, rng.choice([0, 1, 2, 3, 4, 10**9, 10**9]), look)
+def test_a_rollback_that_was_ended_goes_no_further_while_a_newer_model_waits_for_its_vectors(
+    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third, fourth = make("c3"), make("c4")
+    in_production(workspace, third)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 3))
+    in_production(workspace, fourth)
 
-    for step in range(rng.randint(4, 8)):
-        match rng.choice(["cycle", "cycle", "cycle", "again", "model", "pair", "challenge", "ab"]):
-            case "cycle":
-                place = make_checkpoint(workspace, folder, f"c{step}")
-                places.append(place)
-                with dying() as storage:
-                    in_production(storage, place)
-                pair = embedded(workspace, folder, f"c{step}", place, step)
-                pairs[pair.vectors.digest] = pair
-                with dying() as storage:
-                    serve_verified_pair(storage, pair)
-            case "again" if pairs:
-                with dying() as storage:
-                    serve_verified_pair(storage, rng.choice(list(pairs.values())))
-            case "model":
-                to = rng.choice(["", *places])
-                for _ in range(2):  # what was killed is run again
-                    with dying() as storage:
-                        roll_back_model(storage, MODEL, to, reason="r", author=AUTHOR)
-            case "pair":
-                with dying() as storage:
-                    cycle = rng.choice(["", *(pair.vectors.cycle for pair in pairs.values())])
-                    roll_back_pair(storage, MODEL, cycle, reason="r", author=AUTHOR)
-            case "challenge" if pairs:
-                with dying() as storage:
-                    serve_verified_pair(storage, rng.choice(list(pairs.values())), CHALLENGER)
-            case "ab":
-                with dying() as storage:
-                    promote_challenger(storage, MODEL, reason="r", author=AUTHOR)
-        look()
-    return len(past_pairs(workspace, MODEL))
+    def ended(*given: Any, **more: Any) -> Any:
+        raise Preempted("SIGTERM")
+
+    with monkeypatch.context() as patch, pytest.raises(Preempted):
+        patch.setattr(serving, "roll_back", ended)
+        roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert "not finished" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c4", fourth, 4))
+    assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c2"
+    found = production(workspace)
+    assert found is not None and found.checkpoint == two[1].checkpoint
+
+
+@pytest.mark.parametrize("by", ["model", "pair"])
+@pytest.mark.parametrize("damage", ["checkpoint", "weights", "vectors"])
+def test_neither_moves_to_what_is_damaged(
+    workspace: Storage, make: Make, two: tuple[Pair, Pair], by: str, damage: str
+) -> None:
+    before = production(workspace)
+    if damage == "checkpoint":  # trained again: another content under the name
+        make("c1", settings_hash="other")
+    elif damage == "weights":
+        workspace.write_bytes(f"{two[0].checkpoint}/model.safetensors", b"weights of c1 2")
+    else:
+        workspace.write_bytes("embeddings/c1/part-0.parquet", b"cut")
+    with pytest.raises((CheckpointError, ConfigError)):
+        if by == "model":
+            roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+        else:
+            roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert (production(workspace), served(workspace)) == (before, (two[1].checkpoint, "c2"))
+
+
+def test_vectors_that_are_gone_by_now_are_not_served(
+    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
+    workspace.delete(["embeddings/c2b/part-0.parquet"])
+    with pytest.raises(CheckpointError):
+        serve_verified_pair(workspace, newer)
+    assert served(workspace) == (two[1].checkpoint, "c2")
+
+
+def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(
+    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
+    serve_verified_pair(workspace, newer)
+    roll_back_pair(workspace, MODEL, "", reason="a part was empty", author=AUTHOR)
+    before, lost = past_pairs(workspace, MODEL), workspace.read_bytes(pair_key(MODEL))
+    newest = max(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))
+    assert workspace.read_bytes(newest) == lost, "as the message says that names a damaged one"
+    workspace.delete([pair_key(MODEL)])
+    assert "stays" in serve_verified_pair(workspace, newer)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2c", two[1].checkpoint, 4))
+    after = past_pairs(workspace, MODEL)
+    assert after[:-1] == before and after[-1].generation == before[-1].generation + 1
+    assert after[-1].replaced == before[-1].vectors.digest
+    workspace.write_bytes(pair_key(MODEL), lost)  # an earlier version is put back
+    assert roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR).vectors.cycle == "c1"
+    assert [pair.generation for pair in past_pairs(workspace, MODEL)] == [1, 2, 3, 4, 5, 6]
+    assert past_pairs(workspace, MODEL)[:-1] == after
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_a_record_in_which_a_digit_changed_is_refused(workspace: Storage, two: tuple[Pair, Pair], past: bool) -> None:
+    key = f"registry/{MODEL}/pairs/00000001.json" if past else pair_key(MODEL)
+    data = workspace.read_bytes(key)
+    number = data.index(two[0 if past else 1].vectors.digest.encode())
+    workspace.write_bytes(
+        key, data[:number] + (b"1" if data[number : number + 1] == b"0" else b"0") + data[number + 1 :]
+    )
+    with pytest.raises(CheckpointError):
+        past_pairs(workspace, MODEL)
+
+
+def test_records_of_earlier_versions_have_no_id(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    for key in [pair_key(MODEL), *(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))]:
+        pair = Pair.model_validate_json(workspace.read_bytes(key))
+        workspace.write_bytes(key, pair.model_dump_json(exclude={"id", "production_follows"}).encode())
+    assert roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR).vectors.cycle == "c1"
+
+
+def test_a_pair_of_another_model_is_refused(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    workspace.write_bytes(pair_key("other"), workspace.read_bytes(pair_key(MODEL)))
+    with pytest.raises(CheckpointError):
+        read_pair(workspace, "other")
+
+
+def test_a_pair_whose_checkpoint_lay_elsewhere_is_rolled_back_to_where_production_had_it(
+    workspace: Storage, make: Make, tmp_path: Path
+) -> None:
+    first, second = make("c1"), make("c2")
+    in_production(workspace, first)
+    pair = embedded(workspace, tmp_path, "c1", first, 1)
+    serve_verified_pair(workspace, pair.model_copy(update={"checkpoint": "s3://other/checkpoints/c1/step-1"}))
+    in_production(workspace, second)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", second, 2))
+    roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    found = production(workspace)
+    assert found is not None and found.checkpoint == first
+
+
+def test_production_alone_moves_where_nothing_is_served(workspace: Storage, make: Make) -> None:
+    for cycle in ("c1", "c2"):
+        in_production(workspace, make(cycle))
+    assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == "checkpoints/c1/step-1"
+    assert read_pair(workspace, MODEL) is None and past_pairs(workspace, MODEL) == ()
+    with pytest.raises(ConfigError):
+        roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)

@@ -8,6 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
+from pipeline.checkpoint.store import Checkpoint, TrainState
 from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import ShardFile, TokenRows
@@ -169,3 +170,20 @@ def make_program(
 ) -> TrainProgram:
     strategy = flat_strategy(build_model(model, SPEC, config.seed), backend, config)
     return TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=BUCKETS)
+
+
+def checkpoint_of(**state: Any) -> Checkpoint:
+    """Its digest and some of its state; no file is there."""
+    fields: dict[str, Any] = {
+        "cycle": "c0",
+        "step": 7,
+        "model": MODEL,
+        "inputs": SPEC,
+        "tokenizer_fingerprint": "tok",
+        "max_tokens": None,
+        "partitions": {},
+        "watermark": "",
+        "also_seen": {},
+    }
+    construct = TrainState.model_construct(**fields | state)
+    return Checkpoint("checkpoints/c0/step-7", "file:///w/checkpoints/c0/step-7", Path("/nowhere"), "digest", construct)

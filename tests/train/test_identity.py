@@ -9,8 +9,10 @@ from pipeline.data.token_sets import Partition, Selection
 from pipeline.model.config import ModelConfig, check_architecture
 from pipeline.train.config import OptimizerConfig
 from pipeline.train.inputs import check_identity, identity_parts
+from tests.fields import check_named, variants, without_effect
 from tests.train.rows import MODEL, SPEC, TRAIN
 
+FIELDS = type(TRAIN).model_fields
 SELECTION = Selection((Partition("dt=2026-01-02", "2026-01-02", "new"),), (), ())
 
 
@@ -35,11 +37,41 @@ def test_the_same_run_is_itself() -> None:
     check_identity(identity(), identity(), where="x")
 
 
-@pytest.mark.parametrize(
-    "name", ["start", "micro_batch_size", "deadline", "on_deadline", "collective_timeout_s", "parallel"]
-)
-def test_where_and_when_it_runs_is_not_its_identity(name: str) -> None:
-    assert identity() == identity(**{f"train_{name}": None})
+OUTSIDE = {
+    "start": "the digest of the parent is a part of its own",
+    "micro_batch_size": "how a batch is cut for memory",
+    "step_boundary": "how a step is cut into graphs",
+    "batches_per_execution": "how many steps the host hands over at once",
+    "chunk_mib": "pieces of a reduction",
+    "parallel": "how ranks share a step",
+    "deadline": "when it has to end",
+    "on_deadline": "what happens then",
+    "collective_timeout_s": "how long ranks wait for each other",
+}
+"""Settings of training that decide where, when and in what pieces the same weights come about."""
+
+
+def test_every_setting_of_training_is_in_the_identity_or_named_as_outside() -> None:
+    train = TRAIN.model_copy(update={"loss": TRAIN.loss.model_copy(update={"memory_batches": 2})})
+    found = without_effect(train, lambda one: identity(**{f"train_{name}": getattr(one, name) for name in FIELDS}))
+    check_named(found, OUTSIDE)
+    for name, changed in variants(train):
+        if (top := name.split(".")[0]) not in OUTSIDE:
+            ours = identity(**{f"train_{one}": getattr(train, one) for one in FIELDS})
+            theirs = identity(**{f"train_{one}": getattr(changed, one) for one in FIELDS})
+            assert dict(set(ours.items()) ^ set(theirs.items())).keys() == {f"train.{top}"}
+
+
+def test_every_field_of_the_model_and_its_inputs_is_in_the_identity() -> None:
+    models = [
+        MODEL.model_copy(update={"token_match": True}),
+        MODEL.model_copy(update={"architecture": "modernbert"}),
+        MODEL.model_copy(update={"factory": "package:function"}),
+    ]
+    unused = [without_effect(one, lambda one: identity(**{f"model_{n}": v for n, v in one})) for one in models]
+    assert set.intersection(*unused) == set(), "each is of some architecture"
+    spec = SPEC.model_copy(update={"query_prefix": "query: ", "product_prefix": "passage: "})
+    assert without_effect(spec, lambda one: identity(**{f"spec_{n}": v for n, v in one})) == set()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import NumericError, Preempted, TransientError
+from pipeline.core.layout import Layout, layout_of
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
@@ -289,6 +290,105 @@ def test_an_error_in_the_data_thread_reaches_the_caller(rows: TokenRows, tmp_pat
     broken = Broken(rows._shards, rows.buckets, rows.pad_id)
     with pytest.raises(OSError, match="disk gone"):
         Bench(broken).run()
+
+
+@pytest.mark.parametrize(("steps", "ended_at"), [(2, None), (3, 3), (9, 3)])
+def test_the_guards_patience_ends_at_its_last_step(rows: TokenRows, steps: int, ended_at: int | None) -> None:
+    config = TRAIN.model_copy(update={"guard": GuardConfig(patience=3)})
+    loop = Bench(rows, config=config, max_steps=steps, cadence=Cadence(log=1, evaluate=0, save=0)).loop()
+    loop.program.strategy.masters[1].data[0] = float("nan")
+    if ended_at is None:
+        assert loop.run() == "complete"
+    else:
+        with pytest.raises(NumericError):
+            loop.run()
+        assert loop.step == ended_at
+
+
+@pytest.mark.parametrize("figure", ["loss", "grad_norm"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_step_that_is_not_finite_and_was_taken_ends_the_run(rows: TokenRows, figure: str, value: float) -> None:
+    """As on a device whose comparisons with NaN are true. The bad step is not the last one of those that are read."""
+    bench = Bench(rows, max_steps=4, cadence=Cadence(log=2, evaluate=0, save=2))
+    loop = bench.loop()
+    read = loop.program.read_figures
+    loop.program.read_figures = lambda count: [  # type: ignore[method-assign]
+        {**row, figure: value} if row["step"] == 1 else row for row in read(count)
+    ]
+    with pytest.raises(NumericError):
+        loop.run()
+    assert loop.step == 2 and not bench.calls
+
+
+class Peers(Gang):
+    """One of several ranks, whose peers by tensor parallelism send what it sends."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(World(), timeout_s=1, layout=layout)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.layout.world_size
+
+
+def drawn_by(rows: TokenRows, layout: Layout) -> list[list[int]]:
+    """The seeds of dropout of each step of a rank."""
+    bench = Bench(rows, model=MODEL.model_copy(update={"dropout": 0.3}), accumulation=2)
+    loop = bench.loop()
+    loop.gang = Peers(layout)
+    found: list[list[int]] = []
+    step = loop.program.step
+
+    def noted(micros: Sequence[Batch], *, seeds: Sequence[int] = ()) -> None:
+        found.append(list(seeds))
+        step(micros, seeds=seeds)
+
+    loop.program.step = noted  # type: ignore[assignment, method-assign]
+    loop.run()
+    return found
+
+
+def test_data_ranks_draw_other_dropout_and_tensor_peers_the_same(rows: TokenRows) -> None:
+    ranks = [drawn_by(rows, layout_of(rank, 4, shard_degree=1, tensor_degree=2)) for rank in range(4)]
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
+    every = [seed for rank in ranks[::2] for step in rank for seed in step]
+    assert len(every) == len(set(every)) == 2 * 6 * 2
+
+
+def test_samples_of_tensor_peers_count_once(rows: TokenRows) -> None:
+    alone, spread = Bench(rows), Bench(rows)
+    alone.run()
+    loop = spread.loop()
+    loop.gang = Peers(layout_of(0, 2, shard_degree=1, tensor_degree=2))
+    loop.run()
+    assert spread.steps("samples") == alone.steps("samples")
+
+
+def test_an_operator_that_ran_on_the_host_before_the_loop_is_named_when_it_does_in_it(rows: TokenRows) -> None:
+    """By a device that notes each operator once, since its notes were last cleared."""
+
+    class Noting(CpuBackend):
+        noted = True
+
+        def host_operators(self) -> dict[str, int]:
+            return {"aten::x": 1} if self.noted else {}
+
+        def forget_host_operators(self) -> None:
+            self.noted = False
+
+    bench = Bench(rows, max_steps=4, backend=Noting())
+    bench.run()
+    assert "aten::x" not in bench.console.getvalue()
+    again = Bench(rows, max_steps=4, backend=Noting())
+    loop = again.loop()
+    step = loop.program.step
+
+    def with_operator(micros: Sequence[Batch], *, seeds: Sequence[int] = ()) -> None:
+        again.backend.noted = True  # type: ignore[attr-defined]
+        step(micros, seeds=seeds)
+
+    loop.program.step = with_operator  # type: ignore[assignment, method-assign]
+    loop.run()
+    assert again.console.getvalue().count("aten::x is not an operator of cpu") == 1
 
 
 def test_patience_ends_in_a_numeric_error_and_nothing_is_saved(rows: TokenRows) -> None:

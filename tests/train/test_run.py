@@ -1,5 +1,6 @@
 """Whole runs on the CPU: from committed partitions to a candidate, through stops, lost files and missing data."""
 
+import hashlib
 import io
 import math
 import re
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 
-from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.checkpoint.store import Checkpoint, PublishedWeights, open_checkpoint
 from pipeline.context import StageContext
 from pipeline.core.errors import ConfigError, DataError, NumericError, Preempted
 from pipeline.core.progress import shown_on
@@ -24,11 +26,12 @@ from pipeline.data.training_groups import NONE
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
-from pipeline.model.config import LossConfig
+from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.model.hf_weights import from_hf
 from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.world import World
+from pipeline.registry.checkpoints import lineage
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
 from pipeline.settings import LogConfig, Settings
@@ -50,6 +53,7 @@ class Cycle:
 
     folder: Path
     train: TrainConfig = CONFIG
+    model: ModelConfig = MODEL
     every_steps: int = 3
     keep_last: int = 2
     name: str = "c"
@@ -87,7 +91,7 @@ class Cycle:
         self.stop = StopSignal()
         settings = Settings(
             backend="cpu",
-            model=MODEL,
+            model=self.model,
             train=self.train,
             checkpoint=CheckpointConfig(every_steps=self.every_steps, keep_last=self.keep_last),
             log=LogConfig(every_steps=2),
@@ -105,7 +109,7 @@ class Cycle:
             settings_hash="h",
             code_version="v",
         )
-        inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, MODEL, self.negatives)
+        inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, self.model, self.negatives)
         with open_run(settings, ctx, inputs, b"tokenizer") as opened:
             return train(opened, pruning)
 
@@ -374,6 +378,35 @@ def test_an_incremental_run_takes_new_partitions_and_replays_old_ones(cycle: Cyc
     state = cycle.open(outcome.step).state
     assert state.watermark == "2026-01-02" and set(state.partitions) == {"dt=2026-01-01", "dt=2026-01-02"}
     assert state.parent is not None and state.parent.digest == parent.digest
+
+
+def test_published_weights_are_named_wherever_a_run_starts(cycle: Cycle, tmp_path: Path) -> None:
+    """Also after a stop, by the cycles that go on with the model, and in its lineage; not by a run from scratch."""
+    cycle.run()
+    assert cycle.open(6).state.published is None and " | from scratch | " in cycle.said.getvalue()
+    assert lineage(cycle.storage, "checkpoints/c/step-6")[-1].published == ""
+    published = tmp_path / "published"
+    published.mkdir()
+    encoder = {name: one for name, one in cycle.open(6).weights().items() if name.startswith("bert.")}
+    save_file(encoder, published / "model.safetensors")
+    sha256 = hashlib.sha256((published / "model.safetensors").read_bytes()).hexdigest()
+    expected = PublishedWeights(uri=(published / "model.safetensors").as_uri(), sha256=sha256)
+    cycle.name, cycle.model = "first", MODEL.model_copy(update={"init_from": str(published)})
+    cycle.on_event = lambda name, _: cycle.stop.set("test") if name == EventName.CHECKPOINT_SAVED else None
+    with pytest.raises(Preempted):
+        cycle.run()
+    cycle.on_event = lambda name, _: None
+    save_file({name: one + 1 for name, one in encoder.items()}, published / "model.safetensors")  # another one by now
+    cycle.run()
+    assert cycle.said.getvalue().count(f" | from {expected.text} | ") == 2
+    parent = cycle.open(6)
+    assert parent.state.published == expected
+    cycle.partition(2, ROWS)
+    cycle.name, cycle.model = "next", MODEL
+    assert cycle.open(cycle.run(parent).step).state.published == expected
+    assert f" | from checkpoints/first/step-6, which goes back to {expected.text} | " in cycle.said.getvalue()
+    names = [one.published for one in lineage(cycle.storage, "checkpoints/next/step-6")]
+    assert names == ["", expected.text]
 
 
 def test_what_is_replayed_is_on_record_and_passed_on(cycle: Cycle) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.batch_order import RankShare
-from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
@@ -23,7 +24,7 @@ from pipeline.train.build import Saver
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.program import flat_strategy
-from pipeline.train.step import FIGURES, TrainProgram
+from pipeline.train.step import FIGURES, TrainProgram, has_dropout
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
@@ -190,6 +191,38 @@ def test_both_passes_draw_the_same_dropout(rows: TokenRows) -> None:
     direction = gradient / gradient.norm()
     slope = (loss_and_gradient(1e-3)[0] - loss_and_gradient(-1e-3)[0]) / 2e-3
     assert slope == pytest.approx(float(gradient.norm()), rel=0.02)
+
+
+class OnNeuron(CpuBackend):
+    is_neuron = True
+
+
+@pytest.mark.parametrize(
+    ("backend", "dropout", "recompute", "accumulation", "is_refused"),
+    [
+        (OnNeuron, 0.1, "units", 1, True),
+        (OnNeuron, 0.1, "none", 2, True),
+        (OnNeuron, 0.1, "none", 1, False),
+        (OnNeuron, 0.0, "units", 2, False),
+        (CpuBackend, 0.1, "units", 2, False),
+    ],
+)
+def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
+    backend: type[CpuBackend], dropout: float, recompute: str, accumulation: int, is_refused: bool
+) -> None:
+    config = TrainConfig.model_validate({**TRAIN.model_dump(), "parallel": {"recompute": recompute, "shard_degree": 1}})
+    assert config.loss.contrastive_weight
+    model = MODEL.model_copy(update={"dropout": dropout})
+    with pytest.raises(ConfigError) if is_refused else nullcontext():
+        make_program(backend(), config, model, accumulation)
+
+
+@pytest.mark.parametrize(("layer", "is_refused"), [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False)])
+def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Module, is_refused: bool) -> None:
+    encoder = build_model(MODEL, SPEC, 1).encoder
+    assert not has_dropout(encoder)
+    encoder.add_module("theirs", layer)
+    assert has_dropout(encoder) == is_refused
 
 
 def test_it_learns(rows: TokenRows) -> None:

@@ -121,6 +121,7 @@ class Training(Record):
 class Lineage(Record):
     checkpoint: str = Field("", description="Prefix of the model of this cycle")
     ancestors: tuple[str, ...] = Field((), description="Checkpoints it was trained from, the nearest first")
+    began_from: str = Field("", description="Published weights at the root; empty: scratch, or not known")
     settings_hash: str = ""
     code_version: str = ""
     compared: str = Field("", description="The cycle whose settings are compared")
@@ -251,6 +252,7 @@ def gather(
         lineage=Lineage(
             checkpoint=checkpoint,
             ancestors=ancestors,
+            began_from=str(figures.get("train", {}).get("began_from", "")),
             settings_hash=made[0].settings_hash if made else "",
             code_version=made[0].code_version if made else "",
             compared=compared if before else "",
@@ -259,7 +261,7 @@ def gather(
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(
             PostMortem(job=stat.key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(stat.key))
-            for stat in storage.list(store.key("post-mortem"))
+            for stat in sorted(storage.list(store.key("post-mortem")), key=lambda one: _by_numbers(one.key))
         ),
         unread=tuple(unread),
     )
@@ -281,6 +283,11 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
             exit_code=exit_code(record) if record else None,
             why=reason_of(record) if record and record.state == "FAILED" else "",
         )
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """For sorting: attempt 9 before attempt 10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split("([0-9]+)", name)]
 
 
 def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ b.addEventListener('click',()=>{const i=[...h.parentNode.children].indexOf(h),t=
 const up=h.getAttribute('aria-sort')!='ascending';for(const o of h.parentNode.children)o.removeAttribute('aria-sort');
 h.setAttribute('aria-sort',up?'ascending':'descending');const sign=up?1:-1,n=h.classList.contains('n');
 t.append(...[...t.rows].sort((p,q)=>{const l=p.cells[i].textContent,r=q.cells[i].textContent;
-return sign*(n?(value(l)-value(r)||0):l.localeCompare(r))}))})}
+return sign*(n?(value(l)-value(r)||0):l.localeCompare(r,undefined,{numeric:true}))}))})}
 addEventListener('keydown',e=>{if(e.ctrlKey||e.metaKey||e.altKey||!['j','k'].includes(e.key))return;
 const all=[...document.querySelectorAll('section')],y=scrollY+8;
 const to=e.key=='j'?all.find(o=>o.offsetTop>y+8):all.reverse().find(o=>o.offsetTop<y-16);

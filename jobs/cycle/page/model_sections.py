@@ -281,7 +281,7 @@ def data_section(data: PageData) -> str:
     if found.reasons:
         reasons = [(why, number(rows)) for why, rows in list(found.reasons.items())[:MAX_ROWS]]
         parts.append("<h3>Rows in quarantine</h3>" + table(("reason", "rows"), reasons, {1}))
-        samples = [(one.reason, f"{one.file}:{one.row}", one.content) for one in found.samples][:MAX_ROWS]
+        samples = [(one.reason, f"{one.file}:{one.row}", one.text) for one in found.samples][:MAX_ROWS]
         parts.append(details("Samples", table(("reason", "where", "content"), samples)) if samples else "")
     return "".join(parts)
 

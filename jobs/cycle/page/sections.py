@@ -204,7 +204,7 @@ def lineage_section(data: PageData) -> str:
     found = data.lineage
     if not (found.checkpoint or found.settings_hash):
         return ""
-    chain = [one for one in (found.checkpoint, *found.ancestors) if one]
+    chain = [one for one in (found.checkpoint, *found.ancestors, found.began_from) if one]
     rows = [
         ("model", " ← ".join(dict.fromkeys(chain)) or "-"),
         ("settings", found.settings_hash),

@@ -80,6 +80,13 @@ class LocalTarget(Target):
         known = latest_records(plan, self.store, self._saved())
         return known.by_job(plan, known.records)
 
+    def under_way(self, records: Sequence[JobRecord]) -> str:
+        """Jobs that no process runs can be ended here, those of an interrupted submission too."""
+        if is_locked(self.files.folder / "engine.lock"):
+            return "another process runs its jobs"
+        unseen = self.files.workspace is None and self.store.rounds() and not self._saved()
+        return "its jobs may run on another machine" if unseen and super().under_way(records) else ""
+
     def check(self, plan: Plan) -> None:
         check_fits(plan.jobs, self.machine)
         for job in plan.jobs:

@@ -17,7 +17,7 @@ from typing import Any
 from jobs.cycle.job_states import Leaf, leaves_of
 from jobs.node.environment import STARTS, job_variables
 from jobs.plan.dag import Plan
-from jobs.plan.resources import ml_machine
+from jobs.plan.resources import has_accelerator, ml_machine
 from jobs.plan.retry import Retry
 from jobs.plan.script import ENTRY
 from jobs.targets.placement import placement_of, sagemaker_placement_of
@@ -107,7 +107,7 @@ def training_job_request(
     if where.spot_wait_s:
         request["EnableManagedSpotTraining"] = True
         request["StoppingCondition"]["MaxWaitTimeInSeconds"] = job.timeout_s + where.spot_wait_s
-    if nodes > 1 and where.infra_check:
+    if nodes > 1 and where.infra_check and has_accelerator(job.resources):
         request["InfraCheckConfig"] = {"EnableInfraCheck": True}
     return request
 

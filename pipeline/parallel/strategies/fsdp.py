@@ -81,6 +81,8 @@ class FsdpStrategy(Strategy):
             self.masters = [local_shard(one) for one in self._parameters]
         self.weights = self.masters
         self._squares = step_program(self.backend, _sum_of_squares)
+        self._added = step_program(self.backend, _added)
+        self._sums: list[Tensor] = []  # gradients of the micro-batches so far, where every rank has the whole model
         self._norms: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             self._norms.setdefault(shard_groups(parameter), []).append(index)
@@ -140,9 +142,12 @@ class FsdpStrategy(Strategy):
         Where ranks hold slices each micro-batch is reduced to them, else they would hold whole gradients in between;
         replicas meet at the last one.
         """
-        if self._root is None:
-            pass  # gradients add up, and meet in reduce
-        elif self.mesh.layout.shard_size == 1:
+        if self._root is None:  # as programs: eager additions would be of any length
+            grads = list(torch.autograd.grad(loss, self._parameters, materialize_grads=True))
+            sums = self._added(self._sums, grads) if self._sums else grads
+            self._sums = [] if is_last else sums
+            return sums if is_last else []
+        if self.mesh.layout.shard_size == 1:
             self._root.set_requires_gradient_sync(is_last)
         else:
             self._root.set_requires_all_reduce(is_last)
@@ -257,6 +262,10 @@ class FsdpStrategy(Strategy):
         carrier = torch.empty_like(parameter, requires_grad=False)
         load_shard(carrier, lambda slices: full[slices], self._fused[index])
         ours.copy_(local_shard(carrier))
+
+
+def _added(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    return [total + grad for total, grad in zip(sums, grads, strict=True)]
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

@@ -110,6 +110,15 @@ def test_the_ends_of_cycles(told: Told) -> None:
     assert not any(SECRET in path.read_text(errors="replace") for path in told.files())
 
 
+def test_the_cycle_before_is_told_by_time_and_not_by_name(told: Told) -> None:
+    told.run.ends_with("train", 1)
+    assert told("submit", "--cycle=run.10")[0] == 1
+    told.run.ends_with("train", 0)
+    assert told("submit", "--cycle=run.9")[0] == 0
+    assert told("submit", "--cycle=run.11")[0] == 0
+    assert told.receiver.ids() == ["failed-1", "recovered-1"]
+
+
 def test_a_job_that_is_tried_again_in_a_later_round_is_told_of_again(told: Told) -> None:
     told.run.ends_with("train", 75, 75, 1)
     told("submit", "--jobs.notify.retried-at=2")

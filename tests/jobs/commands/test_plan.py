@@ -244,6 +244,26 @@ def test_a_cycle_on_trn2_is_planned_for_one_machine_of_64_cores(capsys: pytest.C
     assert command[command.index("--launch.processes") + 1] == "64"
 
 
+@pytest.mark.parametrize("instance", ["trn2.48xlarge", "trn2u.48xlarge"])
+def test_a_cycle_on_trn2_is_planned_for_two_machines(capsys: pytest.CaptureFixture[str], instance: str) -> None:
+    files = ("base.toml", "jobs/trn2.toml", "jobs/trn2-nodes.toml")
+    names = ("health", "compile", "train", "evaluate")
+    words = [
+        *(f"--config={CONFIGS / file}" for file in files),
+        *(f"--jobs.{name}.instance={instance}" for name in names),
+    ]
+    assert cli.main(["plan", *words, "--cycle=2026-11-20", *WHERE, IMAGE, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    for name, nodes in (("health", 2), ("compile", 2), ("train", 2), ("evaluate", 2)):
+        job = next(one for one in shown if one["SubmitJob"]["jobName"].endswith(f"-{name}"))
+        definition = job["RegisterJobDefinition"]
+        assert definition.get("nodeProperties", {}).get("numNodes", 0) == nodes
+        if nodes:
+            container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
+            paths = [one["hostPath"] for one in container["linuxParameters"]["devices"]]
+            assert [len([path for path in paths if kind in path]) for kind in ("neuron", "uverbs")] == [16, 16]
+
+
 def test_jobs_on_trn2_3xlarge_ask_for_its_one_chip(capsys: pytest.CaptureFixture[str]) -> None:
     trn2 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn2.toml'}", "--cycle=2026-11-20"]
     stages = ("health", "compile", "train", "evaluate")

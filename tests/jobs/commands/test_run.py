@@ -69,7 +69,7 @@ def test_a_run_is_named_after_its_script(
 ) -> None:
     seen = list[str]()
 
-    def submitted(cycle: OpenCycle, plan: Plan, target: str) -> int:
+    def submitted(cycle: OpenCycle, plan: Plan, target: str, *, again: bool) -> int:
         seen.append(cycle.name)
         return 0
 
@@ -97,6 +97,38 @@ def test_a_command_and_its_retries(place: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["retry", *at, *ROOM]) == 0
 
 
+def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ran is compared with the file as it is now; arguments are settings."""
+
+    def run(*more: str) -> tuple[int, str, int]:
+        code = cli.main([*words(place, *more[:-1]), "--", "./script.sh", *more[-1].split()])
+        said = capsys.readouterr()
+        return code, said.out + said.err, len((place / "ran").read_text())
+
+    def write(code: int) -> None:
+        (place / "script.sh").write_text(f"#!{sys.executable}\nopen('ran', 'a').write('.')\nraise SystemExit({code})\n")
+        (place / "script.sh").chmod(0o755)
+
+    write(3)
+    assert run("")[::2] == (3, 1)
+    code, text, ran = run("")
+    assert (code, ran, "run-mine failed" in text, "script.sh is the same file" in text) == (3, 1, True, True)
+    write(0)
+    code, text, ran = run("")
+    assert (code, ran, "nothing ran: ./script.sh is not the file" in text, "--again" in text) == (78, 1, True, True)
+    assert run("--again", "")[::2] == (0, 2)
+    code, text, ran = run("")
+    assert (code, ran, "already succeeded" in text, "SUCCEEDED" in text) == (0, 2, True, False)
+    code, text, ran = run("--lr 1")
+    assert (code, ran, "the same command with --again" in text) == (78, 2, True)
+    assert "other settings: jobs.steps.mine.command: ./script.sh -> ./script.sh --lr 1\n" in text
+    assert run("--again", "--lr 1")[::2] == (0, 3)
+    cli.main(["history", f"--workspace={place / 'workspace'}"])
+    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "3", "tries of all three"
+
+
 @pytest.mark.parametrize(
     ("more", "command", "seen"),
     [
@@ -107,6 +139,10 @@ def test_a_command_and_its_retries(place: Path, capsys: pytest.CaptureFixture[st
         (("--timeout-s=5",), ("aws", "s3"), "timeout_s 5"),
         (("--environment=A",), ("aws", "s3"), "expected NAME=VALUE"),
         (("--environment=RANK=1",), ("aws", "s3"), "sets RANK"),
+        (("--environment=A=a\0b",), ("aws", "s3"), "environment A"),
+        (("--jobs.environment=A=a\0b",), ("aws", "s3"), "environment A"),
+        ((), ("aws", "s3", "a\0b"), "command"),
+        ((), ("", "s3"), "command"),
         (("--instance=none",), ("aws", "s3"), "unknown instance"),
         ((), ("aws", "x" * 200_000), "kernel"),
         (("--target=batch",), ("aws", "s3"), "no queue"),

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,10 @@ def test_who_lost_the_lease_does_not_free_the_next_one_s(store: CycleStore, cloc
 @pytest.mark.parametrize(("of", "target"), [(plan(job("other")), "batch"), (cycle(), "local")])
 def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: Plan, target: str) -> None:
     claim(store, cycle())
-    with pytest.raises(ConfigError, match=f"was submitted to batch with plan {cycle().plan_id[:12]}"):
+    with pytest.raises(ConfigError, match="was submitted to batch with other settings"):
         claim(store, of, target=target)
     assert store.plan() == cycle()
+    assert (store.belongs_to_other(of, target), store.belongs_to_other(cycle(), "batch")) == (True, False)
 
 
 def refused(store: CycleStore, of: Plan) -> None:
@@ -340,3 +342,111 @@ def test_cycles_are_looked_at_side_by_side_and_stay_in_order(
     assert claimed_cycles(store) == names
     assert unclosed_cycles(store, names) == ["cycle-3"]
     assert list(claims_by_age(store)) == names
+
+
+OTHER = plan(job("prepare"), job("train", "prepare"))
+
+
+def submitted(store: CycleStore, of: Plan, *, job_id: str) -> JobRecord:
+    """One job of a plan, which has failed."""
+    claim(store, of)
+    held = store.claim()
+    assert held is not None
+    number = max(store.rounds(), default=held.first_round)
+    store.save_submission(number, Submission(job=of.jobs[0].name, id=job_id, submitted_at=store.clock()))
+    store.save_settings({"of": job_id})
+    record = JobRecord(name=of.jobs[0].name, id=job_id, state=JobState.FAILED, created_at=store.clock())
+    store.save_records((record,))
+    store.close(Closed(outcome="failed", at=store.clock(), round=number))
+    return record
+
+
+def records_of(record: JobRecord, _: Plan) -> tuple[JobRecord, ...]:
+    return (record,)
+
+
+def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore, clock: Clock) -> None:
+    first = submitted(store, cycle(), job_id="1")
+    for _ in range(2):  # the second has nothing to replace
+        store.begin_again(OTHER, "local", "me", partial(records_of, first))
+        found = store.claim()
+        assert found is not None
+        assert (found.plan_id, found.target, found.first_round, found.claimed_at) == (OTHER.plan_id, "local", 2, 1000.0)
+        assert (store.plan(), store.settings(), store.closed(), store.rounds()) == (None, None, None, [])
+    clock.now += 1
+    claim(store, OTHER, target="local")
+    found = store.claim()
+    assert found is not None
+    assert (store.plan(), found.first_round) == (OTHER, 2)
+    (one,) = store.replaced()
+    assert (one.plan, one.claim.target, one.records, one.rounds_before) == (cycle(), "batch", (first,), 0)
+    assert store.earlier_records(()) == (first,)
+
+
+def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: CycleStore) -> None:
+    submitted(store, cycle(), job_id="1")
+    with store.submitting(cycle(), "batch", "other"), pytest.raises(TransientError, match="submitted by other"):
+        store.begin_again(OTHER, "batch", "me", lambda _: ())
+
+    def refuse(earlier: Plan) -> tuple[JobRecord, ...]:
+        assert earlier == cycle()
+        with pytest.raises(TransientError, match="submitted by me"):
+            claim(store, cycle(), owner="other")
+        raise ConfigError("it has trained")
+
+    with pytest.raises(ConfigError, match="it has trained"):
+        store.begin_again(OTHER, "batch", "me", refuse)
+    claim(store, cycle(), owner="other")
+    assert (store.plan(), store.settings(), store.rounds(), store.replaced()) == (cycle(), {"of": "1"}, [1], [])
+
+
+def test_a_replacement_that_the_target_refuses_keeps_the_earlier_rounds_apart(store: CycleStore) -> None:
+    first = submitted(store, cycle(), job_id="1")
+    store.begin_again(OTHER, "batch", "me", partial(records_of, first))
+    refused(store, OTHER)
+    held = store.claim()
+    assert held is not None
+    assert (held.first_round, store.plan(), store.rounds()) == (2, None, [])
+    submitted(store, cycle(), job_id="3")
+    assert (store.rounds(), store.plan()) == ([2], cycle())
+
+
+def test_a_replacement_killed_anywhere_leaves_one_of_the_two(tmp_path: Path, clock: Clock) -> None:
+    number, ends = 0, set[bool]()
+    while True:
+        number += 1
+        store = CycleStore(open_storage(str(tmp_path / f"{number}")), "2026-11-20", clock)
+        first = submitted(store, cycle(), job_id="1")
+        replace = partial(store.begin_again, OTHER, "batch", end=partial(records_of, first))
+        died = killed_at(number, partial(replace, owner="a"))
+        clock.now += LEASE_S + 1
+        held = store.claim()
+        assert held is not None
+        ends.add(is_new := held.plan_id == OTHER.plan_id)
+        if is_new:
+            assert (store.plan(), store.rounds()) == (None, [])
+        else:  # it goes on as if nothing had been asked for
+            assert store.plan() in (cycle(), None) and store.rounds() == [1]
+            if number % 2:
+                claim(store, cycle(), owner="b")
+                assert store.plan() == cycle()
+        replace(owner="b")
+        second = submitted(store, OTHER, job_id="2")
+        assert (store.rounds(), store.plan(), store.settings(), store.records()) == ([2], OTHER, {"of": "2"}, (second,))
+        assert [(one.plan, one.records) for one in store.replaced()] == [(cycle(), (first,))], number
+        if not died:
+            break
+    assert ends == {False, True} and number > 10
+
+
+def test_rounds_and_replaced_submissions_count_by_number(store: CycleStore) -> None:
+    """The ninth is before the tenth: of rounds, of records and of what was replaced after them."""
+    plans = [plan(job(f"job-{number}")) for number in range(12)]
+    records = list[JobRecord]()
+    for number, one in enumerate(plans):
+        if number:
+            store.begin_again(one, "batch", "a", partial(records_of, records[-1]))
+        records.append(submitted(store, one, job_id=f"{number}"))
+    assert [one.plan for one in store.replaced()] == plans[:-1]
+    assert [one.rounds_before for one in store.replaced()] == list(range(11))
+    assert (store.rounds(), store.earlier_records(records[-1:])) == ([12], tuple(records[:-1]))

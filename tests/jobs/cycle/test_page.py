@@ -103,7 +103,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "rows without a value",
         "reason 3",
         "2 nodes by 12 checks",
-        "checkpoints/second/step-1 ← checkpoints/first/step-100",
+        "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /mini (sha256 0a1b)",
         "Settings that differ from cycle first",
         "train.seed",
         "train-1-node0.json",
@@ -146,6 +146,34 @@ def test_hostile_texts_are_text(storage: Storage, evil: str) -> None:
         )
         assert seen.text.count(shown.replace("\r", "\ufffd")) > 20
     Outline(storage.read_bytes(INDEX_PAGE).decode())
+
+
+@pytest.mark.parametrize("evil", HOSTILE)
+def test_hostile_texts_are_text_in_the_index_of_cycles(evil: str) -> None:
+    row = CycleRow(
+        cycle="c",
+        claimed_at=T0,
+        closed_at=None,
+        outcome="failed",
+        promoted=False,
+        reason="plain",
+        took_s=None,
+        machine_s=0.0,
+        usd=None,
+        wasted_usd=None,
+        goodput=None,
+        stage_s={},
+        stage_usd={},
+        rows=None,
+        metric="m",
+        value=0.5,
+    )
+    before = Outline(index([row]))
+    for name in ("reason", "metric", "cycle"):
+        seen = Outline(index([row.model_copy(update={name: evil})]))
+        assert seen.tags == before.tags and [one for one, _ in seen.attributes] == [one for one, _ in before.attributes]
+        if evil.isprintable() and len(evil) < 100:
+            assert evil in seen.text, name
 
 
 def ends(storage: Storage) -> dict[str, tuple[CycleStore, Plan, tuple[JobRecord, ...], Closed]]:

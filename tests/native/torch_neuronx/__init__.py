@@ -107,34 +107,92 @@ torch._register_device_module("neuron", neuron)  # type: ignore[no-untyped-call]
 generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
 
 
-# The process group: gloo over the same memory.
+# The process group: gloo over the same memory, and the limits of the package's own (its distributed/backend.py and
+# tests): it takes no tensor of the host, none without elements, one type at a time, and barriers of all ranks alone.
 
 
 def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _C.on_host(value)
-    return [_on_host(one) for one in value] if isinstance(value, list) else value
+    return [_on_host(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for one in value for tensor in _tensors(one)] if isinstance(value, list | tuple) else []
 
 
 class Group(dist.ProcessGroup):
-    """Of tensors of the host too: a Python group is the whole of `cpu:gloo,neuron:neuron`."""
+    """A Python group, which torch takes for the whole of `cpu:gloo,neuron:neuron`."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        library = dist.ProcessGroupGloo(store, rank, size, timeout)
-        kind = dist.ProcessGroup.BackendType.GLOO
         self.flat = dist.ProcessGroup(store, rank, size)
-        for group in (self.flat, self):
-            group._register_backend(torch.device("cpu"), kind, library)
-            group._set_default_backend(kind)
-        self._register_backend(torch.device("neuron"), kind, library)
+        library = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.flat._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, library)
+        self.flat._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+    def _get_backend(self, device: object) -> Any:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("neuron")]
+
+    def getBackendName(self) -> str:
+        return "neuron"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def barrier(self, opts: Any = None) -> Any:
+        if dist.get_world_size() != self.size():
+            raise NotImplementedError(f"Barrier is implemented only for default group, called barrier on {self}")
+        return self.flat.barrier()
+
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+
+
+def _check(name: str, arguments: Sequence[Any]) -> None:
+    tensors = _tensors(arguments)
+    for tensor in tensors:
+        if tensor.device.type != "neuron":
+            raise RuntimeError(f"Expected neuron device, got {tensor.device.type}")
+        if tensor.dtype not in _TYPES:
+            raise RuntimeError(f"{name} of {tensor.dtype}: no test of the package has it")
+        if name != "broadcast" and tensor.dim() and tensor.size(0) == 0:
+            raise RuntimeError(f"{name}: tensors cannot have zero size in dimension 0, found {tuple(tensor.shape)}")
+        if "gather" in name and not tensor.dim():
+            raise IndexError(f"{name}: dimension specified as 0 but tensor has no dimensions")
+    if len(types := {tensor.dtype for tensor in tensors}) > 1:
+        raise RuntimeError(f"{name}: Invalid usage of tensors with different dtypes, found {types}")
+
+
+def _without_empty(arguments: Sequence[Any]) -> list[Any]:
+    """The coalesced forms leave out what has no element."""
+    return [[one for one in value if one.numel()] if isinstance(value, list) else value for value in arguments]
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def forward(self: Group, *args: Any, **options: Any) -> Any:
-        return getattr(self.flat, name)(*map(_on_host, args), **options)
+        given = _without_empty(args) if name.endswith("_coalesced") else args
+        _check(name, given)
+        return getattr(self.flat, name)(*map(_on_host, given), **options)
 
     return forward
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: Group, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"ProcessGroupNeuron.{name}")
+
+    return refuse
 
 
 for _name in (
@@ -148,20 +206,19 @@ for _name in (
     "allreduce",
     "allreduce_coalesced",
     "alltoall_base",
-    "barrier",
     "broadcast",
     "gather",
-    "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced",
     "scatter",
-    "send",
 ):
     if hasattr(dist.ProcessGroup, _name):
         setattr(Group, _name, _forwarded(_name))
+for _name in ("monitored_barrier", "recv", "recv_anysource", "reduce_scatter_coalesced", "send"):
+    setattr(Group, _name, _refused(_name))
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
@@ -215,7 +272,15 @@ def _compile(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         partial.replace(neff)
     with _lock:
         _metrics.append(CompilationMetrics(key, len(graph.graph.nodes), 1000 if is_new else 0))
-    return make_boxed_func(graph.forward)  # type: ignore[no-untyped-call]
+
+    def forward(*arguments: Any) -> Any:
+        _C.enter_graph()
+        try:
+            return graph.forward(*arguments)
+        finally:
+            _C.leave_graph()
+
+    return make_boxed_func(forward)  # type: ignore[no-untyped-call]
 
 
 @register_backend(name="neuron")

@@ -45,6 +45,9 @@ std::atomic<bool> touched{false};
 std::mutex lock;
 std::set<std::string> missing;
 std::map<std::string, int64_t> fell_back;
+std::map<std::string, std::set<int64_t>> odd;
+thread_local int within_graph = 0;
+constexpr int64_t kMultiple = 128;
 
 struct Allocation {
   void* data;
@@ -262,6 +265,25 @@ bool is_pinned(const at::Tensor&, std::optional<at::Device>) {
   return false;
 }
 
+// Eager kernels are slow on vectors whose length is no multiple of 128.
+void note_odd(const std::string& name, const torch::jit::Stack& stack, size_t arguments) {
+  auto look = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.device().is_privateuseone() && tensor.numel() > kMultiple && tensor.numel() % kMultiple) {
+      std::lock_guard<std::mutex> held(lock);
+      odd[name].insert(tensor.numel());
+    }
+  };
+  for (const auto& value : torch::jit::last(stack, arguments)) {
+    if (value.isTensor()) {
+      look(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const auto& tensor : value.toTensorVector()) {
+        look(tensor);
+      }
+    }
+  }
+}
+
 void fallback(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   const auto& name = operation.schema().name();
   {
@@ -269,6 +291,9 @@ void fallback(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     if (missing.count(name)) {
       fell_back[name] += 1;
     }
+  }
+  if (!within_graph) {
+    note_odd(name, *stack, operation.schema().arguments().size());
   }
   at::native::cpu_fallback(operation, stack);
 }
@@ -364,6 +389,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("clear", [] {
     std::lock_guard<std::mutex> held(lock);
     fell_back.clear();
+  });
+  m.def("enter_graph", [] { ++within_graph; });
+  m.def("leave_graph", [] { --within_graph; });
+  m.def("odd_lengths", [] {
+    std::lock_guard<std::mutex> held(lock);
+    auto found = std::move(odd);
+    odd.clear();
+    return found;
   });
   m.def("allocated_bytes", [] { return allocated_bytes.load(); });
   m.def("is_touched", [] { return touched.load(); });

@@ -65,12 +65,13 @@ class Commands:
     def store(self, cycle: str = "2026-11-20") -> CycleStore:
         return CycleStore(open_storage(str(self.folder)), cycle, self.clock)
 
-    def submit(self, faults: Faults | None = None, **more: str) -> bool:
+    def submit(self, faults: Faults | None = None, *, fresh: bool = False, **more: str) -> bool:
         """Whether it came to its end."""
         self.faults = self.batch.faults = faults or Faults()
         try:
             settings = self.settings(cycle="2026-11-20", **more)
-            assert submit.submit_plan(self.open_cycle(settings, self.said.append), make_plan(settings), "batch") == 0
+            opened, plan = self.open_cycle(settings, self.said.append), make_plan(settings)
+            assert submit.submit_plan(opened, plan, "batch", again=fresh) == 0
         except Killed:
             self.clock.now += LEASE_S + 1
             return False
@@ -186,7 +187,7 @@ def test_a_retry_that_was_cut_goes_on(
     handed_over: int, again: Any, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = train_failed(commands)
-    arguments.target = "batch"
+    arguments.target, arguments.fresh = "batch", False
     left, save = handed_over, CycleStore.save_submission
 
     def save_and_die(store: CycleStore, round_: int, one: Submission) -> None:
@@ -246,7 +247,10 @@ def test_a_submission_at_midnight_is_of_one_day(commands: Commands, monkeypatch:
 
     monkeypatch.setattr(setup, "datetime", Clock)
     monkeypatch.setattr(submit, "open_cycle", setup.open_cycle)
-    assert submit.run_submit(Namespace(settings=commands.settings(), target="batch"), commands.said.append) == 0
+    assert (
+        submit.run_submit(Namespace(settings=commands.settings(), target="batch", fresh=False), commands.said.append)
+        == 0
+    )
     assert commands.store().storage.list_dirs("cycles") == ["2026-11-20"]
     assert list(commands.live()) == NAMES
 
@@ -256,3 +260,45 @@ def test_a_cancelled_cycle_has_its_page(commands: Commands) -> None:
     arguments = Namespace(settings=commands.settings(cycle="2026-11-20"), reason="wrong data")
     assert submit.run_cancel(arguments, commands.said.append) == 0
     assert 'class="cancelled">cancelled' in commands.page() and "cancelled: wrong data" in commands.page()
+
+
+def prepare_failed(commands: Commands) -> None:
+    """A cycle whose columns were named wrongly; AWS Batch has ended all its jobs."""
+    assert commands.submit()
+    for name, job_id in commands.live().items():
+        ran = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": 65}}
+        reason = "" if name in ("prepare", "health") else "Dependent Job failed"
+        ended = {"status": "FAILED", "statusReason": reason, "stoppedAt": 2000}
+        commands.batch.jobs[job_id] |= ended | {"attempts": [] if reason else [ran]}
+
+
+def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Commands) -> None:
+    assert commands.submit()
+    with pytest.raises(
+        ConfigError, match=r"query -> search_term\n.*\n.*--fresh is refused: prepare, health, .* not ended"
+    ):
+        commands.submit(data__columns__query="search_term")
+    with pytest.raises(ConfigError, match="have not ended"):
+        commands.submit(fresh=True, data__columns__query="search_term")
+    assert len(commands.live()) == len(NAMES) and commands.store().replaced() == []
+
+
+@pytest.mark.parametrize("number", [None, *range(1, 200, 17)])
+def test_a_start_from_the_beginning_killed_and_repeated(number: int | None, commands: Commands) -> None:
+    """After any call; a job of the earlier submission that nobody has recorded is ended first."""
+    prepare_failed(commands)
+    recorded = {*commands.batch.jobs}
+    stray = dict(next(one for one in commands.batch.jobs.values() if one["jobName"].endswith("-embed")))
+    commands.batch.jobs["stray"] = stray | {"jobId": "stray", "status": "RUNNABLE", "attempts": []}
+    commands.batch._seen_at["stray"] = 0
+    if number and not commands.submit(Faults(kill_after=number), fresh=True, data__columns__query="search_term"):
+        under_way = commands.store().rounds() == [2]
+        assert commands.submit(fresh=not under_way, data__columns__query="search_term")
+    elif not number:
+        assert commands.submit(fresh=True, data__columns__query="search_term")
+    assert list(commands.live()) == [f"{name}-round-2" for name in NAMES]
+    assert {one.id for one in commands.store().submitted(2).values()} == {*commands.live().values()}
+    assert recorded.isdisjoint(commands.live().values()) and "stray" not in commands.live().values()
+    assert commands.store().settings()["data"]["columns"]["query"] == "search_term"  # type: ignore[index]
+    (replaced,) = commands.store().replaced()
+    assert {one.name for one in replaced.records} == {*NAMES}

@@ -26,6 +26,21 @@ def moto_batch() -> Iterator[Any]:
         yield boto3.client("batch", region_name="us-east-1")
 
 
+@pytest.mark.parametrize("revisions", [(9, 10), (10, 9)])
+def test_the_tenth_revision_is_newer_than_the_ninth(revisions: tuple[int, int]) -> None:
+    request = definition_request(cycle(), cycle().jobs[0])
+
+    class Client:
+        def active_definitions(self, name: str) -> list[dict[str, Any]]:
+            return [{"jobDefinitionName": name, "revision": one, "tags": request["tags"]} for one in revisions]
+
+    client: Any = Client()
+    assert ensure_definition(client, request) == f"{request['jobDefinitionName']}:10"
+    other = plan(job("train", timeout_s=7200))
+    changed = definition_request(other, other.jobs[0])["jobDefinitionName"]
+    assert changed != request["jobDefinitionName"] or "against revision 10" in next(iter(change_lines(client, other)))
+
+
 def register_all(client: BatchClient, of: Plan) -> None:
     for one in of.jobs:
         ensure_definition(client, definition_request(of, one))

@@ -1,0 +1,233 @@
+"""CSV and TSV as programs write them: the records of a text, each read right or given with the reason why it is none.
+
+Read are RFC 4180 (quotes doubled within quotes, texts of several lines), Spark's `\\"` within quotes, and TSV as it is
+registered (IANA text/tab-separated-values), which has no quoting: a quote is text there, unless it can only be that of
+a program that quotes.
+"""
+
+import csv
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+WRONG_FIELDS = "malformed row: wrong number of fields"
+UNCLOSED_QUOTE = "malformed row: quote never closed"
+TEXT_AFTER_QUOTE = "malformed row: text after a closing quote"
+_DELIMITERS = (",", "\t", ";", "|")
+_LONGEST_FIELD = 16 * 2**20
+_HELD_CHARACTERS = 1000  # of what is malformed, for the quarantine
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\s*')
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Text that is no record; `lines` of it count as rows."""
+
+    reason: str
+    text: str
+    lines: int = 1
+
+
+class _Lines:
+    """The lines of a text. Those taken for a record can be put back, and are read again."""
+
+    def __init__(self, text: Iterable[str]) -> None:
+        self._text, self._ahead = iter(text), deque[str]()
+        self.taken: list[str] = []
+        self.first = 1
+        """Number of the line with which the record begins."""
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._ahead.popleft() if self._ahead else next(self._text)
+        self.taken.append(line)
+        return line
+
+    def begin_record(self) -> None:
+        self.first += len(self.taken)
+        self.taken = []
+
+    def put_back(self, kept: int) -> None:
+        self._ahead.extendleft(reversed(self.taken[kept:]))
+        del self.taken[kept:]
+
+
+class CsvRecords:
+    """The header of a text and its records. The delimiter is the usual one of the file, or what parts the header.
+
+    `rows` and `blank` count what was taken from the text so far. Raises csv.Error for a header that is none.
+    """
+
+    def __init__(self, text: Iterable[str], delimiter: str) -> None:
+        self._lines = _Lines(text)
+        self.rows = self.blank = 0
+        line = self._first_line()
+        if chosen := _SEPARATOR_LINE.fullmatch(line):  # Excel's, before the header
+            self._lines.begin_record()
+            delimiter, line = chosen[1], self._first_line()
+        self._delimiter = _delimiter_of(line, delimiter)
+        given: dict[str, Any] = {"delimiter": self._delimiter, "strict": True}
+        self._parser = csv.reader(self._lines, skipinitialspace=self._delimiter != "\t", **given)
+        self._escaped = csv.reader(self._lines, doublequote=False, escapechar="\\", **given)
+        self.header: list[str] = []
+        self._has_quotes = True
+        if not line:
+            return
+        fields = _split(line)
+        if self._delimiter == "\t" and not all(_unquoted(field) for field in fields):
+            self._has_quotes, self.header = False, fields
+        else:
+            self._lines.put_back(0)
+            header, _ = self._parse(self._parser)
+            if header is None:
+                raise csv.Error(f"a quote in line {self._lines.first}, the header, is never closed")
+            self.header = header
+        # In texts a comma is followed by a space, between columns it is not.
+        self._column_end = re.compile(re.escape(self._delimiter) + ("" if self._delimiter == "\t" else "(?! )"))
+
+    def _first_line(self) -> str:
+        """The first line that is not blank, taken; empty at the end."""
+        for line in self._lines:
+            if line.strip("\r\n"):
+                return line
+            self.blank += 1
+            self._lines.begin_record()
+        return ""
+
+    def __iter__(self) -> Iterator[tuple[int, list[str] | Malformed]]:
+        """Number of its first line, and the fields of a record or what is malformed."""
+        read = self._quoted if self._has_quotes else self._tabbed
+        while True:
+            self._lines.begin_record()
+            if (found := read()) is None:
+                return
+            if not found:
+                self.blank += 1
+                continue
+            self.rows += found.lines if isinstance(found, Malformed) else 1
+            yield self._lines.first, found
+
+    def _quoted(self) -> list[str] | Malformed | None:
+        """Fields of the next record by the rules of CSV, none for a blank line; None at the end.
+
+        Strict about quotes: text after a closing quote means that an earlier quote was never closed, and that the rows
+        between became one; so does a field of which the lines look like rows.
+        """
+        record, reason = self._parse(self._parser)
+        if record is None and not reason:
+            return None
+        if record is not None and (not record or self._is_row(record)):
+            return record
+        lines, is_whole = len(self._lines.taken), record is not None and len(record) == len(self.header)
+        if any('\\"' in line for line in self._lines.taken):
+            self._lines.put_back(0)
+            record, _ = self._parse(self._escaped)
+            if record is not None and self._is_row(record):
+                return record
+            self._lines.put_back(0)
+            for _ in range(lines):
+                next(self._lines)
+        return self._malformed(reason or (UNCLOSED_QUOTE if is_whole else WRONG_FIELDS))
+
+    def _tabbed(self) -> list[str] | Malformed | None:
+        """Fields of the next line of a TSV, none for a blank one; None at the end.
+
+        A record of several lines is one only where the line alone is no row, or ends in a quote that is left open.
+        """
+        line = next(self._lines, None)
+        if line is None or not line.strip("\r\n"):
+            return None if line is None else []
+        fields = _split(line)
+        is_row = len(fields) == len(self.header)
+        if '"' not in line:
+            return fields if is_row else self._malformed(WRONG_FIELDS)
+        is_open = fields[-1].startswith('"') and _unquoted(fields[-1]) is None
+        if not is_row or is_open:
+            self._lines.put_back(0)
+            record, _ = self._parse(self._parser)
+            if record is not None and len(self._lines.taken) > int(is_row) and self._is_row(record):
+                return record
+            self._lines.put_back(1)
+        if not is_row:
+            return self._malformed(WRONG_FIELDS)
+        plain = [_unquoted(field) for field in fields]
+        is_written_so = all(value is not None for value in plain)
+        return [
+            field if value is None or not (is_written_so or _needs_quotes(value)) else value
+            for field, value in zip(fields, plain, strict=True)
+        ]
+
+    def _parse(self, parser: Iterator[list[str]]) -> tuple[list[str] | None, str]:
+        """The record at the next line by strict rules, or None with the reason; without one at the end of the text."""
+        try:
+            try:
+                return next(parser, None), ""
+            except csv.Error:
+                taken = self._lines.taken
+                if len(taken) != 1 or len(taken[0]) <= csv.field_size_limit():
+                    raise
+                self._lines.put_back(0)
+                limit = csv.field_size_limit(_LONGEST_FIELD)
+                try:
+                    return next(parser, None), ""
+                finally:
+                    csv.field_size_limit(limit)
+        except csv.Error as error:
+            is_closed = len(self._lines.taken) == 1 and "expected after" in str(error)
+            return None, TEXT_AFTER_QUOTE if is_closed else UNCLOSED_QUOTE
+
+    def _is_row(self, record: list[str]) -> bool:
+        is_one_line = len(self._lines.taken) == 1
+        return len(record) == len(self.header) and (is_one_line or not self._swallowed_rows(record))
+
+    def _malformed(self, reason: str) -> Malformed:
+        text = "".join(self._lines.taken).rstrip("\r\n")
+        return Malformed(reason, text[:_HELD_CHARACTERS], len(self._lines.taken))
+
+    def _swallowed_rows(self, record: list[str]) -> bool:
+        """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
+
+        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
+        """
+        for place, value in enumerate(record):
+            first, *rest = (len(self._column_end.split(line)) for line in re.split(r"\r\n?|\n", value))
+            if not rest or len(record) == 1 or (first, rest[-1]) != (len(record) - place, place + 1):
+                continue
+            between = rest[:-1]
+            if self._delimiter == "\t" or 2 * between.count(len(record)) > len(between):
+                return True
+        return False
+
+
+def _delimiter_of(header: str, usual: str) -> str:
+    """The usual delimiter where it parts the header, else the one that parts it most."""
+
+    def num_fields(delimiter: str) -> int:
+        return len(next(csv.reader([header], delimiter=delimiter), ()))
+
+    return usual if num_fields(usual) > 1 else max((usual, *_DELIMITERS), key=num_fields)
+
+
+def _split(line: str) -> list[str]:
+    return line.removesuffix("\n").removesuffix("\r").split("\t")
+
+
+def _unquoted(field: str) -> str | None:
+    """The text of a field in quotes, with those within doubled or behind backslashes; None for any other field."""
+    if len(field) < 2 or not (field[0] == field[-1] == '"'):
+        return None
+    inner = field[1:-1]
+    if '"' not in inner.replace('""', ""):
+        return inner.replace('""', '"')
+    if '"' not in inner.replace('\\"', ""):
+        return inner.replace("\\\\", "\\").replace('\\"', '"')
+    return None
+
+
+def _needs_quotes(value: str) -> bool:
+    """Whether a program that quotes what it must would put the text of one line in quotes."""
+    return not value or '"' in value

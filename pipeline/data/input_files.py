@@ -1,0 +1,350 @@
+"""The files that a path in the settings names: which are read, as what, which are not, and the days they belong to.
+
+Nothing below the path is left out unsaid: a file is read, passed over and named, or the input is refused.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.data.readers import Planner, object_version, read_file, suffix_format, version_of
+from pipeline.data.rows import READER_VERSION, RawBatch, shorten
+from pipeline.io.commit import record_of
+from pipeline.io.paths import user_path
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import ObjectStat, Storage, open_storage, os_errors, place_of
+
+FLAT = "flat"
+_MAX_NAMES = 5
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read; `key` is relative to the input's root. `content_id` changes when its content does.
+
+    `version` tells that without reading it, but only since it was listed.
+    """
+
+    key: str
+    format: str
+    content_id: str
+    size_bytes: int = 0
+    version: str | None = None
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a table and the format of each. The one reader of what a path in the settings names.
+
+    `passed_over`: keys of files that lie there and hold no rows of it.
+    """
+
+    storage: Storage
+    found: tuple[tuple[ObjectStat, str], ...]
+    passed_over: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises DataError for a name that is not UTF-8: it could not stand in what is stored of a file."""
+        for stat, _ in self.found:
+            try:
+                stat.key.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"the name of an input file is not UTF-8: {shorten(stat.key)}",
+                    expected="names in UTF-8",
+                    next_command="rename it (convmv -f latin1 -t utf8), or move it out of the input",
+                ) from error
+
+    @cached_property
+    def inputs(self) -> tuple[InputFile, ...]:
+        """The files with what names their content: the xxh3 of a local one (times lie), ETag and size on S3.
+
+        The version of the readers is in it, as it decides what is made of the content.
+        """
+        storage, inputs = self.storage, list[InputFile]()
+        size_bytes = sum(stat.size_bytes for stat, _ in self.found)
+        with progress("looking for changes in the input", size_bytes, "bytes") as advance:
+            for stat, name in self.found:
+                content = version = object_version(stat)
+                if storage.local_path(stat.key) is not None:
+                    version = version_of(storage, stat.key)
+                    with storage.open_read(stat.key) as file:
+                        content = record_of(file, storage.stop, advance).xxh3_128
+                content_id = fingerprint([content, READER_VERSION])
+                inputs.append(InputFile(stat.key, name, content_id, stat.size_bytes, version))
+        return tuple(inputs)
+
+    def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
+        """All rows, at most `num_rows` at a time. `plan`: given the URI of a file, what is read of it."""
+        with progress(doing, sum(stat.size_bytes for stat, _ in self.found), "bytes") as advance:
+            for stat, name in self.found:
+                uri = self.storage.uri(stat.key)
+                for batch in read_file(self.storage, stat.key, name, plan(uri), num_rows):
+                    self.storage.stop.raise_if_set(f"reading {uri}")
+                    advance(batch.input_bytes)
+                    yield batch
+
+
+def names_of(keys: Sequence[str]) -> str:
+    """The first of some keys for a message."""
+    more = f" and {len(keys) - _MAX_NAMES} more" if len(keys) > _MAX_NAMES else ""
+    return ", ".join(map(shorten, keys[:_MAX_NAMES])) + more
+
+
+# Which files there are.
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files below a path that may hold rows, and the keys of those that do not: hidden ones and documents."""
+
+    storage: Storage
+    stats: tuple[ObjectStat, ...]
+    passed_over: tuple[str, ...] = ()
+
+
+_ROWS_SUFFIX = re.compile(r"(?i).*\.(parquet|pq|csv|tsv|jsonl|ndjson|json)(\.gz)?")
+_DOCUMENT = re.compile(
+    r"(?i)(readme|license|licence|notice|changelog|citation|makefile|sha256sums|md5sums|thumbs\.db|desktop\.ini)(\..*)?"
+    r"|.*\.(md|rst|pdf|html?|md5|sha1|sha256|sha512|asc|sig|py|sql|sh|ipynb)"
+)
+
+
+def _is_hidden(part: str) -> bool:
+    """As Hadoop has it, but that a folder for a column that begins with _ is none."""
+    return part.startswith(".") or (part.startswith("_") and "=" not in part)
+
+
+def _holds_rows(stat: ObjectStat) -> bool:
+    *_, name = parts = stat.key.split("/")
+    return not any(map(_is_hidden, parts)) and bool(_ROWS_SUFFIX.fullmatch(name) or not _DOCUMENT.fullmatch(name))
+
+
+def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None) -> Listing:
+    """What lies at a path: the file it names, or all below it.
+
+    Raises DataError, naming the `setting`, for a path that does not exist or is ambiguous, and for a broken link.
+    """
+    is_local = "://" not in path or path.startswith("file:///")
+    local = user_path(path.removeprefix("file://") if is_local else "/")
+    with os_errors("looking at", path):
+        may_be_file = not local.is_dir() if is_local else bool(urlsplit(path).path.strip("/"))
+        is_missing = is_local and not local.exists()
+    if is_missing:
+        raise DataError(
+            f"{path} does not exist",
+            expected="a file or folder with rows",
+            next_command=f"correct {setting}, or leave it out",
+        )
+    if not is_local and "//" in urlsplit(path).path:
+        raise DataError(
+            f"{path} has an empty part between two '/'",
+            expected="a folder above it, below which such keys are read too, or keys without empty parts",
+            next_command=f"{setting} {re.sub('(?<!:)//+.*', '/', path)}",
+        )
+    if may_be_file:
+        storage, name = place_of(path, retry=retry or RetryPolicy(), stop=stop)
+        if stat := storage.stat(name):
+            return Listing(storage, (stat,))
+    storage = open_storage(path, retry=retry, stop=stop)
+    if is_local and (broken := _broken_links(local)):
+        raise DataError(
+            f"{len(broken)} link(s) below {path} lead to no file: {names_of(broken)}",
+            expected="links to files that are there",
+            next_command=f"restore the files, or remove the links: find {path} -xtype l",
+        )
+    stats = list(storage.list(""))
+    held = tuple(stat for stat in stats if _holds_rows(stat))
+    keys = {stat.key for stat in held}
+    return Listing(storage, held, tuple(stat.key for stat in stats if stat.key not in keys))
+
+
+def _broken_links(folder: Path) -> list[str]:
+    found = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
+    keys = [(path, str(path.relative_to(folder))) for path in found if path.is_symlink() and not path.exists()]
+    return sorted(key for _, key in keys if not any(map(_is_hidden, key.split("/"))))
+
+
+def open_files(
+    path: str, wanted: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None
+) -> Files:
+    """The files below a path, each as its suffix says or (without a known one) as the `wanted` format.
+
+    Raises DataError, naming the `setting`, when there is none, or one that nothing says how to read.
+    """
+    return choose_files(find_files(path, stop, setting, retry), wanted, path, setting)
+
+
+def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--data.path") -> Files:
+    """The format of each file. Raises DataError as open_files() does; empty files without a suffix are passed over."""
+    found, unknown, empty = list[tuple[ObjectStat, str]](), list[str](), list[str]()
+    for stat in listing.stats:
+        name = suffix_format(stat.key)
+        if wanted != "auto" and name in (None, wanted):
+            name = wanted
+        if name:
+            found.append((stat, name))
+        else:
+            (unknown if stat.size_bytes else empty).append(stat.key)
+    option = f"{setting.rpartition('.')[0]}.format"
+    if unknown:
+        guess = Counter(name for _, name in found).most_common(1)[0][0] if found else "csv"
+        raise DataError(
+            f"{len(unknown)} of {len(listing.stats)} files of {path} have no suffix that says how to read them: "
+            + names_of(unknown),
+            expected="*.parquet, *.csv, *.tsv or *.jsonl files, also with .gz: none is left out unsaid",
+            next_command=f"{option} {guess} (or another format) reads them too; else move them out of the input",
+        )
+    if not found:
+        seen = names_of([*empty, *listing.passed_over])
+        raise DataError(
+            f"no input file below {path}; seen: {seen or 'nothing'}",
+            expected="*.parquet, *.csv or *.jsonl files",
+            next_command=f"correct {setting}, or set {option} for files of another suffix",
+        )
+    return Files(listing.storage, tuple(found), (*listing.passed_over, *empty))
+
+
+# The days of an input of training.
+
+_DAY = re.compile(r"dt=(\d{4}-\d{2}-\d{2})")
+_YEAR, _MONTH_OF_YEAR, _DAY_OF_MONTH = r"(?:19|20)\d\d", r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
+_LIKE_A_DATE = re.compile(
+    rf"(?P<year>{_YEAR})(?:[-_.](?P<month>{_MONTH_OF_YEAR})(?:[-_.](?P<day>{_DAY_OF_MONTH}))?"
+    r"|(?P<month8>0[1-9]|1[0-2])(?P<day8>0[1-9]|[12]\d|3[01]))(?:\D.*)?"
+)
+_LIKE_A_DAY_COLUMN = re.compile(r"(?i)(dt|ds|date|day|year|month|yyyy|yy|mm|dd)=.*")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The files of one day (`dt=YYYY-MM-DD`), or of a flat input. `extra_ids`: contents joined to every row."""
+
+    name: str
+    files: tuple[InputFile, ...]
+    extra_ids: tuple[str, ...] = ()
+
+    @property
+    def watermark(self) -> str:
+        return self.name.removeprefix("dt=") if self.name != FLAT else ""
+
+    @property
+    def content_id(self) -> str:
+        """One name for the content of all files (and for their names, since sample ids contain them)."""
+        return fingerprint([self.name, [[file.key, file.content_id] for file in self.files], list(self.extra_ids)])
+
+
+def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[Partition, ...]:
+    """Partitions in order of date, or the one called `flat`. A day is a folder `dt=YYYY-MM-DD`, at any level.
+
+    Raises DataError when days and other files are mixed, for no date, and for folders that are days by another name.
+    """
+    days: dict[str, list[InputFile]] = {}
+    for file in files:
+        days.setdefault(_day_of(file.key, path), []).append(file)
+    for name in days.keys() - {FLAT}:
+        try:
+            date.fromisoformat(name.removeprefix("dt="))
+        except ValueError as error:
+            raise DataError(
+                f"{path} holds {name}, which is no day: {error}",
+                expected="dt=YYYY-MM-DD: days are trained in their order",
+                next_command=f"rename {name}",
+            ) from error
+    if FLAT in days and len(days) > 1:
+        raise DataError(
+            f"{path} holds dt= folders and also {days[FLAT][0].key}",
+            expected="either dt=YYYY-MM-DD/ folders or a flat folder",
+            next_command=f"move {days[FLAT][0].key} into a dt= folder",
+        )
+    return tuple(Partition(name, tuple(days[name]), extra_ids) for name in sorted(days))
+
+
+def _day_of(key: str, path: str) -> str:
+    """The day of a file, or `flat`. Raises DataError where its folders say something else that looks like a day."""
+    *folders, _ = key.split("/")
+    days = {part for part in folders if _DAY.fullmatch(part)}
+    if len(days) > 1:
+        raise DataError(
+            f"{path} holds {key}, which is in several days",
+            expected="one dt=YYYY-MM-DD folder above each file",
+            next_command="move it into the folder of its day",
+        )
+    if days:
+        return days.pop()
+    if nearly := _like_a_day(folders):
+        raise DataError(
+            f"{path} holds {nearly}/ ({key}), which looks like a day by another name",
+            expected="folders named dt=YYYY-MM-DD, at any level, for the days; none with other dates",
+            next_command=f"rename {nearly} to {_as_day(nearly)}; or name a single such folder with --data.path",
+        )
+    return FLAT
+
+
+def _like_a_day(folders: Sequence[str]) -> str:
+    """The part of a path that tells a date in another way than dt=YYYY-MM-DD, empty for none."""
+    plain = [unquote(part) for part in folders]
+    for place, part in enumerate(plain):
+        if _LIKE_A_DATE.fullmatch(part.rpartition("=")[2]):
+            return folders[place]
+        if _LIKE_A_DAY_COLUMN.fullmatch(part):
+            end = place + 1
+            while end < len(plain) and _LIKE_A_DAY_COLUMN.fullmatch(plain[end]):
+                end += 1
+            return "/".join(folders[place:end])
+        months_and_days = plain[place + 1 : place + 3]
+        if re.fullmatch(_YEAR, part) and months_and_days and re.fullmatch(_MONTH_OF_YEAR, months_and_days[0]):
+            is_day = len(months_and_days) > 1 and re.fullmatch(_DAY_OF_MONTH, months_and_days[1])
+            return "/".join(folders[place : place + (3 if is_day else 2)])
+    return ""
+
+
+def _as_day(folders: str) -> str:
+    values = "-".join(part.rpartition("=")[2] for part in unquote(folders).split("/"))
+    found = _LIKE_A_DATE.fullmatch(values)
+    month, day = (found["month"] or found["month8"], found["day"] or found["day8"]) if found else (None, None)
+    return f"dt={found['year']}-{month:0>2}-{day:0>2}" if found and month and day else "dt=YYYY-MM-DD"
+
+
+_TOOLS = re.compile(
+    r"_temporary|_spark_metadata|_delta_log|__MACOSX|\._.*|\.(git|hoodie|cache|ipynb_checkpoints|hive-.*)"
+)
+
+
+def input_warnings(files: Sequence[InputFile], passed_over: Sequence[str], path: str) -> tuple[str, ...]:
+    """What a person should know of an input that is read all the same."""
+    warnings, parts_of = list[str](), {key: key.split("/") for key in passed_over}
+    if hidden := [
+        key
+        for key, parts in parts_of.items()
+        if _ROWS_SUFFIX.fullmatch(key) and any(map(_is_hidden, parts)) and not any(map(_TOOLS.fullmatch, parts))
+    ]:
+        warnings.append(
+            f"{len(hidden)} file(s) with rows were not read, as names that begin with _ or . are hidden: "
+            + names_of(hidden)
+        )
+    if any(part in ("_delta_log", ".hoodie") for parts in parts_of.values() for part in parts):
+        warnings.append(
+            f"{path} is a Delta or Hudi table, and its files are read as they lie there: also rows that the table has"
+            " replaced or deleted; export a snapshot of it"
+        )
+    folders = {part for file in files for part in file.key.split("/")[:-1] if "=" in part and not _DAY.fullmatch(part)}
+    if folders:
+        warnings.append(f"the names of folders are no columns of the rows in them: {names_of(sorted(folders))}")
+    if _DAY.search(path) and not any(_DAY.search(file.key) for file in files):
+        warnings.append(f"{path} names one day: its rows have no date; --data.path with the folder above has days")
+    first: dict[str, str] = {}
+    again = [(file.key, key) for file in files if (key := first.setdefault(file.content_id, file.key)) != file.key]
+    if again:
+        warnings.append(f"{len(again)} file(s) have the content of another, such as {again[0][0]} of {again[0][1]}")
+    return tuple(warnings)
