@@ -25,6 +25,7 @@ from pipeline.evaluate.gate.compare import (
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, SliceColumn, mean_over_queries
+from pipeline.stages.evaluate import way_out
 from tests.evaluate.holdouts import holdout
 
 pytestmark = pytest.mark.unit
@@ -285,6 +286,31 @@ def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
     ]
     assert "half of it was trained on" in found.reasons and found.promote
     assert verdict(rows(), warnings=("all of it was trained on",)).without_comparison is False, "a doubt judges nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("nothing judged it", "--gate.first-without-comparison"),
+        ("broken incumbent", "registry rollback"),
+        ("incumbent without search", "registry rollback"),
+        ("candidate without search", "train again"),
+        ("worse", "train again"),
+        ("few", "the advice"),
+    ],
+)
+def test_the_way_out_fits_the_reason(kind: str, words: str) -> None:
+    broken = replace(rows(), probabilities=np.full((120, 2), np.nan))
+    search: dict[str, Any] = {"drops": {NDCG: 0.1}, "searched": True}
+    found = {
+        "nothing judged it": lambda: verdict(rows()),
+        "broken incumbent": lambda: verdict(rows(), broken),
+        "incumbent without search": lambda: verdict(rows(), rows(), **search, ours=np.full(60, 0.5)),
+        "candidate without search": lambda: verdict(rows(), rows(), **search, theirs=np.full(60, 0.5)),
+        "worse": lambda: verdict(rows(wrong=range(20)), rows(), drops={"accuracy": 0.0}),
+        "few": lambda: verdict(rows()).model_copy(update={"advice": "the advice"}),
+    }[kind]()
+    assert not found.promote and words in way_out(found)
 
 
 # Baselines.
