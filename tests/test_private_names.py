@@ -62,6 +62,7 @@ NEURON, MEMORY, DELAYED = (
 STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/parallelize.py"
 MODULES, LIGHTNING = "pipeline/parallel/strategies/fsdp.py", "pipeline/parallel/lightning.py"
 OFFLOAD, MESH, TENSORS = "pipeline/parallel/offload.py", "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"
+PARTS = "pipeline/parallel/parts.py"
 OPTIMIZER, UNPADDED, TUNE = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py", "pipeline/tune/journal.py"
 _C10D, _XLAC, _GROUP = "torch._C._distributed_c10d", "torch_xla._XLAC", "torch.distributed.ProcessGroup"
 _GROUP_PARTS = ("_DistributedBackendOptions", "_create_work_from_future")
@@ -104,6 +105,9 @@ USES = (
     *imported(
         TENSORS, "a rank's part of a tensor", "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"
     ),
+    *of(PARTS, "a number that is read from a DTensor", "torch.distributed.tensor.DTensor._op_dispatcher"),
+    *of(PARTS, "the same", "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"),
+    *of(PARTS, "the same", "torch.ops.aten._local_scalar_dense"),
     *of(OFFLOAD, "whether a tensor was changed in place", "torch.Tensor._version"),
     *of(MODULES, "slices in their place before the first step", "torch.distributed.fsdp.FSDPModule._get_fsdp_state"),
     *of(MODULES, "the same", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init"),

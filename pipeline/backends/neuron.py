@@ -26,8 +26,8 @@ from pipeline.core.errors import ConfigError, first_line
 
 _REDUCED_AT_ONCE = 2**24  # elements: 64 MiB of fp32
 _MULTIPLE = 4096
-"""Elements of a reduced vector are a multiple of this. Eager kernels were seen to be 30 to 90 times slower on lengths that
-are no multiple of 128.
+"""Elements of a reduced vector are a multiple of this. Eager kernels were seen to be 30 to 90 times slower where the
+length is no multiple of 128.
 """
 _SHAPES = 256  # of one function; torch's limit is 8, beyond which it would run eagerly without a word
 _INSTALL = "docs/neuron.md, The native device, has the versions; --backend cpu runs anywhere"

@@ -29,6 +29,7 @@ from pipeline.parallel.config import Plan
 from pipeline.parallel.files import check_shapes
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import parallelize
+from pipeline.parallel.parts import LIMITS
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
 from pipeline.parallel.tensors import clip_grad_norm, full_cpu_tensor, load_shard
 from pipeline.parallel.units import UnitRule, find_units
@@ -154,6 +155,8 @@ class Strategy(ModelParallelStrategy):
         return self.lightning_module
 
     def setup_environment(self) -> None:
+        """Raises ConfigError for a Trainer that does not fit the ranks, or that has a callback of whole weights."""
+        _check_callbacks(self._module.trainer)
         self._environment.validate_settings(self.num_processes, self.num_nodes)
         reset_seed()
         self.set_world_ranks()
@@ -266,3 +269,19 @@ class Strategy(ModelParallelStrategy):
             checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False
         )
         return found
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    """Raises ConfigError for a callback that copies or prunes weights as if each rank had all of them."""
+    from lightning.pytorch import callbacks
+
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    whole = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning)
+    for one in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(one, whole):
+            raise ConfigError(
+                f"callback {type(one).__name__} with a model that is spread over ranks: it takes weights to be whole",
+                expected="none that averages or prunes weights; DDPStrategy can have them",
+                next_command=f"an average kept by name in on_train_batch_end: {LIMITS}, shows one",
+            )

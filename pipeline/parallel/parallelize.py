@@ -21,6 +21,7 @@ from pipeline.parallel.files import load
 from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group
 from pipeline.parallel.mesh import TENSOR, Mesh, check_same, raise_on_all_ranks
 from pipeline.parallel.offload import offload_units
+from pipeline.parallel.parts import guard
 from pipeline.parallel.recompute import recompute_units
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles
 from pipeline.parallel.tensors import load_shard, plain_entries
@@ -65,6 +66,7 @@ def parallelize(
         arrange(model, [unit for _, unit in found], styles, mesh)
         if recipes:
             _fill(model, recipes, mesh.backend.device)
+    guard(model)
     if plan.seed is not None or layout.tensor_size > 1:
         seed = all_gather_objects(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
         mesh.backend.seed(stream_key(seed, _DROPOUT, layout.data_rank))

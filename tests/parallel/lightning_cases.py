@@ -4,8 +4,10 @@
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 sys.modules["torch_xla"] = None  # type: ignore[assignment]
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -111,16 +113,23 @@ def matrix(words: str, plan: str) -> dict[str, Any]:
     return found
 
 
+def fit_with(callback: Any) -> None:
+    trainer_of(trnpipe.Strategy(), 2, callbacks=[callback]).fit(Classifier(1), [])
+
+
 def refused() -> list[str]:
     """Of each thing that cannot be, what is said."""
     said = []
+    whole: Any = (EMAWeightAveraging(), StochasticWeightAveraging(1e-2), cast(Any, ModelPruning)("l1_unstructured"))
     os.environ["PJRT_DEVICE"] = "NEURON"
-    for attempt in (
+    attempts: tuple[Callable[[], object], ...] = (
         lambda: trnpipe.Strategy(),
         lambda: trainer_of(trnpipe.Strategy(), 3).fit(Classifier(1), []),
         lambda: trainer_of(trnpipe.Strategy({"shard_degree": 1}), 2).fit(Classifier(1), []),
         lambda: trainer_of(trnpipe.Strategy(), 2, precision="bf16-mixed"),
-    ):
+        *(partial(fit_with, one) for one in whole),
+    )
+    for attempt in attempts:
         try:
             attempt()
         except TrnpipeError as error:

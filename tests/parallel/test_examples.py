@@ -14,7 +14,7 @@ from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.zygote import ROOT, Forked
 
-OTHERS = ("ddp_script", "own_encoder")  # of trnjobs run and of model.factory
+OTHERS = ("ddp_script", "native_ddp", "own_encoder")  # of trnjobs run, of any device, and of model.factory
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in OTHERS]
 PLAIN = ("from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)")
 ADOPTED = ("import trnpipe as trn", "model = trn.transform(model)")
@@ -25,7 +25,9 @@ WAIT_S = 300.0  # under a minute on two processors of their own; machines may be
 
 
 def losses(text: str) -> list[float]:
-    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step ")]
+    """Of rank 0; `trnpipe launch` puts its number before each line."""
+    lines = [line.removeprefix("[0] ") for line in text.splitlines()]
+    return [float(line.split()[-1]) for line in lines if line.startswith("step ")]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -92,3 +94,16 @@ def test_each_runs_under_the_launcher(tmp_path: Path, path: Path) -> None:
     plain, adopted = found
     assert len(plain) >= 8
     assert adopted == pytest.approx(plain, abs=1e-6)
+
+
+def run_native() -> list[float]:
+    """In a rank: the losses of the script for any device, on the host."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(ROOT / "examples" / "native_ddp.py"), run_name="__main__")
+    return losses(out.getvalue())
+
+
+def test_the_script_for_any_device_has_the_same_losses_on_any_number_of_ranks(tmp_path: Path) -> None:
+    two, one = (run_ranks("tests.parallel.test_examples:run_native", ranks, tmp_path / str(ranks)) for ranks in (2, 1))
+    assert len(two[0]) == 8 and two[0][-1] < two[0][0]
+    assert two[0] == pytest.approx(one[0], abs=1e-6)

@@ -1,6 +1,7 @@
 """The loop: cadence, stop, resume, deadline, patience, no batch lost unnoticed. Real model, real batches."""
 
 import io
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import GuardConfig, TrainConfig
-from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, TrainLoop
+from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, Pace, TrainLoop
 from pipeline.train.step import TrainProgram
 from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
@@ -106,6 +107,33 @@ def test_every_step_is_reported_once(rows: TokenRows) -> None:
     assert len(set(bench.steps("samples"))) == 5
     assert len(bench.console.getvalue().splitlines()) == 3
     assert sum(fields["seconds"] for name, fields in bench.events if name == EventName.TRAIN_STEPS) > 0
+
+
+def test_the_eta_is_without_the_first_interval_and_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pace = Pace(64, 1)
+
+    def interval(seconds: float, steps: int, compile_s: float = 0.0) -> float | None:
+        now[0] += seconds
+        for _ in range(steps):
+            pace.step_done(1, 0.0)
+        assert pace.read(compile_s).seconds == seconds
+        return pace.seconds_per_step
+
+    assert interval(5.0, 0) is None, "a report without a step is no interval"
+    assert interval(600.0, 20) is None
+    assert interval(40.0, 20) == 2.0
+    assert interval(140.0, 20, compile_s=100.0) == 2.0
+    assert interval(80.0, 20) == pytest.approx(0.7 * 2.0 + 0.3 * 4.0)
+
+
+def test_an_eta_is_told_from_the_second_interval_on(rows: TokenRows) -> None:
+    bench = Bench(rows, max_steps=6)
+    bench.run()
+    etas = [fields["eta_s"] for name, fields in bench.events if name == EventName.TRAIN_STEPS]
+    assert etas[0] is None and etas[1] > 0 and etas[2] == 0
+    assert ["eta" in line for line in bench.console.getvalue().splitlines()] == [False, True, True]
 
 
 def test_time_spent_compiling_is_told(rows: TokenRows) -> None:
@@ -412,6 +440,50 @@ def test_the_deadline(rows: TokenRows, policy: str, ended: str, steps: int) -> N
     assert loop.run() == ended
     assert loop.step == steps
     assert [name for name, _ in bench.events].count(EventName.DEADLINE_AT_RISK) == 1
+
+
+def test_a_stop_saves_also_when_the_deadline_has_passed(rows: TokenRows) -> None:
+    config = TRAIN.model_copy(update={"on_deadline": "finish"})
+    late = Bench(rows, config=config, deadline_s=-1.0, cadence=Cadence(log=1, evaluate=0, save=1))
+    assert late.run() == "late" and not late.calls, "the caller saves the last step"
+    stopped = Bench(rows, config=config, deadline_s=-1.0, cadence=Cadence(log=1, evaluate=0, save=1))
+    stopped.stop.set("SIGTERM")
+    assert stopped.run() == "stopped" and stopped.calls == [("save", 1)]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("pipeline.train.loop.time.monotonic", lambda: self.now)
+
+    def pass_on(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_pace_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = Pace(samples_per_step=8, data_size=2)
+    clock.pass_on(3.0)
+    assert pace.read().samples_per_s == 0.0 and pace.seconds_per_step == 0.0
+    for seconds, expected in ((2.0, 2.0), (4.0, 0.7 * 2.0 + 0.3 * 4.0)):
+        pace.step_done(tokens=10, waited_s=1.0)
+        clock.pass_on(seconds)
+        assert pace.read() == (seconds, 8 / seconds, 20 / seconds, 1.0 / seconds)
+        assert pace.seconds_per_step == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("apart", ["evaluate", "save"])
+def test_evaluating_and_saving_are_no_time_of_steps(
+    rows: TokenRows, monkeypatch: pytest.MonkeyPatch, apart: str
+) -> None:
+    clock = Clock(monkeypatch)
+    bench = Bench(rows, cadence=Cadence(log=2, evaluate=3 * (apart == "evaluate"), save=3 * (apart == "save")))
+    bench.on_evaluate = bench.on_save = lambda: clock.pass_on(1000.0)
+    assert bench.run() == "complete" and clock.now == 1000.0
+    seconds = [fields["seconds"] for name, fields in bench.events if name == EventName.TRAIN_STEPS]
+    assert seconds == [0.0] * 4
 
 
 def test_nothing_left_to_do(rows: TokenRows) -> None:
