@@ -11,6 +11,7 @@ from jobs.config import JobsConfig, Step
 from jobs.cycle.job_states import Leaf
 from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices
+from jobs.plan.dag import Plan
 from jobs.plan.script import plan_script
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.placement import with_placements
@@ -190,6 +191,9 @@ class _Empty:
 
     def closed(self) -> None:
         return None
+
+    def belongs_to_other(self, plan: Plan, target: str) -> bool:
+        return False
 
 
 def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
