@@ -18,7 +18,7 @@ COMMANDS: dict[str, str] = {
     "status": "current state of the jobs of a cycle",
     "logs": "log of one attempt of a job, on any of its nodes",
     "cancel": "cancel the unfinished jobs of a cycle, the last job first",
-    "retry": "run the failed jobs again, and those that depend on them, with the settings the cycle was submitted with",
+    "retry": "run failed jobs and those after them again, or go on with an interrupted cycle; with its stored settings",
     "reconcile": "record the state of the jobs of a cycle, or of all open cycles, and close those that have ended",
     "history": "list the cycles of a workspace",
     "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",

@@ -296,7 +296,7 @@ def _on_schedule(schedule: Schedule, scheduled: datetime) -> datetime:
         before, after = next(schedule.before(minute), None), schedule.next(minute)
         raise ConfigError(
             f"{scheduled.isoformat()} is no time of {schedule.expression} ({schedule.zone.key})",
-            expected=" or ".join(f"{one:%Y-%m-%dT%H:%M:%SZ}" for one in (before, after) if one) or "one of its times",
+            expected=" or ".join(f"{one:%Y-%m-%dT%H:%M:%SZ}" for one in (before, after) if one),
             next_command="make jobs.schedule and the schedule of EventBridge the same",
         )
     return found

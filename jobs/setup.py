@@ -1,12 +1,16 @@
 """From settings to what a command works on: the cycle in its workspace, its plan, and the target."""
 
 import os
+import shlex
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Self
 from zoneinfo import ZoneInfo
 
@@ -14,15 +18,18 @@ from jobs.config import StageJob
 from jobs.cycle.cost_ledger import CycleLedger, read_ledger
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobRecord
+from jobs.cycle.tables import failure_lines
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target
+from jobs.targets.failures import with_errors
 from jobs.targets.local.engine import Slots
 from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -95,11 +102,46 @@ class OpenCycle:
         return open_target(self, claim.target if claim else self.settings.jobs.target)
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """Of a cycle that has ended what is on record, else what its target tells."""
-        return (self.store.records() if self.store.closed() else ()) or self.target().records(plan)
+        """Of a cycle that has ended what is on record, else what its target tells; with the errors of failed jobs."""
+        return self.with_errors((self.store.records() if self.store.closed() else ()) or self.target().records(plan))
+
+    def with_errors(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
+        """The records, with what the logs of failed jobs say."""
+        return with_errors(
+            self.store, records, lambda leaf, attempt, node: self.target().logs(leaf, attempt=attempt, node=node)
+        )
+
+    def interrupted_s(self) -> float | None:
+        """How long ago the process ended that ran the jobs of a cycle on this machine; None while they go on."""
+        claim, now = self.store.claim(), self.store.clock()
+        if claim is None or claim.target != "local" or (claim.owner and claim.lease_until > now):
+            return None
+        at = self.target().interrupted_at()
+        return None if at is None else max(0.0, now - at)
+
+    def standing(self) -> str:
+        """How a cycle stands that has not ended: `under way`, or interrupted, with the command that goes on."""
+        ago_s = self.interrupted_s()
+        if ago_s is None:
+            return "under way"
+        root = self.store.storage.root.removeprefix("file://")
+        command = shlex.join([program(), "retry", "--workspace", root, "--cycle", self.name])
+        return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; go on: {command}"
+
+    def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
+        """The errors of failed jobs, and commands for their logs that can be pasted where this command was typed."""
+        return failure_lines(records, self.store.storage.root, self.name, program())
 
     def ledger(self, plan: Plan, records: Sequence[JobRecord]) -> CycleLedger:
         return read_ledger(self.store, plan, records, self.settings.jobs)
+
+
+def program() -> str:
+    """How to call `trnjobs` from here: by its name where the shell finds it, else by its path."""
+    beside = Path(sys.executable).parent / "trnjobs"
+    if shutil.which("trnjobs") or not beside.exists():
+        return "trnjobs"
+    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
 
 
 def open_cycle(settings: CycleSettings, say: Say, stop: StopSignal | None = None) -> OpenCycle:

@@ -141,7 +141,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
     `words` is the whole command line, for a stage that runs itself again.
     """
     from pipeline.compile.shared import shared_compile_cache
-    from pipeline.context import StageContext, open_context
+    from pipeline.context import StageContext, open_context, with_backend
     from pipeline.telemetry.events import EventName
 
     stop, opened = StopSignal(), list[StageContext]()
@@ -157,9 +157,11 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
         ctx.events.emit(
             EventName.STAGE_STARTED, stage=name, settings_hash=ctx.settings_hash, code_version=ctx.code_version
         )
-        cache = shared_compile_cache(settings, stop, ctx.console.info) if name in PARALLEL else contextlib.nullcontext()
         try:
-            with cache:
+            if name in PARALLEL or name == "health":
+                settings = with_backend(settings, ctx, name)
+            shared = name in PARALLEL
+            with shared_compile_cache(settings, stop, ctx.console.info) if shared else contextlib.nullcontext():
                 result = import_module(f"pipeline.stages.{name}").run(settings, ctx)
         except BaseException as error:
             outcome = EventName.STAGE_STOPPED if isinstance(error, Preempted) else EventName.STAGE_FAILED

@@ -1,6 +1,7 @@
 """What a stage is given beside its settings, built once at the rim, and the result it leaves behind."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
+from pipeline.backends import auto_on_host, is_lazy_host, of_host
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import shown_on
@@ -23,7 +25,7 @@ from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.console import Console
-from pipeline.telemetry.events import EventLog, EventName, code_version
+from pipeline.telemetry.events import EventLog, EventName, code_version, read_events
 
 
 class Events(Protocol):
@@ -212,6 +214,47 @@ def scratch_folder(settings: Settings, workspace: Storage, env: Mapping[str, str
             next_command="set --workspace or --scratch to another folder",
         ) from error
     return folder
+
+
+# Which device a stage takes where the settings leave it open.
+
+GRAPH_WEIGHTS = 1_000_000
+"""Of an encoder's layers. A cycle of the tiny preset (0.4 M) compiles its ten graphs on XLA:CPU in half a minute, which
+takes too long for those of small (10.6 M, bench/results/graphs.json). PyTorch on the CPU compiles nothing.
+"""
+
+
+def with_backend(settings: Settings, ctx: StageContext, stage: str) -> Settings:
+    """Return the settings with the backend of this host in place of `auto`, where that depends on the model.
+
+    Without an accelerator a model larger than tiny runs on the CPU, and the console says so. A cycle that has compiled
+    its graphs for this host, or has trained with graphs, goes on as it began.
+    """
+    if not auto_on_host(settings.backend, os.environ):
+        return settings
+    size = settings.model.encoder
+    weights = size.num_layers * size.hidden_size * (4 * size.hidden_size + 2 * size.intermediate_size)
+    is_small = settings.model.factory is not None or weights <= GRAPH_WEIGHTS
+    backend = of_host(compiles_graphs=is_small or _began_with_graphs(ctx, stage))
+    if not is_small:
+        here = f"no accelerator here; backend {backend}"
+        why = f"{size.num_layers} x {size.hidden_size} would compile on XLA:CPU for long; --backend xla does it"
+        ctx.console.info(
+            f"{here}, as this cycle began" if backend != of_host(compiles_graphs=False) else f"{here}: {why}"
+        )
+    return settings.model_copy(update={"backend": backend})
+
+
+def _began_with_graphs(ctx: StageContext, stage: str) -> bool:
+    compiled = ctx.earlier("compile")
+    if compiled is not None and compiled.figures.get("graphs"):
+        plan = json.loads(ctx.workspace.read_bytes(compiled.outputs["manifest"]))["plan"]
+        return is_lazy_host(str(plan.get("device")))
+    if stage != "train":
+        return False
+    events = read_events(ctx.workspace, f"cycles/{ctx.cycle}/events.jsonl")
+    started = [event for event in events if event["event"] == EventName.TRAIN_STARTED]
+    return bool(started) and started[-1].get("backend") == of_host(compiles_graphs=True)
 
 
 def share_tokens(shared: Path, own: Path) -> None:

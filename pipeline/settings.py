@@ -103,7 +103,10 @@ class Settings(BaseSettings):
     model_name: str = Field(
         "relevance", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name of the model in the registry"
     )
-    backend: Name = Field("auto", description="Device; auto: cuda, else neuron, else xla, else cpu")
+    backend: Name = Field(
+        "auto",
+        description="Device; auto: cuda, else neuron, else xla (no accelerator: for a tiny model only), else cpu",
+    )
     scratch: str | None = Field(
         None, description="Local folder for temporary files (default: in a local workspace, else the system's)"
     )

@@ -2,19 +2,32 @@
 
 import json
 import subprocess
+import sys
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import pipeline
-from pipeline.context import NoEvents, open_context, scratch_folder
+from pipeline.cli import run_stage
+from pipeline.compile.manifest import GraphManifest, store_manifest
+from pipeline.context import (
+    NoEvents,
+    StageContext,
+    StageResult,
+    open_context,
+    scratch_folder,
+    store_result,
+    with_backend,
+)
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
+from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings, resolve, settings_hash
 from pipeline.telemetry import console
 from pipeline.telemetry.events import EventName, code_version
@@ -55,6 +68,70 @@ def test_context_of_a_local_workspace(tmp_path: Path) -> None:
     assert ctx.scratch.is_relative_to(tmp_path / "w")
     line = json.loads((tmp_path / "w/cycles/c1/events.jsonl").read_text())
     assert (line["event"], line["stage"]) == ("stage_started", "x")
+
+
+SMALL = {"preset": "small"}
+
+
+@pytest.mark.parametrize(
+    ("model", "began", "stage", "expected"),
+    [
+        ({"preset": "tiny"}, "", "train", "xla"),
+        (SMALL, "", "train", "cpu"),
+        (SMALL, "", "compile", "cpu"),
+        ({"preset": "tiny", "num_layers": 6}, "", "train", "cpu"),
+        (SMALL | {"factory": "a.b:c", "hidden_size": 768}, "", "train", "xla"),
+        (SMALL, "compiled for xla:CPU", "embed", "xla"),
+        (SMALL, "compiled for xla:NEURON", "embed", "cpu"),
+        (SMALL, "trained on xla", "train", "xla"),
+        (SMALL, "trained on cpu", "train", "cpu"),
+        (SMALL, "trained on xla", "embed", "cpu"),
+    ],
+)
+def test_auto_on_a_host_alone_goes_by_the_model_and_by_how_the_cycle_began(
+    model: dict[str, object],
+    began: str,
+    stage: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    settings = Settings(workspace=str(tmp_path / "w"), cycle="c1", model=ModelConfig.model_validate(model))
+    with open_context(settings, StopSignal(), {}) as ctx:
+        what, _, device = began.rpartition(" ")
+        if what == "compiled for":
+            manifest = GraphManifest(plan={"device": device}, graphs=())
+            store_manifest(ctx.workspace, manifest)
+            outputs = {"manifest": manifest.place}
+            now = datetime.now(UTC)
+            store_result(ctx.workspace, ctx.finish("compile", now, inputs={}, outputs=outputs, figures={"graphs": 16}))
+        elif what:
+            ctx.events.emit(EventName.TRAIN_STARTED, backend=device)
+            ctx.events.flush(durable=True)
+        found = with_backend(settings, ctx, stage)
+        named = settings.model_copy(update={"backend": "xla"})
+        assert with_backend(named, ctx, stage) is named
+    assert found == settings.model_copy(update={"backend": expected})
+    said = capsys.readouterr().out.splitlines()
+    is_tiny = expected == "xla" and not began
+    assert len(said) == (0 if is_tiny else 1) and all(f"backend {expected}" in line for line in said)
+
+
+def test_a_stage_runs_on_the_backend_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    seen = list[str]()
+
+    def run(settings: Settings, ctx: StageContext) -> StageResult:
+        seen.append(settings.backend)
+        assert ctx.settings_hash == settings_hash(small), "the settings as they were given"
+        return ctx.finish("train", datetime.now(UTC), inputs={}, outputs={}, figures={})
+
+    small = Settings(workspace=str(tmp_path / "w"), cycle="c1", model=ModelConfig(preset="small"))
+    monkeypatch.setitem(sys.modules, "pipeline.stages.train", SimpleNamespace(run=run))
+    assert run_stage("train", small) == 0
+    assert seen == ["cpu"]
 
 
 def test_after_the_stop_signal_one_storage_gives_up_and_one_still_commits(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
     more = f"; and {len(found) - MAX_CHANGES} more" if len(found) > MAX_CHANGES else ""
     raise ConfigError(
         f"cycle {cycle.name} was submitted with other settings: {'; '.join(found[:MAX_CHANGES])}{more}",
-        expected="the settings it was submitted with (here before ->), or another cycle",
+        expected="those it was submitted with (left of each arrow), or another cycle",
         next_command=f"the same command with another {other} ({flag} is refused: {stops})" if stops else begins,
     )
 

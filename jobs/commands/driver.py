@@ -53,7 +53,6 @@ class WorkspaceCycles:
         if plan is None:  # claimed, and nothing submitted
             return False
         records = cycle.target().records(plan)
-        cycle.store.save_records(records)
         finish(cycle, plan, records)
         return cycle.store.closed() is not None
 

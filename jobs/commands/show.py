@@ -29,22 +29,22 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
-    cycle = open_cycle(arguments.settings, say).with_stored()
+    cycle = open_cycle(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
         from jobs.commands.watch import watch  # rich's live display takes a while to import
 
         return watch(cycle, arguments.every)
     plan = cycle.plan()
-    records = cycle.target().records(plan)
+    records = cycle.records(plan)
     closed = store.closed() or outcome_of(plan, records)
     if arguments.json:
         shown = {"cycle": store.cycle, "closed": closed and closed.model_dump(mode="json")}
         say(json.dumps(shown | {"jobs": [record.model_dump(mode="json") for record in records]}, indent=1))
         return EXIT_OK
-    for line in status_lines(records):
+    for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
-    say(f"cycle {store.cycle}: {closed.text if closed else 'under way'}")
+    say(f"cycle {store.cycle}: {closed.text if closed else cycle.standing()}")
     return EXIT_OK
 
 
@@ -79,36 +79,45 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int) -> Iterato
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
     """The cycles of a workspace, newest last: one line each, from what is on record."""
-    newest = open_cycle(arguments.settings, say).store
+    asked = open_cycle(arguments.settings, say)
+    newest = asked.store
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
+    errors = list[str]()
     for name, claim in list(claims_by_age(newest, runs=True).items())[-arguments.last :]:
         store = CycleStore(newest.storage, name, newest.clock)
         closed, records = store.closed(), store.records()
         done = sum(record.state is JobState.SUCCEEDED for record in records)
         tries = sum(len(record.tries()) for record in (*store.earlier_records(records), *records))
         at = claim.claimed_at if claim else None
+        errors += [
+            f"cycle {name}: {line}" if line[:1] != " " else line for line in asked.other(name).failure_lines(records)
+        ]
+        standing = "under way" if closed or asked.other(name).interrupted_s() is None else "interrupted"
+        if standing == "interrupted":
+            errors.append(f"cycle {name}: {asked.other(name).standing()}")
         rows.append(
             (
                 name,
                 claim.target if claim else "-",
                 "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M"),
-                closed.outcome if closed else "under way",
+                closed.outcome if closed else standing,
                 format_duration(closed.at - at) if closed and at is not None else "-",
                 f"{done}/{len(records)}" if records else "-",
                 str(tries) if records else "-",
                 "its claim.json is not a valid record" if claim is None else closed.reason if closed else "",
             )
         )
-    for line in aligned(rows, left=(0, 1, 2, 3, 7)):
+    for line in (*aligned(rows, left=(0, 1, 2, 3, 7)), *errors):
         say(line)
     return EXIT_OK
 
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
-    asked = open_cycle(arguments.settings, say)
+    warn: Say = (lambda _: None) if arguments.json else say
+    asked = open_cycle(arguments.settings, warn)
     if arguments.last:
-        ledgers = list(_newest_ledgers(asked, arguments.last, (lambda _: None) if arguments.json else say))
+        ledgers = list(_newest_ledgers(asked, arguments.last, warn))
     else:
         plan, one = asked.plan(), asked.with_stored()
         ledgers = [one.ledger(plan, one.records(plan))]

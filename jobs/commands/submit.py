@@ -101,7 +101,8 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool =
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     """Run the jobs of a cycle that failed, and those after them, once more, as a new round; or the rest of a round
-    whose submission was cut. With the settings that the cycle was submitted with, whatever is given now.
+    whose submission was cut; or the rest of a cycle whose process on this machine was interrupted. With the settings
+    that the cycle was submitted with, whatever is given now.
 
     Raises ConfigError while jobs are under way, or when none failed.
     """
@@ -116,6 +117,10 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
             round_ += 1
+        elif cycle.interrupted_s() is not None:  # go on with the jobs of this round, which nobody runs
+            cycle.say(f"cycle {cycle.name} was interrupted; going on")
+            claim = cycle.store.claim()
+            round_ = round_ or (claim.first_round if claim else 1)  # it may have been before its first job
         elif len(rounds) < 2 or cycle.store.submitted(round_).keys() >= {*again}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
@@ -150,7 +155,6 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
     if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
         target.submit(plan, round_, jobs)
     records = target.records(plan)
-    store.save_records(records)
     code = finish(cycle, plan, records)
     if store.closed() is not None:
         for line in cost_lines(cycle.ledger(plan, records)):
@@ -170,7 +174,6 @@ def cancel_cycle(cycle: OpenCycle, reason: str) -> None:
     with store.submitting(plan, target.name, submitter()):  # nobody hands over more meanwhile
         target.cancel(plan, CANCELLED + reason)
     records = target.records(plan)
-    store.save_records(records)
     finish(cycle, plan, records, Closed(outcome="cancelled", at=store.clock(), reason=reason))
 
 
@@ -211,21 +214,22 @@ def close_cycle(cycle: OpenCycle) -> None:
     cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
-    cycle.store.save_records(records)
     for line in target.check_blocked(records, dwell_s=cycle.settings.jobs.blocked_dwell_s):
         cycle.say(line)
     finish(cycle, plan, records)
-    cycle.say(summary(cycle.ledger(plan, records)))
+    cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))
 
 
 def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
-    """Say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
+    """Record and say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
 
     `cancelled`: the end of a cycle of which only a part was submitted.
     """
     cycle = cycle.with_stored()
     store, say = cycle.store, cycle.say
-    for line in status_lines(records):
+    records = cycle.with_errors(records)
+    store.save_records(records)
+    for line in (*status_lines(records), *cycle.failure_lines(records)):
         say(line)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
@@ -234,7 +238,9 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         is_retried = {one.id for one in store.submitted(round_).values()} - {record.id for record in records}
         closed = None if is_retried else closed.model_copy(update={"round": round_})
     if closed is None:
-        say(f"cycle {store.cycle}: under way; next: trnjobs status --cycle {store.cycle}")
+        standing = cycle.standing()
+        look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
+        say(f"cycle {store.cycle}: {standing}{look}")
         make_messages(cycle, plan, records, None)
         send_messages(cycle)
         return EXIT_OK

@@ -17,14 +17,20 @@ from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.tables import STATUS, status_rows
 from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle
-from pipeline.core.errors import EXIT_OK, TransientError
+from pipeline.core.errors import EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_count, format_duration, usd
 from pipeline.telemetry.events import EventName
 
 NEWEST_BYTES = 256 * 1024
 """Of the event log: enough for the figures of now, however long the cycle has run."""
 _STYLES = {"✓": "green", "✗": "red bold", "●": "cyan"}
-_SIGNS = {JobState.SUCCEEDED: "✓", JobState.FAILED: "✗", JobState.RUNNING: "●", JobState.STARTING: "●"}
+_SIGNS = {
+    JobState.SUCCEEDED: "✓",
+    JobState.FAILED: "✗",
+    JobState.CANCELLED: "✗",
+    JobState.RUNNING: "●",
+    JobState.STARTING: "●",
+}
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def doing_text(stage: str, moments: Sequence[Moment]) -> str:
                 f"step {steps.number('step'):.0f}{of}",
                 f"loss {loss}",
                 f"{format_count(steps.number('samples_per_s'))} samples/s",
-                f"eta {format_duration(steps.number('eta_s'))}",
+                *((f"eta {format_duration(steps.number('eta_s'))}",) if steps.fields.get("eta_s") is not None else ()),
             )
         )
     if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):
@@ -143,12 +149,15 @@ def watch(
 ) -> int:
     """Show the cycle until it has ended; the exit code is then that of the cycle. Ctrl-C ends the watching alone.
 
+    143 for a cycle that nobody runs any more.
+
     On a terminal one picture that is drawn anew, elsewhere a line for what has changed. Raises ConfigError when the
     cycle has no jobs.
     """
     plan, target, store = cycle.plan(), cycle.target(), cycle.store
     console = console or rich.console.Console()
     before: LiveCycle | None = None
+    is_interrupted = False
 
     def look() -> tuple[LiveCycle, Closed | None, tuple[JobRecord, ...]]:
         records = target.records(plan)
@@ -173,12 +182,18 @@ def watch(
                     for line in plain_lines(view, before):
                         cycle.say(line)
                 before = view
-                if closed is not None:
+                # Seen twice: whoever goes on with the cycle takes a moment to begin.
+                was_interrupted, is_interrupted = is_interrupted, closed is None and cycle.interrupted_s() is not None
+                if closed is not None or (was_interrupted and is_interrupted):
                     break
                 sleep(every_s)
     except KeyboardInterrupt:
         return EXIT_OK
-    cycle.say(f"cycle {store.cycle}: {closed.text}")
+    for line in cycle.failure_lines(cycle.with_errors(records)):
+        cycle.say(line)
+    cycle.say(f"cycle {store.cycle}: {closed.text if closed else cycle.standing()}")
+    if closed is None:
+        return Preempted.exit_code
     return exit_code_of_cycle(closed, records)
 
 

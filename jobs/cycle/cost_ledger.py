@@ -156,7 +156,7 @@ def ledger_of(
         entries=tuple(entries),
         jobs=len(leaves),
         succeeded=sum(leaf.state is JobState.SUCCEEDED for leaf in leaves),
-        failed=sum(leaf.state is JobState.FAILED for leaf in leaves),
+        failed=sum(leaf.state.is_failure for leaf in leaves),
         began_at=min((record.created_at for record in every), default=None),
         ended_at=ended_at,
         deadline=deadline_of(deadline_at, ended_at, now, done=outcome in ("succeeded", "refused")),

@@ -9,7 +9,10 @@ from pipeline.core.record import Record
 
 
 class JobState(StrEnum):
-    """States of AWS Batch, in the order in which a job passes them. A retry goes back to RUNNABLE."""
+    """States of AWS Batch, in the order in which a job passes them. A retry goes back to RUNNABLE.
+
+    CANCELLED is ours: AWS Batch and SageMaker report such a job as failed or stopped.
+    """
 
     SUBMITTED = "SUBMITTED"
     PENDING = "PENDING"
@@ -18,10 +21,16 @@ class JobState(StrEnum):
     RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
 
     @property
     def is_final(self) -> bool:
-        return self in (JobState.SUCCEEDED, JobState.FAILED)
+        return self is JobState.SUCCEEDED or self.is_failure
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the job has ended without success."""
+        return self in (JobState.FAILED, JobState.CANCELLED)
 
     @property
     def is_active(self) -> bool:
@@ -38,6 +47,8 @@ class AttemptRecord(Record):
     status_reason: str = ""
     reason: str = Field("", description="Of the container, such as OutOfMemoryError")
     log_streams: tuple[str, ...] = Field((), description="One a node, in the order of nodes")
+    error: str = Field("", description="What its log says went wrong, in a few lines; empty: not known")
+    error_node: int = Field(0, description="Of which node that log is")
     billable_s: float | None = Field(
         None, description="Of each machine, where the platform tells; none: from its times"
     )
@@ -82,6 +93,13 @@ class Submission(Record):
     id: str
     definition: str = ""
     submitted_at: float
+
+
+class Cancel(Record):
+    """Why a job is to end before its time. `at`: since when, in seconds since 1970."""
+
+    reason: str
+    at: float
 
 
 class Closed(Record):

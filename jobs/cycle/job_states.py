@@ -9,30 +9,36 @@ Source: the user guide of AWS Batch (job states, dependencies, array jobs, job r
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
+from jobs.cycle.job_records import AttemptRecord, Cancel, Closed, JobRecord, JobState, Outcome
 from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
 from jobs.plan.spec import JobSpec
-from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, TransientError
+from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, Preempted, TransientError, headline
 
 EXITED = "Essential container in task exited"
 TIMED_OUT = "Job attempt duration exceeded timeout"
-DEPENDENCY_FAILED = "Dependent Job failed"
 TASK_NOT_STARTED = "Task failed to start"
 HOST_TERMINATED = "Host EC2 (local) terminated."
 SERVICE_FAULT = "Internal error of the service that runs the job"
 """SageMaker's, which tells no lost machine from a fault of its own."""
 INTERRUPTED = "Interrupted with the command that ran the jobs"
 """Ours: such an attempt does not count, and the job goes on with the next submission."""
+CANCELLED = "cancelled: "
+"""Begins the reason that `trnjobs cancel` gives."""
+UNNEEDED = "no longer needed: "
+"""Begins the reason of a job that was ended because no job that waits for it can run any more."""
+NOT_RUN = "not run: "
+"""Begins the reason of a job of which a dependency did not succeed."""
 
 MOVES: Mapping[JobState, frozenset[JobState]] = {
-    JobState.SUBMITTED: frozenset({JobState.PENDING, JobState.RUNNABLE, JobState.FAILED}),
-    JobState.PENDING: frozenset({JobState.RUNNABLE, JobState.FAILED}),
-    JobState.RUNNABLE: frozenset({JobState.STARTING, JobState.FAILED}),
-    JobState.STARTING: frozenset({JobState.RUNNING, JobState.RUNNABLE, JobState.FAILED}),
-    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.RUNNABLE}),
+    JobState.SUBMITTED: frozenset({JobState.PENDING, JobState.RUNNABLE, JobState.FAILED, JobState.CANCELLED}),
+    JobState.PENDING: frozenset({JobState.RUNNABLE, JobState.FAILED, JobState.CANCELLED}),
+    JobState.RUNNABLE: frozenset({JobState.STARTING, JobState.FAILED, JobState.CANCELLED}),
+    JobState.STARTING: frozenset({JobState.RUNNING, JobState.RUNNABLE, JobState.FAILED, JobState.CANCELLED}),
+    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.RUNNABLE}),
     JobState.SUCCEEDED: frozenset(),
     JobState.FAILED: frozenset(),
+    JobState.CANCELLED: frozenset(),
 }
 
 
@@ -76,26 +82,105 @@ def advance_waiting_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord
 
     What is not among the records is of an earlier round, and has succeeded.
     """
-    states = {leaf.name: records[leaf.name].state for leaf in leaves}
-    children = dict[str, list[JobState]]()
+    now = {leaf.name: records[leaf.name] for leaf in leaves}
+    children = dict[str, list[str]]()
     for leaf in leaves:
         if leaf.index is not None:
-            children.setdefault(leaf.spec.name, []).append(states[leaf.name])
-    states |= {name: parent_state(ones) for name, ones in children.items()}
+            children.setdefault(leaf.spec.name, []).append(leaf.name)
+    states = {name: record.state for name, record in now.items()}
+    states |= {name: parent_state([states[one] for one in ones]) for name, ones in children.items()}
     changed = {}
     for leaf in leaves:
         record, needs = records[leaf.name], [states.get(name, JobState.SUCCEEDED) for name in leaf.waits_for()]
         if record.state is JobState.SUBMITTED:
             record = _move(record, JobState.PENDING if needs else JobState.RUNNABLE)
-        elif record.state is JobState.PENDING and JobState.FAILED in needs:
-            record = failed_record(record, DEPENDENCY_FAILED, at)
+        elif record.state is JobState.PENDING and any(need.is_failure for need in needs):
+            names = (one for name in leaf.waits_for() if name in states for one in children.get(name, [name]))
+            failed = [now[name] for name in names if now[name].state.is_failure]
+            record = failed_record(record, NOT_RUN + cause_text(failed), at)
         elif record.state is JobState.PENDING and all(need is JobState.SUCCEEDED for need in needs):
             record = _move(record, JobState.RUNNABLE)
         else:
             continue
-        changed[leaf.name] = record
+        changed[leaf.name] = now[leaf.name] = record
         states[leaf.name] = record.state
     return changed
+
+
+def cause_text(failed: Sequence[JobRecord]) -> str:
+    """`prepare failed`: what kept a job from running. `failed`: records that it waited for, and that did not succeed.
+
+    Of a job that was itself kept from running, or ended for another one, it is the cause of that.
+    """
+    for record in failed:
+        if not record.status_reason.startswith((NOT_RUN, UNNEEDED)):
+            name = record.name.partition(":")[0]
+            if record.state is JobState.CANCELLED:
+                return f"{name} was cancelled"
+            return f"{name} {'refused the model' if exit_code(record) == GateRefused.exit_code else 'failed'}"
+    return failed[0].status_reason.partition(": ")[2]
+
+
+def unneeded_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord]) -> dict[str, str]:
+    """Why to end jobs that have not ended, by name of leaf: none of the jobs that wait for them can run any more.
+
+    A job that no other waits for is always needed. `leaves`: each after those it depends on.
+    """
+    failures = dict[str, list[JobRecord]]()
+    for leaf in leaves:
+        record = records[leaf.name]  # one that was ended as unneeded stays so, and so do the other children
+        if record.state.is_failure and not record.status_reason.startswith(UNNEEDED):
+            failures.setdefault(leaf.spec.name, []).append(record)
+    if not failures:
+        return {}
+    specs = {leaf.spec.name: leaf.spec for leaf in leaves}
+    lost, after = dict[str, str](), dict[str, list[str]]()
+    for name, spec in specs.items():
+        failed = failures.get(name, [])
+        causes = [lost[one.job] for one in spec.depends_on if one.job in lost]
+        if failed or causes:
+            lost[name] = cause_text(failed) if failed else causes[0]
+        for one in spec.depends_on:
+            after.setdefault(one.job, []).append(name)
+    unneeded = dict[str, str]()
+    for name in reversed(specs):
+        causes = [cause for other in after.get(name, ()) if (cause := lost.get(other) or unneeded.get(other))]
+        if name not in lost and causes and len(causes) == len(after[name]):
+            unneeded[name] = causes[0]
+    return {
+        leaf.name: UNNEEDED + unneeded[leaf.spec.name]
+        for leaf in leaves
+        if leaf.spec.name in unneeded and not records[leaf.name].state.is_final
+    }
+
+
+def in_our_words(plan: Plan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]) -> tuple[JobRecord, ...]:
+    """Records of AWS Batch, which reports every end without success as FAILED, with our states and reasons.
+
+    `cancelled`: by id of job, what we have asked to end before it had ended.
+    """
+    found = dict[str, JobRecord]()
+
+    def renamed(record: JobRecord, asked: Cancel | None) -> JobRecord:
+        reason = asked.reason if asked else record.status_reason
+        if record.state is not JobState.FAILED:
+            return record
+        return record.model_copy(update={"state": failed_state(reason), "status_reason": reason})
+
+    for record in records:
+        asked = cancelled.get(record.id)
+        one = renamed(record, asked)
+        children = [
+            renamed(child, asked if asked and (child.stopped_at or asked.at) >= asked.at else None)
+            for child in one.children
+        ]
+        one = one.model_copy(update={"children": tuple(children)})
+        before = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
+        failed = [of for of in before if of.state.is_failure]
+        if one.state is JobState.FAILED and failed and asked is None and not one.tries():
+            one = one.model_copy(update={"status_reason": NOT_RUN + cause_text(failed)})
+        found[one.name] = one
+    return tuple(found.values())
 
 
 def starting_record(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
@@ -143,7 +228,12 @@ def has_succeeded(end: AttemptEnd) -> bool:
 
 def failed_record(record: JobRecord, reason: str, at: float) -> JobRecord:
     """The end of a job that never ran, or will not run again."""
-    return _move(record, JobState.FAILED, reason=reason, stopped_at=at)
+    return _move(record, failed_state(reason), reason=reason, stopped_at=at)
+
+
+def failed_state(reason: str) -> JobState:
+    """CANCELLED where a user has ended the job, or we have because it was of no use any more."""
+    return JobState.CANCELLED if reason.startswith((CANCELLED, UNNEEDED)) else JobState.FAILED
 
 
 def queue(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> list[Leaf]:
@@ -157,7 +247,8 @@ def queue(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> list[Leaf
 def parent_state(children: Sequence[JobState]) -> JobState:
     """Of an array. Children go on when one fails, so the parent fails with the last of them."""
     if all(child.is_final for child in children):
-        return JobState.FAILED if JobState.FAILED in children else JobState.SUCCEEDED
+        failures = [state for state in (JobState.FAILED, JobState.CANCELLED) if state in children]
+        return failures[0] if failures else JobState.SUCCEEDED
     return JobState.SUBMITTED if set(children) == {JobState.SUBMITTED} else JobState.PENDING
 
 
@@ -165,12 +256,12 @@ def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> J
     state = parent_state([child.state for child in children])
     started = [child.started_at for child in children if child.started_at is not None]
     stopped = [child.stopped_at for child in children if child.stopped_at is not None]
-    failures = [child.status_reason for child in children if child.state is JobState.FAILED]
+    failures = [child.status_reason for child in children if child.state is state]
     return JobRecord(
         name=job.name,
         id=job_id,
         state=state,
-        status_reason=failures[0] if failures and state is JobState.FAILED else "",
+        status_reason=failures[0] if failures and state.is_failure else "",
         created_at=min(child.created_at for child in children),
         started_at=min(started, default=None),
         stopped_at=max(stopped, default=None) if state.is_final else None,
@@ -209,15 +300,13 @@ def change_line(record: JobRecord) -> str:
             words += [attempt, *last.log_streams[:1]]
         case JobState.RUNNABLE:
             words.append(end if last.status_reason == INTERRUPTED else f"{end}; tried again")
-        case JobState.FAILED:
+        case JobState.FAILED | JobState.CANCELLED:
             words.append(end if record.status_reason == last.status_reason else record.status_reason)
     return "  ".join(words).rstrip()
 
 
 # How a cycle ended, from how its jobs did. Pure.
 
-CANCELLED = "cancelled: "
-"""Begins the reason that `trnjobs cancel` gives, so that it can be told from a failure."""
 _MEANINGS = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
@@ -244,36 +333,40 @@ def outcome_of(plan: Plan, records: Sequence[JobRecord], *, cancelled: Closed | 
 def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
     """What a command that waited for the cycle exits with: the code of the job that ended it, if it is one of failure.
 
-    75 for what has none: cancelled, timed out, lost.
+    143 for a cycle that was cancelled, 75 for a job that has no such code: timed out, lost.
     """
     if closed.outcome == "succeeded":
         return EXIT_OK
     if closed.outcome == "refused":
         return GateRefused.exit_code
+    if closed.outcome == "cancelled":
+        return Preempted.exit_code
     first = first_failure(records)
-    code = exit_code(first) if first and closed.outcome == "failed" else None
-    return code or TransientError.exit_code
+    return (exit_code(first) if first else None) or TransientError.exit_code
 
 
 def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
     """The job that ended the cycle, not one that failed because of it; None when none failed."""
 
     def order(record: JobRecord) -> tuple[int, float]:
-        """What ran comes before what was ended before it could, and that before what waited for them in vain."""
-        rank = 0 if record.tries() else 1 if record.status_reason.startswith(CANCELLED) else 2
+        """What ran comes before what was ended before it could, and that before what ended because of them."""
+        if record.status_reason.startswith(UNNEEDED):
+            rank = 2
+        else:
+            rank = 0 if record.tries() else 1 if record.status_reason.startswith(CANCELLED) else 2
         return rank, record.stopped_at or float("inf")
 
-    return min((record for record in records if record.state is JobState.FAILED), key=order, default=None)
+    return min((record for record in records if record.state.is_failure), key=order, default=None)
 
 
 def exit_code(record: JobRecord) -> int | None:
     """Of the last try of the first child that failed, or of the job; None when nothing ran."""
-    leaves = [leaf for leaf in record.leaves() if leaf.state is JobState.FAILED] or record.leaves()
+    leaves = [leaf for leaf in record.leaves() if leaf.state.is_failure] or record.leaves()
     return next((leaf.attempts[-1].exit_code for leaf in leaves if leaf.attempts), None)
 
 
 def reason_of(record: JobRecord) -> str:
-    leaf = next((leaf for leaf in record.leaves() if leaf.state is JobState.FAILED), record)
+    leaf = next((leaf for leaf in record.leaves() if leaf.state is record.state and leaf.state.is_failure), record)
     words = [leaf.status_reason or record.status_reason]
     if leaf.attempts:
         code = leaf.attempts[-1].exit_code
@@ -282,4 +375,11 @@ def reason_of(record: JobRecord) -> str:
         words.append(leaf.attempts[-1].reason)
         if code is not None:
             words.append(f"exit code {code}" + (f" ({_MEANINGS[code]})" if code in _MEANINGS else ""))
-    return ", ".join(dict.fromkeys(word for word in words if word)) or "no reason given"
+    error = headline(leaf.attempts[-1].error.splitlines()) if leaf.attempts else ""
+    said = ", ".join(dict.fromkeys(word for word in words if word)) or "no reason given"
+    return f"{said}: {error}" if error and error not in said else said
+
+
+def failed_leaf(record: JobRecord) -> JobRecord | None:
+    """Of a job that failed by itself: the job, or the first child of an array that did; None for any other job."""
+    return next((leaf for leaf in record.leaves() if leaf.state is JobState.FAILED and leaf.attempts), None)

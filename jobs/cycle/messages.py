@@ -31,7 +31,8 @@ from jobs.config import NotifyConfig, NotifyEvent, Webhook
 from jobs.cycle.cost_ledger import CycleLedger
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord
-from jobs.cycle.tables import DEADLINES, money
+from jobs.cycle.job_states import failed_leaf, first_failure
+from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
 from pipeline.core.errors import ConfigError, DataError, TrnpipeError
 from pipeline.core.format import format_duration
 from pipeline.core.progress import Say
@@ -55,6 +56,8 @@ class Message(Record):
     workspace: str
     text: str = Field(description="One line, plain text without control characters")
     reason: str = Field("", description="Why the cycle ended so")
+    error: str = Field("", description="What the log of the failed job says, in a few lines")
+    logs: str = Field("", description="The command that shows this log")
     job: str = Field("", description="Of a job that was tried again")
     tries: int | None = None
     took_s: float | None = None
@@ -113,6 +116,10 @@ def messages_of(
     took = None if ledger.began_at is None else closed.at - ledger.began_at
     why = plain(closed.reason)
     end: dict[str, Any] = {"at": closed.at, "took_s": took, "usd": ledger.total.usd, "reason": why}
+    first = first_failure(records)
+    if closed.outcome in ("failed", "refused") and first and (failed := failed_leaf(first)):
+        error = failed.attempts[-1].error or NO_LOG
+        end |= {"error": error[:MAX_TEXT], "logs": logs_command(failed, about.workspace, about.cycle)}
     facts = "; ".join(
         word for word in (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total)) if word
     )
@@ -135,8 +142,12 @@ def plain(text: str) -> str:
 
 
 def as_slack(message: Message) -> dict[str, Any]:
-    """Of an incoming webhook: one line with a link to the page."""
+    """Of an incoming webhook: one line, the error of a failed job, and a link to the page."""
     text = escape(message.text, quote=False)
+    if message.logs:  # nothing in it ends the block
+        text += "".join(
+            f"\n```{escape(one, quote=False).replace('`', chr(39))}```" for one in (message.error, message.logs)
+        )
     if message.page.startswith(("https://", "http://")):
         text += f" <{escape(message.page, quote=False).replace('|', '%7C')}|page>"
     elif message.page:

@@ -1,12 +1,13 @@
 """Plans and records as tables, for people. Pure."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 
 from jobs.cycle.attempt_time import SPENT
 from jobs.cycle.cost_ledger import CycleLedger, Success, Total, success_of, sum_if_known
 from jobs.cycle.forecast import critical_seconds
 from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import exit_code, reason_of
+from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
 from jobs.plan.cost import Prices, job_usd
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
@@ -80,18 +81,38 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     """Cells in the order of STATUS."""
     rows = list[tuple[str, ...]]()
     for job in records:
-        for record in (job, *(child for child in job.children if child.state is JobState.FAILED)):
+        for record in (job, *(child for child in job.children if child.state.is_failure)):
             state, code, why = record.state.value, exit_code(record), record.status_reason
             if record.children:
                 done = sum(child.state is JobState.SUCCEEDED for child in record.children)
                 state += f" {done}/{len(record.children)}"
             if record.state is JobState.SUCCEEDED:
                 why = ""
-            elif record.state is JobState.FAILED or (record.state is JobState.RUNNABLE and record.attempts and why):
+            elif record.state.is_failure or (record.state is JobState.RUNNABLE and record.attempts and why):
                 why = reason_of(record)  # it failed, or is tried again
             tries, ran = str(len(record.tries())), format_duration(ran_seconds(record))
             rows.append((record.name, state, tries, ran, "-" if code is None else str(code), why))
     return rows
+
+
+NO_LOG = "its log is gone or cannot be read"
+
+
+def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, program: str = "trnjobs") -> list[str]:
+    """The error of each job that failed by itself, and the command that shows its whole log."""
+    lines = list[str]()
+    for leaf in (leaf for record in records if (leaf := failed_leaf(record))):
+        lines.append(f"{leaf.name} failed, attempt {len(leaf.attempts)}:")
+        lines += [f"  {line}" for line in leaf.attempts[-1].error.splitlines() or [NO_LOG]]
+        lines.append(f"  log: {logs_command(leaf, workspace, cycle, program)}")
+    return lines
+
+
+def logs_command(leaf: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
+    """The command that shows the log from which the error of a failed job was taken. `workspace`: its URI."""
+    words = [program, "logs", leaf.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
+    node = leaf.attempts[-1].error_node
+    return shlex.join([*words, "--node", str(node)] if node else words)
 
 
 def ran_seconds(record: JobRecord) -> float | None:
@@ -117,9 +138,9 @@ def cost_lines(ledger: CycleLedger) -> list[str]:
     return [summary(ledger), *aligned(rows)]
 
 
-def summary(ledger: CycleLedger) -> str:
+def summary(ledger: CycleLedger, standing: str = "under way") -> str:
     """`cycle 2026-11-20: succeeded in 12m03s, deadline met | 8 of 8 jobs in 9 tries | goodput 61% | $0.12, ...`"""
-    state: str = "under way" if ledger.outcome == "open" else ledger.outcome
+    state: str = standing if ledger.outcome == "open" else ledger.outcome
     state += "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
     words = [
         ", ".join(word for word in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if word),

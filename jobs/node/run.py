@@ -20,7 +20,7 @@ from jobs.node.gang import Hub, Link, Peers, listen
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
 from jobs.node.sagemaker import sagemaker_variables, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
-from pipeline.core.errors import TransientError, TrnpipeError
+from pipeline.core.errors import TransientError, TrnpipeError, error_in_log, headline
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.network import gang_variables, has_efa, own_interface
@@ -56,9 +56,9 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             outcome = supervisor.run()
             if outcome.reason:
                 say(f"exit {outcome.code}: {outcome.reason}")
-            # In one line without secrets: the reason, else the last line of the log.
-            said = [line for line in supervisor.command.log() if line.strip()] if supervisor.command else []
-            why = str(without_secrets(outcome.reason or (said[-1] if said else ""), secrets_of(attempt.env)))
+            # In one line without secrets: the reason, else what the log says.
+            error = error_in_log(supervisor.command.log(), outcome.code) if supervisor.command else ()
+            why = str(without_secrets(outcome.reason or headline(error), secrets_of(attempt.env)))
             peers.acknowledge(outcome.code, why)
             attempt.explain(outcome, supervisor.command)
             write_failure(env, *(peers.agreed or (outcome.code, why)))

@@ -4,11 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from pydantic import TypeAdapter
+
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobRecord, Submission
+from jobs.cycle.job_records import Cancel, JobRecord, Submission
 from jobs.cycle.job_states import Leaf, leaves_of, new_record, parent_record
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError
+from pipeline.io.storage import KeyNotFound
 
 PATIENCE_S = 900.0
 """How long neither AWS nor the workspace may answer before whoever follows a cycle gives up."""
@@ -31,7 +34,7 @@ class Target(Protocol):
         """What is known of every submitted job now, in the order of the plan."""
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """The records, after whatever is due now was done; `local` and `batch` need nobody for that."""
+        """The records, after whatever is due now was done; `local` needs nobody for that."""
         return self.records(plan)
 
     def under_way(self, records: Sequence[JobRecord]) -> str:
@@ -48,6 +51,11 @@ class Target(Protocol):
         Nothing is blocked where what could never run is refused.
         """
         return ()
+
+    def interrupted_at(self) -> float | None:
+        """When the process that must run for the jobs to go on was last alive, in seconds since 1970; None while it is,
+        and where the jobs go on without one."""
+        return None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node. Raises ConfigError when there is no such log."""
@@ -106,6 +114,25 @@ def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
         expected=f"one of {tries} attempts, on one of {nodes} nodes, once it has started (of an array: a child)",
         next_command="trnjobs status",
     )
+
+
+CANCELS = "cancel.json"
+_CANCELS = TypeAdapter(dict[str, Cancel])
+
+
+def read_cancels(store: CycleStore) -> dict[str, Cancel]:
+    """Which jobs are to end before their time, by id."""
+    try:
+        return _CANCELS.validate_json(store.storage.read_bytes(store.key(CANCELS)))
+    except KeyNotFound:
+        return {}
+
+
+def keep_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
+    """Put on record which jobs are to end, by id. The first reason stays."""
+    known = read_cancels(store)
+    if not cancels.keys() <= known.keys():
+        store.storage.write_bytes(store.key(CANCELS), _CANCELS.dump_json({**cancels, **known}))
 
 
 def seconds_of(milliseconds: float | None) -> float | None:

@@ -56,6 +56,20 @@ def is_lazy_host(device_name: str) -> bool:
     return device_name == "xla:CPU"
 
 
+def auto_on_host(name: str, env: Mapping[str, str]) -> bool:
+    """True where `auto` finds no accelerator and PyTorch/XLA would compile every graph for the CPU."""
+    import torch
+
+    if name != "auto" or torch.cuda.is_available() or _is_native(name) or not importlib.util.find_spec("torch_xla"):
+        return False
+    return is_lazy_host(lazy_device_name(env))
+
+
+def of_host(*, compiles_graphs: bool) -> Name:
+    """The backend of a host without an accelerator, with graphs or without."""
+    return "xla" if compiles_graphs else "cpu"
+
+
 def process_group(name: str) -> str | None:
     """Return the torch.distributed backend of ranks on such devices, None for gloo; known without opening a device.
 
@@ -85,7 +99,7 @@ def module_device() -> str:
 
 def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:
     """The device of this rank. `auto`: cuda where there is one, else the native Neuron device, else xla, where they
-    are installed, else cpu.
+    are installed, else cpu. A stage on a host without an accelerator chooses by the model (context.with_backend).
 
     With several ranks their process group must be up before (parallel/gang.py).
     """

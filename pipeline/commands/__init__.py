@@ -136,14 +136,13 @@ TOOLS: dict[str, Tool] = {
         },
         arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
-            "--to": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: what for, one of faiss,"
-            " usearch, lance, npy, opensearch-bulk, pgvector-copy",
-            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
+            "--out": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: a local folder",
+            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript; vectors:"
+            " faiss, usearch, lance, npy, opensearch-bulk, pgvector-copy",
             "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
             "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
-            "--out": "DIR  vectors: local folder to write; new, empty, or of an interrupted attempt",
             "--index": "NAME  vectors: factory string of faiss (default: Flat), index of opensearch-bulk (products)",
         },
     ),

@@ -10,7 +10,7 @@ from functools import partial
 
 from pipeline.backends import open_host
 from pipeline.commands import ToolCall
-from pipeline.context import StageContext, open_context, store_result
+from pipeline.context import StageContext, open_context, store_result, with_backend
 from pipeline.core.errors import EXIT_OK, DataError
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
@@ -47,7 +47,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     # With --json stdout is for machines.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
     with open_context(settings, stop, words=(NAME,)) as ctx, shown_on(console.progress):
-        started = datetime.now(UTC)
+        started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
         vectors = open_vectors(ctx.workspace, ctx.cycle)
         checks: list[Check] = []
         for check in _checks(settings, ctx, vectors):

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
-from pipeline.commands.registry import check_flags
+from pipeline.commands.registry import check_flags, readable_model
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, check_plan, default_shapes, destination, parse_shapes, write_export
 from pipeline.convert.record import Format
@@ -30,7 +30,7 @@ from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
-SHAPES, BATCH_SIZE, FAMILY = "--shapes", "--batch-size", "--family"
+OUT, FORMAT, SHAPES, BATCH_SIZE, FAMILY = "--out", "--format", "--shapes", "--batch-size", "--family"
 FORMATS: tuple[Format, ...] = get_args(Format)
 PROGRAMS = "torchscript"
 MOST = 65_536
@@ -41,14 +41,16 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Export one checkpoint, or vectors. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     if call.action == "vectors":
         return _export_vectors(settings, stop, say, call)
-    check_flags(call, "export", frozenset({"--to", "--format", "--max-tokens", SHAPES, BATCH_SIZE, FAMILY}))
-    to, asked = call.options.get("--to", ""), call.options.get("--format", FORMATS[0])
-    if not to:
-        raise ConfigError("no folder to export to is given", expected="--to DIR", next_command="trnpipe export --help")
+    check_flags(call, "export", frozenset({OUT, FORMAT, "--max-tokens", SHAPES, BATCH_SIZE, FAMILY}))
+    out, asked = call.options.get(OUT, ""), call.options.get(FORMAT, FORMATS[0])
+    if not out:
+        raise ConfigError(
+            "no folder to export to is given", expected=f"{OUT} DIR", next_command="trnpipe export --help"
+        )
     format_ = next((known for known in FORMATS if known == asked), None)
     if format_ is None:
         raise ConfigError(
-            f"format {asked!r}", expected=f"one of {', '.join(FORMATS)}", next_command="give another --format"
+            f"{FORMAT} {asked}", expected=f"one of {', '.join(FORMATS)}", next_command=f"give another {FORMAT}"
         )
     family = call.options.get(FAMILY)
     if family is not None and (family not in FAMILIES or format_ not in ("sentence-transformers", "transformers")):
@@ -70,14 +72,14 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         check_plan(checkpoint, plan)
         fields = {"checkpoint": checkpoint.uri, "digest": checkpoint.digest, "format": format_}
         with destination(
-            to, retry=settings.storage, workspace=ctx.workspace, scratch=scratch, fields=dict(fields)
+            out, retry=settings.storage, workspace=ctx.workspace, scratch=scratch, fields=dict(fields)
         ) as new:
             record = write_export(checkpoint, plan, new, stop)
             size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
         say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
         for program in record.programs:
             say(f"  {program.file}: {program.text}, {' and '.join(str(list(one.shape)) for one in program.inputs)}")
-        say(f"committed: {to}, {format_bytes(size_bytes)}; its README.md tells how to load it")
+        say(f"committed: {out}, {format_bytes(size_bytes)}; its README.md tells how to load it")
     return EXIT_OK
 
 
@@ -89,12 +91,13 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir
     if call.arguments:
         storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
         return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
-    found = read_pointer(ctx.workspace, settings.model_name)
+    model = readable_model(settings, ctx.workspace)
+    found = read_pointer(ctx.workspace, model)
     if found is None:
         raise ConfigError(
-            f"nothing is promoted as {settings.model_name} in {ctx.workspace.root}",
+            f"nothing is promoted as {model} in {ctx.workspace.root}",
             expected="a model in production, or a checkpoint by name",
-            next_command="trnpipe export checkpoints/<cycle>/step-<n> --to DIR",
+            next_command="trnpipe export checkpoints/<cycle>/step-<n> --out DIR",
         )
     pointer, _ = found
     checkpoint = open_checkpoint(ctx.workspace, pointer.checkpoint, cache_dir)
@@ -136,8 +139,8 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
     from pipeline.embed.formats import open_form  # the libraries of other tools
     from pipeline.embed.vector_export import hand_over
 
-    check_flags(call, "export", frozenset({"--to", "--out", "--index"}))
-    out = call.options.get("--out", "")
+    check_flags(call, "export", frozenset({OUT, FORMAT, "--index"}))
+    out = call.options.get(OUT, "")
     if not out or "://" in out:
         raise ConfigError(
             f"--out {out or 'is not given'}",
@@ -146,8 +149,8 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
         )
     folder = user_path(out)
     with open_context(settings, stop) as ctx:
-        vectors = _vectors(ctx.workspace, settings.model_name, *call.arguments)
-        form = open_form(call.options.get("--to", ""), vectors, call.options.get("--index", ""))
+        vectors = _vectors(ctx.workspace, readable_model(settings, ctx.workspace), *call.arguments)
+        form = open_form(call.options.get(FORMAT, ""), vectors, call.options.get("--index", ""))
         done, fresh = hand_over(vectors, form, folder, stop)
     what = f"{vectors.info.rows:,} vectors of cycle {vectors.info.cycle} as {form.name}"
     say(f"export: {what}, {'every id read back' if fresh else 'done already'}")
@@ -164,7 +167,7 @@ def _vectors(workspace: Storage, model: str, cycle: str = "") -> VectorSet:
         raise ConfigError(
             f"nothing is served of {model} in {workspace.root}",
             expected="a pair that trnpipe embed verify has let be served, or a cycle by name",
-            next_command="trnpipe export vectors CYCLE --to FORM --out DIR",
+            next_command="trnpipe export vectors CYCLE --format NAME --out DIR",
         )
     pair = served[0]
     vectors = open_vectors(workspace, pair.vectors.cycle)

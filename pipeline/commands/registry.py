@@ -39,7 +39,8 @@ VERBS: Mapping[str, str] = {
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """One action on the registry of the workspace. Returns the exit code; raises TrnpipeError."""
     check_flags(call, "registry", FLAGS[call.action])
-    registry, as_json = open_registry(settings, stop), JSON in call.switches
+    as_json = JSON in call.switches
+    registry = open_registry(settings, stop, reads=call.action == "show")
     if call.action == "list":
         return _list(registry.workspace, say, as_json=as_json)
     named = prefix_in(registry.workspace, call.arguments[0]) if call.arguments else ""
@@ -70,11 +71,32 @@ def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
         )
 
 
-def open_registry(settings: Settings, stop: StopSignal) -> Registry:
-    """Of the model that the settings name; who changes it is on record with them. Raises ConfigError."""
+def open_registry(settings: Settings, stop: StopSignal, *, reads: bool = False) -> Registry:
+    """Of the model that the settings name; who changes it is on record with them. Raises ConfigError.
+
+    `reads`: nothing is changed, so without a name the only model there will do.
+    """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     author = Author(by=who(), settings_hash=settings_hash(settings), code_version=code_version())
-    return Registry(workspace, settings.model_name, author=author)
+    name = readable_model(settings, workspace) if reads else settings.model_name
+    return Registry(workspace, name, author=author)
+
+
+def readable_model(settings: Settings, workspace: Storage) -> str:
+    """The model that the settings name; where that is the default and not there, the only one there.
+
+    Raises ConfigError where another one must be named.
+    """
+    known = list_models(workspace)
+    if settings.model_name in known or not known:
+        return settings.model_name
+    if len(known) == 1 and settings.model_name == Settings.model_fields["model_name"].default:
+        return known[0]
+    raise ConfigError(
+        f"{workspace.root} has no model {settings.model_name}",
+        expected=f"one of {', '.join(known)}",
+        next_command=f"--model-name {known[0]}, or the --config of its cycles",
+    )
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:

@@ -13,7 +13,7 @@ from pipeline.settings import Settings
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """One action on what is served of the model. Raises ConfigError, CheckpointError, TransientError."""
     check_flags(call, "serving", frozenset({JSON} if call.action == "show" else {REASON}))
-    registry, reason = open_registry(settings, stop), call.options.get(REASON, "")
+    registry, reason = open_registry(settings, stop, reads=call.action == "show"), call.options.get(REASON, "")
     model = registry.model
     if call.action == "promote":
         say(f"{model}: {served_line(registry.promote_challenger(reason=reason))}")

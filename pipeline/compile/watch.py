@@ -63,6 +63,8 @@ class Recorder(GraphWatch):
     """HLO text by key, for the cache."""
     modules: dict[str, Module] = field(default_factory=dict)
     """By key, for the lint."""
+    met: Callable[[int, Place], object] = lambda number, place: None
+    """Told of every new graph, from 1 on: before it is compiled, or after where a device compiles as it goes."""
     outside: list[str] = field(default_factory=list)
     """Places at which more was compiled than the graph looked at."""
     _keys: dict[str, str] = field(default_factory=dict, init=False)
@@ -84,6 +86,7 @@ class Recorder(GraphWatch):
             if key not in self.graphs:
                 self.graphs[key] = _record(key, place, op_counts(module), len(text))
                 self.texts[key], self.modules[key] = text, module
+                self.met(len(self.graphs), place)
         self._pending = self._keys[text]
         if self._look():
             self.outside.append(f"{place}, before its graph")
@@ -91,7 +94,9 @@ class Recorder(GraphWatch):
     def after(self, place: Place) -> None:
         if self.counters.compiles_steps:
             self._pending = graph_key(str(place), self.plan)
-            self.graphs.setdefault(self._pending, _record(self._pending, place, {}, 0))
+            if self._pending not in self.graphs:
+                self.graphs[self._pending] = _record(self._pending, place, {}, 0)
+                self.met(len(self.graphs), place)
         before, known = self._seconds, self.graphs[self._pending]
         compiled = self._look()
         seconds = round(known.compile_s + self._seconds - before, 3)

@@ -254,7 +254,7 @@ def check_free(storage: Storage, name: str) -> None:
     """Raises ConfigError unless nothing is there, or an export of ours and nothing beside it."""
     uri = storage.uri(name)
     if storage.stat(name) is not None:
-        raise ConfigError(f"{uri} is a file", expected="a folder to export to", next_command="name another with --to")
+        raise ConfigError(f"{uri} is a file", expected="a folder to export to", next_command="name another with --out")
     found = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
     try:
         manifest = read_manifest(storage, name) if MANIFEST_NAME in found else None
@@ -267,7 +267,7 @@ def check_free(storage: Storage, name: str) -> None:
         raise ConfigError(
             f"{uri} holds {foreign[0]}, which trnpipe export did not write",
             expected="a new or empty folder, or an earlier export",
-            next_command="name another with --to, or move that file away",
+            next_command="name another with --out, or move that file away",
         )
 
 
@@ -399,6 +399,7 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
         partitions=state.partitions,
         also_seen=state.also_seen,
         trained_head=state.trained_head,
+        published=state.published,
         settings_hash=state.settings_hash,
         code_version=state.code_version,
         weights=(),

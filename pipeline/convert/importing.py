@@ -270,6 +270,7 @@ def store_import(
         watermark=record.watermark if record else "",
         partitions=record.partitions if record else {},
         also_seen=record.also_seen if record else {},
+        published=record.published if record else None,
         parent=record.checkpoint if record else None,
         best=None,
         origin=model.origin,

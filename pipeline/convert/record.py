@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.checkpoint.store import Parent
+from pipeline.checkpoint.store import Parent, PublishedWeights
 from pipeline.core.record import Record
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.registry.checkpoints import Ancestor
@@ -49,6 +49,7 @@ class ExportRecord(Record):
     partitions: dict[str, str]
     also_seen: dict[str, str] = Field({}, description="As in the state of a checkpoint")
     trained_head: bool = True
+    published: PublishedWeights | None = Field(None, description="As in the state of a checkpoint")
     settings_hash: str
     code_version: str
     weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: programs only")
@@ -93,6 +94,7 @@ def card(record: ExportRecord, model_name: str, ancestors: Sequence[Ancestor]) -
     for one in ancestors:
         cells = (one.checkpoint, one.cycle, one.step, one.watermark, one.settings_hash, one.code_version, one.digest)
         lines.append(f"| {' | '.join(_text(str(cell)) or '-' for cell in cells)} |")
+    lines += [f"\nIt began from {_text(record.published.text)}."] if record.published else []
     lines += [f"\nThe lineage ends here: {_text(one.note)}." for one in ancestors if one.note]
     lines.append(f"\nMade from `{one_line(source.uri)}`, step {source.step} of cycle {_text(source.cycle)}, manifest")
     lines.append(f"sha256 `{source.digest}`, code `{one_line(record.code_version)}`.")

@@ -194,8 +194,8 @@ class BatchPlan:
     """Order of all global batches.
 
     Args:
-        pool_sizes: samples per bucket, smallest bucket first.
-        batch_size: samples of a global batch.
+        pool_sizes: groups per bucket, smallest bucket first.
+        batch_size: groups of a global batch.
         seed: of the order.
         run: neighbours in a pool that stay together: whole runs of so many are shuffled.
     """
@@ -208,7 +208,7 @@ class BatchPlan:
     def __post_init__(self) -> None:
         if self.batches_per_epoch < 1:
             raise DataError(
-                f"{sum(self.pool_sizes)} training samples for a global batch of {self.batch_size}",
+                f"{sum(self.pool_sizes)} groups for a global batch of {self.batch_size}",
                 expected="at least one full batch",
                 next_command="lower train.global_batch_size or give more data",
             )

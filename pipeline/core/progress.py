@@ -16,6 +16,12 @@ _display: ContextVar[Display | None] = ContextVar("display", default=None)
 
 
 @contextmanager
+def no_display(name: str, total: int | None, unit: str) -> Iterator[Advance]:
+    """Show nothing of work that is part of another."""
+    yield lambda count: None
+
+
+@contextmanager
 def shown_on(display: Display) -> Iterator[None]:
     """Progress of this thread goes to `display`. Threads and processes that it starts show nothing of their own."""
     token = _display.set(display)
@@ -33,8 +39,5 @@ def progress(name: str, total: int | None, unit: str) -> Iterator[Advance]:
         unit: what is counted, in the plural; `bytes` are shown with binary prefixes.
     """
     display = _display.get()
-    if display is None:
-        yield lambda count: None
-        return
-    with display(name, total, unit) as advance:
+    with (display or no_display)(name, total, unit) as advance:
         yield advance

@@ -191,14 +191,19 @@ class CsvRecords:
     def _swallowed_rows(self, record: list[str]) -> bool:
         """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
 
-        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
+        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between. With
+        tabs, which texts hardly hold, one line that is a row is enough.
         """
         for place, value in enumerate(record):
             first, *rest = (len(self._column_end.split(line)) for line in re.split(r"\r\n?|\n", value))
-            if not rest or len(record) == 1 or (first, rest[-1]) != (len(record) - place, place + 1):
+            if not rest or len(record) == 1:
                 continue
             between = rest[:-1]
-            if self._delimiter == "\t" or 2 * between.count(len(record)) > len(between):
+            if self._delimiter == "\t" and len(record) in between:
+                return True
+            if (first, rest[-1]) == (len(record) - place, place + 1) and (
+                self._delimiter == "\t" or 2 * between.count(len(record)) > len(between)
+            ):
                 return True
         return False
 

@@ -321,6 +321,9 @@ _TOOLS = re.compile(
 )
 
 
+_MORE_THAN_A_HEADER_BYTES = 2048
+
+
 def input_warnings(files: Sequence[InputFile], passed_over: Sequence[str], path: str) -> tuple[str, ...]:
     """What a person should know of an input that is read all the same."""
     warnings, parts_of = list[str](), {key: key.split("/") for key in passed_over}
@@ -344,7 +347,8 @@ def input_warnings(files: Sequence[InputFile], passed_over: Sequence[str], path:
     if _DAY.search(path) and not any(_DAY.search(file.key) for file in files):
         warnings.append(f"{path} names one day: its rows have no date; --data.path with the folder above has days")
     first: dict[str, str] = {}
-    again = [(file.key, key) for file in files if (key := first.setdefault(file.content_id, file.key)) != file.key]
+    large = [file for file in files if file.size_bytes >= _MORE_THAN_A_HEADER_BYTES]
+    again = [(file.key, key) for file in large if (key := first.setdefault(file.content_id, file.key)) != file.key]
     if again:
         warnings.append(f"{len(again)} file(s) have the content of another, such as {again[0][0]} of {again[0][1]}")
     return tuple(warnings)

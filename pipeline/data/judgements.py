@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from pipeline.core.arrays import Int64s
+from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
 from pipeline.core.shuffle import mix64
@@ -172,22 +172,32 @@ def count_texts_of_several_ids(
 
     Those that may have been cut are not compared.
     """
-    pairs = [np.zeros((0, 2), dtype=np.uint64)]
+    pairs = [(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64))]
     for shard in (shard for shards in splits.values() for shard in shards):
         stop.raise_if_set("counting queries")
         arrays = map_safetensors(folder / shard.file)
         for bucket in (bucket for bucket, count in enumerate(shard.rows) if count):
-            ids, first = np.unique(np.asarray(arrays[f"b{bucket}.query_id"]), return_index=True)
-            tokens = np.asarray(arrays[f"b{bucket}.query"])[first].astype(np.uint64)
+            ids = np.asarray(arrays[f"b{bucket}.query_id"])
+            tokens = np.asarray(arrays[f"b{bucket}.query"]).astype(np.uint64)
             weights = mix64(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
             if bucket == len(shard.rows) - 1:
                 is_whole = tokens[:, -1] == pad_id
                 ids, tokens = ids[is_whole], tokens[is_whole]
             tokens = np.where(tokens == pad_id, np.uint64(0), tokens + np.uint64(1))  # in any bucket the same sum
             texts = (tokens * weights).sum(axis=1, dtype=np.uint64)
-            pairs.append(np.stack([texts, ids.astype(np.uint64)], axis=1))
-    _, num_ids = np.unique(np.unique(np.concatenate(pairs), axis=0)[:, 0], return_counts=True)
+            pairs.append(_distinct(texts, ids))
+    texts, _ = _distinct(*(np.concatenate(column) for column in zip(*pairs, strict=True)))
+    _, num_ids = np.unique(texts, return_counts=True)
     return int((num_ids > 1).sum())
+
+
+def _distinct(texts: UInt64s, ids: Int64s) -> tuple[UInt64s, Int64s]:
+    """Each pair once."""
+    order = np.lexsort((ids, texts))
+    texts, ids = texts[order], ids[order]
+    is_new = np.ones(len(ids), dtype=np.bool_)
+    is_new[1:] = (texts[1:] != texts[:-1]) | (ids[1:] != ids[:-1])
+    return texts[is_new], ids[is_new]
 
 
 def _by_query(pieces: Iterable[Queries]) -> Queries:

@@ -320,11 +320,13 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
         if not head:
             return
         uri = source.storage.uri(source.key)
-        if head[0][1].lstrip().startswith(b"["):
+        first = head[0][1].strip()
+        if first.startswith(b"[") or first == b"{":
+            seen, program = ("an array", ".[]") if first.startswith(b"[") else ("an object of several lines", ".")
             raise DataError(
-                f"{uri} is a JSON array",
+                f"{uri} is JSON, {seen}",
                 expected="JSON lines: one object a line, without brackets or commas around them",
-                next_command="jq -c '.[]' FILE > rows.jsonl, and read that file",
+                next_command=f"jq -c '{program}' FILE > rows.jsonl, and read that file",
             )
         names = dict.fromkeys(name for _, line in head for name in (_parse(line) or {}))
         plan = source.planner(list(names))

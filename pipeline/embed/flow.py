@@ -18,7 +18,7 @@ from pipeline.backends import Backend
 from pipeline.backends.prefetch import prefetched
 from pipeline.context import Figure, StageContext
 from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.format import UNKNOWN, format_count, format_duration, format_share
+from pipeline.core.format import format_count, format_duration, format_share
 from pipeline.core.machines import MACHINES, price_usd_per_hour, usd_per_million
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
@@ -261,8 +261,9 @@ class PaceFigures:
     usd_per_million: float | None
 
     def line(self) -> str:
-        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s | $0.034/M`"""
-        cost = UNKNOWN if self.usd_per_million is None else f"${self.usd_per_million:.3g}"
+        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s | $...`"""
+        eta = () if self.eta_s is None else (f"eta {format_duration(self.eta_s)}",)
+        cost = () if self.usd_per_million is None else (f"${self.usd_per_million:.3g} a million texts",)
         return " | ".join(
             (
                 f"embed {format_count(self.rows)}/{format_count(self.total)} rows",
@@ -270,8 +271,8 @@ class PaceFigures:
                 f"{format_count(self.tokens_per_s)} tokens/s",
                 f"padding {format_share(self.padding_share)}",
                 f"idle {format_share(self.idle_share)}",
-                f"eta {format_duration(self.eta_s)}",
-                f"{cost} a million texts",
+                *eta,
+                *cost,
             )
         )
 

@@ -72,7 +72,9 @@ def open_form(name: str, vectors: VectorSet, index: str = "") -> Form:
     """
     if name not in FORMS:
         raise ConfigError(
-            f"--to {name or 'nothing'}", expected=f"one of {', '.join(FORMS)}", next_command="trnpipe export vectors -h"
+            f"--format {name or 'is not given'}",
+            expected=f"one of {', '.join(FORMS)}",
+            next_command="trnpipe export vectors -h",
         )
     if index and name not in ("faiss", "opensearch-bulk"):
         raise ConfigError(
@@ -140,7 +142,7 @@ class FaissForm:
             raise ConfigError(
                 f"--index {self.options['index']} has to be trained on all vectors",
                 expected="one that takes vectors as they come, such as Flat or HNSW32",
-                next_command="--to npy, and train it on the mapped matrix",
+                next_command="--format npy, and train it on the mapped matrix",
             )
 
     def _new(self) -> Any:

@@ -181,7 +181,7 @@ class MappedVectors:
 
 
 def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
-    """The vectors below `<workspace>/embeddings/<cycle>`, or in a folder of `trnpipe export vectors --to npy`.
+    """The vectors below `<workspace>/embeddings/<cycle>`, or in a folder of `trnpipe export vectors --format npy`.
 
     Those of a cycle are first written as one matrix into `cache` (default: `vectors` in cache_folder), once for each
     content, and again where a file of it was lost. Raises DataError where there are none, ConfigError for a bad URI.
@@ -199,8 +199,8 @@ def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
     if manifest is None or manifest.kind != KIND or manifest.fields["form"] != "npy":
         raise DataError(
             f"{storage.uri(name)} holds no finished vectors",
-            expected="embeddings/<cycle> of a workspace, or a folder of trnpipe export vectors --to npy",
-            next_command="trnpipe export vectors --to npy --out DIR",
+            expected="embeddings/<cycle> of a workspace, or a folder of trnpipe export vectors --format npy",
+            next_command="trnpipe export vectors --format npy --out DIR",
         )
     if folder is None:  # its files are mapped
         raise ConfigError(

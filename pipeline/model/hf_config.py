@@ -34,7 +34,7 @@ def parse_json(data: bytes, model: type[Json], where: str) -> Json:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{where}: {place + ': ' if place else ''}{first['msg']}",
+            f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}",
             expected=(model.__doc__ or "").splitlines()[0],
             next_command="correct that file, or name another model",
         ) from error

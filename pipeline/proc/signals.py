@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +25,7 @@ from pipeline.proc.children import LAST_HOOK_S, RANK_S
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STACKS_VARIABLE = "TRN_STACKS_DIR"  # not TRNPIPE_: those are settings
 _CLOSE = 0  # not a signal number
+STOPPING = "stopping: saving state (Ctrl-C again: at once)"
 
 LastHook = Callable[[str], None]
 
@@ -33,16 +34,17 @@ LastHook = Callable[[str], None]
 def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: LastHook | None = None) -> Iterator[None]:
     """While inside, SIGTERM and SIGINT set `stop`; main thread only.
 
-    When the process still runs `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process
-    ends with 143. A second SIGINT ends it at once. After a signal the monitor stays on: shutdown may hang too.
-    Forked workers share the wake-up descriptor: they let go of it, so that ending one does not stop us, and ignore
-    SIGINT, which a terminal sends to the whole group while it is ours to decide.
+    The first SIGINT is answered at once, with a line on standard error. When the process still runs `grace_s` after the
+    first signal, `last_hook(reason)` gets at most 3 s and the process ends with 143. A second SIGINT ends it at once.
+    After a signal the monitor stays on: shutdown may hang too. Forked workers share the wake-up descriptor: they let go
+    of it, so that ending one does not stop us, and ignore SIGINT, which a terminal sends to the whole group while it is
+    ours to decide.
     """
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         stop.set(signal.Signals(signum).name)
 
-    writer, wakeup_fd, monitor = _start_monitor(stop, grace_s, last_hook)
+    writer, wakeup_fd, monitor = _start_monitor(stop, grace_s, last_hook, STOPPING)
     handlers = {signum: signal.signal(signum, on_signal) for signum in SIGNALS}
     _guard_forks(lambda: signal.getsignal(signal.SIGTERM) is on_signal)
     try:
@@ -62,7 +64,7 @@ def end_in_time(grace_s: float = RANK_S) -> None:
     No handler is set here: where there is none, the signal ends the process at once.
     """
     _guard_forks(lambda: True, resets=False)
-    _start_monitor(StopSignal(), grace_s, None)
+    _start_monitor(StopSignal(), grace_s, None, "")
 
 
 def show_stacks_when_asked(env: Mapping[str, str] = os.environ) -> None:
@@ -110,23 +112,30 @@ def _guard_forks(is_ours: Callable[[], bool], *, resets: bool = True) -> None:
 
 
 def _start_monitor(
-    stop: StopSignal, grace_s: float, last_hook: LastHook | None
+    stop: StopSignal, grace_s: float, last_hook: LastHook | None, answer: str
 ) -> tuple[socket.socket, int, threading.Thread]:
     """Where signal numbers are written from now on, where they were before, and the thread that reads them."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     earlier = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     monitor = threading.Thread(
-        target=_monitor, args=((reader, writer), stop, grace_s, last_hook), name="signals", daemon=True
+        target=_monitor, args=((reader, writer), stop, grace_s, last_hook, answer), name="signals", daemon=True
     )
     monitor.start()
     return writer, earlier, monitor
 
 
 def _monitor(
-    pair: tuple[socket.socket, socket.socket], stop: StopSignal, grace_s: float, last_hook: LastHook | None
+    pair: tuple[socket.socket, socket.socket],
+    stop: StopSignal,
+    grace_s: float,
+    last_hook: LastHook | None,
+    answer: str,
 ) -> None:
-    """Read signal numbers; from the first on, count down. Owns both ends, which stay open as long as it runs."""
+    """Read signal numbers; from the first on, count down. Owns both ends, which stay open as long as it runs.
+
+    `answer`: a line for the first SIGINT; empty: none.
+    """
     reader, writer = pair
     deadline: float | None = None
     num_interrupts = 0
@@ -145,6 +154,9 @@ def _monitor(
                 stop.set(signal.Signals(signum).name)
                 deadline = deadline or time.monotonic() + grace_s
                 num_interrupts += signum == signal.SIGINT
+                if answer and num_interrupts == 1 and signum == signal.SIGINT:
+                    with suppress(OSError):  # nobody reads it
+                        os.write(2, f"{answer}\n".encode())
             if num_interrupts > 1:
                 _end("a second SIGINT", None)
 

@@ -30,6 +30,7 @@ from pipeline.registry.records import (
     Production,
     changes_of,
     check_model,
+    history_key,
     one_line,
     read_history,
     read_pointer,
@@ -226,7 +227,7 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     produced = pointer[0] if pointer else None
     if cycle in ("", now.vectors.cycle) and produced and produced.generation == now.production_follows:
         # An earlier call was ended between its two moves.
-        if target := _to_follow(workspace, produced, now):
+        if target := _to_follow(workspace, produced, now, pairs):
             _roll_both(workspace, now, served, target, reason, author)
         return now
     if cycle:
@@ -243,7 +244,7 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     pair = known[-1]
     if pair.is_of == now.is_of:
         return now
-    if pair.digest != now.digest and produced and (target := _to_follow(workspace, produced, pair)):
+    if pair.digest != now.digest and produced and (target := _to_follow(workspace, produced, pair, pairs)):
         _roll_both(workspace, pair, served, target, reason, author)
     else:
         _check_vectors(workspace, pair)
@@ -252,11 +253,21 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
     return after[0] if after else pair
 
 
-def _to_follow(workspace: Storage, produced: Pointer, pair: Pair) -> Production | None:
-    """The last time the model of a pair was in production, if another one is now; None if it never was."""
+def _to_follow(workspace: Storage, produced: Pointer, pair: Pair, pairs: Iterable[Pair]) -> Production | None:
+    """Return the last time the model of a pair was in production, if another is now; None if it never was.
+
+    Raises CheckpointError when the history does not know of it although its vectors were served after verify.
+    """
     if produced.digest == pair.digest:
         return None
     then = [change for change in changes_of(read_history(workspace, pair.model)) if change.digest == pair.digest]
+    if not then and any(one.digest == pair.digest and one.action == "verified" for one in pairs):
+        raise CheckpointError(
+            f"{workspace.uri(history_key(pair.model))} does not say when {pair.checkpoint} was in production",
+            expected="its promotion: its vectors were served",
+            next_command=f"put the file back as it was; or trnpipe registry promote {pair.checkpoint} --force REASON,"
+            " then this command again",
+        )
     return then[-1].production if then else None
 
 

@@ -2,7 +2,7 @@
 
 import gzip
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,10 +11,11 @@ from pipeline.compile.lint import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
 from pipeline.compile.neuron_compile import compile_on_neuron
 from pipeline.compile.neuron_tool import SCORING, drives_tool
-from pipeline.compile.watch import Recorder
+from pipeline.compile.watch import Place, Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_duration
+from pipeline.core.progress import no_display, shown_on
 from pipeline.io import atomic
 from pipeline.parallel.gang import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
@@ -67,7 +68,10 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         recorder = Recorder(backend, plan)
         if backend.is_lazy or backend.compiles_steps:
             trial = shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console)
-            trial.score() if is_scoring else trial.run()
+            if not driven:
+                recorder.met = _progress(ctx, trial.num_graphs, started)
+            with shown_on(no_display):  # what a trial scores is nobody's holdout
+                trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
         return _result(ctx, manifest, started)
@@ -89,6 +93,17 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     for key, text in recorder.texts.items():  # for devices that keep no compiled graphs; what is there stays
         ctx.workspace.write_if_absent(f"compile-cache/hlo/{key}.txt.gz", gzip.compress(text.encode(), mtime=0))
     return _publish(ctx, manifest, started)
+
+
+def _progress(ctx: StageContext, expected: int, started: datetime) -> Callable[[int, Place], None]:
+    """A line before each graph is compiled, which may take minutes: which one it is, of how many, and since when."""
+
+    def met(number: int, place: Place) -> None:
+        of_all = f" of about {expected}" if number <= expected else ""
+        seconds = (datetime.now(UTC) - started).total_seconds()
+        ctx.console.info(f"compile: graph {number}{of_all}, {place} | {format_duration(seconds)} so far")
+
+    return met
 
 
 def _check_factory(factory: str, findings: Sequence[Finding]) -> None:

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
+from pipeline.core.optional import install_command
 from pipeline.data.token_sets import read_token_sets
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
@@ -110,7 +111,7 @@ def _way_out(report: EvaluationReport) -> str:
         return report.verdict.advice
     if any(check.kind == "comparison" for check in failed):
         return (
-            "let a baseline judge it (evaluate.baselines; boosting needs pip install scikit-learn), set a floor"
+            f"let a baseline judge it (evaluate.baselines; boosting needs {install_command('sklearn')}), set a floor"
             " (--gate.floors ndcg@10=0.6), or --gate.first-without-comparison"
         )
     if any(check.name == "scores incumbent" or (check.kind == "delta" and check.incumbent is None) for check in failed):

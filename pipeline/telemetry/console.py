@@ -39,6 +39,7 @@ def step_text(figures: StepFigures) -> str:
     """`step   120/2000 | loss 0.6931 | grad 1.23 | lr 2.0e-04 | 812 samples/s | 26.1k tokens/s | ...`"""
     width = max(5, len(str(figures.max_steps)))
     grad = "-" if figures.grad_norm is None else f"{figures.grad_norm:.2f}"
+    eta = () if figures.eta_s is None else (f"eta {format_duration(figures.eta_s)}",)
     return " | ".join(
         (
             f"step {figures.step:>{width}}/{figures.max_steps}",
@@ -48,7 +49,7 @@ def step_text(figures: StepFigures) -> str:
             f"{format_count(figures.samples_per_s)} samples/s",
             f"{format_count(figures.tokens_per_s)} tokens/s",
             f"data wait {format_share(figures.data_wait_share)}",
-            f"eta {format_duration(figures.eta_s)}",
+            *eta,
         )
     )
 

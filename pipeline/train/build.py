@@ -157,6 +157,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
         check_same(train.parallel.model_dump_json(), "plan")
         check_plan(train.parallel, backend)
         pools = _training_pools(train, ctx, inputs)
+        _check_one_batch(sum(pools.sizes), pools.slots, train)
         plan = BatchPlan(pools.sizes, groups_of_batch(train), train.seed, train.queries_per_topic)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
         valid = holdout_rows(ctx, inputs, "valid")
@@ -257,6 +258,17 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         topic=train.queries_per_topic,
         link_queries=train.link_queries and train.loss.contrastive_weight > 0,
     )
+
+
+def _check_one_batch(num_groups: int, slots: int, train: TrainConfig) -> None:
+    """Raise DataError, in samples as the settings count them, for data that does not fill one batch."""
+    wanted = groups_of_batch(train)
+    if num_groups < wanted:
+        raise DataError(
+            f"{num_groups} groups of up to {slots} products; a batch of {train.global_batch_size} samples has {wanted}",
+            expected="at least one full batch",
+            next_command=f"--train.global-batch-size {max(1, num_groups) * slots}, or give more data",
+        )
 
 
 def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:

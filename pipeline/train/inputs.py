@@ -11,7 +11,7 @@ from pipeline.data.token_sets import Selection, TokenSet, TokenSetInfo, read_tok
 from pipeline.data.training_groups import GroupedRows
 from pipeline.io.storage import Storage
 from pipeline.mine.store import MINE, NegativeSet, check_negatives, find_negatives
-from pipeline.model.config import InputSpec, ModelConfig, check_architecture
+from pipeline.model.config import InputSpec, ModelConfig, check_architecture, difference_of
 from pipeline.train.config import TrainConfig
 
 
@@ -145,8 +145,9 @@ def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: st
         ours, theirs = spec.model_dump(), state.inputs.model_dump()
         name = next(name for name in ours if ours[name] != theirs[name])
         raise ConfigError(
-            f"the data has {name} {ours[name]}",
-            expected=f"{theirs[name]}, as {parent.prefix} was trained with",
+            f"the data has other {name} than {parent.prefix} was trained with:"
+            f" {difference_of(ours[name], theirs[name])}",
+            expected="those of the parent",
             next_command="prepare the data with the parent's settings, or --train.start scratch",
         )
     check_architecture(state.model, model, where=parent.prefix)

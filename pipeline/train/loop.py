@@ -99,7 +99,9 @@ class Pace:
         """`data_size`: ranks with rows of their own."""
         self._samples = samples_per_step
         self._data_size = data_size
-        self.seconds_per_step = 0.0
+        self.seconds_per_step: float | None = None
+        """None in the first interval, which holds what a process does once. Without compiling."""
+        self._is_first = True
         self._started = time.monotonic()
         self._steps, self._tokens, self._wait_s = 0, 0, 0.0
 
@@ -109,8 +111,8 @@ class Pace:
         self._tokens += tokens
         self._wait_s += waited_s
 
-    def read(self) -> Interval:
-        """Call right after the device was waited for, so that the interval is real time."""
+    def read(self, compile_s: float = 0.0) -> Interval:
+        """Call right after the device was waited for: the interval is real time. `compile_s`: of it, for graphs."""
         seconds = max(1e-9, time.monotonic() - self._started)
         interval = Interval(
             seconds,
@@ -118,9 +120,11 @@ class Pace:
             self._tokens * self._data_size / seconds,
             self._wait_s / seconds,
         )
-        if self._steps:
-            newest = seconds / self._steps
-            self.seconds_per_step = newest if not self.seconds_per_step else 0.7 * self.seconds_per_step + 0.3 * newest
+        if self._steps and not self._is_first:
+            newest = max(1e-9, seconds - compile_s) / self._steps
+            before = self.seconds_per_step
+            self.seconds_per_step = newest if before is None else 0.7 * before + 0.3 * newest
+        self._is_first = self._is_first and not self._steps
         self.resume()
         return interval
 
@@ -274,7 +278,7 @@ class TrainLoop:
         """Read the figures since the last report, tell everybody, judge. True when the deadline ends the run."""
         count = len(self._digests)
         figures = self.program.read_figures(count)
-        interval = self._pace.read()
+        interval = self._pace.read(self._compiling_s())
         noted = self.gang.gather(self._digests)[:: self.gang.layout.tensor_size]
         digests = [add_digests(list(parts)) for parts in zip(*noted, strict=True)]
         self._digests = []
@@ -289,7 +293,8 @@ class TrainLoop:
         rate = schedule_of(self.config.optimizer, self.step, self.max_steps)
         learnt = {TEMPERATURE: last[TEMPERATURE]} if TEMPERATURE in last else {}
         left_s = None if self._deadline is None else self._deadline - time.monotonic()
-        eta_s = (self.max_steps - self.step) * self._pace.seconds_per_step
+        pace_s = self._pace.seconds_per_step
+        eta_s = None if pace_s is None else (self.max_steps - self.step) * pace_s
         self.hooks.emit(
             EventName.TRAIN_STEPS,
             step=self.step,
@@ -302,7 +307,7 @@ class TrainLoop:
             tokens_per_s=round(interval.tokens_per_s, 1),
             data_wait_share=round(interval.data_wait_share, 4),
             memory_bytes=self.backend.memory_bytes(),
-            eta_s=round(eta_s, 1),
+            eta_s=None if eta_s is None else round(eta_s, 1),
             **learnt,
         )
         self.console.step_line(
@@ -330,13 +335,20 @@ class TrainLoop:
         self._note_compiles()
         self._note_host_operators(count)
         self._judge(figures)
-        if left_s is not None and left_s < eta_s and not self._warned:
+        needed_s = eta_s or 0.0
+        if left_s is not None and left_s < needed_s and not self._warned:
             self._warned = True
-            self.console.warn(f"the deadline will be missed by about {eta_s - left_s:.0f} s at this pace")
-            self.hooks.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=eta_s, spare_s=left_s - eta_s)
+            self.console.warn(f"the deadline will be missed by about {needed_s - left_s:.0f} s at this pace")
+            self.hooks.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=needed_s, spare_s=left_s - needed_s)
         if left_s is None or self.config.on_deadline == "warn":
             return False
         return self.gang.agree_now(left_s <= 0)
+
+    def _compiling_s(self) -> float:
+        """Seconds of compiling that `_note_compiles` has not noted yet."""
+        if self.backend.compile_count() == self._compiles:
+            return 0.0
+        return self.backend.compile_seconds() - self._compile_s
 
     def _note_compiles(self) -> None:
         compiles = self.backend.compile_count()

@@ -25,7 +25,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import check_plan
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
 from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, TrainLoop
 from pipeline.train.program import open_program
 from pipeline.train.step import TrainProgram
@@ -110,6 +110,17 @@ class Trial:
     @property
     def train(self) -> TrainConfig:
         return self.settings.train
+
+    @property
+    def num_graphs(self) -> int:
+        """About how many graphs `run` meets: one or two more or less where gradients go through the host."""
+        share = batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)
+        two_passes = needs_two_passes(self.train, share, gathers_in_graph=self.backend.gathers_in_graph)
+        of_a_length = 1 + (share.accumulation > 1) + two_passes
+        lengths = len(rows_of_batch(self.train, self.buckets))
+        embeds = len(self.settings.embed.buckets)
+        apart = two_passes + (self.train.step_boundary == "split")
+        return 1 + lengths * of_a_length + apart + len(self.buckets) + embeds
 
     def run(self) -> None:
         """Train over every bucket, evaluate, embed and copy out a checkpoint on the way. Raises Preempted."""

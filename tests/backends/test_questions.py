@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.backends import Backend, is_lazy_host, lazy_device_name, may_use_neuron, on_neuron, open_host
+from pipeline.backends import (
+    Backend,
+    auto_on_host,
+    is_lazy_host,
+    lazy_device_name,
+    may_use_neuron,
+    on_neuron,
+    open_host,
+)
 from pipeline.backends.cpu import CpuBackend
 from pipeline.backends.cuda import CudaBackend
 from pipeline.backends.neuron import NeuronBackend
@@ -30,6 +38,13 @@ pytestmark = pytest.mark.unit
 def test_who_runs_on_neuron(name: str, device: str, may: bool, does: bool) -> None:
     assert may_use_neuron(name) is may
     assert on_neuron(name, {"PJRT_DEVICE": device}) is does
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"), [("auto", "CPU", True), ("auto", "NEURON", False), ("xla", "CPU", False)]
+)
+def test_where_auto_would_compile_for_the_host(name: str, device: str, expected: bool) -> None:
+    assert auto_on_host(name, {"PJRT_DEVICE": device}) is expected
 
 
 def test_the_name_of_a_device_that_is_not_open() -> None:

@@ -85,10 +85,10 @@ def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> No
     moved = (child.weights()[name] - before).abs()
     assert 0 < moved.max() < 0.01, "three steps away from the imported weights"
 
-    _, err = ask("export", f"--to={tmp_path}/out", code=CONFIG)
+    _, err = ask("export", f"--out={tmp_path}/out", code=CONFIG)
     assert "nothing is promoted as relevance" in err
     ask("registry", "promote", child.prefix, "--force", "a test")
-    out, _ = ask("export", "--to", f"{tmp_path}/out", "--format=sentence-transformers")
+    out, _ = ask("export", "--out", f"{tmp_path}/out", "--format=sentence-transformers")
     assert "step-3 as sentence-transformers, texts to 24 tokens" in out
     card = (tmp_path / "out" / "README.md").read_text()
     assert "it was imported from" in card and str(folder.path) in card
@@ -105,7 +105,7 @@ def test_import_train_and_export(ask: Ask, folder: Folder, tmp_path: Path) -> No
     shown, _ = ask("registry", "show", uri_in(out))
     assert all(f"checkpoints/{place}" in shown for place in ("c1/step-3", start.partition("checkpoints/")[2]))
 
-    out, _ = ask("export", child.prefix, "--to", f"{tmp_path}/programs", "--format=torchscript", "--batch-size=2")
+    out, _ = ask("export", child.prefix, "--out", f"{tmp_path}/programs", "--format=torchscript", "--batch-size=2")
     files = {path.name for path in (tmp_path / "programs").glob("*.pt")}
     assert files == {"encoder-12.pt", "encoder-24.pt", "relevance-8x12.pt", "relevance-16x24.pt"}, "the data's shapes"
     program = torch.jit.load(tmp_path / "programs" / "encoder-12.pt")  # type: ignore[no-untyped-call]
@@ -132,9 +132,9 @@ def test_an_import_without_data_says_what_it_assumes(ask: Ask, folder: Folder) -
         (("import", "nowhere"), "nowhere does not exist"),
         (("import", "s3://bucket"), "names no folder or file"),
         (("export", "checkpoints/none/step-1"), "no folder to export to"),
-        (("export", "--to=x", "--format=onnx"), "format 'onnx'"),
-        (("export", "--to=x", "--shapes=16"), "--shapes does not apply to format sentence-transformers"),
-        (("export", "--to=x", "--format=torch", "--batch-size=2"), "--batch-size does not apply to format torch"),
+        (("export", "--out=x", "--format=onnx"), "--format onnx"),
+        (("export", "--out=x", "--shapes=16"), "--shapes does not apply to format sentence-transformers"),
+        (("export", "--out=x", "--format=torch", "--batch-size=2"), "--batch-size does not apply to format torch"),
     ],
 )
 def test_wrong_calls(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Any, seen: str) -> None:
@@ -150,13 +150,13 @@ def test_wrong_numbers_and_places(ask: Ask, folder: Folder, tmp_path: Path) -> N
         (("--max-tokens=many",), "--max-tokens 'many'"),
         (("--format=torchscript", "--batch-size=0"), "--batch-size '0'"),
         (("--format=torchscript", "--shapes=16,8x64"), "a text of 64 tokens"),
-        ((f"--to={folder.path}",), "which trnpipe export did not write"),
+        ((f"--out={folder.path}",), "which trnpipe export did not write"),
     ):
-        assert seen in ask("export", uri, f"--to={out}", *words, code=CONFIG)[1]
+        assert seen in ask("export", uri, f"--out={out}", *words, code=CONFIG)[1]
     assert not Path(out).exists()
-    assert "holds no committed checkpoint" in ask("export", f"{tmp_path}/x/step-1", f"--to={out}", code=CHECKPOINT)[1]
+    assert "holds no committed checkpoint" in ask("export", f"{tmp_path}/x/step-1", f"--out={out}", code=CHECKPOINT)[1]
     for name in (uri, uri.removeprefix("file://"), uri.partition("workspace/")[2]):
-        ask("export", name, f"--to={out}", "--format=safetensors", "--max-tokens=9")
+        ask("export", name, f"--out={out}", "--format=safetensors", "--max-tokens=9")
     assert json.loads((Path(out) / "trnpipe.json").read_text())["max_tokens"] == 9
     assert source_of(out).manifest is not None
 

@@ -11,8 +11,20 @@ from pipeline import cli, commands
 from pipeline.checkpoint.store import WEIGHTS
 from pipeline.commands import registry
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.promote import promote
 from pipeline.registry.records import Place, StoredVerdict, pointer_key, store_verdict
-from tests.registry.cases import MODEL, child_of, consistent, digest_of, make_checkpoint, prefix, production, put
+from tests.registry.cases import (
+    AUTHOR,
+    MODEL,
+    child_of,
+    consistent,
+    digest_of,
+    make_checkpoint,
+    passed,
+    prefix,
+    production,
+    put,
+)
 
 
 @pytest.fixture
@@ -67,6 +79,32 @@ def test_the_command_line_offers_what_there_is() -> None:
     assert tool.actions.keys() == registry.FLAGS.keys()
     assert tool.switches | tool.options.keys() == frozenset().union(*registry.FLAGS.values())
     assert registry.VERBS.keys() == {"promoted", "forced", "rolled_back", "refused"}
+
+
+def test_what_only_reads_finds_the_only_model(
+    workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = make_checkpoint(workspace, tmp_path, "c1")
+    root = workspace.root.removeprefix("file://")
+
+    def ask(*words: str) -> tuple[int, str]:
+        code = cli.main([*words, "--workspace", root])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    def put_as(model: str) -> None:
+        promote(workspace, model, place, expected=None, decision=passed(workspace, place), author=AUTHOR)
+
+    put_as("other")
+    assert ask("registry", "show")[1].startswith(f"other | {place}")
+    assert ask("serving", "show")[1].startswith("other | nothing is served")
+    assert ask("registry", "rollback", "--reason", "x")[0] == 78, "what changes something needs the name"
+    code, text = ask("registry", "show", "--model-name", "third")
+    assert code == 78 and "has no model third" in text and "one of other" in text
+    put_as("again")
+    for words in (("registry", "show"), ("serving", "show"), ("export", "--out", f"{root}/out")):
+        code, text = ask(*words)
+        assert code == 78 and "one of again, other" in text
 
 
 def test_an_empty_workspace(asked: Any) -> None:

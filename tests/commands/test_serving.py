@@ -50,7 +50,8 @@ def test_show(ask: Ask) -> None:
     found = json.loads(ask("serving", "show", "--json")[1])
     assert (found["serving"]["vectors"]["cycle"], found["challenger"]["vectors"]["cycle"]) == ("c2", "c3")
     assert [pair["generation"] for pair in found["pairs"]] == [1, 2]
-    assert "nothing is served" in ask("serving", "show", "--model-name=other")[1]
+    code, text = ask("serving", "show", "--model-name=other")
+    assert code == 78 and "one of relevance" in text
     assert "served is checkpoints/c2/step-1" in ask("registry", "show")[1]
 
 

@@ -41,12 +41,14 @@ class Counters:
 
 def recorded(*texts: str) -> GraphManifest:
     counters = Counters()
-    recorder = Recorder(counters, PLAN)
+    met = list[int]()
+    recorder = Recorder(counters, PLAN, met=lambda number, place: met.append(number))
     for text in texts:
         recorder.before(STEP, lambda text=text: text)  # type: ignore[misc]
         counters.count, counters.seconds = counters.count + 1, counters.seconds + 2.0
         recorder.after(STEP)
     assert not recorder.outside
+    assert met == list(range(1, len(set(texts)) + 1)), "once for every graph, before it is compiled"
     return GraphManifest(plan=PLAN, graphs=tuple(recorder.graphs.values()))
 
 

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 
-from pipeline.checkpoint.store import Checkpoint
+from pipeline.checkpoint.store import Checkpoint, PublishedWeights
 from pipeline.convert.exporting import (
     ExportPlan,
     Shapes,
@@ -72,9 +72,12 @@ def test_an_import_of_an_export_is_the_same_model(
     checkpoint: Checkpoint, export: Export, tmp_path: Path, format_: Format, trained_head: bool
 ) -> None:
     assert not checkpoint.state.trained_head, "of an encoder alone: its head is random"
-    trained = {"trained_head": trained_head, "also_seen": {"f1": "dt=2026-01-01"}}
+    published = PublishedWeights(uri="file:///mini/model.safetensors", sha256="0a" * 32)
+    trained = {"trained_head": trained_head, "also_seen": {"f1": "dt=2026-01-01"}, "published": published}
     object.__setattr__(checkpoint, "state", checkpoint.state.model_copy(update=trained))
-    model = read_model(source_of(export(format_)), given(seed=77), tmp_path / "scratch")
+    folder = export(format_)
+    assert f"began from {published.text}" in (folder / "README.md").read_text()
+    model = read_model(source_of(folder), given(seed=77), tmp_path / "scratch")
     back, _ = store_import(
         open_storage(str(tmp_path / "other")), model, settings_hash="s", code_version="v", scratch=tmp_path / "tmp"
     )
@@ -84,6 +87,7 @@ def test_an_import_of_an_export_is_the_same_model(
     assert (back.state.model, back.state.inputs) == (checkpoint.state.model, checkpoint.state.inputs)
     assert (back.state.trained_head, back.state.also_seen) == (trained_head, checkpoint.state.also_seen)
     assert (back.state.max_tokens, back.tokenizer()) == (20, checkpoint.tokenizer())
+    assert back.state.published == published
     parent = back.state.parent
     assert parent is not None and (parent.uri, parent.digest) == (checkpoint.uri, checkpoint.digest)
     assert back.state.origin is not None and back.state.origin.format == f"trnpipe {format_}"

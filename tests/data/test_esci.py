@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError, TransientError
+from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data import esci as esci_module
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.esci import NO_PRODUCT, PRODUCTS, cut_utf8, open_products
+from pipeline.data.shards import map_safetensors
 from pipeline.data.sources import open_source
-from pipeline.data.token_sets import TokenSetInfo
+from pipeline.data.token_sets import SPLITS, FileRows, TokenSetInfo
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import DiskFull, open_storage
 
@@ -156,3 +158,84 @@ def test_cut_utf8_keeps_whole_characters(text: str, limit: int) -> None:
     assert text.startswith(cut.decode())
     assert len(cut) <= limit
     assert len(data) <= limit or len(cut) > limit - 4
+
+
+def config_of(folder: Path, **settings: Any) -> DataConfig:
+    return DataConfig(
+        path=str(folder),
+        num_workers=1,
+        max_bad_fraction=0.2,
+        tokenizer=TokenizerConfig(vocab_size=300),
+        **settings,
+    )
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize("locale", [None, "us", "es"])
+@pytest.mark.parametrize("wanted", [{}, {"small_version": "1"}])
+def test_every_example_is_accounted_for(esci: Path, workplace: Any, locale: str | None, wanted: dict[str, str]) -> None:
+    """Rows of the file = good + bad + those of other locales and those that the filter leaves out."""
+    place = workplace("one")
+    result = place.prepare(config_of(esci, esci_locale=locale, filter=wanted))
+    rows = [row for row in range(60) if locale in (None, "es" if row % 3 == 0 else "us")]
+    no_product = [row for row in rows if row % 10 == 9]  # found before the filter is asked
+    good = [row for row in rows if row not in no_product and (not wanted or row % 2 == 1)]
+    (info,) = result.infos
+    expected = FileRows(
+        file="shopping_queries_dataset_examples.parquet",
+        rows=60,
+        good=len(good),
+        bad=len(no_product),
+        filtered=60 - len(good) - len(no_product),
+        blank=0,
+    )
+    assert info.files == (expected,)
+    assert (result.rows, result.rows_bad, result.rows_filtered) == (expected.good, expected.bad, expected.filtered)
+
+
+@pytest.mark.stage
+def test_a_query_is_in_one_split_and_a_test_query_stays_one(esci: Path, workplace: Any) -> None:
+    place = workplace("one")
+    result = place.prepare(config_of(esci, valid_fraction=0.4, test_fraction=0.4, lexical=False))
+    folder = place.folder / "workspace" / result.token_set_prefixes[0]
+    ids: dict[str, set[int]] = {split: set() for split in SPLITS}
+    for split, shards in result.infos[0].splits.items():
+        for arrays in (map_safetensors(folder / shard.file) for shard in shards):
+            ids[split] |= {one for name in arrays if name.endswith(".query_id") for one in arrays[name].tolist()}
+    all_ids = {hash63(str(number)): number for number in range(15)}
+    assert {all_ids[one] for one in ids["test"]} == {0, 5, 10}, "what the dataset says, whatever test_fraction is"
+    assert ids["valid"] and not ids["valid"] & ids["train"] and not ids["test"] & (ids["valid"] | ids["train"])
+    assert ids["train"] | ids["valid"] | ids["test"] == set(all_ids)
+
+
+@pytest.mark.stage
+def test_other_products_are_other_data(esci: Path, workplace: Any) -> None:
+    place = workplace("one")
+    first = place.prepare(config_of(esci))
+    path = esci / PRODUCTS
+    table = pq.read_table(path)
+    titles = [f"new {title}" for title in table["product_title"].to_pylist()]
+    pq.write_table(table.set_column(1, "product_title", pa.array(titles)), path)
+    second = place.prepare(config_of(esci))
+    assert set(first.token_set_prefixes).isdisjoint(second.token_set_prefixes) and second.prepared == 1
+
+
+@pytest.mark.stage
+def test_a_locale_that_does_not_occur_is_one_clear_error(esci: Path, workplace: Any) -> None:
+    with pytest.raises(DataError, match=r"no row of .* has esci_locale=uk"):
+        workplace("one").prepare(config_of(esci, esci_locale="uk"))
+
+
+@pytest.mark.stage
+@pytest.mark.parametrize(
+    "name", ["dt=2026-11-20/part-0.parquet", "more.csv", "old_shopping_queries_dataset_examples.parquet"]
+)
+def test_rows_that_the_layout_does_not_have_are_refused(esci: Path, tmp_path: Path, name: str) -> None:
+    for other in ("shopping_queries_dataset_sources.csv", "README.md", "_SUCCESS"):
+        (esci / other).write_text("x")
+    source = open_source(config_of(esci), scratch=tmp_path, stop=StopSignal())
+    assert set(source.passed_over) == {"shopping_queries_dataset_sources.csv", "README.md", "_SUCCESS"}
+    (esci / name).parent.mkdir(exist_ok=True)
+    (esci / name).write_text("query,title\n")
+    with pytest.raises(DataError, match=f"the ESCI layout does not have: {name}"):
+        open_source(config_of(esci), scratch=tmp_path, stop=StopSignal())

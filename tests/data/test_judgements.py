@@ -11,7 +11,13 @@ from safetensors.numpy import save_file
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data import judgements
-from pipeline.data.judgements import Judgements, count_judgements, hundredths, judgements_of
+from pipeline.data.judgements import (
+    Judgements,
+    count_judgements,
+    count_texts_of_several_ids,
+    hundredths,
+    judgements_of,
+)
 from pipeline.data.token_sets import JudgedSplit, ShardInfo, Split
 from tests.train.rows import token_set_info, write_shard
 
@@ -120,3 +126,24 @@ def test_hundredths_are_those_of_float32() -> None:
         exact = np.float32(step / 100)
         below = np.nextafter(exact, np.float32(-1))
         assert hundredths(exact) == step and (not step or hundredths(below) == step - 1)
+
+
+def test_texts_of_several_ids_are_counted_over_buckets_and_splits(tmp_path: Path) -> None:
+    """Padded to the length of its bucket, a text is the same one; one that fills the largest may have been cut."""
+
+    def shard(name: str, rows: list[tuple[int, list[int], int]]) -> ShardInfo:
+        arrays: dict[str, Any] = {}
+        for bucket, length in enumerate((3, 5)):
+            chosen = [(tokens, number) for place, tokens, number in rows if place == bucket]
+            if chosen:
+                padded = [tokens + [0] * (length - len(tokens)) for tokens, _ in chosen]
+                arrays[f"b{bucket}.query"] = np.array(padded, dtype=np.uint16)
+                arrays[f"b{bucket}.query_id"] = np.array([number for _, number in chosen], dtype=np.int64)
+        save_file(arrays, tmp_path / name)
+        return ShardInfo(file=name, rows=tuple(sum(place == bucket for place, _, _ in rows) for bucket in (0, 1)))
+
+    train = shard("train", [(0, [5, 6], 1), (0, [5, 6], 1), (0, [6, 5], 2), (0, [5, 6, 7], 3), (1, [1, 2, 3, 4, 5], 4)])
+    test = shard("test", [(1, [5, 6], 9), (0, [5, 6, 7], 8), (0, [5, 6], 7), (0, [6], 2), (1, [1, 2, 3, 4, 5], 6)])
+    splits: dict[Split, tuple[ShardInfo, ...]] = {"train": (train,), "test": (test,)}
+    assert count_texts_of_several_ids(tmp_path, splits, 0, StopSignal()) == 2
+    assert count_texts_of_several_ids(tmp_path, {"train": (train,)}, 0, StopSignal()) == 0

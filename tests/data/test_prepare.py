@@ -426,3 +426,20 @@ def test_real_data(workplace: Make, pricerunner: str, tmp_path: Path) -> None:
     assert info.label_gains == (0.0, 0.1, 1.0)
     assert result.rows == info.rows == 3060
     assert set(info.splits) == {"train", "valid", "test"}
+
+
+@pytest.mark.stage
+def test_what_other_readers_made_is_not_taken(workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of files are named by the version of the readers too; the synthetic catalogue has none."""
+    write_days(tmp_path / "in", days=1)
+    config = DataConfig(path=str(tmp_path / "in"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
+    made = DataConfig(
+        num_workers=1, tokenizer=TokenizerConfig(vocab_size=256), synthetic=SyntheticConfig(num_queries=10)
+    )
+    place = workplace("one")
+    first, synthetic = place.prepare(config), place.prepare(made)
+    monkeypatch.setattr("pipeline.data.input_files.READER_VERSION", 99)
+    assert place.prepare(config).reused == 0 and place.prepare(made).reused == 1
+    monkeypatch.undo()
+    assert place.prepare(config).token_set_prefixes == first.token_set_prefixes
+    assert place.prepare(made).token_set_prefixes == synthetic.token_set_prefixes

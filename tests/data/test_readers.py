@@ -1,7 +1,10 @@
 """Each format gives the same rows; broken bytes and lines are counted, never fatal and never silent."""
 
+import bz2
 import gzip
 import json
+import lzma
+import re
 from pathlib import Path
 from uuid import UUID
 
@@ -13,8 +16,9 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
 from pipeline.data.csv_records import WRONG_FIELDS
-from pipeline.data.readers import read_file, suffix_format
+from pipeline.data.readers import NOT_AN_OBJECT, read_file, suffix_format
 from pipeline.data.rows import RawBatch, batch_rows, cut_chunks, plan_columns
+from pipeline.data.validate import EMPTY_TITLE, RowRules, clean
 from pipeline.io.storage import open_storage
 
 TABLE = pa.table(
@@ -171,3 +175,97 @@ def test_a_type_that_is_no_text_is_named_with_its_column(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"a\.parquet: column 'text' is list<.*int64>") as caught:
         read(tmp_path / "a.parquet")
     assert "--data.columns" in caught.value.next_command
+
+
+ROWS = b"query,title,label\nq,t,x\n"
+OTHERS = {
+    "is a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+    + b"0" * 64
+    + b"\nsize 90868376\n",
+    "is an HTML page": b"\n<!DOCTYPE html><html><body>Sign in</body></html>\n",
+    "is an XML document": b'<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code></Error>\n',
+    "is a zip archive": b"PK\x03\x04" + b"\x14\0" * 40,
+    "is compressed with zstd": b"\x28\xb5\x2f\xfd" + b"\x04\0" * 40,
+    "is compressed with bzip2": bz2.compress(ROWS),
+    "is compressed with xz": lzma.compress(ROWS),
+}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.tsv", "a.jsonl", "a.csv.gz"])
+@pytest.mark.parametrize("words", OTHERS)
+def test_what_is_there_in_place_of_a_file_is_named(tmp_path: Path, name: str, words: str) -> None:
+    content = OTHERS[words]
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=re.escape(name) + f" {words}") as caught:
+        read(tmp_path / name, DataConfig())
+    assert ("git lfs pull" in caught.value.next_command) is ("Git LFS" in words)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", None, "is a Parquet or Arrow file"),
+        ("a.jsonl", None, "is a Parquet or Arrow file"),
+        ("a.parquet", gzip.compress(ROWS, mtime=0), "is compressed with gzip"),
+        ("a.parquet", b"PAR1" + bytes(100), "is cut short"),
+        ("a.parquet", ROWS, "cannot be read as parquet"),
+        ("a.csv", ROWS.decode().encode("utf-16-le"), "begins with zero bytes"),
+        ("a.jsonl", b'\n[\n{"query": "q", "title": "t", "label": "x"}\n]\n', "is JSON, an array"),
+        ("a.json", b'{\n  "query": "q",\n  "title": "t"\n}\n', "is JSON, an object of several lines"),
+        ("a.json", b'[{"query": "q", "title": "t", "label": "x"}]', "is JSON, an array"),
+        ("a.csv", b"query,title,label,title\nq,t,x,t\n", r"has 2 columns 'title' \(for title\)"),
+        ("a.csv", b"title;price\nt;1\n", "has no column 'query'"),
+    ],
+)
+def test_content_of_another_kind_is_one_clear_error(
+    tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
+    data = write(tmp_path / "b.parquet").read_bytes() if content is None else content
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=f"{name}.* {words}"):
+        read(tmp_path / name, DataConfig())
+
+
+@pytest.mark.unit
+def test_a_column_that_stands_twice_matters_only_if_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("query,note,title,label,note\nq,a,t,x,b\n")
+    assert column(read(tmp_path / "a.csv", DataConfig()), "title") == ["t"]
+    table = pa.table([["q"], ["t"], ["u"], ["x"]], names=["query", "title", "title", "label"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has 2 columns 'title'"):
+        read(tmp_path / "a.parquet", DataConfig())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl"])
+def test_bad_rows_of_text_files_name_their_line(tmp_path: Path, name: str) -> None:
+    """Those of the reader, and those that are judged later: after blank lines and a text of several lines."""
+    lines = ["query,title,label", "", 'q,"two|lines",x', "torn", "", "q,,x"]
+    if name == "a.jsonl":
+        lines = ["", '{"query": "q", "title": "t", "label": "x"}', "", "torn", "", '{"query": "q", "label": "x"}']
+    text = "\n".join(lines).replace("|", "\n").replace(",", "\t" if name == "a.tsv" else ",") + "\n"
+    (tmp_path / name).write_text(text)
+    (chunk,) = cut_chunks(name, read(tmp_path / name, DataConfig(), num_rows=2), 100)
+    rules = RowRules("flat", ("x", "y"), (0.0, 1.0), (), (), {}, 0.0, 0.0, carve_valid=False)
+    _, bad, _ = clean(chunk, rules)
+    torn = NOT_AN_OBJECT if name == "a.jsonl" else WRONG_FIELDS
+    line = 4 if name == "a.jsonl" else 5
+    assert [(row.row, row.line, row.reason) for row in bad] == [(1, line, torn), (2, line + 2, EMPTY_TITLE)]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_a_column_in_other_letters_is_offered(tmp_path: Path, name: str) -> None:
+    table = pa.table({"Query": ["q"], "TITLE ": ["t"], "label": ["x"]})
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    elif name == "a.csv":
+        pyarrow.csv.write_csv(table, tmp_path / name)
+    else:
+        (tmp_path / name).write_text(json.dumps(table.to_pylist()[0]) + "\n")
+    with pytest.raises(DataError) as caught:
+        read(tmp_path / name, DataConfig())
+    title = "TITLE" if name == "a.csv" else "'TITLE '"
+    assert caught.value.next_command == f"--data.columns.query Query --data.columns.title {title}"

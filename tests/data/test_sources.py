@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.input_files import find_files
 from pipeline.data.sources import open_source
 from pipeline.data.tokenizer import given_tokenizer
+from tests.s3 import MotoServer, lead_to
 
 CSV = "query,title,label\nq,t,yes\n"
 
@@ -84,3 +87,211 @@ def test_each_way_to_name_a_tokenizer(folder: Path, path: str) -> None:
 def test_a_tokenizer_is_a_file(path: str) -> None:
     with pytest.raises(ConfigError, match="names no folder or file"):
         given_tokenizer(DataConfig(tokenizer=TokenizerConfig(path=path)), None, StopSignal())
+
+
+def partitions_of(folder: Path, **settings: Any) -> dict[str, list[str]]:
+    """The files of each partition."""
+    source = open_source(DataConfig(path=str(folder), **settings), scratch=folder, stop=StopSignal())
+    return {partition.name: [file.key for file in partition.files] for partition in source.partitions}
+
+
+def write_files(folder: Path, *keys: str) -> None:
+    for key in keys:
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_text(CSV + f"q,{key},yes\n")
+
+
+UNKNOWN = ["part-00000", "000000_0", "part-2.txt", "a.csv.1", "b.tsv.bak", "c.gz", "d.dat", "e.avro", "dt=2026-11-19"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", [*UNKNOWN, "deep/er/part-00000"])
+def test_a_file_of_unknown_suffix_is_refused_not_left_out(folder: Path, name: str) -> None:
+    write_files(folder, name)
+    with pytest.raises(DataError, match=re.escape(f"1 of 3 files of {folder} have no suffix")) as caught:
+        partitions_of(folder)
+    assert name in caught.value.seen and "--data.format csv" in caught.value.next_command
+    assert partitions_of(folder, format="csv") == {"flat": sorted(["a.csv", "deeper/b.csv", name])}
+
+
+@pytest.mark.unit
+def test_the_format_offered_is_that_of_the_other_files(folder: Path) -> None:
+    write_files(folder, "c.jsonl", "d.jsonl", "e.JSON", "part-0")
+    with pytest.raises(DataError) as caught:
+        partitions_of(folder)
+    assert "--data.format jsonl" in caught.value.next_command
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["A.CSV", "a.Csv.GZ", "a.NDJSON", "a.PQ", "a.tsv.gz", "README.csv", "_x=1/a.csv"])
+def test_a_known_suffix_in_any_case_is_read(folder: Path, name: str) -> None:
+    write_files(folder, name)
+    assert name in partitions_of(folder)["flat"]
+
+
+TOOLS = [
+    "_SUCCESS",
+    "_temporary/0/part.csv",
+    "_committed_12",
+    ".part-0.csv.crc",
+    "._a.csv",
+    ".DS_Store",
+    ".git/x.json",
+    "README.md",
+    "LICENSE",
+    "SHA256SUMS",
+    "a.csv.md5",
+]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", [*TOOLS, "deeper/_SUCCESS", "dt=2026-11-19_$folder$", "empty", "empty.txt"])
+def test_what_holds_no_rows_is_passed_over_and_named(folder: Path, name: str) -> None:
+    write_files(folder, name)
+    if name not in TOOLS and "SUCCESS" not in name:
+        (folder / name).write_bytes(b"")
+    source = open_source(DataConfig(path=str(folder)), scratch=folder, stop=StopSignal())
+    assert [file.key for file in source.partitions[0].files] == ["a.csv", "deeper/b.csv"]
+    assert source.passed_over == (name,)
+    assert not source.warnings
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["_late.csv", ".late.jsonl", "_old/c.parquet"])
+def test_hidden_files_that_look_like_rows_are_a_warning(folder: Path, name: str) -> None:
+    write_files(folder, name)
+    source = open_source(DataConfig(path=str(folder)), scratch=folder, stop=StopSignal())
+    assert source.passed_over == (name,)
+    assert source.warnings[0].endswith(f"hidden: {name}")
+
+
+@pytest.mark.unit
+def test_an_empty_file_of_known_suffix_is_one_without_rows(folder: Path) -> None:
+    (folder / "c.csv").write_bytes(b"")
+    assert partitions_of(folder) == {"flat": ["a.csv", "c.csv", "deeper/b.csv"]}
+
+
+@pytest.mark.unit
+def test_a_link_is_a_file_and_a_broken_one_is_refused(folder: Path) -> None:
+    (folder / "c.csv").symlink_to(folder / "a.csv")
+    (folder / "again").symlink_to(folder)
+    (folder / "_gone").symlink_to(folder / "nowhere")
+    assert partitions_of(folder) == {"flat": ["a.csv", "c.csv", "deeper/b.csv"]}
+    (folder / "deeper" / "d.csv").symlink_to(folder / "nowhere.csv")
+    with pytest.raises(DataError, match=r"lead to no file: deeper/d\.csv"):
+        partitions_of(folder)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("above", "below"),
+    [("", ""), ("market=us/", ""), ("", "hour=05/"), ("a/b/market=us/", "market=us/"), ("_x=1/", "")],
+)
+def test_days_are_found_at_any_level(tmp_path: Path, above: str, below: str) -> None:
+    keys = [f"{above}dt=2026-11-{day}/{below}a.csv" for day in (19, 20)]
+    write_files(tmp_path, *keys, *(key.replace("=us", "=uk") for key in keys))
+    assert partitions_of(tmp_path) == {
+        f"dt=2026-11-{day}": sorted({key.replace("=us", market) for market in ("=uk", "=us")})
+        for day, key in zip((19, 20), keys, strict=True)
+    }
+    source = open_source(DataConfig(path=str(tmp_path)), scratch=tmp_path, stop=StopSignal())
+    assert any("are no columns" in text for text in source.warnings) is ("=" in above + below)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("folders", "renamed"),
+    [
+        ("DT=2026-11-19", "dt=2026-11-19"),
+        ("dt=20261119", "dt=2026-11-19"),
+        ("dt=2026-11-9", "dt=2026-11-09"),
+        ("dt=2026-11-19T00", "dt=2026-11-19"),
+        ("dt%3D2026-11-19", "dt=2026-11-19"),
+        ("date=2026-11-19", "dt=2026-11-19"),
+        ("event_date=2026_11_19", "dt=2026-11-19"),
+        ("2026-11-19", "dt=2026-11-19"),
+        ("20261119", "dt=2026-11-19"),
+        ("year=2026/month=11/day=9", "dt=2026-11-09"),
+        ("2026/11/19", "dt=2026-11-19"),
+        ("market=us/date=2026-11-19", "dt=2026-11-19"),
+        ("dt=2026-11", "dt=YYYY-MM-DD"),
+        ("dt=__HIVE_DEFAULT_PARTITION__", "dt=YYYY-MM-DD"),
+        ("year=2026", "dt=YYYY-MM-DD"),
+    ],
+)
+def test_a_day_by_another_name_is_refused(tmp_path: Path, folders: str, renamed: str) -> None:
+    write_files(tmp_path, f"{folders}/a.csv", f"{folders}/more/b.csv")
+    with pytest.raises(DataError, match="looks like a day by another name") as caught:
+        partitions_of(tmp_path)
+    assert f"rename {folders.removeprefix('market=us/')} to {renamed};" in caught.value.next_command
+    write_files(tmp_path, "dt=2026-11-20/a.csv")
+    with pytest.raises(DataError):
+        partitions_of(tmp_path)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("folders", ["v2", "part=1", "2026", "model-2026-large", "shop=1234567", "99/99", "12/19"])
+def test_other_folders_are_no_days(tmp_path: Path, folders: str) -> None:
+    write_files(tmp_path, f"{folders}/a.csv")
+    assert partitions_of(tmp_path) == {"flat": [f"{folders}/a.csv"]}
+
+
+@pytest.mark.unit
+def test_one_file_is_of_one_day(tmp_path: Path) -> None:
+    write_files(tmp_path, "dt=2026-11-19/dt=2026-11-20/a.csv")
+    with pytest.raises(DataError, match="is in several days"):
+        partitions_of(tmp_path)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("keys", "path", "words"),
+    [
+        (["dt=2026-11-19/a.csv"], "dt=2026-11-19", "names one day"),
+        (["_delta_log/0.json", "a.parquet"], "", "is a Delta or Hudi table"),
+        ([".hoodie/hoodie.properties", "a.parquet"], "", "is a Delta or Hudi table"),
+    ],
+)
+def test_an_input_that_is_nearly_something_else_is_a_warning(
+    tmp_path: Path, keys: list[str], path: str, words: str
+) -> None:
+    write_files(tmp_path, *keys)
+    source = open_source(DataConfig(path=str(tmp_path / path)), scratch=tmp_path, stop=StopSignal())
+    assert len(source.warnings) == 1 and words in source.warnings[0]
+
+
+@pytest.mark.unit
+def test_the_same_file_under_two_days_is_a_warning(tmp_path: Path) -> None:
+    for day in (19, 20):
+        (tmp_path / f"dt=2026-11-{day}").mkdir()
+        (tmp_path / f"dt=2026-11-{day}" / "a.csv").write_text(CSV + "q,t,no\n" * 500)
+        (tmp_path / f"dt=2026-11-{day}" / "only-a-header.csv").write_text(CSV[:18])
+    source = open_source(DataConfig(path=str(tmp_path)), scratch=tmp_path, stop=StopSignal())
+    assert source.warnings == (
+        "1 file(s) have the content of another, such as dt=2026-11-20/a.csv of dt=2026-11-19/a.csv",
+    )
+
+
+@pytest.mark.stage
+def test_keys_with_empty_parts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of S3 that end in a slash and hold rows; markers of consoles are folders."""
+    keys = ["days/dt=2026-11-19/a.csv", "days/dt=2026-11-20//b.csv", "days//dt=2026-11-21/c.csv", "days/dt=2026-11-21/"]
+    with MotoServer("sources") as server:
+        lead_to(server.url, monkeypatch)
+        for key in keys:
+            server.client.put_object(Bucket="sources", Key=key, Body=b"" if key.endswith("/") else CSV.encode())
+        config = DataConfig(path="s3://sources/days")
+        source = open_source(config, scratch=tmp_path, stop=StopSignal())
+        assert {one.name: [file.key for file in one.files] for one in source.partitions} == {
+            "dt=2026-11-19": ["dt=2026-11-19/a.csv"],
+            "dt=2026-11-20": ["dt=2026-11-20//b.csv"],
+            "dt=2026-11-21": ["/dt=2026-11-21/c.csv"],
+        }
+        for one in source.partitions:
+            assert sum(len(batch.rows) for batch in source.read(one.files[0])) == 1
+        for path in ("s3://sources/days//", "s3://sources/days//dt=2026-11-21", "s3://sources//days"):
+            with pytest.raises(DataError, match="empty part"):
+                find_files(path, StopSignal())
+        server.client.put_object(Bucket="sources", Key="days/dt=2026-11-22/", Body=CSV.encode())
+        with pytest.raises(DataError, match=r"have no suffix .*: dt=2026-11-22/"):
+            open_source(config, scratch=tmp_path, stop=StopSignal())

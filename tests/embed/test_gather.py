@@ -18,6 +18,7 @@ from pipeline.embed import plan as plan_module
 from pipeline.embed.catalogue import CatalogueReader
 from pipeline.embed.config import CatalogueConfig
 from pipeline.embed.plan import find_catalogue, gather_products
+from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
 
 
@@ -140,3 +141,27 @@ def test_a_stop_ends_it(ctx: StageContext) -> None:
     ctx.stop.set("SIGTERM")
     with pytest.raises(Preempted):
         rows(ctx, CatalogueConfig(), DataConfig(synthetic=SyntheticConfig(num_queries=30)))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.csv", "rows.jsonl"])
+def test_a_pointer_of_git_lfs_is_no_catalogue(ctx: StageContext, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(DataError, match="is a Git LFS pointer"):
+        find_catalogue(CatalogueConfig(path=str(tmp_path / name)), DataConfig(), ctx)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_a_text_in_a_list_is_joined(ctx: StageContext, tmp_path: Path, name: str) -> None:
+    given = [{"product_id": "a", "title": ["red", "lamp"]}, {"product_id": "b", "title": []}]
+    if name == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist(given), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in given))
+    catalogue = find_catalogue(CatalogueConfig(path=str(tmp_path / name)), DataConfig(), ctx)
+    with CatalogueReader(catalogue, open_storage(catalogue.root) if catalogue.root else ctx.workspace, 1000) as reader:
+        (window,) = [window for shard in catalogue.shards(1000) for window in reader.read(shard)]
+    columns = window.batch().to_pydict()
+    assert [(one, title or b"") for one, title in zip(columns["id"], columns["title"], strict=True)] == [
+        (b"a", b"red lamp"),
+        (b"b", b""),
+    ]

@@ -58,5 +58,8 @@ def test_figures_of_a_worker_that_continues() -> None:
 
 
 def test_without_a_price_there_is_no_cost() -> None:
-    line = watch_of(EmbedFigures(texts=5), 10, 0, None, [0.0]).read().line()
-    assert line.endswith("| - a million texts")
+    now = [0.0]
+    watch = watch_of(EmbedFigures(texts=5), 10, 0, None, now)
+    now[0] = 1.0
+    assert watch.read().line().endswith("| eta 1s")
+    assert "eta" not in watch_of(EmbedFigures(), 10, 0, None, [0.0]).read().line(), "nothing to go by"

@@ -219,7 +219,7 @@ def test_a_library_that_is_missing_is_one_line(vectors: VectorSet, monkeypatch: 
         with pytest.raises(ConfigError, match="cannot be imported") as caught:
             open_form(module, vectors)
         assert install_command(module) in caught.value.next_command
-    with pytest.raises(ConfigError, match="--to annoy"):
+    with pytest.raises(ConfigError, match="--format annoy"):
         open_form("annoy", vectors)
     with pytest.raises(ConfigError, match="does not apply to npy"):
         open_form("npy", vectors, "HNSW32")
@@ -281,7 +281,7 @@ def test_the_command(vectors: VectorSet, tmp_path: Path, capsys: pytest.CaptureF
         "vectors",
         "c1",
         f"--workspace={tmp_path / 'workspace'}",
-        "--to=npy",
+        "--format=npy",
         f"--out={tmp_path / 'out'}",
     ]
     assert cli.main(words) == 0
@@ -338,7 +338,7 @@ def commit_parts(workspace: Storage, folder: Path, total: int) -> None:
 @contextmanager
 def export(workspace: Path, form: str, out: Path) -> Iterator[subprocess.Popen[str]]:
     """In a process of its own, which ends with the block, whatever becomes of the test."""
-    words = ["export", "vectors", "c1", f"--workspace={workspace}", f"--to={form}", f"--out={out}"]
+    words = ["export", "vectors", "c1", f"--workspace={workspace}", f"--format={form}", f"--out={out}"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", measured(words)], env=env, stdout=subprocess.PIPE, text=True) as child:
         try:

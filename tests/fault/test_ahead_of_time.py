@@ -56,6 +56,9 @@ def test_training_meets_only_compiled_graphs(
     assert "more than one graph" not in compiled.out + compiled.err
     graphs = manifest_of(here).graphs
     assert len([graph for graph in graphs if graph.phase not in ("start", "evaluate", "embed")]) == num_steps
+    said = re.findall(r"^compile: graph (\d+)(?: of about (\d+))?, .* so far$", compiled.out, re.MULTILINE)
+    assert [int(number) for number, _ in said] == list(range(1, len(graphs) + 1))
+    assert abs(int(said[0][1]) - len(graphs)) <= 2, "a forecast"
     assert {graph.bucket for graph in graphs if graph.phase == "evaluate"} == {"12x20", "16x32"}
     assert {graph.bucket for graph in graphs if graph.phase == "embed"} == {"128", "512"}
     if mined:

@@ -49,14 +49,14 @@ def test_a_cycle_that_is_killed_in_between(place: Callable[..., Place], tmp_path
 
 def _check_exports(here: Place, tmp_path: Path) -> None:
     """Of the model in production: by its names alone."""
-    refused = here.run("export", "--to", str(tmp_path / "no"), code=78)
+    refused = here.run("export", "--out", str(tmp_path / "no"), code=78)
     assert "of a WordsAndNeighbours that examples.own_encoder:build builds" in refused.err
     assert "--format safetensors" in refused.err
-    here.run("export", "--to", str(tmp_path / "program"), "--format", "torchscript", "--shapes", "16")
+    here.run("export", "--out", str(tmp_path / "program"), "--format", "torchscript", "--shapes", "16")
     program = torch.jit.load(tmp_path / "program" / "encoder-16.pt")  # type: ignore[no-untyped-call]
     vectors = program(torch.tensor([[2, 9, 3] + [0] * 13], dtype=torch.int32))
     np.testing.assert_allclose(vectors.norm(dim=1), [1.0], rtol=1e-5)
-    here.run("export", "--to", str(tmp_path / "plain"), "--format", "safetensors")
+    here.run("export", "--out", str(tmp_path / "plain"), "--format", "safetensors")
     assert "Text encoder of examples.own" in (tmp_path / "plain" / "README.md").read_text()
     assert "came with it" in here.run("import", str(tmp_path / "plain"), cycle="c2").out
 
@@ -68,7 +68,7 @@ def test_a_model_of_transformers_and_its_export(place: Callable[..., Place], tmp
     here.run("train")
     here.run("evaluate")
     out = tmp_path / "exported"
-    here.run("export", "--to", str(out), "--format", "transformers")
+    here.run("export", "--out", str(out), "--format", "transformers")
     model = transformers.AutoModel.from_pretrained(out).eval()
     assert type(model).__name__ == "DistilBertModel"
     saved = here.storage.local_path(f"{here.result()['outputs']['checkpoint']}/model.safetensors")
@@ -79,7 +79,7 @@ def test_a_model_of_transformers_and_its_export(place: Callable[..., Place], tmp
     imported = here.run("import", str(out), cycle="c2")
     assert f"encoder {PLACE}:transformers_model" in imported.out and "came with it" in imported.out
     refused = here.run(
-        "export", "--to", str(tmp_path / "no"), "--format", "transformers", "--family", "roberta", code=78
+        "export", "--out", str(tmp_path / "no"), "--format", "transformers", "--family", "roberta", code=78
     )
     assert "--family roberta of a DistilBertModel" in refused.err
 

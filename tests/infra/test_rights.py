@@ -43,7 +43,6 @@ UNUSED = {
         for action in ("GetObject", "PutObject", "DeleteObject")
     },
     f"train s3:DeleteObject {W}/tokens/*/share/*": "several workers of prepare (pipeline/data/shared_prepare.py)",
-    f"embed s3:PutObject {W}/registry/*/pairs/*": "the pair that was served before (pipeline/registry/serving.py)",
     f"driver logs:GetLogEvents {FLEET.log_group_arn}:log-stream:*": "trnjobs logs, typed by somebody with this role",
 }
 

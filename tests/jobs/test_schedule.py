@@ -137,6 +137,9 @@ def test_settings_refuse_what_is_no_schedule() -> None:
             ScheduleConfig.model_validate(wrong)
     with pytest.raises(ConfigError, match="is empty"):
         ScheduleConfig().schedule()
+    for every, expression in (("7 hours", ""), ("", "daily")):
+        with pytest.raises(ConfigError, match=every or expression):
+            ScheduleConfig.model_construct(every=every, expression=expression).schedule()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import DataError
+from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import (
     Negatives,
@@ -76,3 +77,20 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"product\.npy"):
         open_negatives(storage, made, (7, 3), tmp_path / "cache")
+
+
+def test_a_folder_of_another_kind_is_named(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "workspace"))
+    commit_dir(
+        storage, empty_folder(tmp_path / "staged"), "negatives/d/x", kind="tokens", fields=INFO.model_dump(mode="json")
+    )
+    with pytest.raises(DataError, match="a folder of tokens"):
+        find_negatives(storage, "negatives/d/x")
+
+
+def test_what_a_killed_commit_left_is_not_committed(tmp_path: Path) -> None:
+    (tmp_path / "staged" / "left").mkdir(parents=True)
+    (tmp_path / "staged" / "left" / "product.npy").write_bytes(b"half")
+    storage, made = commit(tmp_path)
+    manifest = read_manifest(storage, made.prefix)
+    assert manifest is not None and manifest.files.keys() == {"query_id.npy", "product.npy"}

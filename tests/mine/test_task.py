@@ -30,18 +30,20 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     shards = []
     for partition, counts in enumerate(([40, 30], [20, 30])):
         shard = write_shard(folder / f"{partition}.safetensors", counts, 1000 * partition)
-        _judge_twice(shard.path)
+        _make_pairs_alike(shard.path)
         shards.append(type(shard)(shard.path, shard.rows, partition))
     return TokenRows(shards, BUCKETS, PAD, ("partition",))
 
 
-def _judge_twice(path: Path) -> None:
-    """Two pairs of a query each stand twice, with a better gain first and last."""
+def _make_pairs_alike(path: Path) -> None:
+    """Write two pairs of a query twice, the better gain first and last, and two queries with the same one product."""
     tensors = load_file(path)
     for first, gains in ((0, (1.0, 0.0)), (2, (0.0, 1.0))):
         assert tensors["b0.query_id"][first] == tensors["b0.query_id"][first + 1]
         tensors["b0.product"][first + 1] = tensors["b0.product"][first]
         tensors["b0.gain"][first : first + 2] = gains
+    tensors["b0.product"][8:16] = tensors["b0.product"][8]
+    tensors["b0.gain"][8:16] = [1.0, 0.0, 0.0, 0.0] * 2
     save_file(tensors, path)
 
 
@@ -114,6 +116,22 @@ def test_what_makes_the_vectors_of_a_model_names_other_negatives() -> None:
     assert len({prefix(config), prefix(config, None), prefix(config, replace(given, digest="other"))}) == 3
     with pytest.raises(ConfigError):
         prefix(config, checkpoint_of(tokenizer_fingerprint="other"))
+
+
+def test_queries_of_new_partitions_are_asked_or_of_all() -> None:
+    days = ("2026-01-01", "2026-01-02", "2026-01-03")
+    sets = [TokenSet(f"tokens/d/{day}", token_set_info(f"dt={day}", day)) for day in days]
+    parent = checkpoint_of(watermark=days[1], partitions={f"dt={day}": day for day in days[:2]})
+    everything = Settings(mine=MineConfig(partitions="all"))
+    plans = [plan_mining(Settings(), sets, None, parent), plan_mining(everything, sets, parent, parent)]
+    assert [plan.new for plan in plans] == [(2,), (0, 1, 2)]
+    assert [plan.source for plan in plans] == ["bm25", "digest"]
+    assert plan_mining(Settings(), sets, None, None).new == (0, 1, 2), "without a parent all are new"
+    changed = [replace(one, info=one.info.model_copy(update={"fingerprint": "late"})) for one in sets[:1]]
+    assert plan_mining(Settings(), changed, None, parent).new == ()
+    flat = [TokenSet("tokens/d/flat", token_set_info("flat", "print"))]
+    for mark, new in (("print", ()), ("other", (0,))):
+        assert plan_mining(Settings(), flat, None, checkpoint_of(partitions={"flat": mark})).new == new
 
 
 def text_hashes_of(task: MiningTask, start: int, stop: int) -> list[int]:

@@ -84,9 +84,18 @@ with stop_on_signals(stop, grace_s=600):
 """
     with started(script) as process:
         process.send_signal(signum)
-        out, _ = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=60)
         assert "saved" in out
         assert process.returncode == 143
+        assert ("Ctrl-C again" in err) == (signum == signal.SIGINT)
+
+
+def test_ctrl_c_is_answered_at_once_while_the_main_thread_is_in_c() -> None:
+    with started("with stop_on_signals(stop, grace_s=600): block_in_c()") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "stopping: saving state (Ctrl-C again: at once)\n"
+        assert process.poll() is None
 
 
 def test_a_main_thread_stuck_in_c_is_ended_after_the_grace() -> None:

@@ -347,4 +347,4 @@ class Histories(RuleBasedStateMachine):
 
 THOROUGH = settings.get_current_profile_name() == "thorough"
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(stateful_step_count=40 if THOROUGH else 20)
+TestHistories.settings = settings(stateful_step_count=25 if THOROUGH else 20)

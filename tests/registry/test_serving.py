@@ -24,7 +24,7 @@ from pipeline.registry.serving import (
     roll_back_pair,
     serve_verified_pair,
 )
-from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production
+from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production, put
 from tests.registry.conftest import ON_BOTH, Make
 
 
@@ -295,11 +295,11 @@ def test_a_challenger_is_no_part_of_the_history(
     workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
 ) -> None:
     before, other = past_pairs(workspace, MODEL), make("c3")
-    for number, cycle in enumerate(("c3", "c4", "c5"), 3):
+    for number, cycle in enumerate(("c3", "c4", "c5", "c7", "c8"), 3):
         serve_verified_pair(workspace, embedded(workspace, tmp_path, cycle, other, number), CHALLENGER)
     assert past_pairs(workspace, MODEL) == before
     in_production(workspace, other)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c6", other, 6))
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c6", other, 9))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c6"]
 
 
@@ -312,6 +312,15 @@ def test_a_model_comes_back_with_vectors_that_were_not_rolled_back_from(
     in_production(workspace, third)
     serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4))
     roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert served(workspace) == (two[1].checkpoint, "c2")
+
+
+def test_a_model_that_is_put_back_comes_with_its_vectors_that_nobody_rolled_back_from(
+    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
+    roll_back_pair(workspace, MODEL, "c1", reason="a part of c2b was empty", author=AUTHOR)
+    roll_back_model(workspace, MODEL, two[1].checkpoint, reason="it was not the model", author=AUTHOR)
     assert served(workspace) == (two[1].checkpoint, "c2")
 
 
@@ -405,11 +414,16 @@ def test_a_record_in_which_a_digit_changed_is_refused(workspace: Storage, two: t
         past_pairs(workspace, MODEL)
 
 
-def test_records_of_earlier_versions_have_no_id(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+def test_records_of_earlier_versions_have_no_id_and_the_last_is_not_in_the_history(
+    workspace: Storage, two: tuple[Pair, Pair]
+) -> None:
+    workspace.delete([f"registry/{MODEL}/pairs/00000002.json"])
     for key in [pair_key(MODEL), *(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))]:
         pair = Pair.model_validate_json(workspace.read_bytes(key))
         workspace.write_bytes(key, pair.model_dump_json(exclude={"id", "production_follows"}).encode())
+    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
     assert roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR).vectors.cycle == "c1"
+    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c1"]
 
 
 def test_a_pair_of_another_model_is_refused(workspace: Storage, two: tuple[Pair, Pair]) -> None:
@@ -439,3 +453,19 @@ def test_production_alone_moves_where_nothing_is_served(workspace: Storage, make
     assert read_pair(workspace, MODEL) is None and past_pairs(workspace, MODEL) == ()
     with pytest.raises(ConfigError):
         roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+
+
+@pytest.mark.parametrize("by", ["model", "pair"])
+def test_neither_moves_where_the_history_is_lost(workspace: Storage, two: tuple[Pair, Pair], by: str) -> None:
+    workspace.delete([f"registry/{MODEL}/history.jsonl"])
+    before = production(workspace)
+    with pytest.raises((CheckpointError, ConfigError)):
+        if by == "model":
+            roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+        else:
+            roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert (production(workspace), served(workspace)) == (before, (two[1].checkpoint, "c2"))
+    put(workspace, two[0].checkpoint, forced="the history was lost")
+    assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c1"
+    found = production(workspace)
+    assert found is not None and found.checkpoint == two[0].checkpoint

@@ -373,7 +373,7 @@ def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("change", "flags", "code", "message"),
     [
-        ({"tokenizer_fingerprint": "other"}, (), 78, "the data has tokenizer"),
+        ({"tokenizer_fingerprint": "other"}, (), 78, "the data has other tokenizer"),
         ({}, ("--evaluate.candidate=checkpoints/none/step-1",), 74, "no committed checkpoint"),
         ({}, ("--evaluate.retrieval.catalogue=/none.parquet",), 65, "does not exist"),
         ({}, ("--evaluate.max-rows=1",), 65, "evaluate.max_rows is 1, and the query of split test"),

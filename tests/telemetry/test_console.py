@@ -38,7 +38,7 @@ def test_the_dense_line() -> None:
 
 def test_unknown_figures_are_dashes() -> None:
     text = step_text(StepFigures(1, 10, float("nan"), None, 0.0, float("inf"), 0.0, 0.0, None))
-    assert "loss nan" in text and "grad -" in text and "- samples/s" in text and text.endswith("eta -")
+    assert "loss nan" in text and "grad -" in text and "- samples/s" in text and text.endswith("data wait 0.0%")
 
 
 def test_plain_lines() -> None:

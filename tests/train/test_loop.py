@@ -1,6 +1,7 @@
 """The loop: cadence, stop, resume, deadline, patience, no batch lost unnoticed. Real model, real batches."""
 
 import io
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -106,6 +107,33 @@ def test_every_step_is_reported_once(rows: TokenRows) -> None:
     assert len(set(bench.steps("samples"))) == 5
     assert len(bench.console.getvalue().splitlines()) == 3
     assert sum(fields["seconds"] for name, fields in bench.events if name == EventName.TRAIN_STEPS) > 0
+
+
+def test_the_eta_is_without_the_first_interval_and_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pace = Pace(64, 1)
+
+    def interval(seconds: float, steps: int, compile_s: float = 0.0) -> float | None:
+        now[0] += seconds
+        for _ in range(steps):
+            pace.step_done(1, 0.0)
+        assert pace.read(compile_s).seconds == seconds
+        return pace.seconds_per_step
+
+    assert interval(5.0, 0) is None, "a report without a step is no interval"
+    assert interval(600.0, 20) is None
+    assert interval(40.0, 20) == 2.0
+    assert interval(140.0, 20, compile_s=100.0) == 2.0
+    assert interval(80.0, 20) == pytest.approx(0.7 * 2.0 + 0.3 * 4.0)
+
+
+def test_an_eta_is_told_from_the_second_interval_on(rows: TokenRows) -> None:
+    bench = Bench(rows, max_steps=6)
+    bench.run()
+    etas = [fields["eta_s"] for name, fields in bench.events if name == EventName.TRAIN_STEPS]
+    assert etas[0] is None and etas[1] > 0 and etas[2] == 0
+    assert ["eta" in line for line in bench.console.getvalue().splitlines()] == [False, True, True]
 
 
 def test_time_spent_compiling_is_told(rows: TokenRows) -> None:

@@ -358,6 +358,16 @@ def test_a_promoted_checkpoint_outlives_retention(cycle: Cycle) -> None:
     assert 1 in cycle.steps() and not {3, 5} & set(cycle.steps())
 
 
+def test_data_that_fills_no_batch_is_counted_as_the_settings_count(cycle: Cycle) -> None:
+    cycle.train = CONFIG.model_copy(update={"global_batch_size": 4096})
+    slots = CONFIG.candidates_per_query
+    with pytest.raises(DataError) as caught:
+        cycle.run()
+    found = re.fullmatch(r"(\d+) groups of up to (\d+) products; a batch of 4096 samples has (\d+)", caught.value.seen)
+    assert found and (int(found[2]), int(found[3])) == (slots, 4096 // slots)
+    assert caught.value.next_command.startswith(f"--train.global-batch-size {int(found[1]) * slots},")
+
+
 def test_other_settings_in_the_same_cycle_are_refused_by_name(cycle: Cycle) -> None:
     cycle.run()
     cycle.train = CONFIG.model_copy(update={"seed": 2})

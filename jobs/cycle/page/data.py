@@ -11,8 +11,8 @@ from jobs.cycle.attempt_time import Moment
 from jobs.cycle.cost_ledger import CycleLedger, read_moments
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, Outcome
-from jobs.cycle.job_states import exit_code, reason_of
-from jobs.cycle.tables import ran_seconds
+from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
+from jobs.cycle.tables import logs_command, ran_seconds
 from jobs.plan.dag import Plan
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
@@ -79,6 +79,8 @@ class Job(Record):
     ran_s: float | None
     exit_code: int | None
     why: str
+    error: str = Field("", description="What the log of a job that failed by itself says, in a few lines")
+    logs: str = Field("", description="The command that shows this log; empty: it did not fail by itself")
 
     @property
     def ending(self) -> str:
@@ -272,6 +274,7 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
     found = {record.name: record for record in records}
     for spec in plan.jobs:
         record = found.get(spec.name)
+        failed = failed_leaf(record) if record else None
         yield Job(
             name=spec.name,
             after=tuple(one.job for one in spec.depends_on),
@@ -281,7 +284,9 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
             tries=len(record.tries()) if record else 0,
             ran_s=ran_seconds(record) if record else None,
             exit_code=exit_code(record) if record else None,
-            why=reason_of(record) if record and record.state == "FAILED" else "",
+            why=reason_of(record) if record and record.state.is_failure else "",
+            error=failed.attempts[-1].error if failed else "",
+            logs=logs_command(failed, plan.workspace, plan.cycle) if failed else "",
         )
 
 

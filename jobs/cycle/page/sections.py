@@ -12,7 +12,7 @@ from jobs.cycle.attempt_time import SPENT, Category
 from jobs.cycle.cost_ledger import Entry
 from jobs.cycle.page.charts import KINDS, bar, dag, escaped, gantt, heat, number, spark, table
 from jobs.cycle.page.data import MEDIAN_OF, WITHOUT, CycleRow, PageData, main_metric
-from jobs.cycle.tables import DEADLINES, GOODPUT, money, time_text
+from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, money, time_text
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.evaluate.report import EvaluationReport
 
@@ -80,9 +80,24 @@ def banner(data: PageData) -> str:
     outcome = "under way" if data.outcome == "open" else data.outcome
     return (
         f'<h1>Cycle {escaped(data.cycle)}: <span class="{data.outcome}">{outcome}</span></h1>'
-        f'<p class="sentence">{escaped(outcome_sentence(data))}</p><dl class="chips">{items}</dl>'
+        f'<p class="sentence">{escaped(outcome_sentence(data))}</p>{_errors(data)}<dl class="chips">{items}</dl>'
         f'<p class="quiet">{escaped(data.workspace)}</p>'
     )
+
+
+def _errors(data: PageData) -> str:
+    """What the logs of failed jobs say, each with the command that shows the whole of it."""
+    return "".join(
+        f"<figure><pre>{escaped_lines(job.error or NO_LOG)}</pre><figcaption>{escaped(job.name)}:"
+        f" <code>{escaped(job.logs)}</code></figcaption></figure>"
+        for job in data.jobs
+        if job.logs
+    )
+
+
+def escaped_lines(text: str) -> str:
+    """A text of several lines as markup."""
+    return "\n".join(map(escaped, text.splitlines()))
 
 
 def jobs_section(data: PageData) -> str:

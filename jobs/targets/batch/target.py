@@ -4,10 +4,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState, Submission
+from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Submission
+from jobs.cycle.job_states import Leaf, in_our_words, unneeded_jobs
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from jobs.targets.base import Target, log_stream, no_log, seconds_of
+from jobs.targets.base import Target, keep_cancels, log_stream, no_log, read_cancels, seconds_of
 from jobs.targets.batch.account import preflight
 from jobs.targets.batch.blocked import block_lines, blocked_sightings, overdue
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
@@ -121,7 +122,18 @@ class BatchTarget(Target):
         known = {one.id: one for one in self.store.records()}
         described = self.client.describe_jobs([one.id for one in current.values()])
         described |= self.client.describe_jobs([one for job in described.values() for one in _parts(job)])
-        return tuple(self._record(current[job.name], described, known) for job in plan.jobs if job.name in current)
+        found = [self._record(current[job.name], described, known) for job in plan.jobs if job.name in current]
+        return in_our_words(plan, found, read_cancels(self.store))
+
+    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
+        """The records, after jobs were ended that are of no use any more."""
+        records = self.records(plan)
+        ids = {record.name: record.id for record in records}
+        leaves = [Leaf(plan.job(name)) for name in ids]
+        for name, reason in unneeded_jobs(leaves, {record.name: record for record in records}).items():
+            keep_cancels(self.store, {ids[name]: Cancel(reason=reason, at=self.store.clock())})
+            self.client.terminate_job(ids[name], reason)
+        return records
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Lines of one try (from 1) on one node, from CloudWatch. Raises ConfigError when there is no such log."""
@@ -139,6 +151,7 @@ class BatchTarget(Target):
         # And one more: a retry may have died between its first job and the record of it.
         finder, rounds = self._finder(plan), range(1, max(self.store.rounds(), default=0) + 2)
         running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
+        keep_cancels(self.store, dict.fromkeys(running.values(), Cancel(reason=reason, at=self.store.clock())))
         for job in reversed(plan.jobs):
             queue = placement_of(plan, job).queue
             named = [one for round_ in rounds for one in finder.live_ids(queue, job_name(plan, job, round_))]

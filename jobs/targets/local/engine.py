@@ -5,6 +5,7 @@ lines, and the next one goes on with the same attempts. A tick that changed anyt
 attempt is started by a later tick alone.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -119,7 +120,7 @@ class Step:
 
 
 def next_step(nodes: Sequence[NodeView], *, stopping: bool) -> Step:
-    """`stopping`: the attempt is to end, because of a user."""
+    """`stopping`: the attempt is to end before its time."""
     main = nodes[0].phase
     absent = tuple(index for index, node in enumerate(nodes) if node.phase is Phase.ABSENT)
     if main is Phase.ENDED or stopping:
@@ -133,8 +134,8 @@ def next_step(nodes: Sequence[NodeView], *, stopping: bool) -> Step:
 def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
     """The end of an attempt in the words of AWS Batch.
 
-    `cancelled`: a user's reason. `interrupted`: the engine is being stopped. A SIGKILL that is neither ours nor for
-    want of memory did not come from the code: it counts as a lost machine.
+    `cancelled`: why it was to end before its time. `interrupted`: the engine is being stopped. A SIGKILL that is
+    neither ours nor for want of memory did not come from the code: it counts as a lost machine.
     """
     code = main.exit_code
     if cancelled and (main.stopped_by or code != 0):
@@ -155,6 +156,7 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
 
 
 DISK_PATIENCE_S = 300.0
+TOUCH_S = 5.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
 
 
@@ -181,6 +183,7 @@ class Engine:
     poll_s: float = 0.1
     pause: Callable[[float], None] = time.sleep
     monotonic: Callable[[], float] = time.monotonic
+    _touched_at: float = -math.inf
     _unsaved: set[int] = field(default_factory=set)
     _since: dict[Path, float] = field(default_factory=dict)
     """When a node was first seen to start, began to run, or was asked to end; by `monotonic`."""
@@ -192,6 +195,7 @@ class Engine:
         """
         trouble_since: float | None = None
         while not self.is_done():
+            self._show_life()
             try:
                 changed = self.tick()
                 trouble_since = None
@@ -204,7 +208,13 @@ class Engine:
                     raise translate_os_error(error, "writing", str(self.files.folder)) from error
             if not changed:
                 self.pause(self.poll_s)
+        self.files.touch()
         self.stop.raise_if_set("running the jobs of the cycle")
+
+    def _show_life(self) -> None:
+        if self.monotonic() - self._touched_at >= TOUCH_S:
+            self._touched_at = self.monotonic()
+            self.files.touch()
 
     def is_done(self) -> bool:
         """Whether nothing is left to do, now that it is written down."""
@@ -216,6 +226,8 @@ class Engine:
         self._save()
         cancelled = self.files.cancelled()  # by id of job; that of a child of an array is <id of job>:<index>
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in self.records.items()}
+        for name, why in job_states.unneeded_jobs(self.leaves, self.records).items():
+            reasons[name] = reasons[name] or why
         # From the sinks backwards, so that nobody is told that a job it waits for has failed.
         for leaf in reversed(self.leaves):
             record = self.records[leaf.name]

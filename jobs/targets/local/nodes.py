@@ -2,7 +2,7 @@
 
 Below one folder of the cycle:
 
-engine.lock                         held by the one engine of the cycle
+engine.lock                         held, and touched now and then, by the one engine of the cycle
 round-<n>/state.json                the leaves that were submitted in a round
 cancel.json                         reasons by id of job: what a user has cancelled
 attempts/<id>/<n>/node-<i>/         started.json, ended.json and log.txt of one node (see node_keeper.py);
@@ -268,6 +268,15 @@ class LocalFiles:
 
     folder: Path
     workspace: Path | None = None
+
+    @property
+    def engine_lock(self) -> Path:
+        return self.folder / "engine.lock"
+
+    def touch(self) -> None:
+        """Show that the engine lives, by the time of its lock."""
+        with suppress(OSError):  # the jobs go on with a full disk
+            os.utime(self.engine_lock)
 
     def state(self, round_: int) -> tuple[JobRecord, ...]:
         """Empty before anything was written."""

@@ -103,6 +103,11 @@ class LocalTarget(Target):
                     next_command="put it into a file",
                 )
 
+    def interrupted_at(self) -> float | None:
+        """By the lock of the engine, which the kernel frees when it dies, and the time at which it last touched it."""
+        lock = self.files.engine_lock
+        return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
+
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         stream = log_stream(record, attempt, node)
         path = (self.files.workspace or self.files.folder) / stream
@@ -151,7 +156,7 @@ class LocalTarget(Target):
     @contextmanager
     def _only_engine(self) -> Iterator[None]:
         """Wait for the engine of this cycle, if there is one; its lock dies with it."""
-        lock = self.files.folder / "engine.lock"
+        lock = self.files.engine_lock
         make_dirs(lock.parent)
         if is_locked(lock):
             self.say("another process runs the jobs of this cycle; waiting for it")

@@ -9,20 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.cycle import job_states
-from jobs.cycle.job_records import JobRecord, JobState
+from jobs.cycle.job_records import Cancel, JobRecord, JobState
 from jobs.cycle.job_states import AttemptEnd, Leaf
 from jobs.targets.sagemaker.describe import QUEUED, Seen
-from pipeline.core.record import Record
 
 Try = tuple[str, int]
 """Name of a leaf, and which try of it, from 1."""
-
-
-class Cancel(Record):
-    """That somebody asked for the end of a job. `at`: seconds since 1970."""
-
-    reason: str
-    at: float
 
 
 LAG_S = 600.0
@@ -34,13 +26,13 @@ class Advance:
     """`records`: of all leaves by name, as they are now. `looks`: tries of which nobody knows yet whether they exist.
 
     `starts`: leaves whose next try may be made; of one that is active, its last, which has vanished.
-    `stops`: leaves that are to be ended.
+    `stops`: leaves that are to be ended, and why.
     """
 
     records: Mapping[str, JobRecord]
     looks: tuple[Try, ...]
     starts: tuple[Leaf, ...]
-    stops: tuple[Leaf, ...]
+    stops: tuple[tuple[Leaf, str], ...]
 
 
 def advance(
@@ -51,17 +43,32 @@ def advance(
     cancelled: Mapping[str, Cancel],
     at: float,
 ) -> Advance:
-    """`seen`: what was found of tries; None for one that does not exist. `cancelled`: by name of leaf.
+    """`seen`: what was found of tries; None for one that does not exist. `cancelled`: by users, by name of leaf.
 
     Ask again with more `seen` until nothing is left to look at.
     """
-    now = dict(records)
-    before: dict[str, JobRecord] = {}
-    while now != before:
+    now, ends = dict(records), dict(cancelled)
+    while True:
         before = dict(now)
-        for leaf in reversed(leaves):  # from the sinks backwards, so that nobody fails for what is cancelled with it
-            now[leaf.name] = _observed(leaf, now[leaf.name], seen, cancelled.get(leaf.name), at)
+        ended_at = min((one.stopped_at or at for one in now.values() if one.state.is_failure), default=at)
+        for name, reason in job_states.unneeded_jobs(leaves, now).items():
+            ends.setdefault(name, Cancel(reason=reason, at=ended_at))
+        for leaf in leaves:
+            now[leaf.name] = _observed(leaf, now[leaf.name], seen, ends.get(leaf.name), at)
+        failed = {leaf.spec.name for leaf in leaves if now[leaf.name].state.is_failure}
+        waiting = [leaf for leaf in leaves if leaf.name in ends and now[leaf.name].state is JobState.PENDING]
+        for leaf in waiting:
+            if not failed.isdisjoint(leaf.waits_for()):  # it has not failed for what is cancelled with it
+                now[leaf.name] = job_states.failed_record(now[leaf.name], ends[leaf.name].reason, at)
+                failed.add(leaf.spec.name)
         now |= job_states.advance_waiting_jobs(leaves, now, at)
+        if now != before:
+            continue
+        # Whoever has lost the records finds a job waiting until it has looked at those before it.
+        is_known = all((leaf.name, number) in seen for leaf in leaves if (number := try_of(now[leaf.name])))
+        if not waiting or not is_known:
+            break
+        now |= {leaf.name: job_states.failed_record(now[leaf.name], ends[leaf.name].reason, at) for leaf in waiting}
     live = [leaf for leaf in leaves if try_of(now[leaf.name]) is not None]
     tries = {leaf.name: (leaf.name, try_of(now[leaf.name]) or 1) for leaf in live}
     unknown = tuple(one for one in tries.values() if one not in seen)
@@ -71,8 +78,8 @@ def advance(
     return Advance(
         records=now,
         looks=unknown,
-        starts=tuple(leaf for leaf in absent if leaf.name not in cancelled),
-        stops=tuple(leaf for leaf in reversed(live) if leaf.name in made and leaf.name in cancelled),
+        starts=tuple(leaf for leaf in absent if leaf.name not in ends),
+        stops=tuple((leaf, ends[leaf.name].reason) for leaf in reversed(live) if leaf.name in made & ends.keys()),
     )
 
 
@@ -100,7 +107,8 @@ def observed_record(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel 
     if one.end is None:
         return record.model_copy(update={"status_reason": one.note})
     end = one.end
-    if cancelled and not job_states.has_succeeded(end):
+    is_ours = cancelled is not None and (one.ended_at or at) >= cancelled.at
+    if cancelled and is_ours and not job_states.has_succeeded(end):
         end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
     record = job_states.record_after_attempt(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
     return job_states.with_last_attempt(record, billable_s=one.billable_s)
@@ -115,8 +123,7 @@ def _observed(
 ) -> JobRecord:
     number = try_of(record)
     if number is None:
-        is_waiting = record.state in (JobState.SUBMITTED, JobState.PENDING)
-        return job_states.failed_record(record, cancelled.reason, at) if cancelled and is_waiting else record
+        return record
     one = seen.get((leaf.name, number))
     if one is None:
         if cancelled is None or (leaf.name, number) not in seen:

@@ -6,30 +6,35 @@ Nothing but names holds a cycle together: whoever comes next describes the train
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pydantic import TypeAdapter
-
 from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobRecord, JobState, Submission
+from jobs.cycle.job_records import Cancel, JobRecord, JobState, Submission
 from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
-from jobs.targets.base import PATIENCE_S, LatestRecords, Target, job_id_of, latest_records, log_stream, no_log
+from jobs.targets.base import (
+    PATIENCE_S,
+    LatestRecords,
+    Target,
+    job_id_of,
+    keep_cancels,
+    latest_records,
+    log_stream,
+    no_log,
+    read_cancels,
+)
 from jobs.targets.batch.blocked import explain
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.client import QUOTA
-from jobs.targets.sagemaker.controller import Advance, Cancel, Try, advance, observed_record
+from jobs.targets.sagemaker.controller import Advance, Try, advance, observed_record
 from jobs.targets.sagemaker.describe import Seen
 from jobs.targets.sagemaker.limits import check_plan
 from jobs.targets.sagemaker.requests import Cycle
 from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import KeyNotFound
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
-CANCELS = "cancel.json"
-_CANCELS = TypeAdapter(dict[str, Cancel])
 
 
 @dataclass(frozen=True)
@@ -90,11 +95,9 @@ class SageMakerTarget(Target):
             if record.state is not known.records[name].state:
                 self.say(job_states.change_line(record))
         # A reason to cancel that came meanwhile is read by that second look: what was made before it is ended.
-        cancelled = self._cancelled()
-        for leaf in again.stops:
-            record = again.records[leaf.name]
-            reason = cancelled[job_id_of(record)].reason
-            self._route(plan, leaf).stop(cycle, leaf, known.rounds[leaf.name], len(record.attempts), reason)
+        for leaf, reason in again.stops:
+            attempt = len(again.records[leaf.name].attempts)
+            self._route(plan, leaf).stop(cycle, leaf, known.rounds[leaf.name], attempt, reason)
         records = known.by_job(plan, again.records)
         self.store.save_records(records)
         return records
@@ -136,14 +139,13 @@ class SageMakerTarget(Target):
         """Ask every training job to end, from the sinks backwards. What has not been made never will be."""
         ids = [record.id for record in self.records(plan) if not record.state.is_final]
         if ids:
-            asked = dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())) | self._cancelled()
-            self.store.storage.write_bytes(self.store.key(CANCELS), _CANCELS.dump_json(asked))
+            keep_cancels(self.store, dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
             self.advance(plan)
 
     def _look(self, cycle: Cycle, known: LatestRecords) -> Advance:
         """Ask for every try that may exist, until nothing new comes of it."""
         seen = dict[Try, Seen | None]()
-        asked = self._cancelled()
+        asked = read_cancels(self.store)
         cancelled = {name: asked[job_id_of(one)] for name, one in known.records.items() if job_id_of(one) in asked}
         leaves = {leaf.name: leaf for leaf in known.leaves}
         while True:
@@ -163,10 +165,3 @@ class SageMakerTarget(Target):
     def _cycle(self, plan: Plan) -> Cycle:
         claim = self.store.claim()
         return Cycle(plan, claim.claimed_at if claim else 0.0)
-
-    def _cancelled(self) -> dict[str, Cancel]:
-        """By id of job."""
-        try:
-            return _CANCELS.validate_json(self.store.storage.read_bytes(self.store.key(CANCELS)))
-        except KeyNotFound:
-            return {}

@@ -172,7 +172,12 @@ class Verdict(Record):
         """Why it was refused; of a promotion, what was shown over all rows and what was not."""
         if not self.promote:
             return tuple(check.reason for check in self.checks if check.outcome == "fail")
-        return tuple(check.reason for check in self.checks if check.kind != "slice" or check.outcome == "warn")
+        kept = ("warn", "pass") if self.without_comparison else ("warn", "pass", "skipped")
+        return tuple(
+            check.reason
+            for check in self.checks
+            if check.outcome in kept and (check.kind != "slice" or check.outcome == "warn")
+        )
 
     def lines(self) -> list[str]:
         """For a terminal: the verdict, then what refuses, what to know and what passed; good slices are counted."""

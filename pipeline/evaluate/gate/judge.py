@@ -198,7 +198,7 @@ def baseline_checks(
     confidence = 1 - (1 - config.confidence) / max(1, len(open_ones))
     open_ones.sort(key=lambda each: each.metric.of_retrieval)
     found = _differences(open_ones, config, seed, "baselines of rows", "baselines of retrieval")
-    weak = {one.name: one.weak for one in baselines if one.weak}
+    weak = {one.name: one.weak for one in baselines}
     for each in open_ones:
         check = judge_refusal(each, found[each.name], confidence, worse)
         if check.outcome == "pass" and (why := weak.get(each.baseline)):
@@ -319,12 +319,18 @@ def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, fir
     if not first:
         reason = "promoted WITHOUT a comparison: gate.drops is empty"
         return GateCheck(name="comparison", kind="comparison", outcome="warn", reason=reason)
-    reasons = [check.reason for check in against] or ["no baseline was scored (evaluate.baselines)"]
-    if config.first_baselines == "off":
-        reasons = ["gate.first_baselines is off"]
-    why = "; ".join(["no production model", *([] if config.floors else ["no gate.floors"]), *reasons])
     few = [check for check in against if check.needed_queries is not None]
-    most = max(few, key=lambda check: check.num_queries or 0, default=None)
+    reasons = [check.reason for check in against if check not in few]
+    if few:
+        tools = " and ".join(dict.fromkeys(check.baseline for check in few))
+        most = max(check.num_queries or 0 for check in few)
+        reasons.append(
+            f"not enough test queries to compare with {tools}: {most:,}, at least {config.min_queries:,} needed"
+        )
+    if not against:
+        off = config.first_baselines == "off"
+        reasons = ["gate.first_baselines is off" if off else "no baseline was scored (evaluate.baselines)"]
+    why = "; ".join(["no production model", *([] if config.floors else ["no gate.floors"]), *reasons])
     allowed = config.first_without_comparison
     head = "promoted WITHOUT a comparison (gate.first_without_comparison)" if allowed else "nothing to compare with"
     return GateCheck(
@@ -332,6 +338,6 @@ def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, fir
         kind="comparison",
         outcome="warn" if allowed else "fail",
         reason=f"{head}: {why}",
-        num_queries=most.num_queries if most else None,
-        needed_queries=most.needed_queries if most else None,
+        num_queries=max((check.num_queries or 0 for check in few), default=None),
+        needed_queries=config.min_queries if few else None,
     )

@@ -70,6 +70,15 @@ def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:
     assert (found["succeeded"], found["failed"], found["total"]["usd"] > 0) == (5, 0, True), "by the stored price"
     assert "5 of 5 succeeded" in trnjobs.page()
 
+    dearer = json.loads(trnjobs("cost", "--json", "--jobs.vcpu-usd-per-hour=5")[1])["cycles"][0]
+    assert dearer["total"]["usd"] == pytest.approx(10 * found["total"]["usd"]), "what is given now wins"
+    settings = trnjobs.place / "workspace" / "cycles" / "2026-11-20" / "jobs" / "settings.json"
+    settings.write_text('{"of_a_later_version": 1}')
+    assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["total"]["usd"] is None
+    code, text = trnjobs("cost")
+    assert (code, "its stored settings are not used: unknown setting of_a_later_version" in text) == (0, True)
+    assert trnjobs.status()["closed"]["outcome"] == "succeeded"
+
 
 @pytest.mark.parametrize("ended_by", ["exit", "interrupt", "kill"])
 def test_what_nobody_runs_any_more_is_ended_and_started_again(ended_by: str, trnjobs: Trnjobs) -> None:

@@ -1,6 +1,8 @@
 """`trnjobs` as it is typed, over a workspace on this machine; the jobs are commands of a few milliseconds."""
 
 import json
+import os
+import shlex
 import signal
 import sys
 import time
@@ -23,7 +25,7 @@ from tests.jobs.targets.local.waiting import until, until_no_keepers
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
 # Notes what runs, in a journal; waits while there is a file hold-<job>; ends with the code of its try in the file
-# exit-<job>[:child], of which the last is that of all later tries.
+# exit-<job>[:child], of which the last is that of all later tries. Says what is in the file say-<job>.
 CODE = """
 import os, sys, time
 name = os.environ["TRNJOBS_JOB"]
@@ -31,6 +33,8 @@ child = ":".join([name, os.environ.get("TRNJOBS_INDEX", "")]).rstrip(":")
 with open("journal", "a") as file:
     file.write(f"{child} {os.environ['TRNJOBS_ATTEMPT']}\\n")
 print("this is", child, *sys.argv[1:])
+if os.path.exists(f"say-{name}"):
+    print(open(f"say-{name}").read())
 while os.path.exists(f"hold-{name}"):
     time.sleep(0.01)
 codes = open(f"exit-{child}").read().split() if os.path.exists(f"exit-{child}") else ["0"]
@@ -97,6 +101,7 @@ class Trnjobs:
 @pytest.fixture
 def trnjobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Trnjobs]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setattr(plan, "AFTER", ORDER)
     monkeypatch.setattr(plan, "ENTRY", (sys.executable, "-S", "-c", CODE))
     yield Trnjobs(tmp_path, capsys)
@@ -179,7 +184,7 @@ def test_a_job_that_fails_and_is_run_again(trnjobs: Trnjobs) -> None:
     assert trnjobs.ran() == ["embed:0 1", "embed:1 1", "prepare 1", "train 1"]
     assert trnjobs.states() == {"prepare": "SUCCEEDED", "train": "SUCCEEDED", "embed": "FAILED", "report": "FAILED"}
     report = trnjobs.status()["jobs"][-1]
-    assert report["status_reason"] == "Dependent Job failed"
+    assert report["status_reason"] == "not run: embed failed"
     assert trnjobs("submit")[0] == 65
     assert trnjobs.ran() == []
 
@@ -299,13 +304,16 @@ def test_a_cycle_under_way_is_cancelled(trnjobs: Trnjobs) -> None:
     assert code == 0
     assert "cycle 2026-11-20: cancelled, train: cancelled: wrong data" in text
     process.join()
-    assert process.exitcode == 75
+    assert process.exitcode == 143
     page = trnjobs.page()
     assert 'class="cancelled">cancelled' in page and "train: cancelled: wrong data" in page and "RUNNING" not in page
-    assert set(trnjobs.states().values()) == {"SUCCEEDED", "FAILED"}
+    cancelled = {job["name"]: (job["state"], job["status_reason"]) for job in trnjobs.status()["jobs"]}
+    assert cancelled.pop("prepare")[0] == "SUCCEEDED"
+    assert cancelled == dict.fromkeys(("train", "embed", "report"), ("CANCELLED", "cancelled: wrong data"))
     assert trnjobs.status()["closed"]["outcome"] == "cancelled"
+    assert "cancelled" in trnjobs("history")[1] and "failed" not in trnjobs("history")[1]
     assert trnjobs.ran() == ["prepare 1", "train 1"]
-    assert trnjobs("submit")[0] == 75
+    assert trnjobs("submit")[0] == 143
     assert trnjobs.ran() == []
     (trnjobs.place / "hold-train").unlink()
     assert trnjobs("retry")[0] == 0
@@ -324,6 +332,56 @@ def test_a_killed_submission_goes_on_with_the_same_jobs(trnjobs: Trnjobs) -> Non
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_cycle_says_so_and_names_the_command_that_goes_on(how: signal.Signals, trnjobs: Trnjobs) -> None:
+    process = submitting(trnjobs)
+    assert "under way" in trnjobs("status")[1] and "interrupted" not in trnjobs("history")[1]
+    assert process.pid is not None
+    os.kill(process.pid, how)
+    process.join()
+    go_on = f"go on: trnjobs retry --workspace {trnjobs.place / 'workspace'} --cycle 2026-11-20"
+    for words in (["status"], ["history"], ["reconcile"], ["status", "--watch", "--every", "0.1"]):
+        code, text = trnjobs(*words)
+        assert "cycle 2026-11-20: interrupted " in text and go_on in text, words
+        assert "under way" not in text.replace("on local: under way", ""), words
+        assert code == (143 if "--watch" in words else 0), words
+    (trnjobs.place / "hold-train").unlink()
+    words = shlex.split(go_on.partition("trnjobs ")[2])
+    assert trnjobs(*words)[0] == 0
+    assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+    assert trnjobs.ran()[:3] == ["embed:0 1", "embed:1 1", "prepare 1"]
+
+
+HOSTILE = """before <b>all</b>
+trnpipe train: DataError: <script>alert(1)</script> is no `label`
+  expected: one of its columns
+  next: --data.columns.label
+"""
+
+
+def test_a_failed_job_shows_its_error_wherever_somebody_looks(trnjobs: Trnjobs) -> None:
+    """The error and a command that shows the whole log: as text on terminals, escaped on the page."""
+    trnjobs.ends_with("train", 65)
+    (trnjobs.place / "say-train").write_text(HOSTILE)
+    block = (
+        "train failed, attempt 1:\n  DataError: <script>alert(1)</script> is no `label`\n"
+        "    expected: one of its columns\n    next: --data.columns.label\n  log: "
+    )
+    command = f"trnjobs logs train --workspace {trnjobs.place / 'workspace'} --cycle 2026-11-20"
+    for words in (["submit"], ["submit"], ["retry"], ["status"], ["status", "--watch"], ["history"]):
+        code, text = trnjobs(*words)
+        assert block + command in text, words
+        assert "before" not in text and text.count("not run: train failed") >= (words != ["history"]), words
+        assert code == (0 if words in (["status"], ["history"]) else 65), words
+    closed = trnjobs.status()["closed"]
+    assert closed["reason"] == "train: exit code 65 (DataError): <script>alert(1)</script> is no `label`"
+    page = trnjobs.page()
+    assert "<script>alert" not in page and "DataError: &lt;script&gt;alert(1)&lt;/script&gt; is no `label`" in page
+    assert "next: --data.columns.label" in page and command in page
+    code, text = trnjobs(*shlex.split(command)[1:])
+    assert (code, text.splitlines()[1:]) == (0, [*HOSTILE.splitlines(), ""])
+
+
 @pytest.mark.parametrize(
     ("last", "left"), [("embed", {"prepare", "train"}), ("train", {"prepare"}), ("prepare", set())]
 )
@@ -340,14 +398,14 @@ def test_a_cycle_submitted_half_is_cancelled_and_run_again(
     with monkeypatch.context() as patched:
         patched.setattr(cycle.CycleStore, "save_submission", interrupted)
         assert trnjobs("submit")[0] == 143
-    assert "cycle 2026-11-20: under way" in trnjobs("status")[1]
+    assert "cycle 2026-11-20: interrupted" in trnjobs("status")[1]
     assert "cycle 2026-11-20: cancelled" in trnjobs("cancel", "--reason=too late")[1]
     page = trnjobs.page()
     assert 'class="cancelled">cancelled' in page and "too late" in page
     assert f"0 of {len(left)} succeeded" in page
-    assert trnjobs.states() == dict.fromkeys(left, "FAILED")
+    assert trnjobs.states() == dict.fromkeys(left, "CANCELLED")
     assert trnjobs.status()["closed"]["outcome"] == "cancelled"
-    assert trnjobs("submit")[0] == 75
+    assert trnjobs("submit")[0] == 143
     assert trnjobs.ran() == []
     assert trnjobs("retry")[0] == 0
     assert trnjobs.ran() == ALL

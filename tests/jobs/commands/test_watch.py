@@ -1,6 +1,7 @@
 """`trnjobs status --watch`: a cycle as it goes on, and the end of the watching."""
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from jobs.cycle.job_records import Closed, JobRecord
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle
+from jobs.targets.base import no_log
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -37,6 +39,9 @@ class Target:
         if isinstance(look, BaseException):
             raise look
         return tuple(look)
+
+    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
+        raise no_log(record, attempt, node)
 
 
 def watched(
@@ -68,11 +73,17 @@ def test_until_it_has_ended(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_on_a_terminal_it_is_one_picture(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     failed = [good("prepare"), bad("train", tried(70, reason="[red]NaN[/red]"))]
     code, out, lines = watched(Target([START, TRAINS, failed]), tmp_path, monkeypatch, terminal=True)
     assert code == 70
     assert "[red]NaN[/red], exit code 70" in out and "✗" in out  # what jobs say is no markup
-    assert lines == ["cycle 2026-11-20: failed, train: [red]NaN[/red], exit code 70 (NumericError)"]
+    assert lines == [
+        "train failed, attempt 1:",
+        "  its log is gone or cannot be read",
+        f"  log: trnjobs logs train --workspace {tmp_path} --cycle 2026-11-20",
+        "cycle 2026-11-20: failed, train: [red]NaN[/red], exit code 70 (NumericError)",
+    ]
 
 
 def test_ctrl_c_ends_the_watching_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,4 +103,4 @@ def test_as_it_is_typed(trnjobs: Trnjobs) -> None:
 def test_a_closed_cycle_is_shown_as_it_ended(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CycleStore, "closed", lambda self: Closed(outcome="cancelled", at=50.0, reason="by hand"))
     code, _, lines = watched(Target([START]), tmp_path, monkeypatch, terminal=False)
-    assert (code, lines[-1]) == (75, "cycle 2026-11-20: cancelled, by hand")
+    assert (code, lines[-1]) == (143, "cycle 2026-11-20: cancelled, by hand")

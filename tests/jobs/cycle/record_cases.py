@@ -1,7 +1,7 @@
 """Small records for the tests of jobs."""
 
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.job_states import DEPENDENCY_FAILED, EXITED
+from jobs.cycle.job_states import EXITED, NOT_RUN, failed_state
 
 
 def tried(
@@ -29,11 +29,11 @@ def good(name: str, *attempts: AttemptRecord, stopped_at: float = 1.0) -> JobRec
 
 def bad(name: str, *attempts: AttemptRecord, why: str = "", stopped_at: float | None = 2.0) -> JobRecord:
     """`why`: the reason of the job; without one that of its last try, or of a dependency."""
-    own = attempts[-1].status_reason if attempts else DEPENDENCY_FAILED
+    own = attempts[-1].status_reason if attempts else NOT_RUN + "a failed"
     return JobRecord(
         name=name,
         id=name,
-        state=JobState.FAILED,
+        state=failed_state(why or own),
         status_reason=why or own,
         created_at=0.0,
         stopped_at=stopped_at,

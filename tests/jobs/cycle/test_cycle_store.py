@@ -361,7 +361,9 @@ def submitted(store: CycleStore, of: Plan, *, job_id: str) -> JobRecord:
     return record
 
 
-def records_of(record: JobRecord, _: Plan) -> tuple[JobRecord, ...]:
+def records_of(record: JobRecord, earlier: Plan) -> tuple[JobRecord, ...]:
+    """Of the one job that was submitted."""
+    assert earlier.jobs[0].name == record.name
     return (record,)
 
 
@@ -381,6 +383,19 @@ def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore, c
     (one,) = store.replaced()
     assert (one.plan, one.claim.target, one.records, one.rounds_before) == (cycle(), "batch", (first,), 0)
     assert store.earlier_records(()) == (first,)
+    store.storage.delete([store.key("records/round-1.json")])  # lost: nothing is known of its jobs
+    assert [one.records for one in store.replaced()] == [()]
+
+
+def test_a_plan_of_which_no_job_was_submitted_gives_way_without_a_trace(store: CycleStore) -> None:
+    claim(store, cycle())
+    with store.submitting(cycle(), "batch", "other"), pytest.raises(TransientError, match="submitted by other"):
+        store.begin_again(OTHER, "batch", "me", lambda _: pytest.fail("there is nothing to end"))
+    store.begin_again(OTHER, "batch", "me", lambda _: pytest.fail("there is nothing to end"))
+    claim(store, OTHER)
+    held = store.claim()
+    assert held is not None
+    assert (store.plan(), held.first_round, store.replaced()) == (OTHER, 1, [])
 
 
 def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: CycleStore) -> None:

@@ -3,13 +3,25 @@
 import pytest
 
 from jobs.cycle import job_states
-from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.job_states import EXITED, INTERRUPTED, AttemptEnd, Leaf, advance_waiting_jobs, leaves_of
+from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState
+from jobs.cycle.job_states import (
+    EXITED,
+    INTERRUPTED,
+    AttemptEnd,
+    Leaf,
+    advance_waiting_jobs,
+    cause_text,
+    in_our_words,
+    leaves_of,
+    unneeded_jobs,
+)
 from jobs.plan.retry import Retry
 from jobs.plan.spec import JobSpec
-from tests.jobs.cycle.cases import job
+from tests.jobs.cycle.cases import job, plan
+from tests.jobs.cycle.record_cases import array as array_record
+from tests.jobs.cycle.record_cases import bad, tried
 
-SUBMITTED, PENDING, RUNNABLE, STARTING, RUNNING, SUCCEEDED, FAILED = JobState
+SUBMITTED, PENDING, RUNNABLE, STARTING, RUNNING, SUCCEEDED, FAILED, CANCELLED = JobState
 RETRY = Retry.of(3)
 
 
@@ -17,8 +29,8 @@ def record(name: str, state: JobState, *attempts: AttemptRecord) -> JobRecord:
     return JobRecord(name=name, id=f"id-{name}", state=state, created_at=1.0, attempts=attempts)
 
 
-def array(name: str, size: int) -> JobSpec:
-    return job(name, array_size=size)
+def array(name: str, size: int, *after: str) -> JobSpec:
+    return job(name, *after, array_size=size)
 
 
 def settled(jobs: list[JobSpec], now: dict[str, JobState]) -> dict[str, JobState]:
@@ -68,7 +80,7 @@ def test_failure_goes_down_the_chain_with_its_reason() -> None:
     records = {"a": record("a", FAILED), "b": record("b", PENDING), "c": record("c", PENDING)}
     changed = advance_waiting_jobs(leaves, records, 7.0)
     for name in ("b", "c"):
-        assert (changed[name].state, changed[name].status_reason) == (FAILED, "Dependent Job failed")
+        assert (changed[name].state, changed[name].status_reason) == (FAILED, "not run: a failed")
         assert changed[name].stopped_at == 7.0
         assert changed[name].attempts == ()
 
@@ -177,7 +189,7 @@ def test_only_the_moves_of_batch() -> None:
         (STARTING, RUNNABLE),  # could not be started: another attempt
         (RUNNING, RUNNABLE),
         (RUNNING, SUCCEEDED),
-        *((one, FAILED) for one in JobState if not one.is_final),
+        *((one, end) for one in JobState if not one.is_final for end in (FAILED, CANCELLED)),
     }
     with pytest.raises(ValueError, match="SUCCEEDED cannot become FAILED"):
         job_states.failed_record(record("a", SUCCEEDED), "late", 1.0)
@@ -197,3 +209,94 @@ def test_children_have_the_id_of_their_parent_and_an_index() -> None:
     assert [job_states.new_record(one, "id", 1.0).id for one in children] == ["id:0", "id:1"]
     assert [one.name for one in children] == ["a:0", "a:1"]
     assert job_states.new_record(Leaf(job("g", num_nodes=2)), "id", 1.0).num_nodes == 2
+
+
+def unneeded(jobs: list[JobSpec], states: dict[str, JobState], reasons: dict[str, str] | None = None) -> dict[str, str]:
+    leaves = [leaf for one in jobs for leaf in leaves_of(one)]
+    why = reasons or {}
+    records = {
+        leaf.name: record(leaf.name, states.get(leaf.name, PENDING)).model_copy(
+            update={"status_reason": why.get(leaf.name, "")}
+        )
+        for leaf in leaves
+    }
+    return unneeded_jobs(leaves, records)
+
+
+CYCLE = [job("prepare"), job("health"), job("compile", "prepare", "health"), job("train", "compile")]
+FOR_PREPARE = "no longer needed: prepare failed"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "states", "expected"),
+    [
+        (CYCLE, {"prepare": RUNNING, "health": RUNNING}, {}),
+        (CYCLE, {"prepare": FAILED, "health": SUCCEEDED}, {}),
+        *((CYCLE, {"prepare": FAILED, "health": state}, {"health": FOR_PREPARE}) for state in (RUNNABLE, RUNNING)),
+        (CYCLE, {"prepare": RUNNING, "health": FAILED}, {"prepare": "no longer needed: health failed"}),
+        # by a chain: none of them will be used
+        (
+            [job("prepare"), job("a"), array("b", 2, "a"), job("c", "b", "prepare")],
+            {"prepare": FAILED, "a": RUNNING},
+            {"a": FOR_PREPARE, "b:0": FOR_PREPARE, "b:1": FOR_PREPARE},
+        ),
+        # a job that no other waits for, and what feeds it, is what somebody wants
+        ([job("prepare"), job("step")], {"prepare": FAILED, "step": RUNNING}, {}),
+        ([job("prepare"), job("a"), job("step", "a"), job("c", "a", "prepare")], {"prepare": FAILED, "a": RUNNING}, {}),
+        # the other children of an array go on, and what only feeds what comes after it is of no use
+        (
+            [array("e", 2), job("health"), job("z", "e", "health")],
+            {"e:0": FAILED, "e:1": RUNNING, "health": RUNNING},
+            {"health": "no longer needed: e failed"},
+        ),
+    ],
+)
+def test_what_feeds_only_jobs_that_cannot_run_is_of_no_use(
+    jobs: list[JobSpec], states: dict[str, JobState], expected: dict[str, str]
+) -> None:
+    assert unneeded(jobs, states) == expected
+
+
+def test_the_cause_is_the_job_that_failed_and_not_one_that_ended_because_of_it() -> None:
+    states = {"prepare": FAILED, "health": CANCELLED, "compile": PENDING, "train": PENDING}
+    leaves = [leaf for one in CYCLE for leaf in leaves_of(one)]
+    records = {leaf.name: record(leaf.name, states[leaf.name]) for leaf in leaves}
+    records["health"] = records["health"].model_copy(update={"status_reason": FOR_PREPARE})
+    changed = advance_waiting_jobs(leaves, records, 7.0)
+    assert {name: one.status_reason for name, one in changed.items()} == dict.fromkeys(
+        ("compile", "train"), "not run: prepare failed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failed", "words"),
+    [
+        (bad("train", tried(1)), "train failed"),
+        (bad("evaluate", tried(80)), "evaluate refused the model"),
+        (bad("train", tried(143), why="cancelled: by hand"), "train was cancelled"),
+        (bad("embed:3", tried(65)), "embed failed"),
+    ],
+)
+def test_why_a_job_was_not_run(failed: JobRecord, words: str) -> None:
+    assert cause_text([failed]) == words
+
+
+def test_what_aws_batch_calls_failed_has_our_states_and_reasons() -> None:
+    """By our own record of what was cancelled, whatever AWS Batch says of it; what had failed before stays FAILED."""
+    shape = plan(job("a"), job("b"), job("c", "a"), array("d", 2), job("e", "d"))
+    of_batch = [
+        bad("a", tried(1), stopped_at=5.0),
+        bad("b", tried(143), why="Host EC2 terminated", stopped_at=20.0),
+        bad("c", why="Dependent Job failed", stopped_at=6.0),
+        array_record("d", "FAILED", bad("d:0", tried(1), stopped_at=5.0), bad("d:1", tried(143), stopped_at=20.0)),
+        bad("e", why="a user's words", stopped_at=20.0),
+    ]
+    by_hand = Cancel(reason="cancelled: by hand", at=10.0)
+    found = {one.name: one for one in in_our_words(shape, of_batch, dict.fromkeys("bde", by_hand))}
+    assert {name: (one.state, one.status_reason) for name, one in found.items() if name in "abc"} == {
+        "a": (FAILED, "Essential container in task exited"),
+        "b": (CANCELLED, "cancelled: by hand"),
+        "c": (FAILED, "not run: a failed"),
+    }
+    assert [child.state for child in found["d"].children] == [FAILED, CANCELLED]
+    assert (found["e"].state, found["e"].status_reason) == (CANCELLED, "cancelled: by hand")

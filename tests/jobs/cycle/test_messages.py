@@ -12,6 +12,7 @@ from jobs.config import NotifyConfig
 from jobs.cycle import messages
 from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.messages import MAX_TEXT, Message, as_slack, messages_of, plain
+from jobs.cycle.tables import NO_LOG
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import bad, good, tried
@@ -77,6 +78,25 @@ def test_hostile_reasons(text: str) -> None:
     slack = as_slack(message)["text"]
     assert "<" not in slack.replace("&lt;", "") and ">" not in slack.replace("&gt;", "")
     assert message.model_dump(mode="json")["reason"] == message.reason
+
+
+BLOCK = "DataError: <!channel> has no `label`\n  next: --data.columns.label"
+
+
+@pytest.mark.parametrize("outcome", ["failed", "refused"])
+def test_the_error_of_the_failed_job_and_the_command_for_its_log_are_told(outcome: str) -> None:
+    failed = bad("train", tried(65).model_copy(update={"error": BLOCK, "error_node": 3}))
+    (message,) = told(failed, Closed(outcome=outcome, at=60.0, reason="train"))  # type: ignore[arg-type]
+    assert (message.error, message.logs) == (BLOCK, "trnjobs logs train --workspace /w --cycle c --node 3")
+    slack = as_slack(message)["text"]
+    assert "```DataError: &lt;!channel&gt; has no 'label'\n" in slack and f"```{message.logs}```" in slack
+    (gone,) = told(bad("train", tried(65)), Closed(outcome="failed", at=60.0))
+    assert gone.error == NO_LOG
+
+
+def test_a_message_of_a_job_without_an_error_of_its_own_has_none() -> None:
+    (message,) = told(bad("train"), Closed(outcome="failed", at=60.0, reason="x"))
+    assert (message.error, message.logs) == ("", "") and "```" not in as_slack(message)["text"]
 
 
 @given(st.text())

@@ -34,6 +34,11 @@ def test_success() -> None:
     assert exit_code_of_cycle(ended(*records), records) == 0
 
 
+def test_a_job_whose_end_is_not_known_ended_when_it_was_made_at_the_earliest() -> None:
+    forgotten = bad("b").model_copy(update={"created_at": 7.0, "stopped_at": None})
+    assert ended(good("a", stopped_at=5), forgotten, bad("c", stopped_at=6)).at == 7.0
+
+
 @pytest.mark.parametrize("state", ["SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING"])
 def test_under_way(state: str) -> None:
     assert outcome_of(PLAN, [good("a"), good("b"), under_way("c", state)]) is None
@@ -122,7 +127,17 @@ def test_nothing_ran_so_there_is_no_exit_code() -> None:
 def test_cancelled(records: list[JobRecord]) -> None:
     closed = ended(*records)
     assert (closed.outcome, closed.reason.partition(", ")[0]) == ("cancelled", f"b: {BY_HAND}")
-    assert exit_code_of_cycle(closed, records) == 75
+    assert exit_code_of_cycle(closed, records) == 143
+
+
+def test_a_job_that_was_ended_because_of_a_failure_is_not_the_reason() -> None:
+    """It may have no time of its end, or be ended before the failure is on record."""
+    plan_ = plan(job("health"), job("prepare"), job("compile", "health", "prepare"))
+    ended = bad("health", tried(143), why="no longer needed: prepare failed", stopped_at=1.0)
+    records = [ended, bad("prepare", tried(65), stopped_at=3.0), bad("compile", stopped_at=0.0)]
+    closed = outcome_of(plan_, records)
+    assert closed is not None and (closed.outcome, closed.reason) == ("failed", "prepare: exit code 65 (DataError)")
+    assert exit_code_of_cycle(closed, records) == 65
 
 
 def test_a_failure_before_the_cancelling_stays_one() -> None:

@@ -229,7 +229,7 @@ def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) ->
 
 def row(cycle: str, metric: str = "", value: float | None = None, **more: object) -> CycleRow:
     """A line of the index."""
-    empty = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
+    empty: dict[str, object] = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
     fields: dict[str, object] = {
         "claimed_at": 1.0,
         "closed_at": 2.0,

@@ -91,7 +91,7 @@ def test_what_failed_says_why_and_what_is_tried_again_too() -> None:
         under_way("d", "RUNNABLE", why="CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"),
     ) == [
         ["a", "FAILED", "2", "2m10s", "65", "exit code 65 (DataError)"],
-        ["b", "FAILED", "0", "-", "-", "Dependent Job failed"],
+        ["b", "FAILED", "0", "-", "-", "not run: a failed"],
         ["c", "RUNNABLE", "1", "1s", "75", "exit code 75 (TransientError)"],
         ["d", "RUNNABLE", "0", "-", "-", "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"],
     ]

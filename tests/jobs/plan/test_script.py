@@ -40,6 +40,18 @@ def test_a_script_under_torchrun() -> None:
     assert set(job.retry.exit_codes) == {75, 143}  # those of the table; any other code is an error
 
 
+def test_an_empty_argument_is_passed_on_and_a_zero_byte_is_refused() -> None:
+    (job,) = run(step("x", "train.py", "", "--name", "")).jobs
+    assert job.command[-4:] == ("train.py", "", "--name", "")
+    with pytest.raises(ValidationError, match="first word is empty"):
+        step("x", "", "train.py")
+    for more in ({"environment": {"A": "a\0b"}}, {"command": ("train.py", "a\0b")}):
+        with pytest.raises(ConfigError, match="zero byte"):
+            run(Step(name="x", **({"command": ("train.py",)} | more)))
+    with pytest.raises(ConfigError, match="prepare: 'environment A'"):
+        cycle(environment={"A": "\0"})
+
+
 @pytest.mark.parametrize(
     ("command", "script"),
     [

@@ -36,9 +36,13 @@ def test_the_tenth_revision_is_newer_than_the_ninth(revisions: tuple[int, int]) 
 
     client: Any = Client()
     assert ensure_definition(client, request) == f"{request['jobDefinitionName']}:10"
-    other = plan(job("train", timeout_s=7200))
-    changed = definition_request(other, other.jobs[0])["jobDefinitionName"]
-    assert changed != request["jobDefinitionName"] or "against revision 10" in next(iter(change_lines(client, other)))
+    assert next(change_lines(client, plan(job("train", timeout_s=7200)))).endswith("against revision 10:")
+
+
+@pytest.mark.parametrize(("role", "expected"), [("arn:role", "arn:role"), ("", None)])
+def test_the_role_of_a_job_is_that_of_its_container(role: str, expected: str | None) -> None:
+    of = plan(job("verify"), job_role=role)
+    assert definition_request(of, of.jobs[0])["containerProperties"].get("jobRoleArn") == expected
 
 
 def register_all(client: BatchClient, of: Plan) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from jobs.cycle.job_records import AttemptRecord, JobState
+from jobs.cycle.job_states import EXITED
 from pipeline.core.errors import ConfigError, TransientError
+from tests.jobs.cycle.cases import job, plan
 from tests.jobs.targets.batch.fake_batch import client_error
 from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.batch.setting import Setting
@@ -136,6 +138,43 @@ def test_cancel_goes_from_the_sinks_backwards_and_can_be_repeated(setting: Setti
     assert names == ["train", "embed", "verify"], "the last to end is the first of the plan"
     setting.target().cancel(setting.plan, "by hand")
     assert faults.calls.count("TerminateJob") == 3
+
+
+def test_cancelled_jobs_are_known_by_our_own_record_whatever_aws_batch_says_of_them(setting: Setting) -> None:
+    found_ids = ids(setting)
+    done, rest = found_ids.pop("train"), found_ids.values()
+    setting.batch.jobs[done] |= {"status": "SUCCEEDED", "stoppedAt": 1000}
+    setting.target().cancel(setting.plan, "cancelled: by hand")
+    for job_id in rest:
+        setting.batch.jobs[job_id]["statusReason"] = "Job terminated by user request"
+    found = setting.target().records(setting.plan)
+    assert [(one.state, one.status_reason) for one in found[1:]] == [(JobState.CANCELLED, "cancelled: by hand")] * 2
+    assert found[0].state is JobState.SUCCEEDED
+    assert {child.state for child in found[1].children} == {JobState.CANCELLED}
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "RUNNABLE"])
+def test_whoever_reconciles_ends_what_feeds_only_jobs_that_cannot_run(tmp_path: Path, state: str) -> None:
+    shape = plan(job("prepare"), job("health"), job("step"), job("compile", "prepare", "health"))
+    setting = Setting(tmp_path, plan=shape)
+    setting.drive()
+    jobs = setting.batch.jobs
+    found = ids(setting)
+    attempt = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": 65}}
+    jobs[found["prepare"]] |= {"status": "FAILED", "stoppedAt": 2000, "attempts": [attempt], "statusReason": EXITED}
+    jobs[found["compile"]] |= {"status": "FAILED", "stoppedAt": 2000, "statusReason": "Dependent Job failed"}
+    for name in ("health", "step"):
+        jobs[found[name]]["status"] = state
+    setting.target().records(setting.plan)
+    assert jobs[found["health"]]["status"] == state, "a look changes nothing"
+    setting.target().advance(setting.plan)
+    after = {one.name: (one.state, one.status_reason) for one in setting.target().records(setting.plan)}
+    assert after["health"] == (JobState.CANCELLED, "no longer needed: prepare failed")
+    assert after["compile"] == (JobState.FAILED, "not run: prepare failed")
+    assert after["step"][0] == state
+    setting.batch.faults = faults = Faults()
+    setting.target().advance(setting.plan)
+    assert "TerminateJob" not in faults.calls
 
 
 def test_cancel_finds_what_a_dead_driver_did_not_record(tmp_path: Path) -> None:

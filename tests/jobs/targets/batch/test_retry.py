@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import pytest
 
 from jobs.cycle.job_states import (
-    DEPENDENCY_FAILED,
     EXITED,
     HOST_TERMINATED,
     TASK_NOT_STARTED,
@@ -69,7 +68,7 @@ def test_the_failures_batch_reports(end: AttemptEnd, again: bool) -> None:
     assert not is_tried_again(OURS, 3, end)
 
 
-@pytest.mark.parametrize("reason", [TIMED_OUT, DEPENDENCY_FAILED, "cancelled: by a user"])
+@pytest.mark.parametrize("reason", [TIMED_OUT, "not run: a failed", "cancelled: by a user"])
 def test_what_was_ended_from_outside_is_not_tried_again(reason: str) -> None:
     """AWS Batch asks no rule then."""
     assert not is_tried_again(OURS, 1, AttemptEnd(75, reason))

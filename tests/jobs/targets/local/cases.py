@@ -1,6 +1,6 @@
 """An engine over nodes that are not there: time is counted, ends are given, and it may die at any call."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -212,3 +212,16 @@ def world(
     return World(
         plan, FakeNodes(leaves, Slots(vcpus=vcpus, memory_mib=10**6, gangs=1), fate), MemoryFiles(Path("/jobs")), []
     )
+
+
+def of_no_use(leaves: Iterable[Leaf], ends: Mapping[str, JobState]) -> set[str]:
+    """Leaves whose jobs others wait for, all of which fail or are of no use themselves: they may be ended, or not."""
+    leaves = list(leaves)
+    failed = {leaf.spec.name for leaf in leaves if ends[leaf.name] is JobState.FAILED}
+    specs = {leaf.spec.name: leaf.spec for leaf in leaves}
+    useless = set[str]()
+    for name in reversed(specs):
+        after = {one.name for one in specs.values() if name in {of.job for of in one.depends_on}}
+        if after and after <= failed | useless:
+            useless.add(name)
+    return {leaf.name for leaf in leaves if leaf.spec.name in useless}

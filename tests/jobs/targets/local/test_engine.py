@@ -17,7 +17,7 @@ from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.proc.children import MARGIN_S
 from tests.jobs.cycle.cases import job
-from tests.jobs.targets.local.cases import GRACE_S, Died, Fate, World, world
+from tests.jobs.targets.local.cases import GRACE_S, Died, Fate, World, of_no_use, world
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
 EXIT_75, LOST = Fate(end=NodeEnd(exit_code=75)), Fate(end=NodeEnd(lost=True))
@@ -192,7 +192,7 @@ def test_children_are_tried_again_one_by_one_and_the_others_continue() -> None:
     made = ran([job("e", array_size=4), job("z", "e")], table)
     assert made.ends() == {"e:0": SUCCEEDED, "e:1": SUCCEEDED, "e:2": FAILED, "e:3": SUCCEEDED, "z": FAILED}
     assert [len(made.record(f"e:{i}").attempts) for i in range(4)] == [1, 2, 1, 1]
-    assert made.record("z").status_reason == "Dependent Job failed"
+    assert made.record("z").status_reason == "not run: e failed"
 
 
 def test_cancelling_ends_what_runs_and_what_waits() -> None:
@@ -210,6 +210,48 @@ def test_cancelling_ends_what_runs_and_what_waits() -> None:
     assert made.ends() == {"a": FAILED, "b": FAILED, "g": FAILED}
     assert made.record("g").status_reason == "also"
     assert made.nodes.alive() == set()
+
+
+BY_HAND = "cancelled: by hand"
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_failed(active: bool) -> None:
+    """Whatever it waited for is cancelled with it, and has not failed."""
+    made = world([job("a"), job("b", "a"), job("c", "b"), job("e", "b", array_size=2)], lambda *_: Fate(after_s=1e3))
+    running = made.engine()
+    if active:
+        run_a_second(running, made)
+    made.files.asked.update(dict.fromkeys("abce", BY_HAND))
+    running.run()
+    ends = {record.name: (record.state, record.status_reason) for record in made.files.state(1)}
+    assert ends == dict.fromkeys(("a", "b", "c", "e:0", "e:1"), (JobState.CANCELLED, BY_HAND))
+    assert made.nodes.starts == ([("a", 1, 0)] if active else [])
+    assert made.nodes.alive() == set()
+
+
+@pytest.mark.parametrize("vcpus", [6, 2])
+def test_what_feeds_only_a_job_that_cannot_run_is_ended(vcpus: int) -> None:
+    """Running, or still in the queue; a job that others need goes on, and so does what no other waits for."""
+    jobs = [job("prepare"), job("health"), job("step"), job("compile", "prepare", "health")]
+    fates = {"prepare": Fate(end=NodeEnd(exit_code=65)), "health": Fate(after_s=1e3)}
+    made = world(jobs, lambda name, *_: fates.get(name, Fate(after_s=5.0)), vcpus=vcpus)
+    made.engine().run()
+    assert made.nodes.now < 20.0
+    assert {one.name: (one.state, one.status_reason) for one in made.files.state(1)} == {
+        "prepare": (FAILED, "Essential container in task exited"),
+        "health": (JobState.CANCELLED, "no longer needed: prepare failed"),
+        "step": (SUCCEEDED, "Essential container in task exited"),
+        "compile": (FAILED, "not run: prepare failed"),
+    }
+    assert made.nodes.stops == ([(("health", 1, 0), "SIGTERM")] if vcpus == 6 else [])
+
+
+def test_what_is_of_no_use_and_ends_well_has_succeeded() -> None:
+    fates = {"a": Fate(end=NodeEnd(exit_code=1)), "b": Fate(after_s=1.2)}
+    made = world([job("a"), job("b"), job("c", "a", "b")], lambda name, *_: fates[name])
+    made.engine().run()
+    assert made.ends() == {"a": FAILED, "b": SUCCEEDED, "c": FAILED}
 
 
 def test_cancelled_jobs_are_not_tried_again() -> None:
@@ -350,7 +392,12 @@ def test_any_dag_with_any_outcomes_ends_as_it_must_though_the_engine_dies_at_any
             break
         except Died:
             made.nodes.pause(data.draw(st.sampled_from([0.0, 1.0])))
-    assert made.ends() == expected_ends(made, outcome)
+    expected, ends = expected_ends(made, outcome), made.ends()
+    ended = {name for name, state in ends.items() if state is JobState.CANCELLED}
+    assert ended <= of_no_use(made.nodes.leaves.values(), expected)
+    assert {name: state for name, state in ends.items() if name not in ended} == {
+        name: state for name, state in expected.items() if name not in ended
+    }
     assert made.nodes.alive() == set()
     assert len(made.nodes.starts) == len(set(made.nodes.starts))
     for record in made.files.state(1):

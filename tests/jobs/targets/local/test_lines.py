@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.job_states import DEPENDENCY_FAILED, EXITED, HOST_TERMINATED, INTERRUPTED, TIMED_OUT, change_line
+from jobs.cycle.job_states import EXITED, HOST_TERMINATED, INTERRUPTED, TIMED_OUT, change_line
 
 LOG = "cycles/c/jobs/local/attempts/x/1/node-0/log.txt"
 
@@ -36,8 +36,8 @@ def attempt(code: int | None = None, status_reason: str = "", reason: str = "") 
         ("RUNNABLE", INTERRUPTED, [attempt(143, INTERRUPTED)], f"attempt 1 ended with exit code 143: {INTERRUPTED}"),
         ("FAILED", TIMED_OUT, [attempt(143, TIMED_OUT)], f"attempt 1 ended with exit code 143: {TIMED_OUT}"),
         ("FAILED", EXITED, [attempt(65, EXITED)], "attempt 1 ended with exit code 65"),
-        ("FAILED", DEPENDENCY_FAILED, [], DEPENDENCY_FAILED),
-        ("FAILED", "cancelled: by hand", [attempt(75, EXITED)], "cancelled: by hand"),
+        ("FAILED", "not run: prepare failed", [], "not run: prepare failed"),
+        ("CANCELLED", "cancelled: by hand", [attempt(75, EXITED)], "cancelled: by hand"),
     ],
 )
 def test_one_line_a_change(state: str, status_reason: str, attempts: list[AttemptRecord], expected: str) -> None:

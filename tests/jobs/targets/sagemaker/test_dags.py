@@ -11,11 +11,12 @@ from botocore.exceptions import ReadTimeoutError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import leaves_of
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import NodeEnd
 from tests.jobs.targets.batch.faults import Faults
-from tests.jobs.targets.local.cases import Fate, world
+from tests.jobs.targets.local.cases import Fate, of_no_use, world
 from tests.jobs.targets.local.test_engine import dags
 from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker, refused
 from tests.jobs.targets.sagemaker.setting import QUEUE, Setting, ml_plan, small
@@ -114,7 +115,7 @@ class Sky:
 
 def of_the_local_engine(jobs: list[JobSpec], ends: End) -> dict[str, tuple[str, list[int | None]]]:
     def fate(name: str, attempt: int, node: int) -> Fate:
-        return Fate(1.0, NodeEnd(exit_code=0) if node else ENDS[ends[name, attempt]])
+        return Fate(1.0, NodeEnd(exit_code=0) if node else ENDS[ends.get((name, attempt), "good")])
 
     made = world(jobs, fate, vcpus=64)
     made.engine().run()
@@ -124,6 +125,18 @@ def of_the_local_engine(jobs: list[JobSpec], ends: End) -> dict[str, tuple[str, 
 def of_sagemaker(at: Setting) -> dict[str, tuple[str, list[int | None]]]:
     records = [leaf for one in at.target().records(at.plan) for leaf in one.leaves()]
     return {one.name: (one.state.value, [a.exit_code for a in one.attempts]) for one in records}
+
+
+Found = Mapping[str, tuple[str, list[int | None]]]
+
+
+def assert_ends_as(found: Found, jobs: list[JobSpec], expected: Found) -> None:
+    """But for jobs that were of no use any more: how far those came is a matter of time."""
+    leaves = [leaf for one in jobs for leaf in leaves_of(one)]
+    either = of_no_use(leaves, {name: JobState(state) for name, (state, _) in expected.items()})
+    assert {name: end for name, end in found.items() if name not in either} == {
+        name: end for name, end in expected.items() if name not in either
+    }
 
 
 @given(
@@ -147,9 +160,9 @@ def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
         assert at.ml.live() == []
         assert len(at.ml.created) == len({one["TrainingJobName"] for one in at.ml.created})
         found = of_sagemaker(at)
-        assert found == of_the_local_engine(jobs, ends)
+        assert_ends_as(found, jobs, of_the_local_engine(jobs, ends))
         at.store().save_records(())  # and a process that knows nothing finds the same
-        assert of_sagemaker(at) == found
+        assert_ends_as(of_sagemaker(at), jobs, found)
 
 
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 2])
@@ -238,9 +251,9 @@ def test_through_a_queue_any_dag_with_any_ends_ends_as_on_this_machine_though_dr
         assert (at.ml.live(), at.batch.waiting()) == ([], [])
         assert len(at.batch.submitted) == len({one["jobName"] for one in at.batch.submitted})
         found = of_sagemaker(at)
-        assert found == of_the_local_engine(jobs, ends)
+        assert_ends_as(found, jobs, of_the_local_engine(jobs, ends))
         at.store().save_records(())  # and a process that knows nothing finds the same
-        assert of_sagemaker(at) == found
+        assert_ends_as(of_sagemaker(at), jobs, found)
 
 
 @pytest.mark.slow

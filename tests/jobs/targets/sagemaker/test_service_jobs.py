@@ -23,7 +23,7 @@ from tests.jobs.targets.sagemaker.setting import QUEUE, ROLE, Setting, ml_plan, 
 from tests.jobs.targets.sagemaker.test_target import FakeLogs
 
 RUNNABLE, STARTING, RUNNING = JobState.RUNNABLE, JobState.STARTING, JobState.RUNNING
-SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
+SUCCEEDED, FAILED, CANCELLED_STATE = JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_cancelled_wherever_it_is_nothing_of_it_goes_on(one: Setting, where: str
         one.ml.end(name, "Stopped")
     one.batch.settle()
     record = one.tick()["train"]
-    assert (record.state, record.status_reason) == (FAILED, CANCELLED + "why")
+    assert (record.state, record.status_reason) == (CANCELLED_STATE, CANCELLED + "why")
     assert (train["status"], train["statusReason"]) == ("FAILED", CANCELLED + "why")
     assert len(one.batch.submitted) == 1
 
@@ -298,7 +298,7 @@ def test_cancelled_while_it_is_not_listed_yet_it_is_ended_once_it_is(tmp_path: P
     at.target().cancel(at.plan, CANCELLED + "why")
     for _ in range(4):
         record = at.tick()["train"]
-    assert (record.state, at.batch.job("train")["status"]) == (FAILED, "FAILED")
+    assert (record.state, at.batch.job("train")["status"]) == (CANCELLED_STATE, "FAILED")
     gone = Setting(tmp_path / "gone", plan=at.plan)
     gone.tick()
     gone.batch.jobs.clear()

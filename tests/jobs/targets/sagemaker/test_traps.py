@@ -110,7 +110,7 @@ def test_cancelled_by_us_it_is_not(one: Setting) -> None:
     assert one.ml.stopped == [one.name("train")]
     one.ml.end(one.name("train"), "Stopped")
     record = one.tick()["train"]
-    assert (record.state, record.status_reason, len(one.ml.created)) == (FAILED, CANCELLED + "why", 1)
+    assert (record.state, record.status_reason, len(one.ml.created)) == (JobState.CANCELLED, CANCELLED + "why", 1)
 
 
 def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -> None:
@@ -149,6 +149,24 @@ def test_deleted_before_its_end_was_recorded_it_is_made_again(one: Setting) -> N
     one.ml.delete(one.name("train"))
     assert one.tick()["train"].state is STARTING
     assert len(one.ml.created) == 2
+
+
+@pytest.mark.parametrize("running", ["train", "embed"])
+def test_what_a_driver_made_and_could_not_record_is_ended_by_a_cancel(tmp_path: Path, running: str) -> None:
+    """The records say that it waits; its training job runs, and costs, until somebody ends it."""
+    at = Setting(tmp_path, plan=ml_plan(job("train"), job("embed", "train"), job("verify", "embed")))
+    at.tick()
+    if running == "embed":
+        at.ml.finish(at.name("train"), 0)
+        at.tick()
+    at.ml.start(at.name(running))
+    at.store().save_records(())
+    at.target().cancel(at.plan, CANCELLED + "why")
+    assert at.ml.stopped == [at.name(running)]
+    at.ml.end(at.name(running), "Stopped")
+    states = {name: record.state for name, record in at.tick().items()}
+    assert states.pop("train") is (SUCCEEDED if running == "embed" else JobState.CANCELLED)
+    assert set(states.values()) == {JobState.CANCELLED}
 
 
 def test_cancelled_after_it_was_deleted_it_ends_once_no_lag_can_be_the_reason(one: Setting) -> None:
