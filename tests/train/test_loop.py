@@ -486,6 +486,20 @@ def test_evaluating_and_saving_are_no_time_of_steps(
     assert seconds == [0.0] * 4
 
 
+def test_a_deadline_that_is_kept_is_not_at_risk(rows: TokenRows) -> None:
+    bench = Bench(rows, deadline_s=1e6)
+    assert bench.run() == "complete"
+    assert EventName.DEADLINE_AT_RISK not in [name for name, _ in bench.events]
+
+
+def test_values_that_mean_nothing_are_not_judged(rows: TokenRows) -> None:
+    """Those of a trial run on Neuron, where graphs are collected."""
+    loop = (bench := Bench(rows, deadline_s=-1.0)).loop()
+    loop.values_are_real = False
+    loop.program.strategy.masters[1].data[0] = float("nan")
+    assert loop.run() == "complete" and not bench.events
+
+
 def test_nothing_left_to_do(rows: TokenRows) -> None:
     bench = Bench(rows, start=6)
     assert bench.run() == "complete"
