@@ -10,7 +10,6 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 WRONG_FIELDS = "malformed row: wrong number of fields"
 UNCLOSED_QUOTE = "malformed row: quote never closed"
@@ -70,9 +69,11 @@ class CsvRecords:
             self._lines.begin_record()
             delimiter, line = chosen[1], self._first_line()
         self._delimiter = _delimiter_of(line, delimiter)
-        given: dict[str, Any] = {"delimiter": self._delimiter, "strict": True}
-        self._parser = csv.reader(self._lines, skipinitialspace=self._delimiter != "\t", **given)
-        self._escaped = csv.reader(self._lines, doublequote=False, escapechar="\\", **given)
+        self._parser = csv.reader(
+            self._lines, delimiter=self._delimiter, strict=True, skipinitialspace=self._delimiter != "\t"
+        )
+        end = re.escape(self._delimiter)
+        self._escaped_field = re.compile(rf'"((?:[^"\\]|\\.)*)"|[^"{end}\r\n][^{end}\r\n]*|', re.DOTALL)
         self.header: list[str] = []
         self._has_quotes = True
         if not line:
@@ -82,7 +83,7 @@ class CsvRecords:
             self._has_quotes, self.header = False, fields
         else:
             self._lines.put_back(0)
-            header, _ = self._parse(self._parser)
+            header, _ = self._parse()
             if header is None:
                 raise csv.Error(f"a quote in line {self._lines.first}, the header, is never closed")
             self.header = header
@@ -117,26 +118,23 @@ class CsvRecords:
         Strict about quotes: text after a closing quote means that an earlier quote was never closed, and that the rows
         between became one; so does a field of which the lines look like rows.
         """
-        record, reason = self._parse(self._parser)
+        record, reason = self._parse()
         if record is None and not reason:
             return None
         if record is not None and (not record or self._is_row(record)):
             return record
         lines, is_whole = len(self._lines.taken), record is not None and len(record) == len(self.header)
-        if any('\\"' in line for line in self._lines.taken):
-            self._lines.put_back(0)
-            record, _ = self._parse(self._escaped)
-            if record is not None and self._is_row(record):
-                return record
-            self._lines.put_back(0)
-            for _ in range(lines):
-                next(self._lines)
+        if (escaped := self._parse_escaped()) is not None:
+            return escaped
+        self._lines.put_back(0)
+        for _ in range(lines):
+            next(self._lines)
         return self._malformed(reason or (UNCLOSED_QUOTE if is_whole else WRONG_FIELDS))
 
     def _tabbed(self) -> list[str] | Malformed | None:
         """Fields of the next line of a TSV, none for a blank one; None at the end.
 
-        A record of several lines is one only where the line alone is no row, or ends in a quote that is left open.
+        A record of several lines is one only where the line alone is no row, or leaves a quote open.
         """
         line = next(self._lines, None)
         if line is None or not line.strip("\r\n"):
@@ -145,11 +143,12 @@ class CsvRecords:
         is_row = len(fields) == len(self.header)
         if '"' not in line:
             return fields if is_row else self._malformed(WRONG_FIELDS)
-        is_open = fields[-1].startswith('"') and _unquoted(fields[-1]) is None
-        if not is_row or is_open:
+        if not is_row or any(field.startswith('"') and _unquoted(field) is None for field in fields):
             self._lines.put_back(0)
-            record, _ = self._parse(self._parser)
-            if record is not None and len(self._lines.taken) > int(is_row) and self._is_row(record):
+            record, _ = self._parse()
+            if record is None or not self._is_row(record):
+                record = self._parse_escaped()
+            if record is not None and len(self._lines.taken) > int(is_row):
                 return record
             self._lines.put_back(1)
         if not is_row:
@@ -161,11 +160,11 @@ class CsvRecords:
             for field, value in zip(fields, plain, strict=True)
         ]
 
-    def _parse(self, parser: Iterator[list[str]]) -> tuple[list[str] | None, str]:
-        """The record at the next line by strict rules, or None with the reason; without one at the end of the text."""
+    def _parse(self) -> tuple[list[str] | None, str]:
+        """The record at the next line by RFC 4180, or None with the reason; without one at the end of the text."""
         try:
             try:
-                return next(parser, None), ""
+                return next(self._parser, None), ""
             except csv.Error:
                 taken = self._lines.taken
                 if len(taken) != 1 or len(taken[0]) <= csv.field_size_limit():
@@ -173,12 +172,36 @@ class CsvRecords:
                 self._lines.put_back(0)
                 limit = csv.field_size_limit(_LONGEST_FIELD)
                 try:
-                    return next(parser, None), ""
+                    return next(self._parser, None), ""
                 finally:
                     csv.field_size_limit(limit)
         except csv.Error as error:
             is_closed = len(self._lines.taken) == 1 and "expected after" in str(error)
             return None, TEXT_AFTER_QUOTE if is_closed else UNCLOSED_QUOTE
+
+    def _parse_escaped(self) -> list[str] | None:
+        """The row at the first of the lines taken by the rules of Spark, None where it is none.
+
+        A backslash stands before a quote or a backslash within quotes; elsewhere it is text.
+        """
+        if not any('\\"' in line for line in self._lines.taken):
+            return None
+        self._lines.put_back(0)
+        text, is_open = "", False
+        for line in self._lines:
+            text += line
+            is_open ^= re.sub(r"\\.", "", line, flags=re.DOTALL).count('"') % 2 == 1
+            if not is_open or len(text) > csv.field_size_limit():
+                break
+        text, place, record = text.removesuffix("\n").removesuffix("\r"), 0, list[str]()
+        while found := self._escaped_field.match(text, place):
+            record.append(found[0] if found[1] is None else re.sub(r'\\(["\\])', r"\1", found[1]))
+            place = found.end() + 1
+            if found.end() == len(text):
+                return record if self._is_row(record) else None
+            if text[found.end()] != self._delimiter:
+                return None
+        return None
 
     def _is_row(self, record: list[str]) -> bool:
         is_one_line = len(self._lines.taken) == 1
@@ -191,19 +214,19 @@ class CsvRecords:
     def _swallowed_rows(self, record: list[str]) -> bool:
         """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
 
-        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between. With
-        tabs, which texts hardly hold, one line that is a row is enough.
+        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
+        Where quotes are no rule, a line within that is a row is enough, and so is one that is up to this column.
         """
+        num_columns = len(record)
         for place, value in enumerate(record):
             first, *rest = (len(self._column_end.split(line)) for line in re.split(r"\r\n?|\n", value))
-            if not rest or len(record) == 1:
+            if not rest or num_columns == 1:
                 continue
-            between = rest[:-1]
-            if self._delimiter == "\t" and len(record) in between:
+            between, is_end = rest[:-1], rest[-1] == place + 1
+            if not self._has_quotes and (num_columns in between or (is_end and place > 0)):
                 return True
-            if (first, rest[-1]) == (len(record) - place, place + 1) and (
-                self._delimiter == "\t" or 2 * between.count(len(record)) > len(between)
-            ):
+            holds_rows = self._delimiter == "\t" or 2 * between.count(num_columns) > len(between)
+            if is_end and first == num_columns - place and holds_rows:
                 return True
         return False
 

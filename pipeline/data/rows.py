@@ -321,12 +321,13 @@ def _setting(field: str) -> str:
 
 READER_VERSION = 2
 """Of the texts that are read from files: they name what is made of them (prepared data, gathered catalogues). From 2 on
-a whole number has one text, a missing number none, a TSV no quotes, and Spark's CSV its backslashes."""
+a number or truth value has one text, a missing number none, a TSV no quotes, and Spark's CSV its backslashes."""
 JOINED_FIELDS = frozenset({"query", "title", "text"})
 """A list of texts in one of these is the text of all of them, joined by a space."""
 _WHOLE = r"-?(?:0|[1-9][0-9]*)\.0+"
 _SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # a point or a plus: 1e3 may be the name of a product
-_NUMBER = rf"^\s*(?:{_WHOLE}|{_SCIENTIFIC})\s*$"
+_TRUTH = "True|TRUE|False|FALSE"
+_VARIANT = rf"^\s*(?:{_WHOLE}|{_SCIENTIFIC}|{_TRUTH})\s*$"
 _LARGEST_EXPONENT = 308
 _BYTES = (
     pa.types.is_binary,
@@ -338,10 +339,15 @@ _BYTES = (
 )
 
 
-def whole_number(text: str) -> str:
-    """The digits of a whole number that is written as 7.0 or 4.006381333007E12; any other text as it is."""
-    if not re.match(_NUMBER, text, re.ASCII):
+def canonical_text(text: str) -> str:
+    """The one text of a value that programs write in several ways; any other text as it is.
+
+    The digits of a whole number (7.0, 4.006381333007E12), and true or false in small letters (Python writes True).
+    """
+    if not re.match(_VARIANT, text, re.ASCII):
         return text
+    if text.strip().isalpha():
+        return text.strip().lower()
     number = Decimal(text.strip())
     if number.adjusted() > _LARGEST_EXPONENT or number != number.to_integral_value():
         return text
@@ -383,24 +389,24 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
     if str(kind) == "extension<arrow.uuid>":  # its class came with a later pyarrow than the oldest we take
         return _large_binary(None if value is None else str(value) for value in array.to_pylist())
     if field in JOINED_FIELDS and is_text_list(kind):
-        return _one_text_each_number(_large_binary(map(join_texts, array.to_pylist())))
+        return _one_text_each(_large_binary(map(join_texts, array.to_pylist())))
     if pa.types.is_floating(kind):  # a null is NaN here
         floats = array.to_numpy(zero_copy_only=False)
-        return _one_text_each_number(_large_binary(None if value != value else str(value) for value in floats))
+        return _one_text_each(_large_binary(None if value != value else str(value) for value in floats))
     if any(is_kind(kind) for is_kind in _BYTES):
-        return _one_text_each_number(pc.cast(array, pa.large_binary()))
-    return _one_text_each_number(pc.cast(pc.cast(array, pa.large_string()), pa.large_binary()))
+        return _one_text_each(pc.cast(array, pa.large_binary()))
+    return _one_text_each(pc.cast(pc.cast(array, pa.large_string()), pa.large_binary()))
 
 
 def _large_binary(values: Iterable[str | None]) -> pa.Array:
     return pa.array([None if value is None else value.encode() for value in values], pa.large_binary())
 
 
-def _one_text_each_number(array: pa.Array) -> pa.Array:
-    found = pc.fill_null(pc.match_substring_regex(array, _NUMBER), False)
+def _one_text_each(array: pa.Array) -> pa.Array:
+    found = pc.fill_null(pc.match_substring_regex(array, _VARIANT), False)
     if not pc.any(found).as_py():
         return array
-    texts = [whole_number(value.decode()).encode() for value in array.filter(found).to_pylist()]
+    texts = [canonical_text(value.decode()).encode() for value in array.filter(found).to_pylist()]
     return pc.replace_with_mask(array, found, pa.array(texts, pa.large_binary()))
 
 

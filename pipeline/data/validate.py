@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
-from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, row_content, whole_number
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, canonical_text, row_content
 from pipeline.data.token_sets import SPLITS, CategoricalInfo
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
@@ -125,7 +125,7 @@ def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -
     """Rows [N] whose filter columns equal one of the wanted values each (`a|b`)."""
     keep = np.ones(columns.num_rows, dtype=np.bool_)
     for column, value in wanted.items():
-        wanted_values = pa.array([whole_number(part).encode() for part in value.split("|")], pa.large_binary())
+        wanted_values = pa.array([canonical_text(part).encode() for part in value.split("|")], pa.large_binary())
         values = pc.fill_null(columns[FILTER + column].cast(pa.large_binary()), b"")
         equal = pc.is_in(values, value_set=wanted_values)
         keep &= equal.to_numpy(zero_copy_only=False) if isinstance(equal, pa.Array) else equal.to_numpy()
@@ -216,7 +216,7 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
 def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float32]]:
     label = np.full(len(rows.rows), -1, dtype=np.int16)
     if rules.labels:
-        places = {whole_number(name): place for place, name in enumerate(rules.labels)}
+        places = {canonical_text(name): place for place, name in enumerate(rules.labels)}
         names = rows.text("label")
         label = np.array([places.get(name, -1) for name in names], dtype=np.int16)
         rows.mark(np.array([not name for name in names], dtype=np.bool_) & (label < 0), NO_LABEL)

@@ -4,6 +4,8 @@ import csv
 import io
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.data import csv_records
 from pipeline.data.csv_records import TEXT_AFTER_QUOTE, UNCLOSED_QUOTE, WRONG_FIELDS, CsvRecords, Malformed
@@ -163,3 +165,32 @@ def test_a_long_text_of_one_line_is_read_and_an_unclosed_quote_is_not_read_on_fo
 def test_a_header_that_is_none_names_its_line(text: str) -> None:
     with pytest.raises(csv.Error, match="line 2, the header"):
         records("\n" + text)
+
+
+def spark(value: str) -> str:
+    """As Spark writes a field."""
+    quoted = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return quoted if '"' in value or "," in value else value
+
+
+FIELDS = st.lists(st.sampled_from(["lamp", '15"', '"', ",", "'", ";", "ü", " x", "7"]), min_size=1, max_size=5).map(
+    "".join
+)
+
+
+@pytest.mark.unit
+@given(st.lists(st.tuples(FIELDS, FIELDS, FIELDS), max_size=6), st.sampled_from(["excel", "spark", "iana"]))
+def test_what_is_written_is_read(rows: list[tuple[str, str, str]], writer: str) -> None:
+    """Quotes anywhere in texts of one line, by the rules of three writers; blanks around a field aside."""
+    if writer == "excel":
+        sink = io.StringIO(newline="")
+        csv.writer(sink).writerows([HEADER.split(","), *rows])
+        text = sink.getvalue()
+    elif writer == "spark":
+        text = "".join(",".join(map(spark, row)) + "\n" for row in [HEADER.split(","), *rows])
+    else:  # which cannot tell a program's quotes around and within a text from those of the text
+        rows = [tuple("x" + value + "x" for value in row) for row in rows]  # type: ignore[misc]
+        text = "".join("\t".join(row) + "\n" for row in [HEADER.split(","), *rows])
+    _, found = records(text, "\t" if writer == "iana" else ",")
+    read = [[value.strip() for value in row] if isinstance(row, list) else row for _, row in found]
+    assert read == [[value.strip() for value in row] for row in rows]

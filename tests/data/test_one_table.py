@@ -19,7 +19,7 @@ from pipeline.core.errors import DataError
 from pipeline.data.config import CategoricalFeature, DataConfig
 from pipeline.data.input_files import FLAT
 from pipeline.data.readers import read_file
-from pipeline.data.rows import cut_chunks, plan_columns, whole_number
+from pipeline.data.rows import canonical_text, cut_chunks, plan_columns
 from pipeline.data.survey import _count_labels
 from pipeline.data.token_sets import CategoricalInfo
 from pipeline.data.validate import RowRules, clean
@@ -66,7 +66,8 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def as_text(value: Any) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """As Python's csv and pandas write it."""
+    return "" if value is None else str(value)
 
 
 def write(table: Table, path: Path) -> None:
@@ -140,7 +141,7 @@ def test_every_format_gives_the_same_rows(
     wanted = {"market": value} if is_plain and data.draw(st.booleans()) else {}
     for name in FORMATS:
         write(table, folder / name)
-    chosen = tuple(sorted({whole_number(label) for label in labels if label}))
+    chosen = tuple(sorted({canonical_text(label) for label in labels if label}))
     results = [outcome(folder, name, wanted, chosen) for name in FORMATS]
     assert results[0] == results[1] == results[2]
 
@@ -205,6 +206,8 @@ def test_seven_is_one_id_and_one_label(tmp_path: Path, name: str) -> None:
     ("text", "number"),
     [
         ("7.0", "7"),
+        ("True", "true"),
+        (" FALSE ", "false"),
         ("-0.0", "0"),
         (" 7.00 ", "7"),
         ("4.006381333007E12", "4006381333007"),
@@ -216,8 +219,8 @@ def test_seven_is_one_id_and_one_label(tmp_path: Path, name: str) -> None:
         ),
     ],
 )
-def test_a_whole_number_has_one_text(text: str, number: str) -> None:
-    assert whole_number(text) == number
+def test_a_canonical_text_has_one_text(text: str, number: str) -> None:
+    assert canonical_text(text) == number
 
 
 @pytest.mark.unit
