@@ -26,7 +26,7 @@ AWS_ONLY = ("torch-neuronx", "neuronx-cc")
 
 
 def main(image: str, folder: Path) -> int:
-    """Return the exit code of verify.py; raise CalledProcessError if something cannot be installed."""
+    """Return the exit code of verify.py. Raises CalledProcessError if a package cannot be installed."""
     base, ours = folder / "base", folder / "image"
     for environment in (base, ours):
         run(sys.executable, "-m", "venv", str(environment))

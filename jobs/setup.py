@@ -124,9 +124,13 @@ class OpenCycle:
         ago_s = self.interrupted_s()
         if ago_s is None:
             return "under way"
-        root = self.store.storage.root.removeprefix("file://")
-        command = shlex.join([program(), "retry", "--workspace", root, "--cycle", self.name])
+        command = self.command("retry")
         return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; go on: {command}"
+
+    def command(self, name: str) -> str:
+        """A command about this cycle that can be pasted where this one was typed."""
+        root = self.store.storage.root.removeprefix("file://")
+        return shlex.join([program(), name, "--workspace", root, "--cycle", self.name])
 
     def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
         """The errors of failed jobs, and commands for their logs that can be pasted where this command was typed."""

@@ -20,7 +20,7 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
 from pipeline.io.paths import cache_folder, user_path
-from pipeline.io.storage import Storage, open_storage, read_record
+from pipeline.io.storage import KeyNotFound, Storage, open_storage, read_record
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
 from pipeline.settings import Settings, settings_hash
@@ -248,8 +248,10 @@ def with_backend(settings: Settings, ctx: StageContext, stage: str) -> Settings:
 def _began_with_graphs(ctx: StageContext, stage: str) -> bool:
     compiled = ctx.earlier("compile")
     if compiled is not None and compiled.figures.get("graphs"):
-        plan = json.loads(ctx.workspace.read_bytes(compiled.outputs["manifest"]))["plan"]
-        return is_lazy_host(str(plan.get("device")))
+        with contextlib.suppress(KeyNotFound):  # a cache that was cleared
+            plan = json.loads(ctx.workspace.read_bytes(compiled.outputs["manifest"]))["plan"]
+            if is_lazy_host(str(plan.get("device"))):
+                return True
     if stage != "train":
         return False
     events = read_events(ctx.workspace, f"cycles/{ctx.cycle}/events.jsonl")

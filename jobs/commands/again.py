@@ -28,11 +28,6 @@ def is_run(cycle: OpenCycle) -> bool:
     return cycle.name.startswith(RUN_PREFIX)
 
 
-def command_for(cycle: OpenCycle, command: str) -> str:
-    """A command about this cycle, to be pasted into a shell."""
-    return shlex.join(["trnjobs", command, "--workspace", cycle.settings.workspace, "--cycle", cycle.name])
-
-
 def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
     """Raise ConfigError with the settings that differ from those the cycle was submitted with; none where none do."""
     if not cycle.store.belongs_to_other(plan, target):
@@ -123,7 +118,7 @@ def _change(name: str, before: Any, now: Any) -> str:
         start = max(0, same - MAX_CHARACTERS // 4)
         texts = [("…" if start else "") + text[start:] for text in texts]
     cut = [text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…" for text in texts]
-    return f"{name}: {cut[0]} -> {cut[1]}"
+    return f"{name[:MAX_CHARACTERS]}: {cut[0]} -> {cut[1]}"
 
 
 def _text(name: str, value: Any) -> str:
@@ -131,7 +126,7 @@ def _text(name: str, value: Any) -> str:
     shown = without_secrets({last: value}, ())[last]
     if isinstance(shown, list) and all(isinstance(one, str) for one in shown):
         return shlex.join(_without_secret_flags(shown)) if last == "command" else ",".join(shown)
-    return " ".join(shown.split()) if isinstance(shown, str) and shown else json.dumps(shown)
+    return shown if isinstance(shown, str) and shown and shown.isprintable() else json.dumps(shown)
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:
@@ -210,7 +205,7 @@ def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
             raise ConfigError(
                 f"cycle {cycle.name} cannot start from the beginning: {stops}",
                 expected="a cycle in which nothing was trained or judged, and no job runs",
-                next_command=f"{command_for(cycle, 'status')}; or another {other}",
+                next_command=f"{cycle.command('status')}; or another {other}",
             )
         old, store = cycle.target(), cycle.store
         old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
@@ -256,4 +251,4 @@ def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str
         return f"{said}; {compared}to run it again: the same command with --again"
     if closed.outcome in ("succeeded", "refused"):
         return f"{said}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
-    return f"{said}; to go on with its settings: {command_for(cycle, 'retry')}"
+    return f"{said}; to go on with its settings: {cycle.command('retry')}"

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jobs.cycle.cost_ledger import CycleLedger, success_of
-from jobs.cycle.cycle_store import CycleStore, claims_by_age
+from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
 from jobs.cycle.page.publish import report_key, write_page
@@ -84,23 +84,22 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
     errors = list[str]()
     for name, claim in list(claims_by_age(newest, runs=True).items())[-arguments.last :]:
-        store = CycleStore(newest.storage, name, newest.clock)
-        closed, records = store.closed(), store.records()
+        cycle = asked.other(name)
+        store = cycle.store
+        closed, records = store.closed(), cycle.with_errors(store.records())
         done = sum(record.state is JobState.SUCCEEDED for record in records)
         tries = sum(len(record.tries()) for record in (*store.earlier_records(records), *records))
         at = claim.claimed_at if claim else None
-        errors += [
-            f"cycle {name}: {line}" if line[:1] != " " else line for line in asked.other(name).failure_lines(records)
-        ]
-        standing = "under way" if closed or asked.other(name).interrupted_s() is None else "interrupted"
-        if standing == "interrupted":
-            errors.append(f"cycle {name}: {asked.other(name).standing()}")
+        errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
+        is_interrupted = claim is not None and closed is None and cycle.interrupted_s() is not None
+        if is_interrupted:
+            errors.append(f"cycle {name}: {cycle.standing()}")
         rows.append(
             (
                 name,
                 claim.target if claim else "-",
                 "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M"),
-                closed.outcome if closed else standing,
+                closed.outcome if closed else "interrupted" if is_interrupted else "under way",
                 format_duration(closed.at - at) if closed and at is not None else "-",
                 f"{done}/{len(records)}" if records else "-",
                 str(tries) if records else "-",

@@ -64,6 +64,7 @@ def live_cycle(
     target: str,
     closed: Closed | None,
     now: float,
+    interrupted: bool = False,
 ) -> LiveCycle:
     """The cycle as it is at `now`, in seconds since 1970. `moments`: at least the newest, in order of time."""
     found = {record.name: record for record in records}
@@ -90,7 +91,8 @@ def live_cycle(
         stage = newest.fields.get("stage")
         name = newest.name.replace("_", " ") + (f" ({stage})" if isinstance(stage, str) else "")
         last = f"last event: {name}, {format_duration(max(0.0, now - newest.at_ms / 1000))} ago"
-    return LiveCycle(_head(plan, ledger, target, closed, now), tuple(jobs), last)
+    state = closed.outcome if closed else "interrupted" if interrupted else "under way"
+    return LiveCycle(_head(plan, ledger, target, state, closed.at if closed else now), tuple(jobs), last)
 
 
 def doing_text(stage: str, moments: Sequence[Moment]) -> str:
@@ -126,11 +128,9 @@ def plain_lines(view: LiveCycle, before: LiveCycle | None) -> list[str]:
     return lines
 
 
-def _head(plan: Plan, ledger: CycleLedger, target: str, closed: Closed | None, now: float) -> str:
-    state = closed.outcome if closed else "under way"
+def _head(plan: Plan, ledger: CycleLedger, target: str, state: str, end: float) -> str:
     all_jobs = sum(max(1, job.array_size) for job in plan.jobs)
     words = [f"cycle {ledger.cycle} on {target}: {state}", f"{ledger.succeeded} of {all_jobs} jobs done"]
-    end = closed.at if closed else now
     if ledger.began_at is not None:
         words.append(f"for {format_duration(max(0.0, end - ledger.began_at))}")
     if ledger.deadline_at is not None:
@@ -159,19 +159,30 @@ def watch(
     before: LiveCycle | None = None
     is_interrupted = False
 
-    def look() -> tuple[LiveCycle, Closed | None, tuple[JobRecord, ...]]:
+    def look() -> tuple[LiveCycle, Closed | None, tuple[JobRecord, ...], bool]:
         records = target.records(plan)
         closed = store.closed() or outcome_of(plan, records)
         moments = read_moments(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
         ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed, moments=moments)
-        view = live_cycle(plan, records, moments, ledger, target=target.name, closed=closed, now=store.clock())
-        return view, closed, records
+        interrupted = closed is None and cycle.interrupted_s() is not None
+        view = live_cycle(
+            plan,
+            records,
+            moments,
+            ledger,
+            target=target.name,
+            closed=closed,
+            now=store.clock(),
+            interrupted=interrupted,
+        )
+        return view, closed, records, interrupted
 
     try:
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while True:
                 try:
-                    view, closed, records = look()
+                    was_interrupted = is_interrupted
+                    view, closed, records, is_interrupted = look()
                 except TransientError as error:  # a throttled call; the cycle does not care who looks at it
                     console.print(f"not read: {error.seen}", markup=False)
                     sleep(every_s)
@@ -183,7 +194,6 @@ def watch(
                         cycle.say(line)
                 before = view
                 # Seen twice: whoever goes on with the cycle takes a moment to begin.
-                was_interrupted, is_interrupted = is_interrupted, closed is None and cycle.interrupted_s() is not None
                 if closed is not None or (was_interrupted and is_interrupted):
                     break
                 sleep(every_s)

@@ -11,6 +11,7 @@ from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
 from jobs.plan.cost import Prices, job_usd
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
+from pipeline.core.errors import GateRefused
 from pipeline.core.format import aligned, format_duration, format_share, usd
 
 STATUS = ("job", "state", "tries", "ran", "exit", "why")
@@ -102,7 +103,9 @@ def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, prog
     """The error of each job that failed by itself, and the command that shows its whole log."""
     lines = list[str]()
     for leaf in (leaf for record in records if (leaf := failed_leaf(record))):
-        lines.append(f"{leaf.name} failed, attempt {len(leaf.attempts)}:")
+        refused = exit_code(leaf) == GateRefused.exit_code
+        what = "refused the model" if refused else f"failed, attempt {len(leaf.attempts)}"
+        lines.append(f"{leaf.name} {what}:")
         lines += [f"  {line}" for line in leaf.attempts[-1].error.splitlines() or [NO_LOG]]
         lines.append(f"  log: {logs_command(leaf, workspace, cycle, program)}")
     return lines

@@ -36,7 +36,7 @@ FLAGS_NAME = "compile_flags.json"  # from about SDK 2.20 on
 LOCK_SUFFIX = ".lock"
 # With no compiler alive a lock can only be right in the moments before one starts and after it ended.
 STALE_LOCK_S = 600.0
-# On S3 nobody knows whose compilers live: longer than one graph takes to compile, shorter than a cycle can wait.
+# On S3 live compilers cannot be seen. Longer than one graph takes to compile, shorter than a cycle can wait.
 SHARED_LOCK_S = 3600.0
 
 _VERSION = re.compile(r"neuronxcc-(?P<version>[0-9][^+/]*)(?:\+[^/]+)?")
@@ -156,7 +156,7 @@ class CacheEntry:
 def list_storage(storage: Storage, clock: Clock = time.time) -> list[CacheEntry]:
     """Entries below the root of a storage, by name; on S3 one listing. On a disk no file is read.
 
-    On S3 ages are those that S3 tells, and times are `clock` less the age.
+    On S3 the age of a file comes from S3's own clock, and its time is `clock` minus that age.
     """
     folder = storage.local_path("")
     if folder is not None:
@@ -552,7 +552,7 @@ class _Doctor:
         if busy := self._is_live(entry, "locked"):
             return Action("left alone", key, busy)
         keys = [f"{key}/{lock.name}" for lock in entry.locks]
-        if self.root is None and not self.dry_run:  # a compiler may have begun anew since the listing
+        if self.root is None and not self.dry_run:  # another compiler may have taken it since the listing
             ages_s = [stat.age_s for one in keys if (stat := self.live.stat(one)) is not None]
             if any(age_s is None or age_s <= SHARED_LOCK_S for age_s in ages_s):
                 return Action("left alone", key, "locked meanwhile")

@@ -24,7 +24,7 @@ from pipeline.parallel.world import TRACE_FILE, node_from_env
 from pipeline.settings import Settings
 
 FOLDER = "neff"
-PUSH_EVERY_S = 60.0  # so that a machine that is lost while it compiles leaves what it had compiled
+PUSH_EVERY_S = 60.0  # a machine lost while it compiles loses at most one minute of programs
 _PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za-z_.+-]*\.neff")
 
 
@@ -32,7 +32,7 @@ _PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za
 def shared_compile_cache(
     settings: Settings, stop: StopSignal, say: Say, env: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """Prepare the cache for a stage, and share what the stage compiles. Once on each node, not in each rank.
+    """Prepare the cache for a stage, and share new programs. Runs once on each node, not in each rank.
 
     To be entered after `use_neuron_cache`. Raises TransientError, ConfigError, Preempted.
     """
@@ -55,7 +55,7 @@ def shared_compile_cache(
 
     def push_now_and_then() -> None:
         while not ended.wait(PUSH_EVERY_S):
-            with suppress(TrnpipeError):  # tried again, and said, at the end
+            with suppress(TrnpipeError):  # the last push below reports it
                 programs.push()
 
     pusher = Thread(target=push_now_and_then, name="compiled programs", daemon=True)
@@ -70,7 +70,7 @@ def shared_compile_cache(
                 programs.push()
             except Preempted:
                 raise
-            except TrnpipeError as error:  # other jobs compile for themselves: no reason to lose what the stage did
+            except TrnpipeError as error:  # other jobs then compile themselves; the stage's result stays
                 say(f"compile cache: compiled programs could not be shared: {error.seen}")
         if programs.num_pushed:
             say(f"compile cache: {programs.num_pushed} compiled programs to {place}")

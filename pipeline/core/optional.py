@@ -1,7 +1,8 @@
 """Packages that only one feature needs: what to install, and the error for one that is missing.
 
 Importing the one module that uses such a package raises ImportError. The caller that was asked for the feature turns it
-into the error of `missing_package`. No command names an extra of ours: this project is on no package index.
+into the error of `missing_package`. Commands name the package, not an extra of trnpipe: this project is on no package
+index, so whatever is found there under its name is a stranger's.
 """
 
 import shlex

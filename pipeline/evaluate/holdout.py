@@ -166,7 +166,21 @@ def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"], max_share: 
             next_command="give the data a split column that keeps queries apart, prepare and train again;"
             " or --evaluate.leak warn",
         )
-    return f"{leak.text()}: figures on them are better than they would be on new queries" if leak.share else ""
+    return f"{leak.text()}: {_TOO_GOOD}" if leak.share else ""
+
+
+_TOO_GOOD = "figures on them are better than they would be on new queries"
+
+
+def leak_doubts(leak: Leak | None) -> list[str]:
+    """What makes figures of the holdout doubtful, for the verdict; None: it was not looked for."""
+    if leak is None:
+        return ["holdout queries were not looked for in the training data (evaluate.leak off)"]
+    found = [f"{leak.text()}: {_TOO_GOOD}"] if leak.share else []
+    if leak.unchecked:
+        number = len(leak.unchecked)
+        found.append(f"{number} partition(s) trained on were not looked at for holdout queries: not prepared any more")
+    return found
 
 
 PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"

@@ -21,7 +21,7 @@ from pipeline.evaluate.digest import (
     query_changes,
 )
 from pipeline.evaluate.gate.judge import judge
-from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, open_holdout
+from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, leak_doubts, open_holdout
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.metrics.scored_rows import ScoredRows
@@ -254,7 +254,7 @@ class Evaluation:
             incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
             searched=config.retrieval.enabled,
             baselines=[one.baseline for one in scored],
-            warnings=self._doubts(),
+            warnings=leak_doubts(leak),
             seed=config.seed,
         )
         advice = verdict_advice(
@@ -299,19 +299,6 @@ class Evaluation:
             code_version=ctx.code_version,
             at=datetime.now(UTC),
         )
-
-    def _doubts(self) -> list[str]:
-        """What makes figures of the holdout doubtful, for the verdict."""
-        leak = self.leak
-        if leak is None:
-            return ["holdout queries were not looked for in the training data (evaluate.leak off)"]
-        found = [f"{leak.text()}: figures on them are better than they would be on new queries"] if leak.share else []
-        if leak.unchecked:
-            number = len(leak.unchecked)
-            found.append(
-                f"{number} partition(s) trained on were not looked at for holdout queries: not prepared any more"
-            )
-        return found
 
     def _store_digest(self, ours: Side, theirs: Side | None) -> None:
         """What pages draw of the scores."""

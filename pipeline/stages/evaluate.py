@@ -6,6 +6,7 @@ from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
 from pipeline.core.optional import install_command
 from pipeline.data.token_sets import read_token_sets
+from pipeline.evaluate.gate.compare import Verdict
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
@@ -95,7 +96,7 @@ def _conclude(
             f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_SHOWN])}{more}",
             expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline"
             " (gate.*)",
-            next_command=f"look at {_report_uri(ctx)}; {_way_out(report)}",
+            next_command=f"look at {_report_uri(ctx)}; {way_out(report.verdict)}",
         )
     pointer = None
     if settings.evaluate.promote and (models.against_production or forced):
@@ -104,11 +105,11 @@ def _conclude(
     return _finish(settings, ctx, models, report, pointer, started)
 
 
-def _way_out(report: EvaluationReport) -> str:
+def way_out(verdict: Verdict) -> str:
     """What may help a refused candidate."""
-    failed = [check for check in report.verdict.checks if check.outcome == "fail"]
-    if report.verdict.advice:
-        return report.verdict.advice
+    failed = [check for check in verdict.checks if check.outcome == "fail"]
+    if verdict.advice:
+        return verdict.advice
     if any(check.kind == "comparison" for check in failed):
         return (
             f"let a baseline judge it (evaluate.baselines; boosting needs {install_command('sklearn')}), set a floor"

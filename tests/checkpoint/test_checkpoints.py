@@ -26,6 +26,7 @@ from pipeline.checkpoint.store import (
 from pipeline.core.errors import CheckpointError, DataError, TransientError, TrnpipeError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io import atomic
+from pipeline.io.commit import commit_dir, require_manifest
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf_weights import from_hf, to_hf
@@ -171,7 +172,9 @@ def test_all_bad_is_none_and_every_reason(place: Place) -> None:
 def test_steps_are_numbers_not_words(place: Place) -> None:
     for step in (9, 100, 20):
         place.save(step)
-    place.path(100, "x").parent.parent.joinpath("step-007x").mkdir()
+    foreign = place.path(100, "x").parent.parent / "step-007x"
+    foreign.mkdir()
+    (foreign / MANIFEST_NAME).write_bytes(b"{}")
     place.path(100, "x").parent.parent.joinpath("step-5").mkdir()  # empty: no marker
     assert place.store.steps() == [9, 20, 100]
     checkpoint, _ = place.store.newest_valid()
@@ -330,6 +333,23 @@ def test_a_later_schema_is_refused(place: Place) -> None:
 def test_what_is_no_checkpoint_is_refused(place: Place) -> None:
     with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
         open_checkpoint(place.storage, "checkpoints/none/step-1", place.folder / "cache")
+
+
+def test_a_folder_of_another_kind_is_no_checkpoint(place: Place) -> None:
+    (place.folder / "tokens").mkdir()
+    commit_dir(place.storage, place.folder / "tokens", prefix_of(CYCLE, 3), kind="tokens", fields={})
+    with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
+        place.store.open(3)
+    assert place.store.newest_valid()[0] is None
+
+
+def test_its_manifest_names_the_parent(place: Place) -> None:
+    place.save(1)
+    first = snapshot(2)
+    place.writer.submit(replace(first, state=first.state.model_copy(update={"parent": None})))
+    place.writer.wait()
+    manifests = [require_manifest(place.storage, prefix_of(CYCLE, step)) for step in (1, 2)]
+    assert [manifest.fields["parent"] for manifest in manifests] == ["checkpoints/0/step-9", ""]
 
 
 def test_another_architecture_names_the_tensor(place: Place) -> None:

@@ -121,6 +121,27 @@ def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
     verify_dir(case.workspace, "embeddings/c1", deep=True)
 
 
+@pytest.mark.parametrize("how", ["none", "another plan", "another kind"])
+def test_what_others_left_is_not_taken_for_what_this_plan_has_published(tmp_path: Path, how: str) -> None:
+    """A record is gone, and the vectors that are there are not those of this plan."""
+    case, catalogue = Case(tmp_path), with_repeats(tmp_path)
+    plan = case.plan(catalogue)
+    case.work(plan)
+    manifest = case.finish(plan).manifest
+    case.workspace.delete(["embeddings/c1/MANIFEST.json", f"{records_prefix(plan)}/00000.json"])
+    other: dict[str, dict[str, Any]] = {
+        "another plan": {"fields": manifest.fields | {"plan": "other"}},
+        "another kind": {"kind": "tokens"},
+    }
+    if how in other:
+        data = manifest.model_copy(update=other[how]).to_json()
+        case.workspace.write_bytes("embeddings/c1/MANIFEST.json", data)
+    with pytest.raises(DataError, match=r"00000\.json"):
+        case.finish(plan)
+    case.workspace.write_bytes("embeddings/c1/MANIFEST.json", manifest.to_json())
+    assert case.finish(plan).manifest == manifest
+
+
 @pytest.mark.parametrize("titles", [[None] * 6 + ["phone"] * 94, [""] * 100])
 def test_too_many_bad_rows_refuse_the_catalogue(case: Case, tmp_path: Path, titles: list[str | None]) -> None:
     table = pa.table({"product_id": [f"p{n}" for n in range(100)], "title": titles})

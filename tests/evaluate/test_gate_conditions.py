@@ -25,6 +25,7 @@ from pipeline.evaluate.gate.compare import (
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, SliceColumn, mean_over_queries
+from pipeline.stages.evaluate import way_out
 from tests.evaluate.holdouts import holdout
 
 pytestmark = pytest.mark.unit
@@ -51,7 +52,7 @@ def searched(values: Sequence[float] | Float64s) -> PerQuery:
 
 
 def verdict(
-    candidate: ScoredRows, incumbent: ScoredRows | None = None, *baselines: Baseline, **settings: object
+    candidate: ScoredRows, incumbent: ScoredRows | None = None, *baselines: Baseline, **settings: Any
 ) -> Verdict:
     """`ours`, `theirs`: figures of retrieval by query; all other settings are of the gate, by default with no drops."""
     ours, theirs = settings.pop("ours", None), settings.pop("theirs", None)
@@ -63,13 +64,13 @@ def verdict(
         incumbent,
         config,
         metrics=METRICS,
-        candidate_threshold=thresholds[0],  # type: ignore[index]
-        incumbent_threshold=thresholds[1],  # type: ignore[index]
-        candidate_retrieval=None if ours is None else searched(ours),  # type: ignore[arg-type]
-        incumbent_retrieval=None if theirs is None else searched(theirs),  # type: ignore[arg-type]
+        candidate_threshold=thresholds[0],
+        incumbent_threshold=thresholds[1],
+        candidate_retrieval=None if ours is None else searched(ours),
+        incumbent_retrieval=None if theirs is None else searched(theirs),
         searched=bool(search),
         baselines=baselines,
-        warnings=warnings,  # type: ignore[arg-type]
+        warnings=warnings,
         seed=1,
     )
 
@@ -177,9 +178,9 @@ def test_over_all_rows(wrong: Sequence[int], outcome: str) -> None:
 
 def test_search_is_compared_with_production_by_default() -> None:
     """Better pairs do not make up for worse vectors."""
-    settings = {"drops": DROPS}
-    better = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)}
-    worse = {"ours": np.full(60, 0.5), "theirs": np.full(60, 0.7)}
+    settings: dict[str, Any] = {"drops": DROPS}
+    better: dict[str, Any] = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)}
+    worse: dict[str, Any] = {"ours": np.full(60, 0.5), "theirs": np.full(60, 0.7)}
     assert GateConfig().drops == DROPS and NDCG in DROPS
     assert verdict(rows(), rows(), **settings, **better).promote
     found = verdict(rows(), rows(), **settings, **worse)
@@ -205,7 +206,7 @@ def test_search_is_compared_with_production_by_default() -> None:
 def test_when_search_is_compared_and_what_is_said_when_not(
     drops: dict[str, float], is_searched: bool, compared: bool, note: str | None
 ) -> None:
-    both = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)} if is_searched else {}
+    both: dict[str, Any] = {"ours": np.full(60, 0.7), "theirs": np.full(60, 0.7)} if is_searched else {}
     found = verdict(rows(), rows(), drops=drops, searched=is_searched, **both)
     assert (f"delta {NDCG}" in outcomes(found)) is compared
     assert outcomes(found).get("search") == note
@@ -287,6 +288,31 @@ def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
     assert verdict(rows(), warnings=("all of it was trained on",)).without_comparison is False, "a doubt judges nothing"
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("nothing judged it", "--gate.first-without-comparison"),
+        ("broken incumbent", "registry rollback"),
+        ("incumbent without search", "registry rollback"),
+        ("candidate without search", "train again"),
+        ("worse", "train again"),
+        ("few", "the advice"),
+    ],
+)
+def test_the_way_out_fits_the_reason(kind: str, words: str) -> None:
+    broken = replace(rows(), probabilities=np.full((120, 2), np.nan))
+    search: dict[str, Any] = {"drops": {NDCG: 0.1}, "searched": True}
+    found = {
+        "nothing judged it": lambda: verdict(rows()),
+        "broken incumbent": lambda: verdict(rows(), broken),
+        "incumbent without search": lambda: verdict(rows(), rows(), **search, ours=np.full(60, 0.5)),
+        "candidate without search": lambda: verdict(rows(), rows(), **search, theirs=np.full(60, 0.5)),
+        "worse": lambda: verdict(rows(wrong=range(20)), rows(), drops={"accuracy": 0.0}),
+        "few": lambda: verdict(rows()).model_copy(update={"advice": "the advice"}),
+    }[kind]()
+    assert not found.promote and words in way_out(found)
+
+
 # Baselines.
 
 
@@ -296,7 +322,10 @@ def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
 )
 def test_a_better_baseline(first: bool, action: str, outcome: str) -> None:
     incumbent = None if first else rows(wrong=range(20))
-    settings = {"first_baselines" if first else "baselines": action, "baseline_drops": {"accuracy": 0.0}}
+    settings: dict[str, Any] = {
+        "first_baselines" if first else "baselines": action,
+        "baseline_drops": {"accuracy": 0.0},
+    }
     found = verdict(rows(wrong=range(20)), incumbent, boosting(()), drops={"accuracy": 0.1}, **settings)
     one = check(found, "baseline boosting accuracy")
     assert one.outcome == outcome and one.baseline_value == 1.0 and one.incumbent is None and one.judges

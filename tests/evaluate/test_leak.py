@@ -12,7 +12,7 @@ from pipeline.core.errors import DataError, Preempted
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows
-from pipeline.evaluate.holdout import HoldoutQueries, Leak, find_leak, judge_leak
+from pipeline.evaluate.holdout import HoldoutQueries, Leak, find_leak, judge_leak, leak_doubts
 from pipeline.evaluate.products import text_hashes
 from tests.evaluate.gangs import alone, on_ranks
 from tests.shown import Shown
@@ -91,3 +91,19 @@ def test_its_progress_is_shown(tmp_path: Path) -> None:
         find_leak(holdout(SEEN), sets, alone(), StopSignal(), num_rows=4)
     ((name, work),) = shown.works
     assert (name, work.total, work.done) == ("looking for holdout queries in the training data", 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("leak", "said"),
+    [
+        (None, ["not looked for"]),
+        (Leak(100, 0, 0), []),
+        (Leak(100, 60, 0), ["60 of 100 holdout queries"]),
+        (Leak(100, 0, 1), ["1 of 100 holdout queries"]),
+        (Leak(100, 0, 0, ("dt=1", "dt=2")), ["2 partition(s) trained on were not looked at"]),
+        (Leak(100, 1, 0, ("dt=1",)), ["1 of 100 holdout queries", "1 partition(s)"]),
+    ],
+)
+def test_what_the_verdict_repeats_of_a_leak(leak: Leak | None, said: list[str]) -> None:
+    doubts = leak_doubts(leak)
+    assert len(doubts) == len(said) and all(words in text for words, text in zip(said, doubts, strict=True))

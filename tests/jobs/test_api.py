@@ -68,7 +68,9 @@ def test_a_failure_is_a_result_and_cancel_ends_what_runs(trnjobs: Trnjobs) -> No
     cycle = cycle_in(trnjobs)
     cycle.submit()
     status = cycle.wait(300, every_s=0.1)
-    assert (status.outcome, status.reason) == ("failed", "train: exit code 65 (DataError)")
+    said = "this is train trnpipe train"
+    assert (status.outcome, status.reason) == ("failed", f"train: exit code 65 (DataError): {said}")
+    assert [job.error for job in status.jobs if job.name == "train"] == [said]
     assert cycle.result().exit_code == 65
     trnjobs.hold("train")
     other = cycle_in(trnjobs, "2026-11-21")

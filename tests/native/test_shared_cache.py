@@ -21,8 +21,9 @@ def programs(folder: Path) -> dict[str, bytes]:
 @needs_compiler
 @pytest.mark.stage
 @pytest.mark.slow
-def test_what_one_machine_has_compiled_another_one_only_downloads(tmp_path: Path) -> None:
-    cycle, shared = Cycle(tmp_path, ONE_SHAPE), tmp_path / "shared"
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])  # alone, and below a launcher
+def test_what_one_machine_has_compiled_another_one_only_downloads(tmp_path: Path, processes: int) -> None:
+    cycle, shared = Cycle(tmp_path, ONE_SHAPE, processes=processes), tmp_path / "shared"
     cycle.on_host("prepare")
     exchange = ("--compile.sync-url", f"file://{shared}")
     first, second = tmp_path / "first", tmp_path / "second"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.store import OPTIMIZER, STATE, TOKENIZER, WEIGHTS
+from pipeline.checkpoint.store import OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Origin
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRefused, TransientError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
@@ -353,3 +353,32 @@ def test_a_history_that_is_lost_leaves_production_and_the_one_before(workspace: 
     workspace.delete([history_key(MODEL)])
     assert [entry.checkpoint for entry in read_history(workspace, MODEL)] == [prefix("b")]
     assert back(workspace).checkpoint == prefix("a")
+
+
+def test_what_is_put_back_has_the_verdict_and_figures_of_its_promotion(workspace: Storage, make: Make) -> None:
+    put(workspace, make("a"), verdict="cycles/a/evaluate/verdict.json", figures={"ndcg": 0.7})
+    second = put(workspace, make("b"), verdict="cycles/b/evaluate/verdict.json")
+    now = roll_back(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert (now.verdict, now.figures) == ("cycles/a/evaluate/verdict.json", {"ndcg": 0.7})
+    assert (now.replaced, now.previous) == (second.production, None)
+
+
+def test_a_refusal_names_the_command_that_leads_on(workspace: Storage, make: Make) -> None:
+    """An import has no data of its own; what was rolled back from needs a reason and no other verdict."""
+    origin = Origin(uri="file:///hub", format="sentence-transformers", fingerprint="f")
+    for name, origins, expected in (
+        ("a", None, "trnpipe evaluate --cycle a;"),
+        ("hub", origin, "--evaluate.candidate"),
+    ):
+        place = make(name, origin=origins)
+        with pytest.raises(GateRefused) as caught:
+            put(workspace, place, passed=False)
+        assert (
+            expected in caught.value.next_command and f"registry promote {place} --force" in caught.value.next_command
+        )
+    put(workspace, prefix("a"))
+    put(workspace, make("b"))
+    roll_back(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    with pytest.raises(GateRefused) as caught:
+        put(workspace, prefix("b"))
+    assert caught.value.next_command == f"trnpipe registry promote {prefix('b')} --force REASON"

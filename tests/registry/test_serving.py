@@ -324,6 +324,17 @@ def test_a_model_that_is_put_back_comes_with_its_vectors_that_nobody_rolled_back
     assert served(workspace) == (two[1].checkpoint, "c2")
 
 
+def test_a_model_comes_back_with_the_newest_of_its_vectors(
+    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
+    third = make("c3")
+    in_production(workspace, third)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4))
+    roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert served(workspace) == (two[1].checkpoint, "c2b")
+
+
 def test_what_was_put_back_by_name_can_be_rolled_back_again(workspace: Storage, two: tuple[Pair, Pair]) -> None:
     for cycle, expected in (("", "c1"), ("c2", "c2"), ("", "c1"), ("c2", "c2"), ("c1", "c1")):
         assert roll_back_pair(workspace, MODEL, cycle, reason="r", author=AUTHOR).vectors.cycle == expected

@@ -55,7 +55,7 @@ def test_every_setting_of_training_is_in_the_identity_or_named_as_outside() -> N
     train = TRAIN.model_copy(update={"loss": TRAIN.loss.model_copy(update={"memory_batches": 2})})
     found = without_effect(train, lambda one: identity(**{f"train_{name}": getattr(one, name) for name in FIELDS}))
     check_named(found, OUTSIDE)
-    for name, changed in variants(train):
+    for name, changed in variants(train, loss__matryoshka_sizes=(4,)):
         if (top := name.split(".")[0]) not in OUTSIDE:
             ours = identity(**{f"train_{one}": getattr(train, one) for one in FIELDS})
             theirs = identity(**{f"train_{one}": getattr(changed, one) for one in FIELDS})

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends.cpu import CpuBackend
+from pipeline.compile.watch import GraphWatch, Place
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.data.loader import to_tensors, training_batches
@@ -25,7 +26,7 @@ from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.program import flat_strategy
 from pipeline.train.step import FIGURES, TrainProgram, has_dropout
-from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
 
@@ -191,6 +192,63 @@ def test_both_passes_draw_the_same_dropout(rows: TokenRows) -> None:
     direction = gradient / gradient.norm()
     slope = (loss_and_gradient(1e-3)[0] - loss_and_gradient(-1e-3)[0]) / 2e-3
     assert slope == pytest.approx(float(gradient.norm()), rel=0.02)
+
+
+class Phases(GraphWatch):
+    """What each graph was cut as, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def after(self, place: Place) -> None:
+        self.seen.append(place.phase)
+
+
+class GathersOnHost(CpuBackend):
+    gathers_in_graph = False
+
+
+FIRST, NEXT = "first_micro_step", "micro_step"
+
+
+@pytest.mark.parametrize(
+    ("boundary", "accumulation", "together", "weight", "ranks", "backend", "expected"),
+    [
+        ("split", 1, 1, 0.1, 1, CpuBackend, [FIRST, "update"]),
+        ("fused", 1, 1, 0.1, 1, CpuBackend, ["step"]),
+        ("fused", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
+        ("split", 4, 1, 0.0, 1, CpuBackend, [FIRST, NEXT, NEXT, NEXT, "update"]),
+        ("fused", 4, 2, 0.0, 1, CpuBackend, [FIRST, "step"]),
+        ("split", 3, 2, 0.0, 1, CpuBackend, [FIRST, NEXT, "update"]),
+        ("split", 2, 1, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
+        ("split", 3, 2, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
+        ("fused", 1, 1, 0.1, 2, GathersOnHost, ["embed_batch", "embeddings", "contrast", FIRST, "update"]),
+        ("fused", 1, 1, 0.0, 2, GathersOnHost, [FIRST, "update"]),
+    ],
+)
+def test_where_a_step_is_cut(
+    rows: TokenRows,
+    boundary: str,
+    accumulation: int,
+    together: int,
+    weight: float,
+    ranks: int,
+    backend: type[CpuBackend],
+    expected: list[str],
+) -> None:
+    """Through the host ranks exchange between graphs: what is exchanged ends one."""
+    loss = TRAIN.loss.model_copy(update={"contrastive_weight": weight})
+    changes = {"step_boundary": boundary, "batches_per_execution": together, "loss": loss}
+    config, watch = TRAIN.model_copy(update=changes), Phases()
+    share = RankShare(0, ranks, accumulation)
+    strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
+    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    groups = grouped(rows)
+    micros = [one.tensors for one in training_batches(groups, plan_of(groups), RankShare(0, 1, accumulation), 0, 1)]
+    for _ in range(2):
+        watch.seen.clear()
+        step(program, micros[:accumulation], control(1))
+        assert watch.seen == expected
 
 
 class OnNeuron(CpuBackend):

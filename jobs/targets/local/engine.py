@@ -228,8 +228,8 @@ class Engine:
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in self.records.items()}
         for name, why in job_states.unneeded_jobs(self.leaves, self.records).items():
             reasons[name] = reasons[name] or why
-        # From the sinks backwards, so that nobody is told that a job it waits for has failed.
-        for leaf in reversed(self.leaves):
+        # Before anything else changes, so that no job fails for one that is cancelled with it.
+        for leaf in self.leaves:
             record = self.records[leaf.name]
             if reasons[leaf.name] and not record.state.is_final and not record.state.is_active:
                 self._update({leaf.name: job_states.failed_record(record, reasons[leaf.name], self.clock())})

@@ -82,7 +82,7 @@ class LocalTarget(Target):
 
     def under_way(self, records: Sequence[JobRecord]) -> str:
         """Jobs that no process runs can be ended here, those of an interrupted submission too."""
-        if is_locked(self.files.folder / "engine.lock"):
+        if is_locked(self.files.engine_lock):
             return "another process runs its jobs"
         unseen = self.files.workspace is None and self.store.rounds() and not self._saved()
         return "its jobs may run on another machine" if unseen and super().under_way(records) else ""

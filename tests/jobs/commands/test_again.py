@@ -1,6 +1,7 @@
 """`trnjobs submit` of a cycle that was submitted before: with other settings, and from the beginning."""
 
 import json
+import shlex
 import signal
 from typing import Any
 
@@ -42,6 +43,10 @@ def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
     changed = "data.columns.query: query -> search_term; data.columns.title: title -> item; jobs.train.attempts: 3 -> 2"
     assert (code, f"with other settings: {changed}\n" in text) == (78, True), text
     assert "next: the same command with --fresh" in text and trnjobs.ran() == []
+    code, text = trnjobs("submit")
+    pasted = shlex.split(text.partition("to go on with its settings: ")[2].splitlines()[0])
+    assert (code, trnjobs.ran()) == (65, [])
+    assert pasted[-5:] == ["retry", "--workspace", str(trnjobs.place / "workspace"), "--cycle", "2026-11-20"]
     assert "not used: data.columns.query: query -> search_term" in trnjobs("retry", RIGHT[0])[1]
     trnjobs.ran()
 
@@ -56,9 +61,11 @@ def test_a_mistake_is_named_and_started_again(trnjobs: Trnjobs) -> None:
 def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:
     failed_in_prepare(trnjobs)
     old_plan, old_settings = jobs_file(trnjobs, "plan.json"), jobs_file(trnjobs, "settings.json")
+    leave(trnjobs, "cycles/2026-11-20/train/parent.json")  # the model that it was to start from
     assert trnjobs("submit", "--fresh", *RIGHT, "--jobs.vcpu-usd-per-hour=0.5")[0] == 0
     assert trnjobs.ran() == ALL
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
+    assert not (trnjobs.place / "workspace" / "cycles" / "2026-11-20" / "train" / "parent.json").exists()
     assert (jobs_file(trnjobs, "earlier/round-1/plan.json"), jobs_file(trnjobs, "earlier/round-1/settings.json")) == (
         old_plan,
         old_settings,
@@ -101,7 +108,7 @@ def test_what_nobody_runs_any_more_is_ended_and_started_again(ended_by: str, trn
     code, text = trnjobs("submit", "--fresh", *RIGHT)
     assert (code, trnjobs.ran()) == (0, ALL), text
     records = jobs_file(trnjobs, "records/round-1.json")
-    assert {one["state"] for one in records} <= {JobState.SUCCEEDED, JobState.FAILED}
+    assert {one["state"] for one in records} <= {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
 
 def leave(trnjobs: Trnjobs, key: str) -> None:
@@ -220,6 +227,7 @@ def test_a_workspace_elsewhere(trnjobs: Trnjobs, s3_uri: str) -> None:
         ({"data.labels": ["0", "1"]}, {"data.labels": ["1", "0"]}, "data.labels: 0,1 -> 1,0"),
         ({"data.filter": {"locale": "us"}}, {"data.filter": {"locale": "jp"}}, "data.filter.locale: us -> jp"),
         ({}, {"backend": "cpu"}, "backend: auto -> cpu"),
+        ({}, {"data.query_prefix": "a\x1b[31m"}, 'data.query_prefix: "" -> "a\\u001b[31m"'),
     ],
 )
 def test_what_differs_is_short_and_shows_no_secret(

@@ -7,12 +7,14 @@ import pytest
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
+from jobs.cycle.job_states import outcome_of
 from jobs.cycle.tables import NO_LOG, failure_lines
 from jobs.setup import program
 from jobs.targets.base import no_log
 from jobs.targets.failures import NOTHING, with_errors
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.io.storage import open_storage
+from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
 from tests.jobs.node.test_post_mortem import bundle
 
@@ -132,6 +134,16 @@ def test_what_is_on_record_is_not_read_again(store: CycleStore) -> None:
     assert logs.asked == []
     later = bad("train", *TRAIN.attempts, tried(65))  # one more attempt has a log of its own
     assert error_of(store, later, logs) == ("another", 0)
+
+
+def test_a_refusal_shows_the_checks_that_fail(store: CycleStore) -> None:
+    refusal = "GateRefused: m is not promoted: ndcg@10 0.864, boosting 0.938: 0.074 worse"
+    logs = logs_of(f"trnpipe evaluate: {refusal}", "  expected: a better one")
+    found = with_errors(store, [bad("evaluate", tried(80))], logs, {})
+    assert failure_lines(found, "/w", "c")[:2] == ["evaluate refused the model:", f"  {refusal}"]
+    closed = outcome_of(plan(job("evaluate")), found)
+    assert closed is not None and closed.outcome == "refused"
+    assert closed.reason == f"evaluate: exit code 80 (GateRefused): {refusal.partition(': ')[2]}"
 
 
 def test_of_an_array_the_first_child_that_failed(store: CycleStore) -> None:

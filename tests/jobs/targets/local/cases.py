@@ -37,6 +37,10 @@ class MemoryFiles(LocalFiles):
     saved: dict[int, tuple[JobRecord, ...]] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     before_save: Callable[[], None] = lambda: None
+    touches: list[str] = field(default_factory=list)
+
+    def touch(self) -> None:
+        self.touches.append("")
 
     def state(self, round_: int) -> tuple[JobRecord, ...]:
         return self.saved.get(round_, ())

@@ -230,6 +230,38 @@ def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_faile
     assert made.nodes.alive() == set()
 
 
+def test_a_job_runs_from_the_moment_at_which_its_command_began() -> None:
+    made = world([job("a")])
+    running = made.engine()
+    for _ in range(2):
+        running.tick()
+        made.nodes.pause(0.1)
+    assert made.ends() == {"a": JobState.STARTING}
+    run_a_second(running, made)
+    assert made.ends() == {"a": JobState.RUNNING}
+    assert made.record("a").attempts[0].started_at == made.nodes.nodes["a", 1, 0].begins_at
+
+
+def test_the_engine_shows_now_and_then_that_it_lives_and_when_it_ends() -> None:
+    """Whoever finds its lock free tells from that how long nobody has run the jobs."""
+    made = world([job("a")], lambda *_: Fate(after_s=31.0))
+    made.engine().run()
+    assert 7 <= len(made.files.touches) <= 8  # every 5 s, and at the end
+
+
+def test_cancelled_while_the_engine_is_interrupted_it_is_cancelled_for_good() -> None:
+    made = world([job("a"), job("b", "a")], lambda *_: Fate(after_s=1e3))
+    stop = StopSignal()
+    running = made.engine(stop)
+    run_a_second(running, made)
+    stop.set("SIGINT")
+    made.files.asked.update(dict.fromkeys("ab", BY_HAND))
+    with pytest.raises(Preempted):
+        running.run()
+    assert made.nodes.stops == [(("a", 1, 0), "SIGTERM")]
+    assert {one.status_reason for one in made.files.state(1)} == {BY_HAND}
+
+
 @pytest.mark.parametrize("vcpus", [6, 2])
 def test_what_feeds_only_a_job_that_cannot_run_is_ended(vcpus: int) -> None:
     """Running, or still in the queue; a job that others need goes on, and so does what no other waits for."""

@@ -128,6 +128,8 @@ def test_a_try_that_vanished_before_it_began_is_made_again_and_one_that_succeede
     vanished = advance([leaf], {"a": made}, {("a", 1): None}, cancelled={}, at=9.0)
     assert ([one.name for one in vanished.starts], vanished.stops) == (["a"], ())
     assert advance([leaf], {"a": made}, {}, cancelled={}, at=9.0).looks == (("a", 1),)
+    again = made.model_copy(update={"state": JobState.RUNNABLE})
+    assert advance([leaf], {"a": again}, {}, cancelled={}, at=9.0).looks == (("a", 2),)
     quick = Seen(ended_at=5.0, end=AttemptEnd(0, EXITED))
     done = observed_record(leaf, made, quick, None, 9.0)
     assert (done.state, done.started_at) == (JobState.SUCCEEDED, 5.0)
@@ -144,6 +146,8 @@ def test_what_waits_in_a_queue_stays_runnable_and_says_what_it_waits_for() -> No
     gone = observed_record(leaf, waiting, ended, None, 9.0)
     assert (gone.state, gone.status_reason, gone.stopped_at) == (JobState.FAILED, "deleted", 7.0)
     assert observed_record(leaf, waiting, ended, BY_HAND, 9.0).status_reason == BY_HAND.reason
+    timeless = Seen(is_queued=True, end=AttemptEnd(None, "deleted"))
+    assert observed_record(leaf, waiting, timeless, None, 9.0).stopped_at == 9.0
     # between two tries Batch has it in its queue again, and our record still has the first as active
     active = started(waiting, ["s"])
     assert observed_record(leaf, active, WAITS, None, 9.0).state is JobState.STARTING

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import pytest
 
@@ -12,6 +12,8 @@ from jobs.cycle.job_states import Leaf
 from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices
 from jobs.plan.script import plan_script
+from jobs.settings import CycleSettings
+from jobs.setup import OpenCycle, open_cycle
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.placement import with_placements
 from jobs.targets.sagemaker.limits import request_problems
@@ -175,21 +177,14 @@ def test_what_is_refused_before_anything_is_sent(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # whatever is sent would fail in another way
     monkeypatch.setenv("TRNPIPE_STORAGE__TOTAL_DEADLINE_S", "0")
-    monkeypatch.setattr("jobs.commands.submit.open_cycle", lambda settings, say, stop: _Empty())
+
+    def nothing_submitted(settings: CycleSettings, *more: Any) -> OpenCycle:
+        return open_cycle(settings.model_copy(update={"workspace": str(tmp_path / "empty")}), *more)
+
+    monkeypatch.setattr("jobs.commands.submit.open_cycle", nothing_submitted)
     assert cli.main([*RUN, *more, "--name=mine", "--", *command]) == 78
     said = capsys.readouterr()
     assert seen in said.err and "Traceback" not in said.err
-
-
-class _Empty:
-    """A workspace in which nothing was submitted."""
-
-    @property
-    def store(self) -> Self:
-        return self
-
-    def closed(self) -> None:
-        return None
 
 
 def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
