@@ -41,7 +41,7 @@ _SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
 _FOREIGN_COMPRESSION = (".bz2", ".lz4", ".snappy", ".xz", ".z", ".zip", ".zst", ".zstd")
-HEAD_BYTES = 64
+_HEAD_BYTES = 64
 _GZIP = b"\x1f\x8b"
 _OTHER_ENCODINGS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # before UTF-16: its mark begins with that of UTF-16
@@ -135,7 +135,7 @@ def read_file(
         raise
     except (pa.ArrowException, csv.Error, zlib.error, OSError, EOFError) as error:
         check()
-        refuse_other_content(storage.uri(key), storage.read_range(key, 0, HEAD_BYTES), format_name)
+        refuse_unreadable(storage, key, format_name)
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {error}",
             expected=f"a whole {format_name} file",
@@ -174,13 +174,25 @@ def refuse_other_content(uri: str, head: bytes, wanted: str) -> None:
         seen = "a Parquet or Arrow file"
     elif wanted == "parquet" and head.startswith(_GZIP):
         seen = "compressed with gzip"
-    elif wanted == "parquet" and head.startswith(b"PAR1"):
-        seen = "cut short: it begins as Parquet and does not end so"
     if seen:
         raise DataError(
             f"{uri} is {seen}",
             expected="rows as Parquet, or as CSV or JSON lines, which may be compressed with gzip",
             next_command="download or write the file again in one of these forms, with its suffix or --data.format",
+        )
+
+
+def refuse_unreadable(storage: Storage, key: str, wanted: str) -> None:
+    """Raise DataError when a file that cannot be read as `wanted` shows why: other content, or a cut."""
+    head = storage.read_range(key, 0, _HEAD_BYTES)
+    refuse_other_content(storage.uri(key), head, wanted)
+    stat = storage.stat(key)
+    size_bytes = stat.size_bytes if stat else 0
+    if wanted == "parquet" and head.startswith(b"PAR1") and storage.read_range(key, size_bytes - 4, 4) != b"PAR1":
+        raise DataError(
+            f"{storage.uri(key)} is cut short: it begins as Parquet and does not end so",
+            expected="a whole Parquet file",
+            next_command="write or copy the file again",
         )
 
 
@@ -271,7 +283,7 @@ def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             raise gzip.BadGzipFile("its name ends in .gz, its content is not gzip")
         file.seek(0)
         raw = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file))) if is_gzip else file
-        mark = raw.read(HEAD_BYTES)
+        mark = raw.read(_HEAD_BYTES)
         refuse_other_content(source.storage.uri(source.key), mark, "text")
         for encoding, marks in _OTHER_ENCODINGS.items():
             if mark.startswith(marks):

@@ -12,7 +12,7 @@ from pydantic import Field
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
-from pipeline.data.readers import HEAD_BYTES, open_parquet, refuse_other_content
+from pipeline.data.readers import open_parquet, refuse_unreadable
 from pipeline.data.rows import FILTER, JOINED_FIELDS, ColumnPlan, is_text_list, match_columns, to_fields
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.io.requests import run_parallel
@@ -177,7 +177,7 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
             plan = columns.plan(schema.names, uri)
             groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     except (pa.ArrowException, OSError) as error:
-        refuse_other_content(uri, storage.read_range(stat.key, 0, HEAD_BYTES), "parquet")
+        refuse_unreadable(storage, stat.key, "parquet")
         raise not_parquet(uri, error) from error
     for field, column in plan.pairs:
         kind = _value_type(schema.field(column).type)

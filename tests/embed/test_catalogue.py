@@ -42,7 +42,7 @@ def test_the_footers_say_all(tmp_path: Path) -> None:
         ([table()], COLUMNS.model_copy(update={"filter": {"shop": "1"}}), r"no column 'shop' \(for filter\.shop\)"),
         ([table(product_id=[1.5])], COLUMNS, "the id column 'product_id' of .* holds double"),
         ([table(product_id=[["a"]])], COLUMNS, "the id column 'product_id' of .* holds list"),
-        ([table(title=[["a"]])], COLUMNS, "column 'title' of .* holds list"),
+        ([table(title=[[1]])], COLUMNS, "column 'title' of .* holds list"),
         ([table(), table(product_id=[7])], COLUMNS, "are string in file-0.parquet and int64 in file-1.parquet"),
         ([table().slice(1)], COLUMNS, "has 1 files and no row"),
     ],
@@ -65,7 +65,7 @@ def test_a_broken_file(tmp_path: Path, cut: int) -> None:
     write_catalogue(tmp_path, [products(range(100))])
     path = tmp_path / "file-0.parquet"
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(DataError, match=r"file-0\.parquet cannot be read as parquet"):
+    with pytest.raises(DataError, match=r"file-0\.parquet (cannot be read as parquet|is cut short)"):
         look(tmp_path)
 
 
