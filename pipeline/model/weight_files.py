@@ -23,6 +23,7 @@ SAFETENSORS_SUFFIX = ".safetensors"
 _COUNTERS = ("position_ids", "num_batches_tracked")  # whole numbers that models keep beside their weights
 _SHARED = 4  # tied weights are stored once and counted twice; far more is a small file made to fill the memory
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of 8 bits only with scales of their own
 _NEXT = "convert it to safetensors where it was made"
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "auto_model.", "0.auto_model.", "0.model.")
 
@@ -161,7 +162,7 @@ def check_tensor(name: str, tensor: Tensor, source: str) -> None:
     seen = ""
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_cpu:
         seen = f"{tensor.layout} on {tensor.device.type}{', quantised' if tensor.is_quantized else ''}"
-    elif not tensor.is_floating_point():
+    elif tensor.dtype not in _DTYPES:
         seen = str(tensor.dtype)
     elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         seen = f"shape {list(tensor.shape)} over {tensor.untyped_storage().nbytes()} bytes"
@@ -171,5 +172,5 @@ def check_tensor(name: str, tensor: Tensor, source: str) -> None:
         raise CheckpointError(
             f"{source}: {name}: {seen}",
             expected="finite numbers in fp32, fp16 or bf16, all of them stored",
-            next_command=_NEXT,
+            next_command="save it in fp32 where it was made: model.float().save_pretrained(DIR)",
         )

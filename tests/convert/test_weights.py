@@ -117,6 +117,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path, kin
         ({"a": torch.tensor([0.0, float("nan")])}, "a: NaN or infinite"),
         ({"a": torch.tensor([float("-inf")])}, "a: NaN or infinite"),
         ({"a": torch.eye(3).to_sparse()}, "a: torch.sparse_coo"),
+        ({"a": torch.ones(4).to(torch.float8_e4m3fn)}, "float8_e4m3fn"),
         ({"a": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, "quantised"),
         ({"a": torch.zeros(3, device="meta")}, "a: torch.strided on meta"),
         ({"a": torch.zeros(1).expand(10**12)}, "share their content"),
