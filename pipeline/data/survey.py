@@ -17,7 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import InputFile
-from pipeline.data.rows import FILTER, RawBatch, text_characters
+from pipeline.data.rows import FILTER, BadRow, RawBatch, text_characters
 from pipeline.data.sources import Source, reading_progress
 from pipeline.data.validate import filter_mask, numbers
 
@@ -91,6 +91,8 @@ class Survey:
     without_gain: str = ""
     has_rows: bool = True
     """Whether the filter keeps any; not looked at by several workers."""
+    malformed: BadRow | None = None
+    """The first row that could not be read."""
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
@@ -103,7 +105,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
             sample.seen = number
             found = survey_file(source, config, file, sample if want_sample else None, want_labels, tell, stop)
             labels.add(found, config.columns.label)
-    return Survey(labels.counts, sample, labels.there, labels.without_gain, labels.has_rows)
+    return Survey(labels.counts, sample, labels.there, labels.without_gain, labels.has_rows, labels.malformed)
 
 
 @dataclass
@@ -117,12 +119,14 @@ class FileLabels:
     there: bool = False
     without_gain: str = ""
     has_rows: bool = False
+    malformed: BadRow | None = None
 
     def add(self, other: "FileLabels", column: str) -> None:
         """Raises DataError for far too many labels."""
         self.there = self.there or other.there
         self.has_rows = self.has_rows or other.has_rows
         self.without_gain = self.without_gain or other.without_gain
+        self.malformed = self.malformed or other.malformed
         for name, count in other.counts.items():
             mine = self.counts.setdefault(name, LabelCount())
             mine.rows += count.rows
@@ -148,6 +152,7 @@ def survey_file(
         stop.raise_if_set(f"reading {file.key}")
         tell(raw)
         batch = raw.columns
+        found.malformed = found.malformed or next(iter(raw.bad), None)
         if config.filter:
             batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
         found.has_rows = found.has_rows or batch.num_rows > 0
@@ -264,6 +269,15 @@ def _grades(labels: Sequence[str]) -> dict[str, int]:
     return grades if len(set(grades.values())) == len(grades) else {}
 
 
+def _by_value(labels: Sequence[str]) -> list[str]:
+    """Numbers, each once, in order; nothing for other labels."""
+    try:
+        values = {float(label): label for label in labels}
+    except ValueError:
+        return []
+    return [values[value] for value in sorted(values)] if len(values) == len(labels) else []
+
+
 def _plain(label: str) -> str:
     return re.sub(r"[-_\s]+", "", label).casefold()
 
@@ -304,6 +318,13 @@ def decide_labels(config: DataConfig, source: Source, seen: Survey | None) -> La
     for labels whose order nothing tells, and where gains tell it and a file has none.
     """
     known = source.fixed_labels
+    if seen is not None and not seen.has_rows and (bad := seen.malformed):
+        raise DataError(
+            f"no row of {config.path} can be read; the first that cannot is in {bad.file}, "
+            + (f"line {bad.line}: {bad.reason}" if bad.line else f"row {bad.row}: {bad.reason}"),
+            expected="rows with as many fields as the header, and quotes that are closed",
+            next_command=f"look at that place of {bad.file}, and write the file again",
+        )
     if seen is not None and not seen.has_rows and config.filter:
         raise nothing_kept(config)
     if config.labels:
@@ -349,7 +370,9 @@ def _unknown_order(column: str, by_rows: Sequence[str], counts: Mapping[str, Lab
     shown = by_rows[:_MAX_SHOWN]
     more = f" and {len(by_rows) - len(shown)} more" if len(by_rows) > len(shown) else ""
     orders = (known_order(by_rows[:size]) for size in range(len(by_rows) - 1, 1, -1))
-    if ordered := next(filter(None, orders), None):
+    if len(labels := _by_value(shown)) == len(by_rows):
+        advice = ", if the least of these numbers is the least relevant"
+    elif ordered := next(filter(None, orders), None):
         labels = [*ordered[0]]
         others = sum(counts[name].rows for name in by_rows if name not in ordered[0])
         advice = f"; the {others:,} rows with another label are bad rows then"
@@ -362,5 +385,5 @@ def _unknown_order(column: str, by_rows: Sequence[str], counts: Mapping[str, Lab
         + more,
         expected="data.labels, a column of gains that differ, grades from 0, or one of "
         + ", ".join(vocabulary.name for vocabulary in VOCABULARIES),
-        next_command=f"--data.labels {shlex.quote(value)}{advice}",
+        next_command=f"--data.labels{'=' if value.startswith('-') else ' '}{shlex.quote(value)}{advice}",
     )

@@ -64,6 +64,17 @@ def rows(folder: Path, labels: str, gains: str = "") -> DataConfig:
 
 
 @pytest.mark.stage
+@pytest.mark.parametrize("row", ["q,t,yes,", '"q,t,yes'])
+def test_rows_of_which_none_can_be_read_are_said_to_be_so(
+    workplace: Callable[[str], Any], tmp_path: Path, row: str
+) -> None:
+    config = rows(tmp_path, "")
+    (tmp_path / "a.csv").write_text(f"query,title,label\n\n{row}\n")
+    with pytest.raises(DataError, match=r"no row of .* can be read; .* a\.csv, line 3: malformed row: "):
+        workplace("one").prepare(config)
+
+
+@pytest.mark.stage
 def test_the_vocabulary_is_named(workplace: Callable[[str], Any], tmp_path: Path) -> None:
     result = workplace("one").prepare(rows(tmp_path, "match|non-match"))
     assert summary(result).endswith("| labels non-match < match (known vocabulary match/non_match)")
@@ -105,6 +116,9 @@ def test_a_rare_label_of_no_known_vocabulary_is_a_bad_row(counts: dict[str, int]
         ({"0": 1400, "1": 900, "2": 698, "n/a": 60}, "--data.labels 0,1,2; the 60 rows with"),
         ({"yes": 10, "no": 9, "?": 1, "-": 1}, "--data.labels no,yes; the 2 rows with"),
         ({"a": 2000, "b": 1}, "--data.labels a,b, put in order"),
+        ({"1": 30, "0": 20, "0.5": 10}, "--data.labels 0,0.5,1, if the least"),
+        ({"1": 30, "-1": 20, "100": 10}, "--data.labels=-1,1,100, if the least"),
+        ({"1": 30, "0": 20, "01": 10}, "--data.labels 0,1; the 10 rows with"),
     ],
 )
 def test_labels_are_offered_without_what_is_no_grade(counts: dict[str, int], command: str) -> None:
