@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,7 +18,16 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.readers import Planner, object_version, read_file, suffix_format, version_of
+from pipeline.data.readers import (
+    HEAD_BYTES,
+    PARQUET,
+    Planner,
+    object_version,
+    read_file,
+    refuse_other_content,
+    suffix_format,
+    version_of,
+)
 from pipeline.data.rows import READER_VERSION, RawBatch, shorten
 from pipeline.io.commit import record_of
 from pipeline.io.paths import user_path
@@ -155,23 +165,38 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
     if may_be_file:
         storage, name = place_of(path, retry=retry or RetryPolicy(), stop=stop)
         if stat := storage.stat(name):
-            return Listing(storage, (stat,))
+            below = () if is_local else tuple(islice(open_storage(path, retry=retry, stop=stop).list(""), 1))
+            if below and stat.size_bytes and not path.endswith("/"):
+                raise DataError(
+                    f"{path} is a file, and there are files below it too, such as {path}/{below[0].key}",
+                    expected="a file, or a folder",
+                    next_command=f"{setting} {path}/ reads what is below it; rename the file to read that",
+                )
+            if not below:
+                return Listing(storage, (stat,))
     storage = open_storage(path, retry=retry, stop=stop)
-    if is_local and (broken := _broken_links(local)):
+    if is_local and (broken := _no_files(local)):
         raise DataError(
-            f"{len(broken)} link(s) below {path} lead to no file: {names_of(broken)}",
-            expected="links to files that are there",
-            next_command=f"restore the files, or remove the links: find {path} -xtype l",
+            f"{len(broken)} name(s) below {path} lead to no file: {names_of(broken)}",
+            expected="files, and links to files that are there",
+            next_command=f"restore the files, or remove what this names: find -L {path} ! -type f ! -type d",
         )
     stats = list(storage.list(""))
+    if marked := [stat.key for stat in stats if stat.size_bytes and stat.key.rpartition("/")[2] == ""]:
+        raise DataError(
+            f"{len(marked)} key(s) below {path} end with '/' and hold bytes, such as {marked[0]!r}",
+            expected="keys that end with the name of a file",
+            next_command="copy these objects to keys with a name and a suffix, or delete them",
+        )
     held = tuple(stat for stat in stats if _holds_rows(stat))
     keys = {stat.key for stat in held}
     return Listing(storage, held, tuple(stat.key for stat in stats if stat.key not in keys))
 
 
-def _broken_links(folder: Path) -> list[str]:
+def _no_files(folder: Path) -> list[str]:
+    """Broken links, pipes and sockets."""
     found = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
-    keys = [(path, str(path.relative_to(folder))) for path in found if path.is_symlink() and not path.exists()]
+    keys = [(path, str(path.relative_to(folder))) for path in found if not path.is_file()]
     return sorted(key for _, key in keys if not any(map(_is_hidden, key.split("/"))))
 
 
@@ -198,7 +223,9 @@ def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--dat
             (unknown if stat.size_bytes else empty).append(stat.key)
     option = f"{setting.rpartition('.')[0]}.format"
     if unknown:
-        guess = Counter(name for _, name in found).most_common(1)[0][0] if found else "csv"
+        head = listing.storage.read_range(unknown[0], 0, HEAD_BYTES)
+        refuse_other_content(listing.storage.uri(unknown[0]), head, "parquet" if head.startswith(PARQUET) else "text")
+        guess = Counter(name for _, name in found).most_common(1)[0][0] if found else _format_of(head)
         raise DataError(
             f"{len(unknown)} of {len(listing.stats)} files of {path} have no suffix that says how to read them: "
             + names_of(unknown),
@@ -209,10 +236,15 @@ def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--dat
         seen = names_of([*empty, *listing.passed_over])
         raise DataError(
             f"no input file below {path}; seen: {seen or 'nothing'}",
-            expected="*.parquet, *.csv or *.jsonl files",
-            next_command=f"correct {setting}, or set {option} for files of another suffix",
+            expected="*.parquet, *.csv or *.jsonl files; names that begin with _ or . are hidden",
+            next_command=f"correct {setting}, or rename hidden files",
         )
     return Files(listing.storage, tuple(found), (*listing.passed_over, *empty))
+
+
+def _format_of(head: bytes) -> str:
+    """The format that the beginning of a file looks like."""
+    return "parquet" if head.startswith(PARQUET) else "jsonl" if head.lstrip().startswith(b"{") else "csv"
 
 
 # The days of an input of training.
@@ -223,7 +255,12 @@ _LIKE_A_DATE = re.compile(
     rf"(?P<year>{_YEAR})(?:[-_.](?P<month>{_MONTH_OF_YEAR})(?:[-_.](?P<day>{_DAY_OF_MONTH}))?"
     r"|(?P<month8>0[1-9]|1[0-2])(?P<day8>0[1-9]|[12]\d|3[01]))(?:\D.*)?"
 )
-_LIKE_A_DAY_COLUMN = re.compile(r"(?i)(dt|ds|date|day|year|month|yyyy|yy|mm|dd)=.*")
+_HOLDS_A_DATE = re.compile(
+    rf"(?<!\d)(?:{_YEAR}([-_.]){_MONTH_OF_YEAR}\1{_DAY_OF_MONTH}|{_YEAR}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
+    rf"|{_DAY_OF_MONTH}([-_.]){_DAY_OF_MONTH}\2{_YEAR}|{_YEAR}[-_]?W[0-5]\d)(?!\.?\d)"
+)
+"""A day anywhere in a name, also with the year last (19-11-2026), or a week (2026-W47)."""
+_LIKE_A_DAY_COLUMN = re.compile(r"(?i)(dt|ds|date|day|week|year|month|yyyy|yy|mm|dd)=.*")
 
 
 @dataclass(frozen=True)
@@ -295,7 +332,7 @@ def _like_a_day(folders: Sequence[str]) -> str:
     """The part of a path that tells a date in another way than dt=YYYY-MM-DD, empty for none."""
     plain = [unquote(part) for part in folders]
     for place, part in enumerate(plain):
-        if _LIKE_A_DATE.fullmatch(part.rpartition("=")[2]):
+        if _LIKE_A_DATE.fullmatch(part.rpartition("=")[2]) or _HOLDS_A_DATE.search(part):
             return folders[place]
         if _LIKE_A_DAY_COLUMN.fullmatch(part):
             end = place + 1
@@ -346,6 +383,13 @@ def input_warnings(files: Sequence[InputFile], passed_over: Sequence[str], path:
         warnings.append(f"the names of folders are no columns of the rows in them: {names_of(sorted(folders))}")
     if _DAY.search(path) and not any(_DAY.search(file.key) for file in files):
         warnings.append(f"{path} names one day: its rows have no date; --data.path with the folder above has days")
+    dated = [file.key for file in files if _HOLDS_A_DATE.search(file.key.rpartition("/")[2])]
+    in_days = any(map(_DAY.fullmatch, [part for file in files for part in file.key.split("/")[:-1]]))
+    if len(dated) > 1 and not in_days and not _DAY.search(path):
+        warnings.append(
+            f"{len(dated)} files have a date in their names, which says nothing of their days: {names_of(dated)}; put"
+            " them into folders dt=YYYY-MM-DD to train the new days only"
+        )
     first: dict[str, str] = {}
     large = [file for file in files if file.size_bytes >= _MORE_THAN_A_HEADER_BYTES]
     again = [(file.key, key) for file in large if (key := first.setdefault(file.content_id, file.key)) != file.key]

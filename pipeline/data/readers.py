@@ -14,6 +14,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from pipeline.data.rows import JOINED_FIELDS, BadRow, ColumnPlan, RawBatch, join
 from pipeline.io.storage import ObjectStat, Storage, is_lfs_pointer, os_errors
 
 NOT_AN_OBJECT = "malformed row: not a JSON object"
+KEY_TWICE = "malformed row: a key that is read occurs twice"
 _PARQUET_BUFFER_BYTES = 8 * 2**20
 _BATCH_BYTES = 8 * 2**20
 _LINE_BYTES = 16 * 2**20
@@ -41,8 +43,8 @@ _SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
 _FOREIGN_COMPRESSION = (".bz2", ".lz4", ".snappy", ".xz", ".z", ".zip", ".zst", ".zstd")
-_HEAD_BYTES = 64
-_GZIP = b"\x1f\x8b"
+HEAD_BYTES = 64
+_GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 _OTHER_ENCODINGS = {
     "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # before UTF-16: its mark begins with that of UTF-16
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
@@ -57,10 +59,10 @@ def suffix_format(name: str) -> str | None:
 
     Raises DataError for such a file in a compression that no reader knows: to leave it out would lose its rows.
     """
-    name = name.lower()
-    stem = name.removesuffix(".gz")
+    lower = name.lower()
+    stem = lower.removesuffix(".gz")
     for suffix in _FOREIGN_COMPRESSION:
-        if name.endswith(suffix) and suffix_format(stem.removesuffix(suffix)):
+        if lower.endswith(suffix) and suffix_format(stem.removesuffix(suffix)):
             raise DataError(
                 f"{name} is compressed with {suffix.removeprefix('.')}",
                 expected="files that are not compressed, or .gz",
@@ -137,9 +139,9 @@ def read_file(
         check()
         refuse_unreadable(storage, key, format_name)
         raise DataError(
-            f"{storage.uri(key)} cannot be read as {format_name}: {error}",
+            f"{storage.uri(key)} cannot be read as {format_name}: {' '.join(str(error).split())}",
             expected=f"a whole {format_name} file",
-            next_command="write the file again, or set --data.format",
+            next_command="write the file again, or rename it with the suffix of the format that it has",
         ) from error
     if given != source.rows:
         raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, its reader gave {given}")
@@ -153,6 +155,10 @@ _OTHER_CONTENTS = {
     rb"\x04\x22\x4d\x18": "compressed with lz4",
     rb"Obj\x01": "an Avro file",
     rb"SQLite format": "a SQLite database",
+    rb"ORC[\s\S]{0,5}[\x00-\x08]": "an ORC file",
+    rb"\xff\xff\xff\xff|(ARROW1|FEA1)\x00": "an Arrow file",
+    rb"\xd0\xcf\x11\xe0": "an old Excel file",
+    rb"%PDF-": "a PDF document",
     rb"\s*(?i:<!doctype|<html)": "an HTML page, such as one for errors or to sign in",
     rb"\s*(?i:<\?xml|<error>)": "an XML document, such as an error of S3",
 }
@@ -170,25 +176,27 @@ def refuse_other_content(uri: str, head: bytes, wanted: str) -> None:
             next_command="git lfs pull, in the clone that holds it",
         )
     seen = next((name for start, name in _OTHER_CONTENTS.items() if re.match(start, head)), "")
-    if wanted != "parquet" and head.startswith((b"PAR1", b"ARROW1")):
-        seen = "a Parquet or Arrow file"
+    if wanted != "parquet" and head.startswith(PARQUET):
+        seen = "a Parquet file"
     elif wanted == "parquet" and head.startswith(_GZIP):
         seen = "compressed with gzip"
+    elif wanted == "csv" and re.match(rb'\s*[\[{]\s*["{]', head):
+        seen = "JSON"
     if seen:
         raise DataError(
             f"{uri} is {seen}",
             expected="rows as Parquet, or as CSV or JSON lines, which may be compressed with gzip",
-            next_command="download or write the file again in one of these forms, with its suffix or --data.format",
+            next_command="download or write the file again in one of these forms, with the suffix of that form",
         )
 
 
 def refuse_unreadable(storage: Storage, key: str, wanted: str) -> None:
     """Raise DataError when a file that cannot be read as `wanted` shows why: other content, or a cut."""
-    head = storage.read_range(key, 0, _HEAD_BYTES)
+    head = storage.read_range(key, 0, HEAD_BYTES)
     refuse_other_content(storage.uri(key), head, wanted)
     stat = storage.stat(key)
     size_bytes = stat.size_bytes if stat else 0
-    if wanted == "parquet" and head.startswith(b"PAR1") and storage.read_range(key, size_bytes - 4, 4) != b"PAR1":
+    if wanted == "parquet" and head.startswith(PARQUET) and storage.read_range(key, size_bytes - 4, 4) != PARQUET:
         raise DataError(
             f"{storage.uri(key)} is cut short: it begins as Parquet and does not end so",
             expected="a whole Parquet file",
@@ -283,7 +291,7 @@ def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             raise gzip.BadGzipFile("its name ends in .gz, its content is not gzip")
         file.seek(0)
         raw = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file))) if is_gzip else file
-        mark = raw.read(_HEAD_BYTES)
+        mark = raw.read(HEAD_BYTES)
         refuse_other_content(source.storage.uri(source.key), mark, "text")
         for encoding, marks in _OTHER_ENCODINGS.items():
             if mark.startswith(marks):
@@ -292,11 +300,16 @@ def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
                     expected="UTF-8",
                     next_command=f"iconv -f {encoding} -t UTF-8, and read that file",
                 )
-        if b"\0" in mark:
+        if b"\0" in re.split(rb"[\r\n]", mark)[0]:
+            zeros = mark[::2].count(0), mark[1::2].count(0)
+            encoding = "UTF-16LE" if zeros[1] > 3 * zeros[0] else "UTF-16BE" if zeros[0] > 3 * zeros[1] else ""
             raise DataError(
-                f"{source.storage.uri(source.key)} is no text: it begins with zero bytes",
+                f"{source.storage.uri(source.key)} is "
+                + (f"{encoding} by its zero bytes" if encoding else "no text: its first line has zero bytes"),
                 expected="UTF-8",
-                next_command="iconv -f UTF-16LE -t UTF-8 if it is UTF-16 without a byte order mark, else another file",
+                next_command=f"iconv -f {encoding} -t UTF-8, and read that file"
+                if encoding
+                else "write the file again as CSV, JSON lines or Parquet",
             )
         raw.seek(len(codecs.BOM_UTF8) if mark.startswith(codecs.BOM_UTF8) else 0)
         yield raw, file.tell
@@ -333,14 +346,25 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
             return
         uri = source.storage.uri(source.key)
         first = head[0][1].strip()
-        if first.startswith(b"[") or first == b"{":
-            seen, program = ("an array", ".[]") if first.startswith(b"[") else ("an object of several lines", ".")
+        records = [_parse(line) for _, line in head]
+        if first.startswith(b"[") or not any(record is not None for record in records):
+            if not first.startswith((b"[", b"{")):
+                raise DataError(
+                    f"{uri} has no JSON object in its first {len(head)} lines; the first is {shorten(first[:100])!r}",
+                    expected="JSON lines: one object a line",
+                    next_command="rename it with the suffix of the format that it has, or write it again",
+                )
+            seen, program = (
+                ("an array", ".[]")
+                if first.startswith(b"[")
+                else ("an object of several lines, or several in one line", ".")
+            )
             raise DataError(
                 f"{uri} is JSON, {seen}",
                 expected="JSON lines: one object a line, without brackets or commas around them",
                 next_command=f"jq -c '{program}' FILE > rows.jsonl, and read that file",
             )
-        names = dict.fromkeys(name for _, line in head for name in (_parse(line) or {}))
+        names = dict.fromkeys(name for record in records for name in record or {})
         plan = source.planner(list(names))
         joined = [all(field in JOINED_FIELDS for field, name in plan.pairs if name == column) for column in plan.inputs]
 
@@ -349,6 +373,9 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                 record = _parse(line)
                 if record is None:
                     yield number, Malformed(NOT_AN_OBJECT, shorten(line))
+                    continue
+                if isinstance(record, _Ambiguous) and not record.twice.isdisjoint(plan.inputs):
+                    yield number, Malformed(KEY_TWICE, shorten(line))
                     continue
                 if late := [name for name in record if name not in names]:
                     names.update(dict.fromkeys(late))
@@ -398,10 +425,26 @@ def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:
             source.blank += 1
 
 
+class _Ambiguous(dict[str, Any]):
+    """An object with keys that it has more than once."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.twice = {key for key, count in Counter(key for key, _ in pairs).items() if count > 1}
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    return record if len(record) == len(pairs) else _Ambiguous(pairs)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The object on a line. Bytes that are not UTF-8 survive as surrogates and are judged later, per field."""
     try:
-        record = json.loads(line.decode("utf-8", "surrogateescape"))
+        record = _DECODER.decode(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

@@ -251,7 +251,7 @@ def match_columns(
                 named.append(f"{setting(field)} {shlex.quote(guess or 'COLUMN')}")
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
-            expected="columns among " + ", ".join(available),
+            expected="columns among " + ", ".join(name if name.isprintable() else repr(name) for name in available),
             next_command="; ".join([*filter(None, [" ".join(named)]), *lists]),
         )
     return ColumnPlan(tuple(pairs))

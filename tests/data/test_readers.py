@@ -16,7 +16,7 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.data.config import ColumnMapping, DataConfig
 from pipeline.data.csv_records import WRONG_FIELDS
-from pipeline.data.readers import NOT_AN_OBJECT, read_file, suffix_format
+from pipeline.data.readers import KEY_TWICE, NOT_AN_OBJECT, read_file, suffix_format
 from pipeline.data.rows import RawBatch, batch_rows, cut_chunks, plan_columns
 from pipeline.data.validate import EMPTY_TITLE, RowRules, clean
 from pipeline.io.storage import open_storage
@@ -206,12 +206,22 @@ def test_what_is_there_in_place_of_a_file_is_named(tmp_path: Path, name: str, wo
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", None, "is a Parquet or Arrow file"),
-        ("a.jsonl", None, "is a Parquet or Arrow file"),
+        ("a.csv", None, "is a Parquet file"),
+        ("a.jsonl", None, "is a Parquet file"),
         ("a.parquet", gzip.compress(ROWS, mtime=0), "is compressed with gzip"),
         ("a.parquet", b"PAR1" + bytes(100), "is cut short"),
         ("a.parquet", ROWS, "cannot be read as parquet"),
-        ("a.csv", ROWS.decode().encode("utf-16-le"), "begins with zero bytes"),
+        ("a.csv", ROWS.decode().encode("utf-16-le"), "is UTF-16LE by its zero bytes"),
+        ("a.csv", ROWS.decode().encode("utf-16-be"), "is UTF-16BE by its zero bytes"),
+        ("a.csv", bytes(99), "is no text"),
+        ("a.csv", b"ORC\x08\x03", "is an ORC file"),
+        ("a.csv", b"\xff\xff\xff\xff\x50\x01\0\0", "is an Arrow file"),
+        ("a.csv", b"\xd0\xcf\x11\xe0\xa1", "is an old Excel file"),
+        ("a.csv", b'{"query": "q", "title": "t"}\n', "is JSON"),
+        ("a.jsonl", ROWS, "has no JSON object in its first 2 lines; the first is 'query,title,label'"),
+        ("a.jsonl", b"{'query': 'q'},\n{'query': 'r'}\n", "is JSON, an object of several lines"),
+        ("a.json", b'{"query": "q",\n "title": "t"}\n', "is JSON, an object of several lines"),
+        ("a.json", b'{"query": "q"}{"query": "r"}\n', "is JSON, .* several in one line"),
         ("a.jsonl", b'\n[\n{"query": "q", "title": "t", "label": "x"}\n]\n', "is JSON, an array"),
         ("a.json", b'{\n  "query": "q",\n  "title": "t"\n}\n', "is JSON, an object of several lines"),
         ("a.json", b'[{"query": "q", "title": "t", "label": "x"}]', "is JSON, an array"),
@@ -226,6 +236,23 @@ def test_content_of_another_kind_is_one_clear_error(
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=f"{name}.* {words}"):
         read(tmp_path / name, DataConfig())
+
+
+@pytest.mark.unit
+def test_what_looks_like_other_content_is_text_all_the_same(tmp_path: Path) -> None:
+    """A column of that name, and a zero byte below the header."""
+    (tmp_path / "a.csv").write_bytes(b"ORC,query,title,label,FEA1\n1,q\0,t,x,2\n")
+    assert column(read(tmp_path / "a.csv", DataConfig()), "query") == ["q\0"]
+
+
+@pytest.mark.unit
+def test_a_key_that_occurs_twice_makes_a_bad_row_only_if_it_is_read(tmp_path: Path) -> None:
+    lines = ['{"query": "q", "title": "t", "label": "x"}', '{"query": "a", "query": "b", "title": "t", "label": "x"}']
+    lines += ['{"query": "r", "title": "t", "label": "x", "note": 1, "note": 2}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    batches = read(tmp_path / "a.jsonl", DataConfig())
+    assert column(batches, "query") == ["q", "r"]
+    assert [(row.line, row.reason) for batch in batches for row in batch.bad] == [(2, KEY_TWICE)]
 
 
 @pytest.mark.unit

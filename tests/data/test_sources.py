@@ -115,6 +115,35 @@ def test_a_file_of_unknown_suffix_is_refused_not_left_out(folder: Path, name: st
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"PAR1" + bytes(9), "--data.format parquet"),
+        (b'\n{"query": "q"}\n', "--data.format jsonl"),
+        (CSV.encode(), "--data.format csv"),
+        (b"Obj\x01avro", "is an Avro file"),
+        (b"ORC\n\x05\x0a", "is an ORC file"),
+        (b"ARROW1\0\0", "is an Arrow file"),
+        (b"PK\x03\x04", "is a zip archive"),
+    ],
+)
+def test_the_content_of_a_file_without_a_suffix_says_the_format_to_give(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    (tmp_path / "part-0").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        partitions_of(tmp_path)
+    assert words in str(caught.value)
+
+
+@pytest.mark.unit
+def test_hidden_files_alone_are_said_to_be_hidden(tmp_path: Path) -> None:
+    write_files(tmp_path, "_a.csv")
+    with pytest.raises(DataError, match=r"names that begin with _ or \. are hidden"):
+        partitions_of(tmp_path)
+
+
+@pytest.mark.unit
 def test_the_format_offered_is_that_of_the_other_files(folder: Path) -> None:
     write_files(folder, "c.jsonl", "d.jsonl", "e.JSON", "part-0")
     with pytest.raises(DataError) as caught:
@@ -180,6 +209,10 @@ def test_a_link_is_a_file_and_a_broken_one_is_refused(folder: Path) -> None:
     (folder / "deeper" / "d.csv").symlink_to(folder / "nowhere.csv")
     with pytest.raises(DataError, match=r"lead to no file: deeper/d\.csv"):
         partitions_of(folder)
+    (folder / "deeper" / "d.csv").unlink()
+    os.mkfifo(folder / "pipe.csv")
+    with pytest.raises(DataError, match=r"lead to no file: pipe\.csv"):
+        partitions_of(folder)
 
 
 @pytest.mark.unit
@@ -217,6 +250,12 @@ def test_days_are_found_at_any_level(tmp_path: Path, above: str, below: str) -> 
         ("dt=2026-11", "dt=YYYY-MM-DD"),
         ("dt=__HIVE_DEFAULT_PARTITION__", "dt=YYYY-MM-DD"),
         ("year=2026", "dt=YYYY-MM-DD"),
+        ("snapshot-2026-11-19", "dt=YYYY-MM-DD"),
+        ("load_20261119", "dt=YYYY-MM-DD"),
+        ("19-11-2026", "dt=YYYY-MM-DD"),
+        ("day_11.19.2026", "dt=YYYY-MM-DD"),
+        ("2026-W47", "dt=YYYY-MM-DD"),
+        ("week=47", "dt=YYYY-MM-DD"),
     ],
 )
 def test_a_day_by_another_name_is_refused(tmp_path: Path, folders: str, renamed: str) -> None:
@@ -230,7 +269,21 @@ def test_a_day_by_another_name_is_refused(tmp_path: Path, folders: str, renamed:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("folders", ["v2", "part=1", "2026", "model-2026-large", "shop=1234567", "99/99", "12/19"])
+@pytest.mark.parametrize(
+    "folders",
+    [
+        "v2",
+        "part=1",
+        "2026",
+        "model-2026-large",
+        "shop=1234567",
+        "99/99",
+        "12/19",
+        "v1.2.2026.3",
+        "id-120261119",
+        "q1-2026",
+    ],
+)
 def test_other_folders_are_no_days(tmp_path: Path, folders: str) -> None:
     write_files(tmp_path, f"{folders}/a.csv")
     assert partitions_of(tmp_path) == {"flat": [f"{folders}/a.csv"]}
@@ -250,6 +303,8 @@ def test_one_file_is_of_one_day(tmp_path: Path) -> None:
         (["dt=2026-11-19/a.csv"], "dt=2026-11-19", "names one day"),
         (["_delta_log/0.json", "a.parquet"], "", "is a Delta or Hudi table"),
         ([".hoodie/hoodie.properties", "a.parquet"], "", "is a Delta or Hudi table"),
+        (["2026-11-19.csv", "2026-11-20.csv"], "", "have a date in their names"),
+        (["dt=2026-11-19.csv", "dt=2026-11-20.csv"], "", "have a date in their names"),
     ],
 )
 def test_an_input_that_is_nearly_something_else_is_a_warning(
@@ -293,5 +348,14 @@ def test_keys_with_empty_parts_are_read(tmp_path: Path, monkeypatch: pytest.Monk
             with pytest.raises(DataError, match="empty part"):
                 find_files(path, StopSignal())
         server.client.put_object(Bucket="sources", Key="days/dt=2026-11-22/", Body=CSV.encode())
-        with pytest.raises(DataError, match=r"have no suffix .*: dt=2026-11-22/"):
-            open_source(config, scratch=tmp_path, stop=StopSignal())
+        for format_name in ("auto", "csv"):
+            with pytest.raises(DataError, match="end with '/' and hold bytes, such as 'dt=2026-11-22/'"):
+                open_source(config.model_copy(update={"format": format_name}), scratch=tmp_path, stop=StopSignal())
+        server.client.put_object(Bucket="sources", Key="one.csv", Body=b"")  # the marker of a folder
+        server.client.put_object(Bucket="sources", Key="one.csv/a.csv", Body=CSV.encode())
+        assert [stat.key for stat in find_files("s3://sources/one.csv", StopSignal()).stats] == ["a.csv"]
+        server.client.put_object(Bucket="sources", Key="one.csv", Body=CSV.encode())
+        with pytest.raises(DataError, match="is a file, and there are files below it too") as caught:
+            find_files("s3://sources/one.csv", StopSignal())
+        path = caught.value.next_command.split()[1]
+        assert [stat.key for stat in find_files(path, StopSignal()).stats] == ["a.csv"]
