@@ -123,6 +123,14 @@ def test_a_verdict_of_other_content_does_not_carry(workspace: Storage, make: Mak
     assert production(workspace) is None
 
 
+def test_a_decision_that_judged_nothing_carries_only_by_force(workspace: Storage, make: Make) -> None:
+    place = make("a")
+    with pytest.raises(GateRefused, match="the verdict is of content"):
+        put(workspace, place, digest="")
+    assert production(workspace) is None
+    assert put(workspace, place, digest="", forced="no verdict is stored").action == "forced"
+
+
 def damage(workspace: Storage, key: str, how: str) -> None:
     data = bytearray(workspace.read_bytes(key))
     if how == "remove":
@@ -219,6 +227,21 @@ def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
     with pytest.raises(ConfigError, match="storage key"):
         back(workspace, "checkpoints/../a")
     assert consistent(workspace).pointer == rolled
+
+
+@pytest.mark.parametrize(("generation", "ndcg"), [(1, 0.1), (3, 0.2), (None, 0.2)])
+def test_rolling_back_to_one_of_the_times_that_it_was_in_production(
+    workspace: Storage, make: Make, generation: int | None, ndcg: float
+) -> None:
+    put(workspace, make("a"), figures={"ndcg": 0.1})
+    second = put(workspace, make("b"))
+    put(workspace, prefix("a"), figures={"ndcg": 0.2})
+    put(workspace, make("c"))
+    with pytest.raises(ConfigError, match="was never in production"):
+        roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=2)
+    rolled = roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=generation)
+    assert rolled.figures == {"ndcg": ndcg}
+    assert rolled.previous == (None if generation == 1 else second.production)
 
 
 def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make: Make) -> None:
