@@ -178,11 +178,10 @@ def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, auth
 def rolled_back_digests(entries: Iterable[Entry]) -> frozenset[str]:
     """Digests that production was rolled back from and that were not put there again since."""
     gone: set[str] = set()
-    for entry in entries:
-        if entry.action == "rolled_back" and entry.replaced is not None:
-            gone.add(entry.replaced.digest)
-        if isinstance(entry, Pointer):
-            gone.discard(entry.digest)
+    for change in changes_of(entries):
+        if change.action == "rolled_back" and change.replaced is not None:
+            gone.add(change.replaced.digest)
+        gone.discard(change.digest)
     return frozenset(gone)
 
 

@@ -94,6 +94,7 @@ def test_a_refusal_is_on_record_and_production_stays(workspace: Storage, make: M
     assert told.actions == [("promoted", prefix("a")), ("refused", prefix("b"))], "told twice, recorded once"
     refused = told.history[-1]
     assert refused.figures == {"ndcg": None, "accuracy": 0.5}
+    assert refused.reasons == changes.get("reasons", ("the gate did not let it through",))
     assert refused.replaced == first.production and refused.generation == 1
 
 
@@ -259,8 +260,9 @@ def test_what_was_rolled_back_from_returns_only_by_force(workspace: Storage, mak
     put(workspace, make("a"))
     put(workspace, make("b"))
     back(workspace)
-    with pytest.raises(GateRefused, match="rolled back from it") as caught:
-        put(workspace, prefix("b"))
+    for _ in range(2):  # being refused is not being put there again
+        with pytest.raises(GateRefused, match="rolled back from it") as caught:
+            put(workspace, prefix("b"))
     assert caught.value.next_command == f"trnpipe registry promote {prefix('b')} --force REASON"
     assert put(workspace, prefix("b"), forced="it was not the model").action == "forced"
     put(workspace, make("c"))
