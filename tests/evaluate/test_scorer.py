@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
+from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.evaluate.holdout import HoldoutOrder, choose_rows
@@ -91,11 +92,13 @@ def test_ranks_share_the_work(rows: TokenRows, order: HoldoutOrder, tmp_path: Pa
     found = on_ranks(world_size, lambda gang: run(rows, order, tmp_path, gang))
     check(found[0], rows)
     assert not any(found[1:]), "only rank 0 keeps the scores"
+    store = parts_in(tmp_path)
+    assert not list(store.storage.list(store.prefix)), "it took no time worth saving"
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 2)])
 def test_stopped_anywhere_it_goes_on_with_other_ranks(
-    rows: TokenRows, order: HoldoutOrder, tmp_path: Path, before: int, after: int
+    rows: TokenRows, order: HoldoutOrder, tmp_path: Path, before: int, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, calls = StopSignal(), count(1)
 
@@ -114,7 +117,10 @@ def test_stopped_anywhere_it_goes_on_with_other_ranks(
         scored.append(len(batch["query"]))
         return score(batch)
 
+    loads, load = count(), PartStore.load
+    monkeypatch.setattr(PartStore, "load", lambda self: (next(loads), load(self))[1])
     check(on_ranks(after, lambda gang: run(rows, order, tmp_path, gang, scoring=counting))[0], rows)
+    assert next(loads) == 1, "the first rank alone reads them"
     assert sum(scored) < order.total + 12 * after, "what was saved is not scored again"
 
 
@@ -123,7 +129,7 @@ def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Pat
     store = parts_in(tmp_path)
     assert len(store.storage.list_dirs(f"{store.prefix}/")) > 2
     place, found = store.load()
-    assert place == sum(len(part["sample_id"]) for part in found)
+    assert place == sum(len(part["sample_id"]) for part in found) < order.total, "the last rows are in the scores"
 
     def never(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         assert len(batch["query"]) == 4
@@ -138,7 +144,7 @@ def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Pat
     assert not list(store.storage.list(store.prefix))
 
 
-@pytest.mark.parametrize("damage", ["flip", "remove", "hole"])
+@pytest.mark.parametrize("damage", ["flip", "remove", "hole", "not committed"])
 def test_a_damaged_part_is_computed_again(rows: TokenRows, order: HoldoutOrder, tmp_path: Path, damage: str) -> None:
     run(rows, order, tmp_path, save_every_s=5.0)
     store, told = parts_in(tmp_path), list[str]()
@@ -152,10 +158,12 @@ def test_a_damaged_part_is_computed_again(rows: TokenRows, order: HoldoutOrder, 
         file.write_bytes(data)
     elif damage == "remove":
         file.unlink()
+    elif damage == "not committed":
+        (folder / MANIFEST_NAME).unlink()
     else:
         store.storage.delete_prefix(f"{store.prefix}/{names[1]}/")
     check(run(rows, order, tmp_path, told=told), rows)
-    assert len(told) == (damage != "hole")
+    assert len(told) == (damage in ("flip", "remove"))
 
 
 def test_a_loader_that_loses_batches_is_noticed(rows: TokenRows, order: HoldoutOrder, tmp_path: Path) -> None:
