@@ -361,7 +361,7 @@ def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     _, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
     asked, rows = np.unique(joined["query_id"], return_index=True)
     query, product = joined["query"][rows], joined["product"][first]
-    if not (gain > 0).any() or not (np.isfinite(query).all() and np.isfinite(product).all()):
+    if not (np.isfinite(query).all() and np.isfinite(product).all()):
         return None
     query, product = (
         side / np.maximum(np.linalg.norm(side, axis=1, keepdims=True), 1e-12) for side in (query, product)
