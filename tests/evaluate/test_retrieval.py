@@ -292,6 +292,8 @@ def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokeniz
     assert not isinstance(task.tuning, str)
     assert task.tuning.texts == ["shoe red"] and task.tuning.ids.tolist() == [hash63("c3")], "c1 is judged"
     assert task.tuning.judged.item_id.tolist() == [2]
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 0)
+    assert task.tuning == "evaluate.baselines.valid_queries is 0"
     config = OFFERS.model_copy(update={"valid_queries": {"split": "none"}})
     task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert task.tuning == "the valid split has no query with a relevant item"
