@@ -12,7 +12,7 @@ import urllib3.exceptions
 from botocore import exceptions as boto
 from botocore.config import Config
 
-from pipeline.core.errors import ConfigError, TransientError, TrnpipeError
+from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy, call_with_retry
 from pipeline.io.storage import key_not_found
@@ -118,6 +118,12 @@ def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
             f"{uri}: no usable AWS credentials ({name})",
             expected="a job role, an instance role, a profile or AWS_ACCESS_KEY_ID with its secret",
             next_command="aws sts get-caller-identity",
+        )
+    if code == "InvalidObjectState":
+        return DataError(
+            f"{uri} is archived: its storage class is read only after a restore ({name})",
+            expected="an object that can be read at once",
+            next_command="aws s3api restore-object, and the same command when it is there; or move it elsewhere",
         )
     if status == 403 or code == "AccessDenied":
         return ConfigError(

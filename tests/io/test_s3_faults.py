@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import botocore.config
 import pytest
+from botocore.exceptions import ClientError
 
-from pipeline.core.errors import ConfigError, Preempted, TransientError
+from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.s3 import S3Storage, TransferSettings
-from pipeline.io.s3_client import S3Client
+from pipeline.io.s3_client import S3Client, translate
 from pipeline.io.storage import Storage, open_storage
 from tests.counted import counted
 from tests.io.conftest import BUCKET, FAST, Fault, Proxy
@@ -214,6 +215,12 @@ def test_an_object_replaced_during_its_download(
     with pytest.raises(TransientError, match="was replaced"):
         parted.download("big", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_an_archived_object_is_no_matter_of_rights() -> None:
+    answer = {"Error": {"Code": "InvalidObjectState"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+    error = translate(ClientError(answer, "GetObject"), "reading", "s3://b/k")
+    assert isinstance(error, DataError) and "restore-object" in str(error.next_command)
 
 
 def test_a_key_that_cannot_be_deleted(s3: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
