@@ -348,7 +348,7 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
         first = head[0][1].strip()
         records = [_parse(line) for _, line in head]
         if first.startswith(b"[") or not any(record is not None for record in records):
-            if not first.startswith((b"[", b"{")):
+            if not re.match(rb'\[|\{\s*("|$)', first):
                 raise DataError(
                     f"{uri} has no JSON object in its first {len(head)} lines; the first is {shorten(first[:100])!r}",
                     expected="JSON lines: one object a line",
@@ -359,10 +359,11 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                 if first.startswith(b"[")
                 else ("an object of several lines, or several in one line", ".")
             )
+            command = "sed 's/,\\s*$//'" if first.endswith(b"},") else f"jq -c '{program}'"
             raise DataError(
                 f"{uri} is JSON, {seen}",
                 expected="JSON lines: one object a line, without brackets or commas around them",
-                next_command=f"jq -c '{program}' FILE > rows.jsonl, and read that file",
+                next_command=f"{command} FILE > rows.jsonl, and read that file",
             )
         names = dict.fromkeys(name for record in records for name in record or {})
         plan = source.planner(list(names))
