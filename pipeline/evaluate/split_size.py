@@ -82,6 +82,8 @@ def verdict_advice(
         return ""
     check, needed, queries = max(few, key=lambda one: one[1] / max(1, one[2]))
     remedy = MIN_QUERIES if check.kind != "delta" or check.low is None else "allow a larger drop (--gate.drops)"
+    if check.kind == "comparison":
+        remedy += ", or promote it unjudged (--gate.first-without-comparison)"
     if rows < rows_in_split:
         return f"evaluate.max_rows takes {rows:,} of {rows_in_split:,} rows of split {split}: raise it; or {remedy}"
     if not all_partitions:

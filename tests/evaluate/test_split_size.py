@@ -102,8 +102,9 @@ def test_a_later_model_is_told_that_production_has_seen_the_queries() -> None:
 def test_a_difference_that_was_too_small_to_show_asks_for_a_larger_drop_not_fewer_queries() -> None:
     said = advice(check(13, 5000, low=-0.1, high=0.1))
     assert "--gate.drops" in said and "--gate.min-queries" not in said
-    assert "--gate.min-queries" in advice(check(13, 50, kind="floor", low=None))
-    assert "--gate.min-queries" in advice(check(13, 50, kind="comparison", metric=""))
+    floor, first = (advice(check(13, 50, kind=kind, metric="", low=None)) for kind in ("floor", "comparison"))
+    assert "--gate.min-queries" in floor and "--gate.first-without-comparison" not in floor
+    assert "--gate.min-queries" in first and "--gate.first-without-comparison" in first
 
 
 def test_what_the_settings_left_out_is_named_first() -> None:
