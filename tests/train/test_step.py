@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -407,6 +408,25 @@ def test_a_memory_changes_the_loss_from_the_second_step_on_and_is_restored_bit_b
     other = make_program(CpuBackend(), REMEMBERING.model_copy(update={"seed": 99}))
     other.restore(weights, optimizer)
     check_alike(program, other, steps[2:])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2], ids=["one pass", "two passes"])
+def test_a_memory_is_an_output_of_the_graph_that_makes_it(rows: TokenRows, accumulation: int) -> None:
+    class Noting(CpuBackend):
+        def step_boundary(self, tensors: Sequence[Tensor]) -> None:
+            cuts.append(list(tensors))
+            super().step_boundary(tensors)
+
+    def makes_it(cut: list[Tensor]) -> bool:
+        assert all(isinstance(one, Tensor) for one in cut)
+        return program._memory is not None and {id(one) for one in program._memory} <= {id(one) for one in cut}
+
+    cuts: list[list[Tensor]] = []
+    program = make_program(Noting(), REMEMBERING, accumulation=accumulation)
+    assert [makes_it(cut) for cut in cuts] == [True]
+    cuts.clear()
+    step(program, batches_of(rows, 1, accumulation)[0], control(1))
+    assert sum(makes_it(cut) for cut in cuts) == 1
 
 
 def test_a_run_without_a_memory_does_not_go_on_from_one_that_has_it(rows: TokenRows) -> None:
