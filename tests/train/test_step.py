@@ -222,6 +222,7 @@ FIRST, NEXT = "first_micro_step", "micro_step"
         ("split", 1, 1, 0.1, 1, CpuBackend, [FIRST, "update"]),
         ("fused", 1, 1, 0.1, 1, CpuBackend, ["step"]),
         ("fused", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
+        ("split", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
         ("split", 4, 1, 0.0, 1, CpuBackend, [FIRST, NEXT, NEXT, NEXT, "update"]),
         ("fused", 4, 2, 0.0, 1, CpuBackend, [FIRST, "step"]),
         ("split", 3, 2, 0.0, 1, CpuBackend, [FIRST, NEXT, "update"]),
@@ -410,8 +411,8 @@ def test_a_memory_changes_the_loss_from_the_second_step_on_and_is_restored_bit_b
     check_alike(program, other, steps[2:])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2], ids=["one pass", "two passes"])
-def test_a_memory_is_an_output_of_the_graph_that_makes_it(rows: TokenRows, accumulation: int) -> None:
+@pytest.mark.parametrize(("boundary", "accumulation"), [("split", 1), ("fused", 1), ("split", 2), ("fused", 2)])
+def test_a_memory_is_an_output_of_the_graph_that_makes_it(rows: TokenRows, boundary: str, accumulation: int) -> None:
     class Noting(CpuBackend):
         def step_boundary(self, tensors: Sequence[Tensor]) -> None:
             cuts.append(list(tensors))
@@ -422,7 +423,8 @@ def test_a_memory_is_an_output_of_the_graph_that_makes_it(rows: TokenRows, accum
         return program._memory is not None and {id(one) for one in program._memory} <= {id(one) for one in cut}
 
     cuts: list[list[Tensor]] = []
-    program = make_program(Noting(), REMEMBERING, accumulation=accumulation)
+    config = REMEMBERING.model_copy(update={"step_boundary": boundary})
+    program = make_program(Noting(), config, accumulation=accumulation)
     assert [makes_it(cut) for cut in cuts] == [True]
     cuts.clear()
     step(program, batches_of(rows, 1, accumulation)[0], control(1))
