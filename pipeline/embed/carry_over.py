@@ -1,7 +1,7 @@
 """Vectors of an earlier cycle: which cycle, where its rows lie by the hashes of id and text, and taking them over."""
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,21 @@ from pydantic import Field, JsonValue
 from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import natural_key
+from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.embed.vectors import KIND, Stored, VectorLayout, VectorSet, open_vectors
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest
+from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Storage, os_errors
 
 MAX_CYCLES = 20
-"""Finished cycles that are looked at, the last by name: most are named by their time or number."""
+"""Finished cycles on S3 whose manifest is read: so many of the last by name, and of those that were finished last."""
+
+
+NUM_STAT_THREADS = 16
 
 
 class EarlierCycle(Record):
@@ -49,7 +54,7 @@ def find_earlier(
     """
     sets: list[VectorSet] = []
     others = sorted((name for name in workspace.list_dirs("embeddings") if name != cycle), key=natural_key)
-    for name in others[-MAX_CYCLES:]:
+    for name in _latest(workspace, others):
         try:
             manifest = read_manifest(workspace, f"embeddings/{name}")
             if manifest is not None and manifest.kind == KIND:
@@ -73,6 +78,21 @@ def find_earlier(
         for one in (sets[-1] if sets else None, chosen)
     )
     return Earlier(previous, carry_from, sets[-1].info.generation if sets else 0)
+
+
+def _latest(workspace: Storage, cycles: Sequence[str]) -> Iterable[str]:
+    """Return the cycles that may hold the newest vectors, whatever they are called; on a disk all of them."""
+    if len(cycles) <= MAX_CYCLES or workspace.local_path("") is not None:
+        return cycles
+    stats = run_parallel(
+        lambda name: workspace.stat(f"embeddings/{name}/{MANIFEST_NAME}"),
+        cycles,
+        num_threads=NUM_STAT_THREADS,
+        stop=workspace.stop,
+        doing="looking for earlier vectors",
+    )
+    ages = [(stat.age_s, name) for stat, name in zip(stats, cycles, strict=True) if stat and stat.age_s is not None]
+    return {*cycles[-MAX_CYCLES:], *(name for _, name in sorted(ages)[:MAX_CYCLES])}
 
 
 def _difference(one: VectorSet, made_by: Mapping[str, JsonValue], layout: VectorLayout) -> str:

@@ -50,14 +50,14 @@ def promote(
         which = f"--cycle {candidate.state.cycle}"
         if candidate.state.origin is not None:  # the name of an import is no cycle, and has no data
             which = f"--evaluate.candidate {prefix}"
+        wanted = "a passing verdict of this very checkpoint against the one in production"
         again = f"trnpipe evaluate {which}; or, to overrule the gate on record, "
-        is_rolled_back = refusal == _ROLLED_BACK
+        if refusal == _ROLLED_BACK:
+            wanted, again = "a model that was not rolled back from, or a reason to put it there again", ""
         raise GateRefused(
             f"{workspace.uri(prefix)} is not promoted: {'; '.join(refusal)}",
-            expected="a model that was not rolled back from, or a reason to put it there again"
-            if is_rolled_back
-            else "a passing verdict of this very checkpoint against the one in production",
-            next_command=("" if is_rolled_back else again) + f"trnpipe registry promote {prefix} --force REASON",
+            expected=wanted,
+            next_command=f"{again}trnpipe registry promote {prefix} --force REASON",
         )
     forced = one_line(decision.forced)
     entry = Pointer(
@@ -178,11 +178,10 @@ def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, auth
 def rolled_back_digests(entries: Iterable[Entry]) -> frozenset[str]:
     """Digests that production was rolled back from and that were not put there again since."""
     gone: set[str] = set()
-    for entry in entries:
-        if entry.action == "rolled_back" and entry.replaced is not None:
-            gone.add(entry.replaced.digest)
-        if isinstance(entry, Pointer):
-            gone.discard(entry.digest)
+    for change in changes_of(entries):
+        if change.action == "rolled_back" and change.replaced is not None:
+            gone.add(change.replaced.digest)
+        gone.discard(change.digest)
     return frozenset(gone)
 
 

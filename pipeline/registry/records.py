@@ -314,8 +314,7 @@ def read_history(workspace: Storage, model: str) -> tuple[Entry, ...]:
     """Every entry, the pointer's own included. Raises DataError for a damaged log, CheckpointError for the pointer."""
     found = read_pointer(workspace, model)  # first: whatever came before this pointer is in the log by now
     _, log = _read_log(workspace, history_key(model))
-    missing = found is not None and found[0].id not in {entry.id for entry in log}
-    return (*log, found[0]) if found is not None and missing else log
+    return log if found is None or found[0].id in {entry.id for entry in log} else (*log, found[0])
 
 
 def append(workspace: Storage, model: str, *entries: Entry | None) -> tuple[Entry, ...]:

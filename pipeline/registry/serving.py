@@ -188,24 +188,30 @@ def roll_back_model(
     """Put an earlier production checkpoint back (promote.roll_back), and serve it with its vectors: both or neither.
 
     Where nothing is served production moves alone, and so it does `without_vectors`: what is served stays a pair.
-    serving.json moves first: killed between the two, the same command ends what it began.
+    serving.json moves first: killed between the two, the same command ends what it began, and the name of the
+    checkpoint that is still in production takes it back.
     Raises ConfigError when no vectors of that checkpoint were ever served.
     """
     served = read_pair(workspace, model)
-    *_, target = rollback_target(workspace, model, to, reason=reason)
-    if target is None or served is None or without_vectors:
+    current, *_, target = rollback_target(workspace, model, to, reason=reason)
+    if served is None or without_vectors:
         return roll_back(workspace, model, to, reason=reason, author=author)
-    pairs = past_pairs(workspace, model)
-    usable = [pair for pair in pairs if pair.digest == target.digest and _has_vectors(workspace, pair)]
+    if target is None and served[0].production_follows != current.generation:
+        return current
+    pairs, wanted = past_pairs(workspace, model), target or current.production
+    usable = [pair for pair in pairs if pair.digest == wanted.digest and _has_vectors(workspace, pair)]
     gone = _rolled_back_vectors(pairs)
     usable = [pair for pair in usable if pair.vectors.digest not in gone] or usable
     if not usable:
         raise ConfigError(
-            f"no vectors made with {target.checkpoint} are here that were served",
+            f"no vectors made with {wanted.checkpoint} are here that were served",
             expected="a pair in the history of serving.json: model and vectors move together, or not at all",
             next_command="trnpipe registry rollback --without-vectors --reason TEXT; then embed and verify in a new"
             " cycle",
         )
+    if target is None:
+        _put(workspace, usable[-1], served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
+        return current
     return _roll_both(workspace, usable[-1], served, target, reason, author)
 
 

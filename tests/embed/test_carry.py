@@ -1,5 +1,7 @@
 """Cycle after cycle: what is unchanged is taken over bit by bit, what is gone is gone."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from pipeline.embed import carry_over
 from pipeline.embed.carry_over import find_earlier
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.plan import asked_for, made_with
-from pipeline.embed.vectors import VectorLayout
+from pipeline.embed.vectors import VectorLayout, open_vectors
+from pipeline.io.storage import ObjectStat, Storage
 from pipeline.model.config import ModelConfig
 from tests.embed.catalogues import Case, expected_vector, products, rows_of, title, write_catalogue
 from tests.fields import check_named, without_effect
@@ -209,13 +212,69 @@ def test_the_newest_vectors_have_the_highest_generation_whatever_their_cycle_is_
     assert plan.previous.cycle == plan.carry_from.cycle == names[1]
 
 
-def test_the_newest_vectors_are_found_among_many_cycles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As cycle-100 stands before cycle-99 where names are sorted as text."""
+class OnS3:
+    """A disk that is asked as S3 is: it says how long ago an object was written, and has no paths."""
+
+    def __init__(self, storage: Storage, finished: Sequence[str]) -> None:
+        self._storage, self._finished, self.read = storage, finished, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def local_path(self, key: str) -> None:
+        return None
+
+    def stat(self, key: str) -> ObjectStat | None:
+        found = self._storage.stat(key)
+        return found and replace(found, age_s=100.0 - self._finished.index(key.split("/")[1]))
+
+    def read_bytes(self, key: str) -> bytes:
+        self.read.append(key.split("/")[1])
+        return self._storage.read_bytes(key)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["cycle-98", "cycle-99", "cycle-100", "cycle-101"],  # cycle-100 stands before cycle-99 where texts are sorted
+        ["weekly-7", "weekly-8", "2026-01-01", "2026-01-02", "2026-01-03"],  # they were called otherwise before
+        ["b", "a"],
+    ],
+)
+@pytest.mark.parametrize("on_s3", [False, True])
+def test_the_newest_vectors_are_found_among_many_cycles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], on_s3: bool
+) -> None:
     monkeypatch.setattr(carry_over, "MAX_CYCLES", 2)
     case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(4))])
-    for number in (98, 99, 100, 101):
-        assert case.embed(catalogue, f"cycle-{number}").info.generation == number - 97
-    assert case.plan(catalogue, "cycle-102").carry_from.cycle == "cycle-101"  # type: ignore[union-attr]
+    for number, name in enumerate(names, 1):
+        vectors = case.embed(catalogue, name)
+        assert vectors.info.generation == number
+    (tmp_path / "workspace" / "embeddings" / "never-finished").mkdir()
+    storage: Any = OnS3(case.workspace, names) if on_s3 else case.workspace
+    found = find_earlier(storage, "next", "auto", vectors.info.made_by, vectors.layout)
+    assert found.generation == len(names)
+    assert found.previous is not None and found.carry_from == found.previous
+    assert found.previous.cycle == names[-1]
+    assert not on_s3 or len(storage.read) <= 4, "two of each order"
+
+
+def test_what_is_no_earlier_vectors_is_passed_over(tmp_path: Path) -> None:
+    """The cycle's own, an unfinished folder, one of another kind and one of another version."""
+    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(4))])
+    vectors = case.embed(catalogue, "c1")
+    other_kind = vectors.manifest.model_copy(update={"kind": "tokens"})
+    other_version = vectors.manifest.model_copy(update={"fields": {"rows": 4}})
+    for name, manifest in (("c2", other_kind), ("c3", other_version)):
+        case.workspace.write_bytes(f"embeddings/{name}/MANIFEST.json", manifest.to_json())
+    case.workspace.write_bytes("embeddings/c4/part-00000.parquet", b"half")
+    own = find_earlier(case.workspace, "c1", "auto", vectors.info.made_by, vectors.layout)
+    assert (own.previous, own.carry_from, own.generation) == (None, None, 0)
+    later = find_earlier(case.workspace, "c5", "auto", vectors.info.made_by, vectors.layout)
+    assert later.previous is not None and (later.previous.cycle, later.generation) == ("c1", 1)
+    for name in ("c2", "c4"):
+        with pytest.raises(DataError, match="holds no finished vectors"):
+            open_vectors(case.workspace, name)
 
 
 def test_of_vectors_planned_at_the_same_time_the_later_cycle_counts(tmp_path: Path) -> None:

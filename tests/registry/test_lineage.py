@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.store import STATE, WEIGHTS, Best, Origin, Parent
+from pipeline.checkpoint.store import STATE, WEIGHTS, Best, Origin, Parent, PublishedWeights
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, read_checkpoint
@@ -62,7 +62,7 @@ def test_a_partition_that_was_delivered_again_is_new(workspace: Storage, make: M
 def test_metrics_from_wherever_they_are_known(workspace: Storage, make: Make) -> None:
     place = make("c1", 5, best=Best(step=5, metric="ndcg", value=0.25))
     assert lineage(workspace, place)[0].figures == {"valid_ndcg": 0.25}
-    figures = {"step": 5, "late": False, "test_accuracy": 0.5, "valid_ndcg": 0.3}
+    figures = {"step": 5, "valid_late": False, "test_loss": float("nan"), "test_accuracy": 0.5, "valid_ndcg": 0.3}
     result = {"outputs": {"checkpoint": place}, "figures": figures}
     workspace.write_bytes("cycles/c1/train/result.json", json.dumps(result).encode())
     assert lineage(workspace, place)[0].figures == {"valid_ndcg": 0.3, "test_accuracy": 0.5}
@@ -78,8 +78,10 @@ def test_metrics_from_wherever_they_are_known(workspace: Storage, make: Make) ->
         code_version="v",
         at=datetime.now(UTC),
     )
-    store_verdict(workspace, verdict)
-    assert lineage(workspace, place)[0].figures == {"valid_ndcg": 0.3, "test_accuracy": 0.5, "mrr": 0.75}
+    other = Place(checkpoint=prefix("c1", 4), digest="0" * 64)
+    for candidate, more in ((other, {}), (verdict.candidate, {"mrr": 0.75})):
+        store_verdict(workspace, verdict.model_copy(update={"candidate": candidate}))
+        assert lineage(workspace, place)[0].figures == {"valid_ndcg": 0.3, "test_accuracy": 0.5} | more
     workspace.write_bytes(verdict_key("c1"), b"{}")
     workspace.write_bytes("cycles/c1/train/result.json", b'{"outputs": 3}')
     assert lineage(workspace, place)[0].figures == {"valid_ndcg": 0.25}
@@ -97,6 +99,15 @@ def test_a_root_that_was_imported_tells_from_where(workspace: Storage, make: Mak
     child = make("c1", **child_of(workspace, make("imported", 0, origin=origin)))
     notes = [ancestor.note for ancestor in lineage(workspace, child)]
     assert notes == ["", "it was imported from file:///models/minilm (sentence-transformers)"]
+
+
+def test_published_weights_are_those_of_the_root(workspace: Storage, make: Make) -> None:
+    published = PublishedWeights(uri="file:///hub/model.safetensors", sha256="ab" * 32)
+    root = make("c1", published=published)
+    child = make("c2", **child_of(workspace, root, published=published))
+    assert [ancestor.published for ancestor in lineage(workspace, child)] == ["", published.text]
+    workspace.delete_prefix(root)
+    assert [ancestor.published for ancestor in lineage(workspace, child)] == ["", published.text]
 
 
 @pytest.mark.fault

@@ -1,6 +1,8 @@
 """However a checkpoint is named, the same one is meant."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,22 @@ def test_what_lies_elsewhere_is_a_folder_and_a_name(workspace: Storage, tmp_path
 def test_a_name_that_leads_out_or_cannot_be_printed_is_refused(workspace: Storage, named: str) -> None:
     with pytest.raises(ConfigError):
         locate(named, Settings(), workspace)
+
+
+def test_a_place_without_a_scheme_is_a_prefix_and_a_uri_no_path(
+    workspace: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prefix_in(workspace, "models/step-1/") == "models/step-1"
+    monkeypatch.chdir(tmp_path / "ws")
+    assert key_in(workspace, "s3://bucket/step-1") is None
+    assert key_in(workspace, PREFIX.removeprefix("checkpoints/")) == "c/step-1"
+
+
+def test_a_path_is_no_key_of_a_workspace_on_s3() -> None:
+    on_s3: Any = SimpleNamespace(root="s3://bucket/ws", local_path=lambda key: None)
+    assert key_in(on_s3, f"/ws/{PREFIX}") is None
+    assert key_in(on_s3, f"s3://bucket/ws/{PREFIX}") == PREFIX
+    assert key_in(on_s3, f"s3://bucket/ws-2/{PREFIX}") is None
 
 
 def test_nothing_is_meant_by_scratch_or_before_a_promotion(workspace: Storage) -> None:

@@ -94,6 +94,7 @@ def test_a_refusal_is_on_record_and_production_stays(workspace: Storage, make: M
     assert told.actions == [("promoted", prefix("a")), ("refused", prefix("b"))], "told twice, recorded once"
     refused = told.history[-1]
     assert refused.figures == {"ndcg": None, "accuracy": 0.5}
+    assert refused.reasons == changes.get("reasons", ("the gate did not let it through",))
     assert refused.replaced == first.production and refused.generation == 1
 
 
@@ -121,6 +122,14 @@ def test_a_verdict_of_other_content_does_not_carry(workspace: Storage, make: Mak
     with pytest.raises(GateRefused, match="the verdict is of content"):
         promote(workspace, MODEL, make("b"), expected=None, decision=decision, author=AUTHOR)
     assert production(workspace) is None
+
+
+def test_a_decision_that_judged_nothing_carries_only_by_force(workspace: Storage, make: Make) -> None:
+    place = make("a")
+    with pytest.raises(GateRefused, match="the verdict is of content"):
+        put(workspace, place, digest="")
+    assert production(workspace) is None
+    assert put(workspace, place, digest="", forced="no verdict is stored").action == "forced"
 
 
 def damage(workspace: Storage, key: str, how: str) -> None:
@@ -221,6 +230,21 @@ def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
     assert consistent(workspace).pointer == rolled
 
 
+@pytest.mark.parametrize(("generation", "ndcg"), [(1, 0.1), (3, 0.2), (None, 0.2)])
+def test_rolling_back_to_one_of_the_times_that_it_was_in_production(
+    workspace: Storage, make: Make, generation: int | None, ndcg: float
+) -> None:
+    put(workspace, make("a"), figures={"ndcg": 0.1})
+    second = put(workspace, make("b"))
+    put(workspace, prefix("a"), figures={"ndcg": 0.2})
+    put(workspace, make("c"))
+    with pytest.raises(ConfigError, match="was never in production"):
+        roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=2)
+    rolled = roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=generation)
+    assert rolled.figures == {"ndcg": ndcg}
+    assert rolled.previous == (None if generation == 1 else second.production)
+
+
 def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make: Make) -> None:
     with pytest.raises(ConfigError, match="nothing is in production"):
         back(workspace)
@@ -236,8 +260,9 @@ def test_what_was_rolled_back_from_returns_only_by_force(workspace: Storage, mak
     put(workspace, make("a"))
     put(workspace, make("b"))
     back(workspace)
-    with pytest.raises(GateRefused, match="rolled back from it") as caught:
-        put(workspace, prefix("b"))
+    for _ in range(2):  # being refused is not being put there again
+        with pytest.raises(GateRefused, match="rolled back from it") as caught:
+            put(workspace, prefix("b"))
     assert caught.value.next_command == f"trnpipe registry promote {prefix('b')} --force REASON"
     assert put(workspace, prefix("b"), forced="it was not the model").action == "forced"
     put(workspace, make("c"))

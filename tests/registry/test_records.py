@@ -8,16 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, TransientError
+from pipeline.io.storage import Storage
+from pipeline.registry import records
 from pipeline.registry.records import (
     Author,
     Entry,
     Pointer,
     Production,
+    append,
     check_model,
     check_prefix,
+    history_key,
+    list_models,
     one_line,
     parse_entry,
+    read_history,
     who,
 )
 
@@ -135,3 +141,38 @@ def test_who(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("getpass.getuser", nobody)
     assert who({}).partition("@")[0].isdigit()
+
+
+def test_a_folder_whose_name_is_no_models_is_passed_over(workspace: Storage) -> None:
+    for name in ("relevance", "a b", "notes~"):
+        workspace.write_bytes(f"registry/{name}/history.jsonl", b"")
+    assert list_models(workspace) == ["relevance"]
+
+
+class Losing:
+    """A storage whose first conditional writes lose against another writer."""
+
+    def __init__(self, storage: Storage, losses: int) -> None:
+        self._storage, self.losses = storage, losses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
+        self.losses -= 1
+        return self.losses < 0 and self._storage.write_if_match(key, data, etag)
+
+
+def test_a_writer_that_loses_tries_again_until_its_deadline(
+    workspace: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = entry(), entry(generation=3)
+    append(workspace, "relevance", first)
+    losing: Any = Losing(workspace, 2)
+    assert append(losing, "relevance", second) == (first, second) == read_history(workspace, "relevance")
+    assert losing.losses == -1
+    monkeypatch.setattr(records, "APPEND_DEADLINE_S", -1.0)
+    before, third = workspace.read_bytes(history_key("relevance")), entry(generation=4)
+    with pytest.raises(TransientError, match="changes all the time"):
+        append(Losing(workspace, 1), "relevance", third)
+    assert workspace.read_bytes(history_key("relevance")) == before

@@ -480,3 +480,102 @@ def test_neither_moves_where_the_history_is_lost(workspace: Storage, two: tuple[
     assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c1"
     found = production(workspace)
     assert found is not None and found.checkpoint == two[0].checkpoint
+
+
+def test_vectors_of_another_model_are_served_whatever_their_number(
+    workspace: Storage, make: Make, tmp_path: Path
+) -> None:
+    """They were planned before the newest vectors of the model that is replaced."""
+    first, second = make("c1"), make("c2")
+    in_production(workspace, first)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1", first, 5))
+    in_production(workspace, second)
+    assert serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", second, 3)).startswith("serving.json: ")
+    assert served(workspace) == (second, "c2")
+
+
+def test_rolling_back_to_the_model_in_production_changes_nothing(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    before = production(workspace)
+    assert roll_back_model(workspace, MODEL, two[1].checkpoint, reason="r", author=AUTHOR) == before
+    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
+
+
+def test_what_is_returned_is_what_is_served_now(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    back = roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    found = read_pair(workspace, MODEL)
+    assert found is not None and back == found[0] and (back.generation, back.reason) == (3, "bad")
+
+
+def test_vectors_roll_back_alone_where_production_json_is_lost(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    workspace.delete([f"registry/{MODEL}/production.json"])
+    assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c1"
+    assert production(workspace) is None
+
+
+def test_vectors_that_were_verified_twice_are_before_and_after_others(
+    workspace: Storage, two: tuple[Pair, Pair]
+) -> None:
+    """A, B, A: what was verified again is no rollback."""
+    put(workspace, two[0].checkpoint, forced="it was better")
+    serve_verified_pair(workspace, two[0])
+    for expected in ("c2", "c1"):
+        assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == expected
+        found = production(workspace)
+        assert found is not None and (found.checkpoint, expected) == served(workspace)
+
+
+def test_named_vectors_that_are_gone_are_damaged_and_not_unknown(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    workspace.delete_prefix("embeddings/c1")
+    with pytest.raises(CheckpointError, match="does not hold the vectors that were verified"):
+        roll_back_pair(workspace, MODEL, "c1", reason="bad", author=AUTHOR)
+    assert served(workspace) == (two[1].checkpoint, "c2")
+
+
+def test_vectors_that_were_made_as_at_first_can_be_served_again(
+    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+) -> None:
+    """c2 was rolled back from, made anew in another way, then as at first: its verify names the rollback to it."""
+    roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    put(workspace, two[1].checkpoint, forced="it was not the model")
+    workspace.delete_prefix("embeddings/c2")
+    folder = Path(mkdtemp(dir=tmp_path))
+    (folder / "part-0.parquet").write_bytes(b"of another dtype")
+    commit_dir(workspace, folder, "embeddings/c2", kind="embeddings", fields={"cycle": "c2"})
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", two[1].checkpoint, 2))
+    workspace.delete_prefix("embeddings/c2")
+    first = embedded(workspace, tmp_path, "c2", two[1].checkpoint, 2)
+    assert first.vectors.digest == two[1].vectors.digest
+    assert "serving rollback c2 --reason" in serve_verified_pair(workspace, first)
+    back = roll_back_pair(workspace, MODEL, "c2", reason="they are good", author=AUTHOR)
+    assert back.vectors.digest == first.vectors.digest
+
+
+@pytest.mark.parametrize("by", ["model", "pair"])
+@pytest.mark.parametrize("cycle", ["c1", "c3"])
+def test_after_a_rollback_that_was_ended_another_may_be_asked_for(
+    workspace: Storage,
+    make: Make,
+    tmp_path: Path,
+    two: tuple[Pair, Pair],
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+    cycle: str,
+) -> None:
+    """serving.json names c2 already, production c3 still."""
+    third = make("c3")
+    in_production(workspace, third)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 3))
+
+    def ended(*given: Any, **more: Any) -> Any:
+        raise Preempted("SIGTERM")
+
+    with monkeypatch.context() as patch, pytest.raises(Preempted):
+        patch.setattr(serving, "roll_back", ended)
+        roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    wanted = f"checkpoints/{cycle}/step-1"
+    if by == "model":
+        roll_back_model(workspace, MODEL, wanted, reason="bad", author=AUTHOR)
+    else:
+        roll_back_pair(workspace, MODEL, cycle, reason="bad", author=AUTHOR)
+    found = production(workspace)
+    assert found is not None and (found.checkpoint, served(workspace)) == (wanted, (wanted, cycle))
