@@ -121,3 +121,28 @@ def test_where_a_threshold_comes_from(
     own = "own scores" if is_main else None
     assert one._threshold("candidate", checkpoint, own) == threshold  # type: ignore[arg-type]
     assert bool(one.notes.warnings) is warns
+
+
+@pytest.mark.parametrize(
+    ("is_main", "meaningless", "compared", "stored"),
+    [(True, "", None, 1), (True, "", "m2", 1), (True, "no trained head", "m2", 0), (False, "", "m2", 0)],
+)
+def test_the_first_rank_reports_and_draws_scores_that_mean_something(
+    monkeypatch: pytest.MonkeyPatch, is_main: bool, meaningless: str, compared: str | None, stored: int
+) -> None:
+    def side(role: str, checkpoint: str) -> Any:
+        scored.append((role, checkpoint))
+        return SimpleNamespace(rows=SimpleNamespace(meaningless=meaningless)) if is_main else None
+
+    scored: list[tuple[str, str]] = []
+    drawn: list[Any] = []
+    monkeypatch.setattr(run, "score_baselines", lambda *args: [])
+    monkeypatch.setattr(run.Evaluation, "_side", lambda self, *args: side(*args))
+    monkeypatch.setattr(run.Evaluation, "_report", lambda self, ours, theirs, tools: theirs is not None)
+    monkeypatch.setattr(run.Evaluation, "_store_digest", lambda self, *args: drawn.append(args))
+    one = object.__new__(run.Evaluation)
+    one.models = SimpleNamespace(candidate="m", compared=compared)  # type: ignore[assignment]
+    one.notes, one.search = run.Notes(Console(stream=io.StringIO())), None  # type: ignore[assignment]
+    found: Any = one.run()
+    assert found is (compared is not None if is_main else None) and len(drawn) == stored
+    assert scored == [("candidate", "m"), *([("incumbent", compared)] if compared else [])]

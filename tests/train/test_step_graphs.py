@@ -20,7 +20,7 @@ from pipeline.train.optimizer import AdamW
 from pipeline.train.program import flat_strategy
 from pipeline.train.step import TrainProgram, has_dropout
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
-from tests.train.test_step import REMEMBERING, batches_of, control, step
+from tests.train.test_step import AVERAGED, REMEMBERING, batches_of, control, step
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +199,14 @@ def test_a_memory_is_an_output_of_the_graph_that_makes_it(rows: TokenRows, bound
     backend.cuts.clear()
     step(program, batches_of(rows, 1, accumulation)[0], control(1))
     assert sum(makes_it(cut) for cut in backend.cuts) == 1
+
+
+@pytest.mark.parametrize("config", [TRAIN, AVERAGED], ids=["plain", "averaged"])
+def test_all_that_an_update_changes_is_an_output_of_it(rows: TokenRows, config: TrainConfig) -> None:
+    backend = Outputs()
+    program = make_program(backend, config)
+    step(program, batches_of(rows, 1)[0], control(1))
+    outputs = {id(one) for one in backend.cuts[-1]}
+    for changed in (program.strategy.masters, program.average, program.optimizer.exp_avg, program.optimizer.exp_avg_sq):
+        assert {id(one) for one in changed} <= outputs
+    assert id(program.guard.state) in outputs and len(backend.cuts[-1]) == len(outputs)
