@@ -175,7 +175,7 @@ class TrainProgram:
             self._sums = [*grads, loss]
             return
         *sums, loss_sum = self._sums
-        grads = [total + new for total, new in zip(sums, grads, strict=True)] if sums and grads else grads or sums
+        grads = [total + new for total, new in zip(sums, grads, strict=True)] if sums else grads
         self._sums = [*grads, loss_sum + loss]
 
     def _reduce_and_step(self, control: Tensor) -> None:

@@ -111,11 +111,12 @@ def test_vectors_that_are_no_numbers_have_no_figures(tmp_path: Path, monkeypatch
     assert not list(open_storage(str(tmp_path / "workspace")).list(""))
 
 
+@pytest.mark.parametrize("dimensions", [[], [4]])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_ranks_search_once_and_the_first_keeps_what_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dimensions: list[int]
 ) -> None:
-    ranks = finds(monkeypatch, [FOUND, NARROWER])
+    ranks = finds(monkeypatch, [FOUND, NARROWER][: 1 + len(dimensions)])
     saved: list[str] = []
 
     def save(storage: Storage, key: str, *more: Any) -> None:
@@ -123,10 +124,13 @@ def test_all_ranks_search_once_and_the_first_keeps_what_was_found(
         save_arrays(storage, key, *more)
 
     monkeypatch.setattr("pipeline.evaluate.retrieval.save_arrays", save)
-    widths = {"retrieval": {"dimensions": [4]}}
+    widths = {"retrieval": {"dimensions": dimensions}}
     for _ in range(2):
         for found in on_ranks(world_size, lambda gang: run(searching(tmp_path, gang, widths))):
-            assert found.report.values[TOP] == 0.5 and found.by_width[4].values[TOP] == 0.0
+            assert found.report.values[TOP] == 0.5
+            assert {width: report.values[TOP] for width, report in found.by_width.items()} == dict.fromkeys(
+                dimensions, 0.0
+            )
             np.testing.assert_array_equal(found.ranked.items, FOUND.items)
     assert sorted(ranks) == list(range(world_size)) and len(saved) == 1
 
@@ -141,7 +145,9 @@ def test_what_decides_the_lists_is_in_their_name(tmp_path: Path) -> None:
         {"device": "cuda"},
         {"embed": {"precision": "bf16"}},
         {"embed": {"chunks": 2}},
+        {"embed": {"chunks": 3}},
         {"embed": {"buckets": [16]}},
+        {"embed": {"buckets": [24]}},
         {"embed": {"output": {"dimensions": 8}}},
         {"evaluate": {"retrieval": {"dimensions": [8]}}},
         {"evaluate": {"retrieval": {"max_items": 9}}},

@@ -2,7 +2,6 @@
 
 import math
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import GraphWatch, Place
 from pipeline.core.batch_order import RankShare
-from pipeline.core.errors import CheckpointError, ConfigError, DataError
+from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
@@ -23,10 +21,10 @@ from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.model.relevance import build_model
 from pipeline.train.build import Saver
 from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.optimizer import AdamW, control_values
+from pipeline.train.optimizer import control_values
 from pipeline.train.program import flat_strategy
-from pipeline.train.step import FIGURES, TrainProgram, has_dropout
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
+from pipeline.train.step import FIGURES, TrainProgram
+from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
 
@@ -192,143 +190,6 @@ def test_both_passes_draw_the_same_dropout(rows: TokenRows) -> None:
     direction = gradient / gradient.norm()
     slope = (loss_and_gradient(1e-3)[0] - loss_and_gradient(-1e-3)[0]) / 2e-3
     assert slope == pytest.approx(float(gradient.norm()), rel=0.02)
-
-
-class Phases(GraphWatch):
-    """What each graph was cut as, in order."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def after(self, place: Place) -> None:
-        self.seen.append(place.phase)
-
-
-class GathersOnHost(CpuBackend):
-    gathers_in_graph = False
-
-
-class ReducesInGraph(CpuBackend):
-    reduces_in_graph = True
-
-
-FIRST, NEXT = "first_micro_step", "micro_step"
-
-
-@pytest.mark.parametrize(
-    ("boundary", "accumulation", "together", "weight", "ranks", "backend", "expected"),
-    [
-        ("split", 1, 1, 0.1, 1, CpuBackend, [FIRST, "update"]),
-        ("fused", 1, 1, 0.1, 1, CpuBackend, ["step"]),
-        ("fused", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
-        ("split", 4, 1, 0.0, 1, CpuBackend, [FIRST, NEXT, NEXT, NEXT, "update"]),
-        ("fused", 4, 2, 0.0, 1, CpuBackend, [FIRST, "step"]),
-        ("split", 3, 2, 0.0, 1, CpuBackend, [FIRST, NEXT, "update"]),
-        ("split", 2, 1, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
-        ("split", 3, 2, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
-        ("fused", 1, 1, 0.1, 2, GathersOnHost, ["embed_batch", "embeddings", "contrast", FIRST, "update"]),
-        ("fused", 1, 1, 0.0, 2, GathersOnHost, [FIRST, "update"]),
-        ("fused", 2, 1, 0.1, 1, GathersOnHost, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
-        ("fused", 2, 1, 0.1, 2, ReducesInGraph, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
-    ],
-)
-def test_where_a_step_is_cut(
-    rows: TokenRows,
-    boundary: str,
-    accumulation: int,
-    together: int,
-    weight: float,
-    ranks: int,
-    backend: type[CpuBackend],
-    expected: list[str],
-) -> None:
-    """Through the host ranks exchange between graphs: what is exchanged ends one."""
-    loss = TRAIN.loss.model_copy(update={"contrastive_weight": weight})
-    changes = {"step_boundary": boundary, "batches_per_execution": together, "loss": loss}
-    config, watch = TRAIN.model_copy(update=changes), Phases()
-    share = RankShare(0, ranks, accumulation)
-    strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
-    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
-    groups = grouped(rows)
-    micros = [one.tensors for one in training_batches(groups, plan_of(groups), RankShare(0, 1, accumulation), 0, 1)]
-    for _ in range(2):
-        watch.seen.clear()
-        step(program, micros[:accumulation], control(1))
-        assert watch.seen == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "backend", "has_copies", "expected"),
-    [
-        (2, GathersOnHost, True, [FIRST, "update", "publish"]),
-        (2, GathersOnHost, False, [FIRST, "update"]),
-        (2, CpuBackend, True, [FIRST, "update"]),
-        (1, GathersOnHost, True, ["step"]),
-    ],
-)
-def test_weights_that_go_through_the_host_are_published_apart(
-    rows: TokenRows, ranks: int, backend: type[CpuBackend], has_copies: bool, expected: list[str]
-) -> None:
-    config, watch = TRAIN.model_copy(update={"step_boundary": "fused"}), Phases()
-    strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
-    if has_copies:
-        strategy.weights = [master.detach().clone().requires_grad_() for master in strategy.masters]
-    share = RankShare(0, ranks, 1)
-    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
-    watch.seen.clear()
-    step(program, batches_of(rows, 1)[0], control(1))
-    assert watch.seen[-len(expected) :] == expected
-
-
-class OnNeuron(CpuBackend):
-    is_neuron = True
-
-
-@pytest.mark.parametrize(
-    ("backend", "dropout", "recompute", "accumulation", "is_refused"),
-    [
-        (OnNeuron, 0.1, "units", 1, True),
-        (OnNeuron, 0.1, "none", 2, True),
-        (OnNeuron, 0.1, "none", 1, False),
-        (OnNeuron, 0.0, "units", 2, False),
-        (CpuBackend, 0.1, "units", 2, False),
-    ],
-)
-def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
-    backend: type[CpuBackend], dropout: float, recompute: str, accumulation: int, is_refused: bool
-) -> None:
-    config = TrainConfig.model_validate({**TRAIN.model_dump(), "parallel": {"recompute": recompute, "shard_degree": 1}})
-    assert config.loss.contrastive_weight
-    model = MODEL.model_copy(update={"dropout": dropout})
-    why = "layers are computed again" if recompute == "units" else "a step has two passes"
-    with pytest.raises(ConfigError, match=why) if is_refused else nullcontext():
-        make_program(backend(), config, model, accumulation)
-
-
-@pytest.mark.parametrize(("layer", "is_refused"), [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False)])
-def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Module, is_refused: bool) -> None:
-    encoder = build_model(MODEL, SPEC, 1).encoder
-    assert not has_dropout(encoder)
-    encoder.add_module("theirs", layer)
-    assert has_dropout(encoder) == is_refused
-
-
-@pytest.mark.parametrize("is_lazy", [False, True])
-@pytest.mark.parametrize("compiles_steps", [False, True])
-def test_the_update_is_written_out_where_it_becomes_a_graph(
-    monkeypatch: pytest.MonkeyPatch, is_lazy: bool, compiles_steps: bool
-) -> None:
-    class Noted(AdamW):
-        def __init__(self, *args: Any, traced: bool, **more: Any) -> None:
-            seen.append(traced)
-            super().__init__(*args, traced=traced, **more)
-
-    seen: list[bool] = []
-    monkeypatch.setattr("pipeline.train.step.AdamW", Noted)
-    backend = CpuBackend()
-    backend.is_lazy, backend.compiles_steps = is_lazy, compiles_steps
-    make_program(backend)
-    assert seen == [is_lazy or compiles_steps]
 
 
 def test_it_learns(rows: TokenRows) -> None:

@@ -1,0 +1,212 @@
+"""The graphs of a training step: where they are cut, and what each of them computes. On CPU, where all is eager."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.backends.cpu import CpuBackend
+from pipeline.compile.watch import GraphWatch, Place
+from pipeline.core.batch_order import RankShare
+from pipeline.core.errors import ConfigError
+from pipeline.data.loader import training_batches
+from pipeline.data.shards import TokenRows
+from pipeline.model.relevance import build_model
+from pipeline.train.config import TrainConfig
+from pipeline.train.optimizer import AdamW
+from pipeline.train.program import flat_strategy
+from pipeline.train.step import TrainProgram, has_dropout
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
+from tests.train.test_step import AVERAGED, REMEMBERING, batches_of, control, step
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
+    return make_rows(tmp_path_factory.mktemp("graphs"), [(80, 80)])
+
+
+class Phases(GraphWatch):
+    """What each graph was cut as, in order."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def after(self, place: Place) -> None:
+        self.seen.append(place.phase)
+
+
+class GathersOnHost(CpuBackend):
+    gathers_in_graph = False
+
+
+class ReducesInGraph(CpuBackend):
+    reduces_in_graph = True
+
+
+FIRST, NEXT = "first_micro_step", "micro_step"
+
+
+@pytest.mark.parametrize(
+    ("boundary", "accumulation", "together", "weight", "ranks", "backend", "expected"),
+    [
+        ("split", 1, 1, 0.1, 1, CpuBackend, [FIRST, "update"]),
+        ("fused", 1, 1, 0.1, 1, CpuBackend, ["step"]),
+        ("fused", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
+        ("split", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
+        ("split", 4, 1, 0.0, 1, CpuBackend, [FIRST, NEXT, NEXT, NEXT, "update"]),
+        ("fused", 4, 2, 0.0, 1, CpuBackend, [FIRST, "step"]),
+        ("split", 3, 2, 0.0, 1, CpuBackend, [FIRST, NEXT, "update"]),
+        ("split", 2, 1, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
+        ("split", 3, 2, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
+        ("fused", 1, 1, 0.1, 2, GathersOnHost, ["embed_batch", "embeddings", "contrast", FIRST, "update"]),
+        ("fused", 1, 1, 0.0, 2, GathersOnHost, [FIRST, "update"]),
+        ("fused", 2, 1, 0.1, 1, GathersOnHost, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
+        ("fused", 2, 1, 0.1, 2, ReducesInGraph, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
+    ],
+)
+def test_where_a_step_is_cut(
+    rows: TokenRows,
+    boundary: str,
+    accumulation: int,
+    together: int,
+    weight: float,
+    ranks: int,
+    backend: type[CpuBackend],
+    expected: list[str],
+) -> None:
+    """Through the host ranks exchange between graphs: what is exchanged ends one."""
+    loss = TRAIN.loss.model_copy(update={"contrastive_weight": weight})
+    changes = {"step_boundary": boundary, "batches_per_execution": together, "loss": loss}
+    config, watch = TRAIN.model_copy(update=changes), Phases()
+    share = RankShare(0, ranks, accumulation)
+    strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
+    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    groups = grouped(rows)
+    micros = [one.tensors for one in training_batches(groups, plan_of(groups), RankShare(0, 1, accumulation), 0, 1)]
+    for _ in range(2):
+        watch.seen.clear()
+        step(program, micros[:accumulation], control(1))
+        assert watch.seen == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend", "has_copies", "expected"),
+    [
+        (2, GathersOnHost, True, [FIRST, "update", "publish"]),
+        (2, GathersOnHost, False, [FIRST, "update"]),
+        (2, CpuBackend, True, [FIRST, "update"]),
+        (1, GathersOnHost, True, ["step"]),
+    ],
+)
+def test_weights_that_go_through_the_host_are_published_apart(
+    rows: TokenRows, ranks: int, backend: type[CpuBackend], has_copies: bool, expected: list[str]
+) -> None:
+    config, watch = TRAIN.model_copy(update={"step_boundary": "fused"}), Phases()
+    strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
+    if has_copies:
+        strategy.weights = [master.detach().clone().requires_grad_() for master in strategy.masters]
+    share = RankShare(0, ranks, 1)
+    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    watch.seen.clear()
+    step(program, batches_of(rows, 1)[0], control(1))
+    assert watch.seen[-len(expected) :] == expected
+
+
+class OnNeuron(CpuBackend):
+    is_neuron = True
+
+
+@pytest.mark.parametrize(
+    ("backend", "dropout", "recompute", "accumulation", "is_refused"),
+    [
+        (OnNeuron, 0.1, "units", 1, True),
+        (OnNeuron, 0.1, "none", 2, True),
+        (OnNeuron, 0.1, "none", 1, False),
+        (OnNeuron, 0.0, "units", 2, False),
+        (CpuBackend, 0.1, "units", 2, False),
+    ],
+)
+def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
+    backend: type[CpuBackend], dropout: float, recompute: str, accumulation: int, is_refused: bool
+) -> None:
+    config = TrainConfig.model_validate({**TRAIN.model_dump(), "parallel": {"recompute": recompute, "shard_degree": 1}})
+    assert config.loss.contrastive_weight
+    model = MODEL.model_copy(update={"dropout": dropout})
+    why = "layers are computed again" if recompute == "units" else "a step has two passes"
+    with pytest.raises(ConfigError, match=why) if is_refused else nullcontext():
+        make_program(backend(), config, model, accumulation)
+
+
+@pytest.mark.parametrize(("layer", "is_refused"), [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False)])
+def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Module, is_refused: bool) -> None:
+    encoder = build_model(MODEL, SPEC, 1).encoder
+    assert not has_dropout(encoder)
+    encoder.add_module("theirs", layer)
+    assert has_dropout(encoder) == is_refused
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("compiles_steps", [False, True])
+def test_the_update_is_written_out_where_it_becomes_a_graph(
+    monkeypatch: pytest.MonkeyPatch, is_lazy: bool, compiles_steps: bool
+) -> None:
+    class Noted(AdamW):
+        def __init__(self, *args: Any, traced: bool, **more: Any) -> None:
+            seen.append(traced)
+            super().__init__(*args, traced=traced, **more)
+
+    seen: list[bool] = []
+    monkeypatch.setattr("pipeline.train.step.AdamW", Noted)
+    backend = CpuBackend()
+    backend.is_lazy, backend.compiles_steps = is_lazy, compiles_steps
+    make_program(backend)
+    assert seen == [is_lazy or compiles_steps]
+
+
+class Outputs(CpuBackend):
+    """Notes the outputs of each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuts: list[list[Tensor]] = []
+
+    def step_boundary(self, tensors: Sequence[Tensor]) -> None:
+        self.cuts.append(list(tensors))
+        super().step_boundary(tensors)
+
+
+def test_gradient_and_loss_are_the_outputs_of_a_micro_step(rows: TokenRows) -> None:
+    backend = Outputs()
+    program = make_program(backend, TRAIN.model_copy(update={"step_boundary": "split"}))
+    backend.cuts.clear()
+    step(program, batches_of(rows, 1)[0], control(1))
+    assert [one.shape for one in backend.cuts[0]] == [*(one.shape for one in program.strategy.masters), (1,)]
+
+
+@pytest.mark.parametrize(("boundary", "accumulation"), [("split", 1), ("fused", 1), ("split", 2), ("fused", 2)])
+def test_a_memory_is_an_output_of_the_graph_that_makes_it(rows: TokenRows, boundary: str, accumulation: int) -> None:
+    def makes_it(cut: list[Tensor]) -> bool:
+        assert all(isinstance(one, Tensor) for one in cut)
+        return program._memory is not None and {id(one) for one in program._memory} <= {id(one) for one in cut}
+
+    backend = Outputs()
+    config = REMEMBERING.model_copy(update={"step_boundary": boundary})
+    program = make_program(backend, config, accumulation=accumulation)
+    assert [makes_it(cut) for cut in backend.cuts] == [True]
+    backend.cuts.clear()
+    step(program, batches_of(rows, 1, accumulation)[0], control(1))
+    assert sum(makes_it(cut) for cut in backend.cuts) == 1
+
+
+@pytest.mark.parametrize("config", [TRAIN, AVERAGED], ids=["plain", "averaged"])
+def test_all_that_an_update_changes_is_an_output_of_it(rows: TokenRows, config: TrainConfig) -> None:
+    backend = Outputs()
+    program = make_program(backend, config)
+    step(program, batches_of(rows, 1)[0], control(1))
+    outputs = {id(one) for one in backend.cuts[-1]}
+    for changed in (program.strategy.masters, program.average, program.optimizer.exp_avg, program.optimizer.exp_avg_sq):
+        assert {id(one) for one in changed} <= outputs
+    assert id(program.guard.state) in outputs and len(backend.cuts[-1]) == len(outputs)
