@@ -72,10 +72,9 @@ def choose_rows(query_ids: Sequence[Int64s], max_rows: int) -> HoldoutOrder:
 
     `query_ids`: of every row, by bucket. Which queries stay is a function of their ids alone.
     """
-    every = np.concatenate(query_ids) if query_ids else np.zeros(0, dtype=np.int64)
-    if not max_rows or len(every) <= max_rows:
+    if not max_rows:
         return HoldoutOrder(tuple(np.arange(len(ids), dtype=np.int64) for ids in query_ids))
-    queries, counts = np.unique(every, return_counts=True)
+    queries, counts = np.unique(np.concatenate(query_ids), return_counts=True)
     order = np.argsort(mix64(queries.astype(np.uint64)), kind="stable")
     fitting = np.cumsum(counts[order]) <= max_rows
     kept = np.sort(queries[order][fitting])

@@ -143,7 +143,7 @@ def table_lines(report: EvaluationReport) -> list[str]:
         ours = report.candidate.figures.get(name)
         theirs = report.incumbent.figures.get(name) if report.incumbent else None
         checks = [check for check in report.verdict.checks if check.metric == name and not check.slice]
-        delta = next((check for check in checks if check.kind == "delta" and check.low is not None), None)
+        delta = next((check for check in checks if check.kind == "delta"), None)
         found = [check.outcome for check in checks]
         table.append(
             (

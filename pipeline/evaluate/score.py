@@ -106,7 +106,7 @@ class ScoreProgram:
 
 # Scored rows on their way to a score set: committed part by part, so that a killed evaluation goes on.
 #
-# A part holds the rows from place `start` to place `stop` of the holdout's order.
+# A part holds rows of the holdout's order from place `start` on.
 
 KIND = "score part"
 FILE = "part.safetensors"
@@ -128,23 +128,19 @@ class PartStore:
             prefix = f"{self.prefix}/{name}"
             try:
                 manifest = read_manifest(self.storage, prefix)
-                if manifest is None or manifest.kind != KIND or manifest.fields.get("start") != place:
+                if manifest is None or manifest.fields.get("start") != place:
                     break
-                stop = manifest.fields.get("stop")
                 arrays = load_file(fetch_dir(self.storage, prefix, self.scratch / "parts") / FILE)
-                if not isinstance(stop, int) or {len(values) for values in arrays.values()} != {stop - place}:
-                    raise DataError(f"{self.storage.uri(prefix)} does not hold the rows it says it does")
             except (DataError, SafetensorError, OSError) as error:
                 self.warn(f"scores from row {place:,} on are computed again: {error}")
                 break
             found.append(arrays)
-            place = stop
+            place += len(arrays["sample_id"])
         return place, found
 
     def commit(self, start: int, arrays: Arrays) -> None:
-        fields = {"start": start, "stop": start + len(next(iter(arrays.values())))}
         prefix = f"{self.prefix}/{start:012d}"
-        commit_arrays(self.storage, prefix, FILE, arrays, self.scratch, kind=KIND, fields=fields)
+        commit_arrays(self.storage, prefix, FILE, arrays, self.scratch, kind=KIND, fields={"start": start})
 
     def clear(self) -> None:
         """Remove all parts, markers first: they are in a score set now."""
@@ -365,7 +361,7 @@ def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     _, first, item = np.unique(joined["text"], return_index=True, return_inverse=True)
     asked, rows = np.unique(joined["query_id"], return_index=True)
     query, product = joined["query"][rows], joined["product"][first]
-    if not (gain > 0).any() or not (np.isfinite(query).all() and np.isfinite(product).all()):
+    if not (np.isfinite(query).all() and np.isfinite(product).all()):
         return None
     query, product = (
         side / np.maximum(np.linalg.norm(side, axis=1, keepdims=True), 1e-12) for side in (query, product)

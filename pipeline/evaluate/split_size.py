@@ -46,7 +46,7 @@ def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, 
     """
     few = f"split {split} has {queries:,} queries to judge by, about {needed:,} are needed"
     total = sum(counts.values())
-    if queries and counts.get(split):
+    if counts.get(split):
         total = round(total * min(1.0, queries / counts[split]))
     share = fraction_for(total, needed)
     if share is not None:
@@ -77,11 +77,10 @@ def verdict_advice(
         later: there is an incumbent, which has seen the queries that another split would judge by.
     """
     failed = [check for check in verdict.checks if check.outcome == "fail"]
-    few = [(check.needed_queries / max(1, check.num_queries or 0), check) for check in failed if check.needed_queries]
+    few = [(check, check.needed_queries, check.num_queries or 0) for check in failed if check.needed_queries]
     if not few:
         return ""
-    check = max(few, key=lambda one: one[0])[1]
-    queries, needed = check.num_queries or 0, check.needed_queries or 0
+    check, needed, queries = max(few, key=lambda one: one[1] / max(1, one[2]))
     remedy = MIN_QUERIES if check.kind != "delta" or check.low is None else "allow a larger drop (--gate.drops)"
     if rows < rows_in_split:
         return f"evaluate.max_rows takes {rows:,} of {rows_in_split:,} rows of split {split}: raise it; or {remedy}"

@@ -282,7 +282,7 @@ class TrainLoop:
         noted = self.gang.gather(self._digests)[:: self.gang.layout.tensor_size]
         digests = [add_digests(list(parts)) for parts in zip(*noted, strict=True)]
         self._digests = []
-        if not figures or not self.values_are_real:
+        if not self.values_are_real:
             return False
         # The step numbers that came with the batches tell when one was lost or swapped on the way.
         seen, due = [int(row["step"]) for row in figures], list(range(self.step - len(figures) + 1, self.step + 1))

@@ -226,9 +226,7 @@ class TrainProgram:
     def read_figures(self, count: int) -> list[dict[str, float]]:
         """Figures of the last `count` steps, oldest first. The one synchronisation of a logging interval."""
         (rows,) = self.backend.to_host([self._figures])
-        return (
-            [dict(zip(self.figures, row, strict=True)) for row in rows[len(rows) - count :].tolist()] if count else []
-        )
+        return [dict(zip(self.figures, row, strict=True)) for row in rows[len(rows) - count :].tolist()]
 
     def _cut_micro_step(self) -> None:
         is_first = self._micro_steps <= self.config.batches_per_execution

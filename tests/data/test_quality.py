@@ -14,7 +14,8 @@ Row = dict[str, object]
 LABELS = ("no", "some", "yes")
 GAINS = {"no": 0.0, "some": 0.1, "yes": 1.0}
 LONG = "a word of many words that do not fit " * 4
-TOKENIZER = train_tokenizer(["query a thing of many words that do not fit"], TokenizerConfig(vocab_size=256))
+WORDS = ["a thing of many words that do not fit", *(f"query {number}" for number in range(400))]
+TOKENIZER = train_tokenizer(WORDS, TokenizerConfig(vocab_size=256))
 LATER = range(1000, 1010)
 
 pytestmark = pytest.mark.stage

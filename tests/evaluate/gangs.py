@@ -34,8 +34,10 @@ def alone() -> Gang:
 
 
 def on_ranks(world_size: int, work: Callable[[Gang], T]) -> list[T]:
-    """What each rank returns; the first error of any is raised."""
+    """What each rank returns; the first error of any is raised, if those of others are of the same class."""
     slots, barrier = [None] * world_size, threading.Barrier(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(work, ThreadGang(rank, slots, barrier)) for rank in range(world_size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        assert len({type(error) for error in errors}) < 2, errors
         return [future.result() for future in futures]

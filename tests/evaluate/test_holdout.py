@@ -181,6 +181,27 @@ def test_without_gains_the_ranking_is_unknown() -> None:
     assert math.isnan(figures(joined_of([0, 1], [0.0, 0.0], [1, 1]), GAINS).ndcg)
 
 
+@pytest.mark.parametrize(
+    ("side", "value", "gain", "ndcg"),
+    [
+        ("query", 1.0, 1.0, 1.0),
+        ("query", math.nan, 1.0, None),
+        ("product", math.nan, 1.0, None),
+        ("product", math.inf, 1.0, None),
+        ("query", 1.0, 0.0, None),
+    ],
+)
+def test_retrieval_is_unknown_without_gains_or_finite_vectors(
+    side: str, value: float, gain: float, ndcg: float | None
+) -> None:
+    vectors = {"query": np.ones((2, 2), np.float32), "product": np.array([[-1, 0], [1, 1]], np.float32)}
+    vectors[side][1, 0] = value
+    joined = joined_of([0, 1], [0.0, gain], [1, 2]) | vectors | {"text": np.array([5, 6])}
+    seen = figures(joined, GAINS)
+    assert seen.retrieval_ndcg == ndcg
+    assert seen.combined == (None if ndcg is None else (seen.macro_f1 + ndcg) / 2)
+
+
 def test_huge_logits_do_not_overflow() -> None:
     joined = joined_of([0, 1], [0.0, 1.0], [1, 1])
     joined["logits"] = np.array([[3e4, -3e4], [3e4, -3e4]], dtype=np.float32)

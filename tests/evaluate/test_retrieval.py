@@ -279,6 +279,9 @@ def test_items_are_read_as_far_as_their_chunks_go(
 def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
+    whole = OFFERS.model_copy(update={"window_rows": 5})
+    full = from_catalogue(open_catalogue(whole, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
+    assert [len(window) for window in full.texts()] == [5], "no empty window behind a full one"
     assert sorted(task.queries.texts) == ["blue", "hat green", "shoe red"]
     assert task.tuning == "evaluate.retrieval.valid_queries names no queries of the catalogue"
 
@@ -289,6 +292,8 @@ def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokeniz
     assert not isinstance(task.tuning, str)
     assert task.tuning.texts == ["shoe red"] and task.tuning.ids.tolist() == [hash63("c3")], "c1 is judged"
     assert task.tuning.judged.item_id.tolist() == [2]
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 0)
+    assert task.tuning == "evaluate.baselines.valid_queries is 0"
     config = OFFERS.model_copy(update={"valid_queries": {"split": "none"}})
     task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
     assert task.tuning == "the valid split has no query with a relevant item"
@@ -308,7 +313,7 @@ def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tok
         ({"text": "description"}, "no column 'description'"),
         ({"queries": {"splitt": "test"}}, "no column 'splitt'"),
         ({"valid_queries": {"splitt": "valid"}}, r"no column 'splitt'[\s\S]*retrieval.valid-queries"),
-        ({"queries": {"split": "valid"}}, "asks no query"),
+        ({"queries": {"split": "valid"}}, r"asks no query[\s\S]*among \{'split': 'valid'\}"),
     ],
 )
 def test_a_catalogue_that_does_not_fit_is_named(

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ from torch import Tensor
 from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
+from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.evaluate.holdout import HoldoutOrder, choose_rows
 from pipeline.evaluate.score import PartStore, Score, Scorer
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
 from tests.evaluate.gangs import alone, on_ranks
 from tests.train.rows import make_rows
 
@@ -91,11 +94,13 @@ def test_ranks_share_the_work(rows: TokenRows, order: HoldoutOrder, tmp_path: Pa
     found = on_ranks(world_size, lambda gang: run(rows, order, tmp_path, gang))
     check(found[0], rows)
     assert not any(found[1:]), "only rank 0 keeps the scores"
+    store = parts_in(tmp_path)
+    assert not list(store.storage.list(store.prefix)), "it took no time worth saving"
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 2)])
 def test_stopped_anywhere_it_goes_on_with_other_ranks(
-    rows: TokenRows, order: HoldoutOrder, tmp_path: Path, before: int, after: int
+    rows: TokenRows, order: HoldoutOrder, tmp_path: Path, before: int, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop, calls = StopSignal(), count(1)
 
@@ -114,8 +119,41 @@ def test_stopped_anywhere_it_goes_on_with_other_ranks(
         scored.append(len(batch["query"]))
         return score(batch)
 
+    loads, load = count(), PartStore.load
+    monkeypatch.setattr(PartStore, "load", lambda self: (next(loads), load(self))[1])
     check(on_ranks(after, lambda gang: run(rows, order, tmp_path, gang, scoring=counting))[0], rows)
+    assert next(loads) == 1, "the first rank alone reads them"
     assert sum(scored) < order.total + 12 * after, "what was saved is not scored again"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes"),
+    [([0.5, 0.5, 0.5, 5.0, 5.0], [1, 2, 4, 8, 4, 2, 2, 2, 2, 2, 2, 2]), ([5.0] * 33, [1] * 33)],
+)
+def test_ranks_meet_after_more_batches_where_these_are_fast(
+    rows: TokenRows, order: HoldoutOrder, seconds: list[float], sizes: list[int]
+) -> None:
+    class Counting(Gang):
+        def gather(self, value: Any) -> list[Any]:
+            if isinstance(value, tuple):
+                met.append(len(value[0]["sample_id"]))
+            return super().gather(value)
+
+    def times() -> Iterator[float]:
+        """Looks: one before all, then before a meeting, at it, and after it."""
+        now = 0.0
+        yield now
+        for took in chain(seconds, repeat(2.0)):
+            yield now
+            now += took
+            yield from (now, now)
+
+    met: list[int] = []
+    clock = times()
+    Scorer(CpuBackend(), Counting(World(), timeout_s=1), StopSignal(), 1, 1e9, lambda: next(clock)).run(
+        score, rows, order
+    )
+    assert met == sizes
 
 
 def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Path) -> None:
@@ -123,7 +161,7 @@ def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Pat
     store = parts_in(tmp_path)
     assert len(store.storage.list_dirs(f"{store.prefix}/")) > 2
     place, found = store.load()
-    assert place == sum(len(part["sample_id"]) for part in found)
+    assert place == sum(len(part["sample_id"]) for part in found) < order.total, "the last rows are in the scores"
 
     def never(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         assert len(batch["query"]) == 4
@@ -138,7 +176,7 @@ def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Pat
     assert not list(store.storage.list(store.prefix))
 
 
-@pytest.mark.parametrize("damage", ["flip", "remove", "hole"])
+@pytest.mark.parametrize("damage", ["flip", "remove", "hole", "not committed"])
 def test_a_damaged_part_is_computed_again(rows: TokenRows, order: HoldoutOrder, tmp_path: Path, damage: str) -> None:
     run(rows, order, tmp_path, save_every_s=5.0)
     store, told = parts_in(tmp_path), list[str]()
@@ -152,10 +190,12 @@ def test_a_damaged_part_is_computed_again(rows: TokenRows, order: HoldoutOrder, 
         file.write_bytes(data)
     elif damage == "remove":
         file.unlink()
+    elif damage == "not committed":
+        (folder / MANIFEST_NAME).unlink()
     else:
         store.storage.delete_prefix(f"{store.prefix}/{names[1]}/")
     check(run(rows, order, tmp_path, told=told), rows)
-    assert len(told) == (damage != "hole")
+    assert len(told) == (damage in ("flip", "remove"))
 
 
 def test_a_loader_that_loses_batches_is_noticed(rows: TokenRows, order: HoldoutOrder, tmp_path: Path) -> None:

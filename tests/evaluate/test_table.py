@@ -99,6 +99,14 @@ def test_both_models_side_by_side() -> None:
     assert "not computed for the candidate: f1: no threshold" in lines
     assert any(line.startswith("refuse: 1 failed, ") for line in lines)
     assert len({line.find("0.") for line in lines[1:3]}) == 1, "columns are aligned"
+    assert all(line[:2] == "  " != line[2:4] for line in lines[:4]), "names to the left"
+
+
+def test_what_the_incumbent_alone_has_and_a_difference_that_was_not_judged() -> None:
+    delta = check("delta ndcg@10", outcome="fail", candidate=0.8, incumbent=0.75)
+    lines = lines_of(model({"ndcg@10": 0.75, "macro_f1": 0.4}, {}), delta, promote=False)
+    assert words(lines, "macro_f1") == ["macro_f1", "-", "0.4000", "-"]
+    assert words(lines, "ndcg@10") == ["ndcg@10", "0.8000", "0.7500", "+0.0500", "fail"]
 
 
 def test_without_an_incumbent() -> None:
@@ -123,12 +131,15 @@ def test_the_slices_that_refuse_come_first_then_those_that_lost_most() -> None:
     slices.append(
         check("slice loss kind=bad", outcome="fail", candidate=0.6, incumbent=0.5, low=0.05, high=0.15, num_queries=60)
     )
+    slices.append(check("slice kind", outcome="skipped"))  # its small ones
+    slices.append(check("delta ndcg@10", outcome="pass", candidate=0.8, incumbent=0.8, low=-0.1, high=0.1))
     lines = lines_of(model({"ndcg@10": 0.8}, {}), *slices, promote=False)
     start = lines.index("slices: 5 of 9 compared, those that lost most")
     shown = [line.split()[0] for line in lines[start + 2 : start + 7]]
     assert shown == ["kind=bad", "kind=7", "kind=6", "kind=5", "kind=4"]
     assert "+0.1000" in lines[start + 2] and "-0.0700" in lines[start + 3]
     assert "1,007" in lines[start + 3]
+    assert words(lines, "loss") == ["loss", "0.5000", "-", "-"], "what a slice says is not said of all rows"
 
 
 def found(**values: float) -> MetricReport:
@@ -171,3 +182,32 @@ def test_what_baselines_are_missing_is_told() -> None:
     assert "boosting was not scored: scikit-learn is not installed" in lines
     assert lines[0].split()[-1] == "gate" and "boosting" not in lines[0]
     assert "no weight was chosen: why" in lines
+
+
+def test_the_figures_of_all_models_by_name() -> None:
+    ours = {"ndcg@10": 0.8, "loss": 0.5, "retrieval_mrr": 0.25}
+    assert report_of(None).figures() == ours
+    hybrids = (HybridReport(name="rrf", retrieval=found(mrr=0.61)), HybridReport(name="weighted", missing="why"))
+    rows = MetricReport(values={"loss": 0.7}, missing={}, num_rows=9, num_queries=3)
+    both = BaselineReport(name="boosting", metrics=rows, retrieval=found(mrr=0.4))
+    report = report_of(model({"loss": 0.4}, {}))
+    candidate = report.candidate.model_copy(update={"hybrids": hybrids})
+    baselines = (both, BaselineReport(name="bm25", missing="why"))
+    assert report.model_copy(update={"candidate": candidate, "baselines": baselines}).figures() == {
+        **ours,
+        "incumbent_loss": 0.4,
+        "hybrid_rrf_retrieval_mrr": 0.61,
+        "boosting_loss": 0.7,
+        "boosting_retrieval_mrr": 0.4,
+    }
+
+
+def test_vectors_cut_to_fewer_dimensions_stand_beside_those_that_are_judged() -> None:
+    title = "search with vectors cut to fewer dimensions"
+    report = report_of(model({}, {}, {"retrieval_mrr": 0.5}))
+    assert title not in table_lines(report)
+    candidate = report.candidate.model_copy(update={"retrieval_by_width": {8: found(mrr=0.2), 4: found(mrr=0.1)}})
+    lines = table_lines(report.model_copy(update={"candidate": candidate}))
+    start = lines.index(title)
+    assert lines[start + 1].split() == ["metric", "candidate", "candidate", "8", "candidate", "4"]
+    assert lines[start + 2].split() == ["retrieval_mrr", "0.2500", "0.2000", "0.1000"]

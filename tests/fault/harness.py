@@ -63,6 +63,8 @@ TRAIN = (
     f"--log.every-steps={LOG_EVERY}",
 )
 TINY = (*DATA, *MODEL, *TRAIN)
+UNJUDGED = "--gate.first-without-comparison=true"
+"""For `evaluate`: the holdout has a handful of queries."""
 ON_XLA = (
     *TINY,
     "--data.buckets=16x24",

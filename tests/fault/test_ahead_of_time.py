@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.compile.manifest import GraphManifest, load_manifests
 from tests.backends.xla_process import needs_xla
-from tests.fault.harness import ON_XLA, Place
+from tests.fault.harness import ON_XLA, UNJUDGED, Place
 
 pytestmark = [needs_xla, pytest.mark.stage]
 TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
@@ -67,10 +67,10 @@ def test_training_meets_only_compiled_graphs(
     assert "compiled ahead of time, manifest" in trained.out + trained.err
     assert here.events("graph_compiled")[-1]["total"] <= sum(graph.compiles for graph in graphs)
     if boundary == "fused" and accumulation == 1:  # its graphs are the same in every mode
-        evaluated = here.run("evaluate")
+        evaluated = here.run("evaluate", UNJUDGED)
         assert "compiled ahead of time, manifest" in evaluated.out and "generation 1" in evaluated.out
     elif processes > 1:  # what fewer ranks evaluate was compiled by all of them
-        evaluated = here.run("evaluate", "--launch.processes=1")
+        evaluated = here.run("evaluate", UNJUDGED, "--launch.processes=1")
         assert "compiled ahead of time, manifest" in evaluated.out and "generation 1" in evaluated.out
     again = here.run("compile")
     assert "done already" in again.out + again.err

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.backends.xla_process import needs_xla
-from tests.fault.harness import ON_XLA, TINY, Place, again_when_late, reference
+from tests.fault.harness import ON_XLA, TINY, UNJUDGED, Place, again_when_late, reference
 from tests.fault.kills import Moment, kill_at
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def test_a_cycle_that_is_killed_in_between(place: Callable[..., Place], tmp_path
     assert here.ended() == reference("cpu", OWN)
     losses = [loss for _, (loss, _, _) in sorted(here.trace().items())]
     assert sum(losses[-10:]) < sum(losses[:10])
-    here.run("evaluate")
+    here.run("evaluate", UNJUDGED)
     assert here.storage.stat("registry/relevance/production.json") is not None
     embedded = here.run("embed")
     assert "0 carried over" in embedded.out
@@ -66,7 +66,7 @@ def test_a_model_of_transformers_and_its_export(place: Callable[..., Place], tmp
     transformers = pytest.importorskip("transformers")
     here = place("cpu", (*TINY, *SHORT, *OF_TRANSFORMERS, "--train.max-steps=20"))
     here.run("train")
-    here.run("evaluate")
+    here.run("evaluate", UNJUDGED)
     out = tmp_path / "exported"
     here.run("export", "--out", str(out), "--format", "transformers")
     model = transformers.AutoModel.from_pretrained(out).eval()

@@ -87,7 +87,8 @@ with stop_on_signals(stop, grace_s=600):
         out, err = process.communicate(timeout=60)
         assert "saved" in out
         assert process.returncode == 143
-        assert ("Ctrl-C again" in err) == (signum == signal.SIGINT)
+        if signum == signal.SIGTERM:  # the line for Ctrl-C may come too late for a process that ends at once
+            assert "Ctrl-C again" not in err
 
 
 def test_ctrl_c_is_answered_at_once_while_the_main_thread_is_in_c() -> None:

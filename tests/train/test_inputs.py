@@ -137,9 +137,17 @@ def other_inputs(**changes: Any) -> InputSpec:
         ({"labels": ("yes",), "label_gains": (1.0,)}, DataError, "1 relevance classes"),
         ({"model": MODEL.model_copy(update={"max_positions": 7})}, ConfigError, "the longest bucket has 8 tokens"),
         ({"parent": parent_of({}, tokenizer_fingerprint="other")}, ConfigError, "tokenised with tok"),
-        ({"parent": parent_of({}, inputs=other_inputs(numeric=()))}, ConfigError, "the data has numeric"),
-        ({"parent": parent_of({}, inputs=other_inputs(labels=("a", "b")))}, ConfigError, "the data has labels"),
-        ({"parent": parent_of({}, inputs=other_inputs(query_prefix="q: "))}, ConfigError, "the data has query_prefix"),
+        ({"parent": parent_of({}, inputs=other_inputs(numeric=()))}, ConfigError, "other numeric than .* new: price"),
+        (
+            {"parent": parent_of({}, inputs=other_inputs(labels=("a", "b")))},
+            ConfigError,
+            "other labels than .* missing: a, b",
+        ),
+        (
+            {"parent": parent_of({}, inputs=other_inputs(query_prefix="q: "))},
+            ConfigError,
+            "other query_prefix than .*: '', there 'q: '",
+        ),
         ({"model": MODEL.model_copy(update={"num_layers": 2}), "parent": parent_of({})}, ConfigError, "num_layers"),
         ({"train": TRAIN.model_copy(update={"mined_per_query": 2})}, ConfigError, "none were mined"),
         (

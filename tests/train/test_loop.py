@@ -471,7 +471,7 @@ def test_the_pace_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         pace.step_done(tokens=10, waited_s=1.0)
         clock.pass_on(seconds)
         assert pace.read() == (seconds, 8 / seconds, 20 / seconds, 1.0 / seconds)
-        assert pace.seconds_per_step == pytest.approx(expected)
+        assert pace.seconds_per_step == (expected and pytest.approx(expected))
 
 
 @pytest.mark.parametrize("apart", ["evaluate", "save"])
@@ -486,8 +486,56 @@ def test_evaluating_and_saving_are_no_time_of_steps(
     assert seconds == [0.0] * 4
 
 
-def test_a_deadline_that_is_kept_is_not_at_risk(rows: TokenRows) -> None:
-    bench = Bench(rows, deadline_s=1e6)
+def timed(bench: Bench, after: Callable[[int], None]) -> TrainLoop:
+    """A loop that calls `after` with the number of each step, from 0, as soon as it is taken."""
+    loop = bench.loop()
+    step = loop.program.step
+
+    def taken(micros: Sequence[Batch], *, seeds: Sequence[int] = ()) -> None:
+        step(micros, seeds=seeds)
+        after(loop.step)
+
+    loop.program.step = taken  # type: ignore[assignment, method-assign]
+    return loop
+
+
+def test_the_eta_leaves_out_what_compiled_in_an_interval(rows: TokenRows, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiling(CpuBackend):
+        graphs = 1
+
+        def compile_count(self) -> int:
+            return self.graphs
+
+        def compile_seconds(self) -> float:
+            return 100.0 * self.graphs
+
+    clock, backend = Clock(monkeypatch), Compiling()
+    bench = Bench(rows, backend=backend)
+
+    def pass_on(step: int) -> None:
+        clock.pass_on(110.0 if step == 3 else 10.0)
+        backend.graphs += step == 3
+
+    timed(bench, pass_on).run()
+    etas = [fields["eta_s"] for name, fields in bench.events if name == EventName.TRAIN_STEPS]
+    assert etas == [None, 20.0, 0.0]
+
+
+def test_a_deadline_that_the_pace_will_miss_is_warned_of_before_it(
+    rows: TokenRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    config = TRAIN.model_copy(update={"on_deadline": "finish"})
+    bench = Bench(rows, config=config, deadline_s=55.0, max_steps=8)
+    loop = timed(bench, lambda step: clock.pass_on(10.0))
+    assert loop.run() == "late" and loop.step == 6
+    risks = [fields for name, fields in bench.events if name == EventName.DEADLINE_AT_RISK]
+    assert risks == [{"step": 4, "eta_s": 40.0, "spare_s": 15.0 - 40.0}], "once, as soon as there is a pace"
+
+
+@pytest.mark.parametrize("deadline_s", [1e6, None])
+def test_a_deadline_that_is_kept_is_not_at_risk(rows: TokenRows, deadline_s: float | None) -> None:
+    bench = Bench(rows, config=TRAIN.model_copy(update={"on_deadline": "finish"}), deadline_s=deadline_s)
     assert bench.run() == "complete"
     assert EventName.DEADLINE_AT_RISK not in [name for name, _ in bench.events]
 

@@ -23,7 +23,7 @@ from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.model.relevance import build_model
 from pipeline.train.build import Saver
 from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.optimizer import control_values
+from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.program import flat_strategy
 from pipeline.train.step import FIGURES, TrainProgram, has_dropout
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
@@ -208,6 +208,10 @@ class GathersOnHost(CpuBackend):
     gathers_in_graph = False
 
 
+class ReducesInGraph(CpuBackend):
+    reduces_in_graph = True
+
+
 FIRST, NEXT = "first_micro_step", "micro_step"
 
 
@@ -224,6 +228,8 @@ FIRST, NEXT = "first_micro_step", "micro_step"
         ("split", 3, 2, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
         ("fused", 1, 1, 0.1, 2, GathersOnHost, ["embed_batch", "embeddings", "contrast", FIRST, "update"]),
         ("fused", 1, 1, 0.0, 2, GathersOnHost, [FIRST, "update"]),
+        ("fused", 2, 1, 0.1, 1, GathersOnHost, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
+        ("fused", 2, 1, 0.1, 2, ReducesInGraph, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
     ],
 )
 def test_where_a_step_is_cut(
@@ -251,6 +257,29 @@ def test_where_a_step_is_cut(
         assert watch.seen == expected
 
 
+@pytest.mark.parametrize(
+    ("ranks", "backend", "has_copies", "expected"),
+    [
+        (2, GathersOnHost, True, [FIRST, "update", "publish"]),
+        (2, GathersOnHost, False, [FIRST, "update"]),
+        (2, CpuBackend, True, [FIRST, "update"]),
+        (1, GathersOnHost, True, ["step"]),
+    ],
+)
+def test_weights_that_go_through_the_host_are_published_apart(
+    rows: TokenRows, ranks: int, backend: type[CpuBackend], has_copies: bool, expected: list[str]
+) -> None:
+    config, watch = TRAIN.model_copy(update={"step_boundary": "fused"}), Phases()
+    strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
+    if has_copies:
+        strategy.weights = [master.detach().clone().requires_grad_() for master in strategy.masters]
+    share = RankShare(0, ranks, 1)
+    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    watch.seen.clear()
+    step(program, batches_of(rows, 1)[0], control(1))
+    assert watch.seen[-len(expected) :] == expected
+
+
 class OnNeuron(CpuBackend):
     is_neuron = True
 
@@ -271,7 +300,8 @@ def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
     config = TrainConfig.model_validate({**TRAIN.model_dump(), "parallel": {"recompute": recompute, "shard_degree": 1}})
     assert config.loss.contrastive_weight
     model = MODEL.model_copy(update={"dropout": dropout})
-    with pytest.raises(ConfigError) if is_refused else nullcontext():
+    why = "layers are computed again" if recompute == "units" else "a step has two passes"
+    with pytest.raises(ConfigError, match=why) if is_refused else nullcontext():
         make_program(backend(), config, model, accumulation)
 
 
@@ -281,6 +311,24 @@ def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Modu
     assert not has_dropout(encoder)
     encoder.add_module("theirs", layer)
     assert has_dropout(encoder) == is_refused
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+@pytest.mark.parametrize("compiles_steps", [False, True])
+def test_the_update_is_written_out_where_it_becomes_a_graph(
+    monkeypatch: pytest.MonkeyPatch, is_lazy: bool, compiles_steps: bool
+) -> None:
+    class Noted(AdamW):
+        def __init__(self, *args: Any, traced: bool, **more: Any) -> None:
+            seen.append(traced)
+            super().__init__(*args, traced=traced, **more)
+
+    seen: list[bool] = []
+    monkeypatch.setattr("pipeline.train.step.AdamW", Noted)
+    backend = CpuBackend()
+    backend.is_lazy, backend.compiles_steps = is_lazy, compiles_steps
+    make_program(backend)
+    assert seen == [is_lazy or compiles_steps]
 
 
 def test_it_learns(rows: TokenRows) -> None:

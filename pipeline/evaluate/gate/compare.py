@@ -316,7 +316,7 @@ def judge_refusal(
     """
     interval, seen, change, _, best = _losses(comparison, difference, confidence)
     allowed, tool = comparison.allowed, comparison.baseline
-    limit = f", {allowed:g} is allowed" if allowed or not tool else ""
+    limit = f", {allowed:g} is allowed" if allowed else ""
     outcome: Outcome = "pass"
     reason = limit if tool else f", {allowed:g} worse is allowed"
     title = f"beats {tool}" if change < 0 else f"{tool} is not better"

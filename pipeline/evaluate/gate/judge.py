@@ -305,8 +305,10 @@ def _without_search(config: GateConfig, *, searched: bool) -> list[GateCheck]:
     """A note where search, which is what the vectors serve, is not compared with the incumbent's."""
     if any(MetricName.parse(text).of_retrieval for text in config.drops_for(searched=searched)) or not config.drops:
         return []
-    outcome: Outcome = "warn" if searched else "skipped"
-    reason = "gate.drops names no metric of retrieval" if searched else "evaluate.retrieval.enabled is false"
+    outcome: Outcome = "skipped"
+    reason = "evaluate.retrieval.enabled is false"
+    if searched:
+        outcome, reason = "warn", "gate.drops names no metric of retrieval"
     text = f"search with the vectors is not compared with that of the incumbent: {reason}"
     return [GateCheck(name="search", kind="comparison", outcome=outcome, reason=text)]
 
