@@ -195,18 +195,13 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
 def _put(storage: Storage, plan: EmbedPlan, files: Mapping[str, bytes]) -> dict[str, FileRecord]:
     """Write the files that are not there yet; what they hold then. Files of another plan are replaced."""
     keys = {name: join_key(vectors_prefix(plan.cycle), name) for name in files}
-    last = list(files)[-1]
+    last = keys[list(files)[-1]]  # the file that says which plan the part was made for
     there: dict[str, FileRecord] = {}
     for name, data in files.items():
         if not storage.write_if_absent(keys[name], data) and (found := storage.read_bytes(keys[name])) != data:
-            marker = b""  # the file that says which plan the part was made for
-            if name == last:
-                marker = found
-            elif storage.stat(keys[last]):
-                marker = storage.read_bytes(keys[last])
             try:
-                found_plan = metadata_of(pq.read_schema(io.BytesIO(marker))).get("plan", "")
-            except (pa.ArrowException, OSError):
+                found_plan = metadata_of(pq.read_schema(io.BytesIO(storage.read_bytes(last)))).get("plan", "")
+            except (KeyNotFound, pa.ArrowException, OSError):
                 found_plan = ""
             if found_plan != plan.fingerprint:
                 storage.write_bytes(keys[name], data)

@@ -2,7 +2,9 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,22 +187,96 @@ def test_a_lost_file_is_made_again(case: Case, tmp_path: Path) -> None:
     assert case.finish(plan).info.rows == 60
 
 
-def test_a_worker_thought_dead_does_no_harm(tmp_path: Path) -> None:
+class OtherHardware(HashEmbedder):
+    """Gives other vectors for the same texts."""
+
+    def vectors(self, tokens: Any) -> Any:
+        return -super().vectors(tokens)
+
+
+@pytest.mark.parametrize("layout", [{}, {"format": "npy"}], ids=str)
+def test_a_worker_thought_dead_does_no_harm(tmp_path: Path, layout: dict[str, Any]) -> None:
     """It comes back on other hardware, with vectors a little different, after its part was done by another."""
-    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(60))])
+    case, catalogue = Case(tmp_path, layout), write_catalogue(tmp_path / "in", [products(range(60))])
     plan = case.plan(catalogue)
     case.work(plan)
     before = case.files()
-
-    class Other(HashEmbedder):
-        def vectors(self, tokens: Any) -> Any:
-            return -super().vectors(tokens)
-
     case.workspace.delete_prefix(records_prefix(plan))  # as if it had looked before any part was done
-    case.work(plan, embedder=Other())
+    case.work(plan, embedder=OtherHardware())
     assert case.files() == before, "the first file under a name stays"
     case.finish(plan)
     verify_dir(case.workspace, "embeddings/c1", deep=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost"),
+    [
+        ({}, "embeddings/c1/part-00000.parquet"),  # taken away after its record was written
+        ({"format": "npy"}, "embeddings/c1/part-00000.npy"),
+        ({"format": "npy"}, "embeddings/c1/part-00000.ids.parquet"),  # then nothing says whose the matrix is
+    ],
+)
+def test_a_part_that_is_made_again_elsewhere_has_its_own_record(
+    tmp_path: Path, layout: dict[str, Any], lost: str
+) -> None:
+    case, catalogue = Case(tmp_path, layout), write_catalogue(tmp_path / "in", [products(range(60))])
+    plan = case.plan(catalogue)
+    case.work(plan)
+    case.workspace.delete([lost])
+    assert 0 not in finished_parts(case.workspace, plan)
+    case.work(plan, embedder=OtherHardware())
+    found = rows_of(case.finish(plan))
+    verify_dir(case.workspace, "embeddings/c1", deep=True)
+    np.testing.assert_allclose(found["p0"], -expected_vector(title(0)), atol=0.02)
+    np.testing.assert_allclose(found["p59"], expected_vector(title(59)), atol=0.02)
+
+
+def test_a_part_without_its_record_is_not_finished_and_the_first_record_stays(case: Case, tmp_path: Path) -> None:
+    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
+    case.work(plan)
+    key = f"{records_prefix(plan)}/00001.json"
+    case.workspace.delete([key])
+    assert finished_parts(case.workspace, plan) == {0, 2}
+    part = parts_module.OpenPart(1, plan.layout, plan.shards[1].rows, plan.quarantine_rows)
+    first, second = (parts_module.commit_part(case.workspace, plan, part, seconds=seconds) for seconds in (1.0, 2.0))
+    assert first == second and first.seconds == 1.0
+    assert parts_module.PartRecord.model_validate_json(case.workspace.read_bytes(key)) == first
+
+
+def test_an_id_that_comes_again_in_its_part_is_named_by_its_row_of_the_catalogue(tmp_path: Path) -> None:
+    """p1 within the first window; p3 of the first window in the second one."""
+    numbers = [0, 1, 1, *range(2, 18), 3, 22]
+    vectors = Case(tmp_path).embed(write_catalogue(tmp_path / "in", [products(numbers)]), max_bad_fraction=0.5)
+    assert (vectors.info.rows, vectors.info.counts.bad, len(vectors.info.parts)) == (19, 2, 1)
+    lines = [json.loads(line) for line in Case(tmp_path).files()["quarantine.jsonl"].splitlines()]
+    assert [(Path(line["file"]).name, line["row"], line["content"]) for line in lines] == [
+        ("file-0.parquet", 2, {"id": "p1"}),
+        ("file-0.parquet", 19, {"id": "p3"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (pa.array(["b", "a", "c"]), ("a", "c")),
+        (pa.array([10, 9]), ("9", "10")),
+        (pa.array([0]), ("0", "0")),
+        (pa.array([], pa.string()), ("", "")),
+    ],
+)
+def test_the_range_of_ids(ids: pa.Array, expected: tuple[str, str]) -> None:
+    assert parts_module.id_range(ids) == expected
+
+
+def test_a_catalogue_without_a_good_row_is_refused_whatever_is_allowed(case: Case, tmp_path: Path) -> None:
+    table = pa.table(
+        {"product_id": ["p1", "p2"], "title": [None, ""]},
+        schema=pa.schema([("product_id", pa.string()), ("title", pa.string())]),
+    )
+    plan = case.plan(write_catalogue(tmp_path / "in", [table]))
+    case.work(plan)
+    with pytest.raises(DataError, match="2 of 2 rows of the catalogue are bad"):
+        case.finish(plan, max_bad_fraction=1.0)
 
 
 def test_the_first_plan_counts(case: Case, tmp_path: Path) -> None:
@@ -239,3 +315,31 @@ def test_bad_rows_are_counted_and_the_first_ones_kept(case: Case, tmp_path: Path
     assert info.reasons == {EMPTY_TEXT: 10, DUPLICATE_ID: 3}
     lines = [json.loads(line)["row"] for line in case.files()["quarantine.jsonl"].splitlines()]
     assert lines == [0, 10, 20, 30, 40, 50, 60]
+
+
+def test_the_last_line_and_the_figures_say_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A count that is none is left out of the line."""
+    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(60))])
+    first = case.embed(catalogue)
+    bad = write_catalogue(tmp_path / "more", [products(range(50)), pa.table({"product_id": ["p200"], "title": [""]})])
+    second = case.embed(bad, "c2")
+    chunked = second.info.counts.model_copy(update={"chunked": 2})
+    second.info = second.info.model_copy(update={"counts": chunked})
+    now = datetime.now(UTC)
+    emitted: list[dict[str, Any]] = []
+    ctx: Any = SimpleNamespace(
+        workspace=case.workspace, events=SimpleNamespace(emit=lambda name, **fields: emitted.append(fields))
+    )
+    lines = []
+    for vectors in (first, second):
+        finish_module.tell_end(ctx, vectors, SimpleNamespace(started=now, finished=now))  # type: ignore[arg-type]
+        lines.append(capsys.readouterr().out)
+    assert "| 60 embedded, 0 carried over | 0 texts cut | " in lines[0]
+    assert (
+        f"| 0 embedded, 50 carried over, 10 deleted | 1 bad: {EMPTY_TEXT} 1 | 0 texts cut, 2 in chunks | " in lines[1]
+    )
+    assert emitted == [{"rows": 1, "reasons": {EMPTY_TEXT: 1}}]
+    figures = finish_module.totals(second)
+    assert (figures["rows"], figures["rows_bad"], figures["rows_deleted"], figures["parts"]) == (50, 1, 10, 3)
+    assert figures["tokens"] == 0 and "rows_tokens" not in figures
+    assert finish_module.totals(first)["rows_deleted"] is None

@@ -165,3 +165,77 @@ def test_a_text_in_a_list_is_joined(ctx: StageContext, tmp_path: Path, name: str
         (b"a", b"red lamp"),
         (b"b", b""),
     ]
+
+
+def files_of(ctx: StageContext) -> dict[str, tuple[int, int]]:
+    """Rows and modification time of each file of the one gathered catalogue."""
+    folder = next((Path(ctx.workspace.local_path("") or "") / "catalogues").iterdir())
+    paths = sorted(folder.glob("*.parquet"))
+    return {path.name: (pq.read_metadata(path).num_rows, path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "rows_of_files"),
+    [
+        ("FILE_ROWS", 1, [2, 2, 2, 2, 2]),  # a batch is not divided, and no file is empty
+        ("FILE_ROWS", 5, [4, 4, 2]),
+        ("FILE_BYTES", 1, [2, 2, 2, 2, 2]),
+        ("FILE_BYTES", 10_000, [10]),
+    ],
+)
+def test_a_file_is_full_by_its_rows_or_by_its_bytes(
+    ctx: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, size: int, rows_of_files: list[int]
+) -> None:
+    monkeypatch.setattr(plan_module, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(plan_module, limit, size)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"sku": {n}, "name": "phone {n}"}}\n' for n in range(10)))
+    rows(ctx, CatalogueConfig(path=str(tmp_path / "rows.jsonl"), id="sku", title="name"))
+    assert [number for number, _ in files_of(ctx).values()] == rows_of_files
+
+
+def test_files_that_are_there_stay_unless_they_hold_something_else(ctx: StageContext, tmp_path: Path) -> None:
+    """The plan of another cycle names them by their etag, in which the modification time may count."""
+    data = DataConfig(path=str(judgements(tmp_path / "in")))
+    rows(ctx, CatalogueConfig(), data)
+    before = files_of(ctx)
+    folder = next((Path(ctx.workspace.local_path("") or "") / "catalogues").iterdir())
+    (folder / "MANIFEST.json").unlink()
+    rows(ctx, CatalogueConfig(), data)
+    assert files_of(ctx) == before
+    (folder / "MANIFEST.json").unlink()
+    pq.write_table(pa.table({"id": ["of another version"]}), folder / "part-00000.parquet")
+    assert len(rows(ctx, CatalogueConfig(), data)) == before["part-00000.parquet"][0] == 7
+
+
+def test_judgements_without_a_product_id_are_kept_to_be_judged(ctx: StageContext, tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "query": ["q"] * 5,
+            "title": ["lamp", "lamp", "desk", "desk", "desk"],
+            "label": ["x"] * 5,
+            "product_id": [None, None, "", "p1", "p1"],
+        }
+    )
+    (tmp_path / "in").mkdir()
+    pq.write_table(table, tmp_path / "in" / "0.parquet")
+    found = rows(ctx, CatalogueConfig(), DataConfig(path=str(tmp_path / "in")))
+    assert [(row[0] or None, row[1]) for row in found] == [
+        (None, b"lamp"),
+        (None, b"lamp"),
+        (None, b"desk"),
+        (b"p1", b"desk"),
+    ]
+
+
+def test_other_files_beside_the_catalogue_are_named(
+    ctx: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(ctx.console, "info", lines.append)
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"product_id": ["a"], "title": ["lamp"]}), tmp_path / "in" / "rows.parquet")
+    find_catalogue(CatalogueConfig(path=str(tmp_path / "in")), DataConfig(), ctx)
+    assert lines == []
+    (tmp_path / "in" / "README.md").write_text("hello")
+    find_catalogue(CatalogueConfig(path=str(tmp_path / "in")), DataConfig(), ctx)
+    assert lines == ["embed: 1 other file(s) were not read: README.md"]

@@ -91,3 +91,5 @@ def test_a_part_says_what_it_is() -> None:
     assert metadata_of(schema) == told
     assert schema.field("vector").type == pa.list_(pa.float16(), 24)
     assert schema.names == ["id", "vector", "id_hash", "text_hash"]
+    assert metadata_of(schema.with_metadata({"pandas": "{}", "trnpipe.plan": "p"})) == {"plan": "p"}
+    assert metadata_of(schema.remove_metadata()) == {}

@@ -34,6 +34,19 @@ def test_one_waits_for_the_other_kind(tmp_path: Path) -> None:
         assert not mine
 
 
+@pytest.mark.parametrize("name", ["folder", "new/below/lock"])
+def test_a_lock_is_a_folder_that_is_there_or_a_file_that_is_made(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    stop = StopSignal()
+    with atomic.exclusive(tmp_path / name, stop):
+        stop.set("SIGTERM")
+        with pytest.raises(Preempted), atomic.exclusive(tmp_path / name, stop):
+            pass
+    assert (tmp_path / name).is_file() == (name != "folder") and not list((tmp_path / "folder").iterdir())
+    with atomic.exclusive(tmp_path / name, StopSignal()):
+        pass
+
+
 @pytest.mark.fault
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
