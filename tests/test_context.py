@@ -31,6 +31,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings, resolve, settings_hash
 from pipeline.telemetry import console
 from pipeline.telemetry.events import EventName, code_version
+from tests.backends.xla_process import needs_xla
 
 
 class Elsewhere:
@@ -73,6 +74,7 @@ def test_context_of_a_local_workspace(tmp_path: Path) -> None:
 SMALL = {"preset": "small"}
 
 
+@needs_xla
 @pytest.mark.parametrize(
     ("model", "began", "stage", "expected"),
     [
@@ -121,6 +123,7 @@ def test_auto_on_a_host_alone_goes_by_the_model_and_by_how_the_cycle_began(
     assert len(said) == (0 if is_tiny else 1) and all(f"backend {expected}" in line for line in said)
 
 
+@needs_xla
 def test_a_stage_runs_on_the_backend_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     seen = list[str]()

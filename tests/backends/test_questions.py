@@ -20,6 +20,7 @@ from pipeline.backends.cuda import CudaBackend
 from pipeline.backends.neuron import NeuronBackend
 from pipeline.backends.xla import XlaBackend
 from pipeline.embed.config import EmbedConfig
+from tests.backends.xla_process import needs_xla
 
 pytestmark = pytest.mark.unit
 
@@ -40,6 +41,7 @@ def test_who_runs_on_neuron(name: str, device: str, may: bool, does: bool) -> No
     assert on_neuron(name, {"PJRT_DEVICE": device}) is does
 
 
+@needs_xla
 @pytest.mark.parametrize(
     ("name", "device", "expected"), [("auto", "CPU", True), ("auto", "NEURON", False), ("xla", "CPU", False)]
 )
