@@ -114,6 +114,7 @@ def test_what_makes_the_vectors_of_a_model_names_other_negatives() -> None:
     outside = set(EmbedConfig.model_fields) - {"buckets", "chunks", "precision"}
     check_named(without_effect(config, prefix, buckets=(10,), precision="bf16"), outside)
     assert len({prefix(config), prefix(config, None), prefix(config, replace(given, digest="other"))}) == 3
+    assert len({prefix(EmbedConfig(chunks=chunks)) for chunks in (1, 2, 3)}) == 3
     with pytest.raises(ConfigError):
         prefix(config, checkpoint_of(tokenizer_fingerprint="other"))
 

@@ -148,6 +148,15 @@ def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
     assert made.nodes.now == pytest.approx(engine.START_PATIENCE_S, abs=5.0)
 
 
+@pytest.mark.parametrize("num_nodes", [0, 2])
+def test_a_job_that_runs_for_long_is_not_taken_for_one_that_does_not_begin(num_nodes: int) -> None:
+    long = 3 * engine.START_PATIENCE_S
+    made = world([job("g", num_nodes=num_nodes, timeout_s=3600)], lambda *_: Fate(after_s=long))
+    made.engine().run()
+    assert (made.ends(), made.nodes.kills) == ({"g": SUCCEEDED}, [])
+    assert made.nodes.now >= long
+
+
 def test_a_cancelled_job_whose_keeper_hangs_is_ended() -> None:
     made = world([job("a")], lambda *_: Fate(hangs="running"))
     running = made.engine()
