@@ -70,6 +70,13 @@ def test_what_feeds_only_a_job_that_cannot_run_is_ended(health: Seen | None, sto
         assert ends(found)["health"] == (JobState.CANCELLED, reason)
 
 
+@pytest.mark.parametrize("there", [RUNNING, WAITS])
+def test_only_a_try_that_is_looked_for_and_not_there_is_started(there: Seen) -> None:
+    found = advanced([job("made"), job("absent"), job("unknown")], {("made", 1): there, ("absent", 1): None}, {})
+    assert [leaf.name for leaf in found.starts] == ["absent"]
+    assert found.looks == (("unknown", 1),) and found.stops == ()
+
+
 def test_a_try_that_ended_by_itself_before_it_was_cancelled_keeps_its_end() -> None:
     (leaf,) = leaves(job("a"))
     running = running_record(started(record(leaf), ["s"]), 1.0)
