@@ -259,14 +259,10 @@ def known_order(labels: Sequence[str]) -> tuple[dict[str, float], str] | None:
 
 def _grades(labels: Sequence[str]) -> dict[str, int]:
     """Whole numbers from 0 to 10, each once, in order; nothing for other labels."""
-    try:
-        values = {label: float(label) for label in labels}
-    except ValueError:
+    ordered = _by_value(labels)
+    if not all(0 <= float(label) <= _MAX_GRADE and float(label).is_integer() for label in ordered):
         return {}
-    if not all(0 <= value <= _MAX_GRADE and value == int(value) for value in values.values()):
-        return {}
-    grades = {label: int(value) for label, value in sorted(values.items(), key=lambda item: item[1])}
-    return grades if len(set(grades.values())) == len(grades) else {}
+    return {label: int(float(label)) for label in ordered}
 
 
 def _by_value(labels: Sequence[str]) -> list[str]:
