@@ -10,7 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic.main import IncEx
 from pydantic_settings import (
@@ -29,7 +29,7 @@ from pipeline.backends import Name
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.record import Record, fitted
+from pipeline.core.record import Record, fitted, is_neutral, without_retired
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
@@ -44,13 +44,6 @@ from pipeline.tune.config import TuneConfig
 
 ENV_PREFIX = "TRNPIPE_"
 DEFAULT = "default"
-RETIRED = frozenset(
-    {
-        *("embed.verify.ann_queries", "embed.verify.ann_rows", "embed.verify.min_recall", "evaluate.vector_rows"),
-        *("health.max_clock_skew_s", "health.nccom_across_nodes"),
-    }
-)
-"""Settings of earlier versions: files and jobs that were stored with a cycle may still name them. They do nothing."""
 _NONE = "\0"  # what the library takes for None: nobody can type it, and "null" stays a text where a text is wanted
 
 
@@ -93,6 +86,8 @@ class Settings(BaseSettings):
     program: ClassVar[str] = "trnpipe"
     other_programs: ClassVar[frozenset[str]] = frozenset({"jobs"})
     """Sections of other programs in the same files and environment: passed over unread."""
+    retired: ClassVar[Mapping[str, Any]] = {}
+    """Sections and settings of earlier versions, as in `Record`."""
 
     workspace: str = Field(
         "workspace", min_length=1, description="Folder or URI (file://, s3://) of all a cycle reads and writes"
@@ -127,6 +122,11 @@ class Settings(BaseSettings):
     storage: RetryPolicy = RetryPolicy()
     log: LogConfig = LogConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, value: Any) -> Any:
+        return without_retired(cls.retired, value)
 
     @classmethod
     def settings_customise_sources(
@@ -231,6 +231,34 @@ class Leaf:
 
 
 @cache
+def retired(model: type[BaseModel], section: str = "") -> dict[str, Any]:
+    """Return the retired settings and sections below a model by dotted name, with the value that may be dropped."""
+    found = {section + name: neutral for name, neutral in getattr(model, "retired", {}).items()}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= retired(field.annotation, f"{section}{name}.")
+    return found
+
+
+def _is_retired(model: type[BaseModel], name: str, given: "Given") -> bool:
+    """Return whether a setting of a file or of the environment is one of an earlier version, to be passed over.
+
+    Raises ConfigError if it has a value that this version cannot honour.
+    """
+    words = name.split(".")
+    for depth in range(1, len(words) + 1):
+        known = ".".join(words[:depth])
+        if known in retired(model):
+            if is_neutral(retired(model)[known], given.value):
+                return True
+            raise ConfigError(
+                f"{name} = {shown(given.value)} ({given.source}): this version has no such setting",
+                next_command=f"remove {name}",
+            )
+    return False
+
+
+@cache
 def leaves(model: type[BaseModel], section: str = "") -> dict[str, Leaf]:
     """All leaves below a model by dotted name: its own in the order of declaration, then those of its sections."""
     own, nested = dict[str, Leaf](), dict[str, Leaf]()
@@ -312,7 +340,8 @@ def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Lay
         tree = _in_our_names(model, tree)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}", next_command=f"edit {source}") from None
-    return {name: Given(value, source) for name, value in _flat(tree, leaves(model)) if name not in RETIRED}
+    found = {name: Given(value, source) for name, value in _flat(tree, leaves(model))}
+    return {name: given for name, given in found.items() if not _is_retired(model, name, given)}
 
 
 def _in_our_names(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,8 +359,9 @@ def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
     keys = [key for key in sorted(env) if key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE]
     names = {key: key.removeprefix(ENV_PREFIX).replace("__", ".") for key in keys}
     ours = {key: name for key, name in names.items() if name.partition(".")[0].lower() not in model.other_programs}
-    used = {key: name for key, name in ours.items() if _spelled(name) not in RETIRED}
-    typed = _typed(model, [(name, env[key], f"env {key}") for key, name in used.items()])
+    given = {name: Given(env[key], f"env {key}") for key, name in ours.items()}
+    kept = {name: value for name, value in given.items() if not _is_retired(model, _spelled(name), value)}
+    typed = _typed(model, [(name, *value) for name, value in kept.items()])
     return _read(model, typed, lambda texts: _Texts(model, texts))
 
 

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import tomllib
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from jobs.settings import CycleSettings
 from pipeline.core.errors import ConfigError
-from pipeline.core.record import fitted
+from pipeline.core.record import Record, fitted
 from pipeline.settings import (
     DEFAULT,
     FlagSource,
@@ -493,6 +495,28 @@ def test_a_file_or_variable_of_an_earlier_version_may_name_settings_that_are_gon
     assert resolve([path], {"TRNPIPE_EVALUATE__VECTOR_ROWS": "20"}, []).settings.health.burn_s == 2.0
     with pytest.raises(ConfigError, match=r"unknown setting evaluate\.vector-rows"):
         resolve([], {}, [("--evaluate.vector-rows", "20")])
+
+
+class Width(Record):
+    retired: ClassVar[Mapping[str, Any]] = {"halves": 2}
+    whole: int = 1
+
+
+class Earlier(Settings):
+    retired: ClassVar[Mapping[str, Any]] = {"search": ...}
+    width: Width = Width()
+
+
+def test_a_retired_setting_is_read_at_its_neutral_value_alone(tmp_path: Path) -> None:
+    assert Earlier.model_validate({"search": {"trials": 3}, "width": {"halves": 2, "whole": 4}}).width.whole == 4
+    path = toml(tmp_path, "[search]\ntrials = 3\n[width]\nhalves = 2\nwhole = 4")
+    assert resolve([path], {"TRNPIPE_WIDTH__HALVES": "2"}, [], Earlier).settings.width.whole == 4
+    for files, env in (([toml(tmp_path, "[width]\nhalves = 3")], {}), ([], {"TRNPIPE_WIDTH__HALVES": "3"})):
+        with pytest.raises(ConfigError) as refused:
+            resolve(files, env, [], Earlier)
+        assert refused.value.next_command == "remove width.halves"
+    with pytest.raises(ValueError, match="halves = 3"):
+        Width.model_validate({"halves": 3})
 
 
 def test_the_settings_of_the_jobs_stand_in_the_same_files(tmp_path: Path) -> None:

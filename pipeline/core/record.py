@@ -6,15 +6,40 @@ from datetime import date
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Record(BaseModel):
     """Immutable; a field that this version does not know is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    retired: ClassVar[Mapping[str, Any]] = {}
+    """Fields of earlier versions, with the only value that a stored record or file may still give them (...: any)."""
     short: ClassVar[tuple[str, ...]] = ()
     """Two fields that the text `a=b` sets in a list of such records among the settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, value: Any) -> Any:
+        return without_retired(cls.retired, value)
+
+
+def without_retired(retired: Mapping[str, Any], value: Any) -> Any:
+    """Return a mapping without its retired fields.
+
+    Raises ValueError if one of them has a value that this version cannot honour.
+    """
+    if not retired or not isinstance(value, Mapping):
+        return value
+    for name in retired.keys() & value.keys():
+        if not is_neutral(retired[name], value[name]):
+            raise ValueError(f"{name} = {value[name]}: this version has no such setting; it reads {retired[name]} only")
+    return {name: item for name, item in value.items() if name not in retired}
+
+
+def is_neutral(neutral: Any, value: Any) -> bool:
+    """Return whether a retired field may be dropped: its value, or the text of it, is the neutral one."""
+    return neutral is ... or value == neutral or (isinstance(value, str) and value == _as_text(neutral))
 
 
 def fitted(kind: Any, value: Any, *, inside: bool = False) -> Any:

@@ -1,7 +1,8 @@
 """Settings of offline embedding."""
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -50,6 +51,8 @@ class OutputConfig(Record):
 
 class VerifyConfig(Record):
     """What `trnpipe embed verify` looks at."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"ann_queries": ..., "ann_rows": ..., "min_recall": ...}
 
     serve: Literal["serving", "challenger", "none"] = Field(
         "serving",

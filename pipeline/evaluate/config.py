@@ -1,7 +1,8 @@
 """Settings of the evaluate stage: what is scored and reported, the gate, and the comparison of two backends."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -313,6 +314,8 @@ class BaselinesConfig(Record):
 
 class EvaluateConfig(Record):
     """The candidate against the model in production, on one holdout."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"vector_rows": ...}
 
     candidate: str = Field(
         "", description="Checkpoint to judge, checkpoints/<cycle>/step-<n> or a URI; empty: the one this cycle trained"

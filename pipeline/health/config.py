@@ -1,6 +1,7 @@
 """Settings of the health checks."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -27,6 +28,8 @@ _LONGER = 10
 
 class HealthConfig(Record):
     """What a machine must have before work is given to it."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"max_clock_skew_s": ..., "nccom_across_nodes": ...}
 
     profile: Profile = Field(
         "quick",
