@@ -51,8 +51,6 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "lightning": ("pipeline/parallel/lightning.py",),
-    "faiss": ("pipeline/embed/formats.py",),
-    "lance": ("pipeline/embed/formats.py",),
     "matplotlib": ("pipeline/parity/compare.py",),
     "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),

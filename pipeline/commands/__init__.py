@@ -130,20 +130,18 @@ TOOLS: dict[str, Tool] = {
         module="import_model",
     ),
     "export": Tool(
-        "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: for an index or database",
+        "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: as one matrix",
         actions={
-            "vectors": "export the served vectors, or those of a cycle, to a search engine or database; resumable"
+            "vectors": "export the served vectors, or those of a cycle, as one memory-mappable matrix with its ids"
         },
         arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
             "--out": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: a local folder",
-            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript; vectors:"
-            " faiss, usearch, lance, npy, opensearch-bulk, pgvector-copy",
+            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
             "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
             "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
-            "--index": "NAME  vectors: factory string of faiss (default: Flat), index of opensearch-bulk (products)",
         },
     ),
     "launch": Tool(

@@ -19,7 +19,7 @@ from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.embed.digest import VerifyDigest, digest_key
 from pipeline.embed.flow import share_price
 from pipeline.embed.plan import pinned_plan
-from pipeline.embed.vectors import VectorSet, open_vectors
+from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import ARRAY_INDEX, World
 from pipeline.registry.serving import CHALLENGER, read_pair
@@ -50,7 +50,7 @@ def embed(workspace: Storage, *words: str, cycle: str = "c1", action: str = "", 
 
 
 def vectors_of(workspace: Storage, cycle: str = "c1") -> VectorSet:
-    return open_vectors(workspace, cycle)
+    return find_vectors(workspace, cycle)
 
 
 def result_of(workspace: Storage, cycle: str = "c1") -> StageResult:
