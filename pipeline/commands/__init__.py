@@ -107,15 +107,14 @@ TOOLS: dict[str, Tool] = {
         },
     ),
     "serving": Tool(
-        "the model and the vectors that are served together: show, rollback, promote",
+        "the model and the vectors that are served together: show, rollback",
         actions={
-            "show": "the pair that is served, the challenger, and earlier pairs",
+            "show": "the pair that is served, and earlier pairs",
             "rollback": "serve the previous pair, or that of a cycle; production follows its model",
-            "promote": "serve the challenger (trnpipe embed verify --embed.verify.serve challenger makes one)",
         },
         arguments={"rollback": ("[CYCLE]",)},
         switches=frozenset({"--json"}),
-        options={"--reason": "TEXT  rollback, promote: why; recorded"},
+        options={"--reason": "TEXT  rollback: why; recorded"},
     ),
     "parity": Tool(
         "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"

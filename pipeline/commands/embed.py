@@ -35,7 +35,7 @@ from pipeline.embed.verify import (
 )
 from pipeline.proc.pool import run_tasks
 from pipeline.registry.records import Author, who
-from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, serve_verified_pair
+from pipeline.registry.serving import Pair, Vectors, serve_verified_pair
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -82,8 +82,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
     """Let the vectors be served with their model; what became of it, in words."""
-    info, serve = vectors.info, settings.embed.verify.serve
-    if serve == "none":
+    info = vectors.info
+    if settings.embed.verify.serve == "none":
         return "verify: the vectors are not served (embed.verify.serve is none)"
     pair = Pair(
         model=info.model.name,
@@ -98,7 +98,7 @@ def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
         ),
         author=Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version),
     )
-    return f"verify: {serve_verified_pair(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
+    return f"verify: {serve_verified_pair(ctx.workspace, pair)}"
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
