@@ -51,8 +51,6 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "lightning": ("pipeline/parallel/lightning.py",),
-    "faiss": ("pipeline/embed/formats.py",),
-    "lance": ("pipeline/embed/formats.py",),
     "matplotlib": ("pipeline/parity/compare.py",),
     "torch_neuronx": ("pipeline/backends/",),
     "boto3": ("pipeline/io/", "jobs/targets/batch/"),

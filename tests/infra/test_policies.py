@@ -69,7 +69,6 @@ KEYS: dict[str, tuple[str, str]] = {
     "registry/relevance/production.json": ("promote", ""),
     "registry/relevance/history.jsonl": ("promote", ""),
     "registry/relevance/serving.json": ("promote embed", ""),
-    "registry/relevance/serving-challenger.json": ("promote embed", ""),
     "registry/relevance/pairs/00000001.json": ("promote embed", ""),
     f"{C}/verify/result.json": ("embed", ""),
     f"{C}/verify/digest.json": ("embed", ""),
