@@ -159,7 +159,7 @@ def open_context(
     logs = is_first and not {TRACE_FILE, RANK_REPORTS} & env.keys()
     writer = f"{words[0] if words else 'tool'}-{env.get(ATTEMPT, '1')}"
     key = f"cycles/{cycle}/events.jsonl"
-    events = EventLog(after_stop, key, scratch=scratch, writer=writer) if logs else NoEvents()
+    events = EventLog(after_stop, key, writer=writer) if logs else NoEvents()
     console = Console(quiet=not world.is_main)
     try:
         with shown_on(console.progress):
