@@ -34,7 +34,7 @@ def with_space(**space: str) -> Settings:
         ("model.num_layers", "int 0 4", ["0: input should be greater than or equal to 1"]),
         ("model.pooling", "int 1 2", ["the setting is mean|cls", "one of A B"]),
         ("model.pooling", "one of mean max", ["max: input should be 'mean', 'cls' or 'last'"]),
-        ("train.loss.false_negative_margin", "one of null 0.1", ["which null is not"]),
+        ("model.hidden_size", "one of null 128", ["which null is not"]),
     ],
 )
 def test_what_cannot_be_searched_is_refused_by_name(name: str, text: str, parts: list[str]) -> None:
