@@ -196,7 +196,8 @@ class Zero1Strategy(FlatStrategy):
         return [one for one, part in zip(self.buckets, self.parts, strict=True) if part.decayed == decayed]
 
     def _holders(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        return [*super()._holders(flats), *zip(self.masters, self._slices(flats), strict=True)]
+        masters = zip(self.masters, self._slices(flats), strict=True)
+        return [*zip(self.weights, flats, strict=True), *masters]
 
     def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         buckets = self._buckets(name)
