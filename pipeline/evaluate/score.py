@@ -57,17 +57,11 @@ class ScoreProgram:
         precision: Precision,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
-        *,
-        chunk_mib: float,
-        by_layer: bool = False,
     ) -> None:
-        """Takes the model over: only its structure stays. Load weights before scoring.
-
-        `chunk_mib`, `by_layer`: as in training.
-        """
+        """Takes the model over: only its structure stays. Load weights before scoring."""
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
-        self._layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
+        self._layout = FlatLayout.of(model)
         self._model = structure(model.eval(), backend)
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self._watch: GraphWatch = watch or GraphWatch()
