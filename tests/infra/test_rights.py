@@ -42,7 +42,6 @@ UNUSED = {
         f"driver s3:{action} {W}/notify/*": "messages (jobs.notify): the cycle here tells nobody"
         for action in ("GetObject", "PutObject", "DeleteObject")
     },
-    f"train s3:DeleteObject {W}/tokens/*/share/*": "several workers of prepare (pipeline/data/shared_prepare.py)",
     f"driver logs:GetLogEvents {FLEET.log_group_arn}:log-stream:*": "trnjobs logs, typed by somebody with this role",
 }
 
