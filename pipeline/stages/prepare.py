@@ -38,7 +38,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     says the same, that result is returned as already done. Raises DataError for input that cannot be used.
     """
     started, config = datetime.now(UTC), settings.data
-    worker = job_index(config, os.environ, "data")
+    worker = job_index(config.workers, os.environ, "data", config.worker)
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
     place: _Place = {"scratch": ctx.scratch, "tokenizer": tokenizer, "events": ctx.events.emit, "stop": ctx.stop}
     if config.workers == 1:
