@@ -40,7 +40,6 @@ from pipeline.model.config import ModelConfig
 from pipeline.parallel.config import PLAN_VARIABLE, in_our_names
 from pipeline.parallel.config import Plan as ParallelPlan
 from pipeline.train.config import CheckpointConfig, TrainConfig
-from pipeline.tune.config import TuneConfig
 
 ENV_PREFIX = "TRNPIPE_"
 DEFAULT = "default"
@@ -86,7 +85,7 @@ class Settings(BaseSettings):
     program: ClassVar[str] = "trnpipe"
     other_programs: ClassVar[frozenset[str]] = frozenset({"jobs"})
     """Sections of other programs in the same files and environment: passed over unread."""
-    retired: ClassVar[Mapping[str, Any]] = {}
+    retired: ClassVar[Mapping[str, Any]] = {"tune": ...}
     """Sections and settings of earlier versions, as in `Record`."""
 
     workspace: str = Field(
@@ -114,7 +113,6 @@ class Settings(BaseSettings):
     evaluate: EvaluateConfig = EvaluateConfig()
     gate: GateConfig = GateConfig()
     parity: ParityConfig = ParityConfig()
-    tune: TuneConfig = TuneConfig()
     compile: CompileConfig = CompileConfig()
     estimate: EstimateConfig = EstimateConfig()
     health: HealthConfig = HealthConfig()
@@ -146,7 +144,6 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "estimate": True,
     "health": True,
     "parity": True,
-    "tune": True,
     "storage": True,
     "log": True,
     "report": True,

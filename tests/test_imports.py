@@ -29,7 +29,7 @@ LAYERS = (
     ("train", "convert"),
     ("command_line",),
     ("stages",),
-    ("parity", "tune"),
+    ("parity",),
     ("commands",),
     ("cli", "__main__"),
 )
@@ -52,10 +52,7 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "lightning": ("pipeline/parallel/lightning.py",),
-    "faiss": ("pipeline/embed/formats.py",),
-    "lance": ("pipeline/embed/formats.py",),
     "matplotlib": ("pipeline/parity/compare.py",),
-    "optuna": ("pipeline/tune/journal.py",),
     "torch_neuronx": ("pipeline/backends/",),
     "boto3": ("pipeline/io/", "jobs/targets/batch/"),
     "botocore": ("pipeline/io/", "jobs/targets/batch/", "jobs/targets/sagemaker/"),

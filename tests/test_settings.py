@@ -65,15 +65,6 @@ def test_without_any_source_everything_is_default() -> None:
     assert set(resolved.sources.values()) == {DEFAULT}
 
 
-def test_a_key_of_a_mapping_may_be_the_name_of_a_setting() -> None:
-    env = {"TRNPIPE_TUNE__SPACE__TRAIN__SEED": "int 1 9", "TRNPIPE_TUNE__SPACE__MODEL__POOLING": "one of cls mean"}
-    flag = ("--tune.space.train.optimizer.learning-rate", "log 1e-5 1e-3")
-    assert resolve([], env, []).settings.tune.space == {"train.seed": "int 1 9", "model.pooling": "one of cls mean"}
-    assert with_flags(flag).tune.space == {"train.optimizer.learning_rate": "log 1e-5 1e-3"}
-    with pytest.raises(ConfigError, match=r"unknown setting tune\.spaces\.train\.seed"):
-        with_flags(("--tune.spaces.train.seed", "int 1 9"))
-
-
 @pytest.mark.parametrize("num_sources", [0, 1, 2, 3, 4])
 def test_later_sources_win_and_are_named(tmp_path: Path, num_sources: int) -> None:
     first = toml(tmp_path, "[train]\nmax_steps = 11", "first.toml")
@@ -404,7 +395,6 @@ NOT_HASHED = frozenset(
             "estimate",
             "health",
             "parity",
-            "tune",
             "storage",
             "log",
         ),

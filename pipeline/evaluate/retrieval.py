@@ -82,7 +82,6 @@ class RetrievalTask:
 
 NO_QUERY = -1
 _BATCH_ROWS = 8192
-_OPTIONAL_TEXT = "text"
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,7 @@ class CatalogueFile:
         pairs = [("id", config.id), ("title", config.title), ("query", config.query)]
         if config.query_id:
             pairs.append(("query_id", config.query_id))
-        if config.text in names or config.text != _OPTIONAL_TEXT:
-            pairs.append(("text", config.text))
+        pairs.append(("text", config.text))
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
 
         def setting(field: str) -> str:

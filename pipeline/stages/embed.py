@@ -14,7 +14,7 @@ from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, wor
 from pipeline.embed.parts import parts_of
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
-from pipeline.embed.vectors import VectorSet, open_vectors, vectors_prefix
+from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
@@ -49,7 +49,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
 
     prefix = vectors_prefix(ctx.cycle)
     if read_manifest(ctx.workspace, prefix) is not None:
-        vectors = open_vectors(ctx.workspace, ctx.cycle)
+        vectors = find_vectors(ctx.workspace, ctx.cycle)
         if vectors.info.plan != plan.fingerprint:
             raise ConfigError(
                 f"{ctx.workspace.uri(prefix)} holds vectors that another plan led to",

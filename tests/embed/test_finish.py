@@ -17,7 +17,7 @@ from pipeline.embed import parts as parts_module
 from pipeline.embed.parts import parts_of, records_prefix
 from pipeline.embed.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
 from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
-from pipeline.embed.vectors import open_vectors
+from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue
 
@@ -47,7 +47,7 @@ def test_of_equal_ids_the_first_in_the_catalogue_stays(tmp_path: Path, layout: d
     lines = [json.loads(line) for line in case.files()["quarantine.jsonl"].splitlines()]
     assert sorted(line["content"]["id"] for line in lines) == ["p110", "p40", "p5", "p99"]
     verify_dir(case.workspace, "embeddings/c1", deep=True)
-    assert open_vectors(case.workspace, "c1").info == vectors.info
+    assert find_vectors(case.workspace, "c1").info == vectors.info
     assert set(case.files()) == {*vectors.manifest.files, "MANIFEST.json"}, "what was replaced is gone"
 
 
@@ -101,7 +101,7 @@ def test_workers_that_finish_at_the_same_time(tmp_path: Path) -> None:
         results = list(pool.map(lambda other: other.finish(plan), others))
     assert len({result.manifest.digest for result in results}) == 1
     verify_dir(case.workspace, "embeddings/c1", deep=True)
-    assert len(rows_of(open_vectors(case.workspace, "c1"))) == 106
+    assert len(rows_of(find_vectors(case.workspace, "c1"))) == 106
 
 
 def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
@@ -154,7 +154,7 @@ def test_too_many_bad_rows_refuse_the_catalogue(case: Case, tmp_path: Path, titl
     assert "refused.jsonl" in str(caught.value)
     assert len(case.workspace.read_bytes("cycles/c1/embed/refused.jsonl").splitlines()) == titles.count(titles[0])
     with pytest.raises(DataError, match="no finished vectors"):
-        open_vectors(case.workspace, "c1")
+        find_vectors(case.workspace, "c1")
     if titles[-1]:
         assert case.finish(plan, max_bad_fraction=0.06).info.rows == 94, "a raised limit needs no new work"
 

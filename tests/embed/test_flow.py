@@ -15,7 +15,7 @@ from pipeline.core.errors import DataError, NumericError, Preempted, TransientEr
 from pipeline.core.stop import StopSignal
 from pipeline.embed.flow import Flow, embed_shards, worker_processes
 from pipeline.embed.parts import OpenPart, commit_part, parts_of
-from pipeline.embed.vectors import open_vectors
+from pipeline.embed.vectors import find_vectors
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import (
     Case,
@@ -237,12 +237,12 @@ def test_readers_of_an_unfinished_run_see_nothing(case: Case, catalogue: Path) -
     plan = case.plan(catalogue)
     case.work(plan, worker=0, workers=2)
     with pytest.raises(DataError, match="holds no finished vectors"):
-        open_vectors(case.workspace, "c1")
+        find_vectors(case.workspace, "c1")
     case.work(plan, worker=1, workers=2)
     with pytest.raises(DataError, match="holds no finished vectors"):
-        open_vectors(case.workspace, "c1")
+        find_vectors(case.workspace, "c1")
     case.finish(plan)
-    assert open_vectors(case.workspace, "c1").info.rows == ROWS
+    assert find_vectors(case.workspace, "c1").info.rows == ROWS
 
 
 LAYOUTS: list[dict[str, Any]] = [
