@@ -162,16 +162,6 @@ subprocess.run([sys.executable, "-c", inner + '; print(p.pid, flush=True)'], sta
     until(lambda: not psutil.pid_exists(int(out)), "the end of what it left")
 
 
-def test_when_the_entry_is_killed_its_command_goes_too(tmp_path: Path) -> None:
-    process = entry(*python(WAIT), env=job_env(tmp_path))
-    read_until(process, "ready")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.finish()
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert (len(family), alive) == (1, [])
-
-
 def test_a_workspace_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "cycles").write_text("a file where a folder should be")
     process = entry(*python("raise SystemExit(70)"), env=job_env(tmp_path))
