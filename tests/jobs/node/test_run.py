@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from jobs.node.command import Command
-from tests.jobs.node.entries import READY, WAIT, clean_env, entry, job_env, post_mortem, python, read_until
+from tests.jobs.node.entries import READY, clean_env, entry, job_env, post_mortem, python, read_until
 from tests.jobs.targets.local.waiting import is_alive, until
 
 pytestmark = pytest.mark.fault
