@@ -135,11 +135,11 @@ TOOLS: dict[str, Tool] = {
         arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
             "--out": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: a local folder",
-            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
+            "--format": "NAME  sentence-transformers (default; transformers opens it too), safetensors, torchscript",
             "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
-            "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
-            "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
+            "--bucket": "16x32  torchscript: tokens of a query and of a product (default: the data's longest)",
+            "--batch-size": "N  torchscript: pairs of one call (default: 1)",
         },
     ),
     "launch": Tool(

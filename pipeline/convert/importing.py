@@ -11,8 +11,7 @@ from torch import Tensor
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.store import Checkpoint, Origin, TrainState, open_checkpoint, prefix_of
 from pipeline.convert.hugging_face import TOKENIZER, read_folder_settings, read_tokenizer, settings_of
-from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
-from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source
+from pipeline.convert.source import EXPORT_FILE, JSON_BYTES, SCHEMA_VERSION, TOKENIZER_BYTES, ExportRecord, Source
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
@@ -68,7 +67,7 @@ def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
     """
     if source.file:
         return _bare_file(source, given, scratch)
-    if source.has(FILE):
+    if source.has(EXPORT_FILE):
         return _own_export(source, scratch)
     if given.model.factory is not None:
         raise ConfigError(
@@ -135,11 +134,11 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
 
 
 def _own_export(source: Source, scratch: Path) -> ForeignModel:
-    record = source.json(FILE, ExportRecord)
+    record = source.json(EXPORT_FILE, ExportRecord)
     if record.schema_version != SCHEMA_VERSION or not record.weights:
-        seen = f"schema {record.schema_version}" if record.weights else f"programs only ({record.format})"
+        seen = f"schema {record.schema_version}" if record.weights else f"program only ({record.format})"
         raise CheckpointError(
-            f"{source.where(FILE)}: {seen}",
+            f"{source.where(EXPORT_FILE)}: {seen}",
             expected=f"weights, in schema {SCHEMA_VERSION}",
             next_command="export the checkpoint again with --format safetensors",
         )
@@ -162,7 +161,7 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
     sizes = (config.mlp_sizes, config.feature_sizes, record.inputs.categorical_ids)
     if (layers := config.encoder.num_layers + sum(map(len, sizes))) > len(weights):
         raise CheckpointError(
-            f"{source.where(FILE)} tells of {layers} layers, its files of {len(weights)} tensors",
+            f"{source.where(EXPORT_FILE)} tells of {layers} layers, its files of {len(weights)} tensors",
             expected="the files that belong to it",
             next_command="export the model again",
         )
