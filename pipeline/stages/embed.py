@@ -1,4 +1,4 @@
-"""The embed stage: the whole catalogue becomes vectors, part by part; each worker does a share, the last one signs."""
+"""The embed stage: the whole catalogue becomes vectors, part by part; the last worker publishes them."""
 
 import os
 from datetime import UTC, datetime
@@ -9,9 +9,8 @@ from pipeline.core.errors import ConfigError, Preempted
 from pipeline.embed.carry_over import index_of, open_earlier
 from pipeline.embed.catalogue import WorkShard, share_of
 from pipeline.embed.engine import open_device_embedder
-from pipeline.embed.finish import finish, tell_end, totals
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, worker_processes
-from pipeline.embed.parts import parts_of
+from pipeline.embed.parts import finish, parts_of, report_end, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
@@ -91,7 +90,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     limit = settings.embed.catalogue.max_bad_fraction
     vectors = finish(ctx.workspace, plan, ctx.scratch, ctx.stop, max_bad_fraction=limit)
     ended = result(figures, vectors)
-    tell_end(ctx, vectors, ended)
+    report_end(ctx, vectors, ended)
     return store_result(ctx.workspace, ended)
 
 
@@ -117,7 +116,7 @@ def _embed(
             prefix=checkpoint.state.inputs.product_prefix,
             chunks=settings.embed.chunks,
         ),
-        windows=worker_processes(settings.embed.tokenise_processes, ctx.stop),
+        windows=worker_processes(settings.data.num_workers, ctx.stop),
         earlier=earlier,
         stop=ctx.stop,
     )

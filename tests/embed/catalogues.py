@@ -16,9 +16,8 @@ from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
 from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at, share_of
-from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.parts import parts_of
+from pipeline.embed.parts import finish, parts_of
 from pipeline.embed.plan import EmbedPlan, pin_plan
 from pipeline.embed.texts import TextRules, Window, cut_tokens, make_window
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
