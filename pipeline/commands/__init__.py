@@ -122,7 +122,6 @@ TOOLS: dict[str, Tool] = {
         arguments={"": ("A", "[B]")},
         options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
     ),
-    "tune": Tool("search settings of train and model by training runs scored on valid; leaves a table and best.toml"),
     "import": Tool(
         "make a checkpoint from a Hugging Face or sentence-transformers folder, or a file of weights",
         arguments={"": ("PATH",)},

@@ -55,8 +55,8 @@ def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
 class RawBatch:
     """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
 
-    Beside them, since the batch before: `blank` lines, rows `left_out` because they are not asked for (another locale),
-    and the bytes of the file that were read. `lines` [N]: of a text file, the number of each row's first line, from 1.
+    `lines` [N]: the number of each row's first line in a text file, from 1. `blank` lines and `input_bytes` count what
+    was read since the batch before.
     """
 
     columns: pa.RecordBatch
@@ -64,7 +64,6 @@ class RawBatch:
     bad: tuple[BadRow, ...] = ()
     lines: Int64s | None = None
     blank: int = 0
-    left_out: int = 0
     input_bytes: int = 0
 
     @property

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.node.environment import Place, Timing
+from jobs.node.environment import Place, Timing, batch_variables
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.network import MASTER_PORT
 
@@ -68,3 +68,40 @@ def test_times_come_from_the_environment() -> None:
     for bad in ("soon", "0", "-1", "nan", "inf"):
         with pytest.raises(ConfigError, match="TRNJOBS_GRACE_S"):
             Timing.from_env({"TRNJOBS_GRACE_S": bad})
+
+
+BATCH_NODE = {
+    "AWS_BATCH_JOB_ID": "abc#2",
+    "AWS_BATCH_JOB_ATTEMPT": "2",
+    "AWS_BATCH_JOB_NUM_NODES": "4",
+    "AWS_BATCH_JOB_NODE_INDEX": "2",
+    "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7",
+}
+
+
+def test_a_node_of_aws_batch() -> None:
+    assert batch_variables(BATCH_NODE) == {
+        "TRNJOBS_JOB_ID": "abc",
+        "TRNJOBS_ATTEMPT": "2",
+        "TRNJOBS_NODES": "4",
+        "TRNJOBS_NODE": "2",
+        "TRNJOBS_MAIN": "10.0.0.7",
+    }
+
+
+def test_nodes_of_aws_batch_count_from_the_main_node() -> None:
+    at = [BATCH_NODE | {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "3", "AWS_BATCH_JOB_NODE_INDEX": str(i)} for i in range(4)]
+    assert [batch_variables(env)["TRNJOBS_NODE"] for env in at] == ["1", "2", "3", "0"]
+
+
+def test_a_child_of_an_array_and_no_job_at_all() -> None:
+    child = {"AWS_BATCH_JOB_ID": "abc:7", "AWS_BATCH_JOB_ARRAY_INDEX": "7"}
+    assert batch_variables(child) == {"TRNJOBS_JOB_ID": "abc:7", "TRNJOBS_INDEX": "7"}
+    assert batch_variables({"HOME": "/root"}) == {}
+
+
+@pytest.mark.parametrize("change", [{"AWS_BATCH_JOB_NODE_INDEX": "x"}, {"AWS_BATCH_JOB_NUM_NODES": "0"}])
+def test_variables_of_batch_that_do_not_fit_together_are_refused(change: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="AWS_BATCH_JOB"):
+        batch_variables(BATCH_NODE | change)
