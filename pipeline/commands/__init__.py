@@ -149,7 +149,7 @@ TOOLS: dict[str, Tool] = {
     "embed": Tool(
         STAGES["embed"],
         actions={
-            "verify": "read every byte of the vectors: ids, numbers, a recomputed sample, drift; exit 65 when wrong"
+            "verify": "read every byte of the vectors: ids, numbers, catalogue, a recomputed sample; exit 65 if wrong"
         },
         switches=frozenset({"--json"}),
     ),

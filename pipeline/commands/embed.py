@@ -24,7 +24,6 @@ from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
     Picked,
     check_catalogue,
-    check_drift,
     check_files,
     check_numbers,
     check_sample,
@@ -142,17 +141,8 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             max_tokens=max_tokens,
         )
 
-    def drift() -> Check:
-        name = vectors.info.previous
-        if name is None:
-            return skipped("drift", "there was no finished cycle before")
-        if not ctx.workspace.stat(f"embeddings/{name}/MANIFEST.json"):
-            return skipped("drift", f"the vectors of cycle {name} are gone")
-        return check_drift(vectors, find_vectors(ctx.workspace, name), ctx.scratch, ctx.stop)
-
     yield run_check("files", lambda: check_files(vectors))
     yield run_check("numbers", lambda: check_numbers(vectors, ctx.stop))
     yield run_check("unique", lambda: check_unique(vectors, ctx.stop))
     yield run_check("catalogue", catalogue)
     yield run_check("sample", sample)
-    yield run_check("drift", drift)

@@ -1,14 +1,12 @@
 """Checks of committed vectors: whether they are whole, right and those of their catalogue, by what is stored alone.
 
-Files, numbers and ids need the vectors alone; then the catalogue is read again, a sample of it is embedded again, and
-the vectors are compared with the previous cycle's.
+Files, numbers and ids need the vectors alone; then the catalogue is read again, and a sample of it embedded again.
 """
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +17,8 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
-from pipeline.embed.carry_over import RowIndex, index_of, take_over
 from pipeline.embed.catalogue import CatalogueReader, RawWindow
-from pipeline.embed.digest import Check, Histogram, VectorCounts, VerifyDigest
+from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.parts import find_duplicates, id_range
 from pipeline.embed.plan import EmbedPlan
@@ -42,10 +39,8 @@ MIN_COSINE = 0.999
 
 def digest_of(checks: Sequence[Check], vectors: VectorSet) -> VerifyDigest:
     """Return all checks of one cycle's vectors as a record for pages."""
-    found = {check.name: check for check in checks}
-    nothing = skipped("", "")
-    drift, sample = (found.get(name, nothing) for name in ("drift", "sample"))
-    info, common = vectors.info, drift.figures.get("common_ids")
+    info = vectors.info
+    sample = next((check for check in checks if check.name == "sample"), None)
     return VerifyDigest(
         cycle=info.cycle,
         passed=all(check.outcome != "fail" for check in checks),
@@ -56,13 +51,10 @@ def digest_of(checks: Sequence[Check], vectors: VectorSet) -> VerifyDigest:
         counts=VectorCounts(
             embedded=info.counts.embedded,
             carried=info.counts.carried,
-            new=None if common is None else info.rows - int(common),
-            gone=None if common is None else int(drift.figures["gone_ids"]),
+            new=None if info.carried_from is None else info.rows - info.counts.known,
+            gone=info.deleted,
         ),
-        drift=drift.histogram,
-        mean_cosine=drift.figures.get("mean_cosine"),
-        moved_share=drift.figures.get("moved_share"),
-        recompute_min_cosine=sample.figures.get("min_cosine"),
+        recompute_min_cosine=sample.figures.get("min_cosine") if sample else None,
         checks=tuple(checks),
     )
 
@@ -158,57 +150,6 @@ def check_unique(vectors: VectorSet, stop: StopSignal) -> Check:
         for part, rows in found.items()
     ]
     return judge("unique", problems, f"{vectors.info.rows:,} ids, each once")
-
-
-# How vectors have moved since an earlier cycle.
-
-SAMPLE_ROWS = 100_000
-"""Common rows whose vectors are compared; which ids are common is looked up for all."""
-_SAME = 0.9999
-EDGES = tuple(round(-1 + edge / 50, 2) for edge in range(101))
-"""Of the histogram of cosines."""
-
-
-def check_drift(vectors: VectorSet, previous: VectorSet, scratch: Path, stop: StopSignal) -> Check:
-    """Report ids in common with an earlier cycle, the mean cosine of their vectors, and the share of those that moved.
-
-    It never fails: a new model moves all of them.
-    """
-    name = previous.info.cycle
-    if previous.layout.dim != vectors.layout.dim:
-        return skipped("drift", f"cycle {name} has {previous.layout.dim} dimensions, this one {vectors.layout.dim}")
-    index = RowIndex(index_of(previous, scratch, stop))
-    step = np.uint64(max(1, vectors.info.rows // SAMPLE_ROWS))
-    common = 0
-    cosines: list[Float32s] = []
-    with progress("comparing with the previous cycle", vectors.info.rows, "rows") as advance:
-        for part in range(len(vectors.info.parts)):
-            stop.raise_if_set("comparing with the previous cycle")
-            hashes = vectors.hashes(part)[0]
-            place, known = index.look_up(hashes)
-            common += int(known.sum())
-            rows = np.flatnonzero(known & (hashes % step == 0))
-            now, then = from_stored(*vectors.stored(part, rows)), from_stored(*take_over(previous, place[rows]))
-            cosines.append(cosine(now, then))
-            advance(len(hashes))
-    found = np.concatenate(cosines)
-    added, gone = vectors.info.rows - common, previous.info.rows - common
-    seen = f"{common:,} ids in common with cycle {name}, {added:,} new, {gone:,} gone"
-    figures = {"common_ids": float(common), "gone_ids": float(gone)}
-    if not len(found):
-        return judge("drift", [], seen, figures)
-    mean, moved = float(found.mean()), float((found < _SAME).mean())
-    seen += f"; mean cosine {mean:.4f}, {moved:.1%} of the vectors moved"
-    check = judge("drift", [], seen, figures | {"mean_cosine": mean, "moved_share": moved})
-    counts = tuple(np.histogram(found, EDGES)[0].tolist())
-    return check.model_copy(update={"histogram": Histogram(edges=EDGES, counts=counts)})
-
-
-def cosine(left: Float32s, right: Float32s) -> Float32s:
-    """Return the cosine of the two vectors in each row [N, D]."""
-    lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-    found: Float32s = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-12)).astype(np.float32)
-    return found.clip(-1.0, 1.0)
 
 
 # The catalogue read again: every id with its text is in its part, in order, and nothing else is.
@@ -312,7 +253,9 @@ def check_sample(
         return skipped("sample", "no text was picked")
     tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in there]), max_tokens, tokenizer.sep_id)
     fresh = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
-    cosines = cosine(shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored))
+    fresh, found = shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored)
+    lengths = np.linalg.norm(fresh, axis=1) * np.linalg.norm(found, axis=1)
+    cosines = ((fresh * found).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)
     least = int(cosines.argmin())
     seen = f"{len(there)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"
     problems = [

@@ -7,7 +7,7 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.embed.carry_over import index_of, open_earlier
-from pipeline.embed.catalogue import WorkShard, share_of
+from pipeline.embed.catalogue import WorkShard
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, worker_processes
 from pipeline.embed.parts import finish, parts_of, report_end, totals
@@ -61,7 +61,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
             earlier = store_result(ctx.workspace, result({}, vectors))
         return earlier.model_copy(update={"status": "already_done"})
     done = parts_of(ctx.workspace, plan).done()
-    share = [plan.shards[index] for index in share_of(len(plan.shards), worker, workers)]
+    share = plan.shards[worker::workers]  # new rows mostly come together, so neighbours go to different workers
     todo = [shard for shard in share if shard.index not in done]
     carry_from = plan.carry_from.cycle if plan.carry_from else None
     ctx.console.info(

@@ -18,18 +18,16 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed import verify
 from pipeline.embed.catalogue import RawWindow
-from pipeline.embed.digest import Check, VerifyDigest
+from pipeline.embed.digest import Check
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRows, TextRules, judge_again
 from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
     check_catalogue,
-    check_drift,
     check_files,
     check_numbers,
     check_sample,
     check_unique,
-    digest_of,
     judge,
     run_check,
 )
@@ -332,47 +330,6 @@ def test_vectors_of_another_model(case: Case) -> None:
     assert check.outcome == "fail" and "has cosine -1.0000 to its recomputation" in check.seen
 
 
-def test_drift(case: Case, tmp_path: Path) -> None:
-    """p10 to p99 stay, one of them with another title; p100 to p104 come."""
-    changed = pa.table({"product_id": ["p50"], "title": [title(777)]})
-    numbers = [n for n in range(10, 105) if n != 50]
-    case.embed(write_catalogue(tmp_path / "second", [products(numbers), changed]), "c2")
-    vectors = find_vectors(case.workspace, "c2")
-    check = check_drift(vectors, vectors_of(case), tmp_path / "scratch", STOP)
-    assert check.outcome == "pass"
-    assert "90 ids in common with cycle c1, 5 new, 10 gone" in check.seen
-    assert check.figures["moved_share"] == pytest.approx(1 / 90)
-    assert check.histogram is not None and len(check.histogram.edges) == len(check.histogram.counts) + 1
-    assert sum(check.histogram.counts) == 90 and check.histogram.counts[-1] == 89, "89 have not moved"
-    digest = VerifyDigest.model_validate_json(digest_of([check], vectors).model_dump_json())
-    assert (digest.counts.new, digest.counts.gone, digest.previous) == (5, 10, "c1")
-    assert digest.drift == check.histogram and digest.moved_share == check.figures["moved_share"]
-    narrow = Case(tmp_path, {"dim": 4})
-    narrow.embed(tmp_path / "second", "c3")
-    other = find_vectors(case.workspace, "c3")
-    assert check_drift(other, vectors, tmp_path / "scratch", STOP).outcome == "skipped"
-
-
-def test_drift_of_catalogues_with_nothing_in_common(case: Case, tmp_path: Path) -> None:
-    case.embed(write_catalogue(tmp_path / "second", [products(range(200, 210))]), "c2")
-    vectors = find_vectors(case.workspace, "c2")
-    check = check_drift(vectors, vectors_of(case), tmp_path / "scratch", STOP)
-    assert (check.outcome, check.histogram) == ("pass", None)
-    assert check.figures == {"common_ids": 0.0, "gone_ids": 100.0}
-    digest = digest_of([check], vectors)
-    assert (digest.counts.new, digest.counts.gone, digest.mean_cosine) == (10, 100, None)
-    assert digest_of([], vectors).counts.new is None and digest_of([], vectors).counts.gone is None
-
-
-def test_drift_is_measured_on_a_sample_of_the_common_ids(
-    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify, "SAMPLE_ROWS", 25)
-    check = check_drift(vectors_of(case), vectors_of(case), tmp_path / "scratch", STOP)
-    assert check.figures["common_ids"] == 100 and check.histogram is not None
-    assert 0 < sum(check.histogram.counts) < 60
-
-
 def test_many_problems_are_told_in_short() -> None:
     check = judge("x", [f"problem {n}" for n in range(9)], "fine")
     assert check.seen == "problem 0; problem 1; problem 2; and 6 more"
@@ -387,13 +344,10 @@ def test_each_pass_over_the_vectors_shows_its_progress(case: Case) -> None:
         check_unique(vectors, STOP)
         catalogue_check(case)
         sample_check(case)
-        check_drift(vectors, vectors, case.folder / "scratch", STOP)
     assert shown.names == {
         "verifying embeddings/c1",
         "verifying vectors",
         "reading the catalogue again",
         "embedding a sample",
-        "reading the earlier vectors' ids",
-        "comparing with the previous cycle",
     } | {name for name in shown.names if name in ("looking at the catalogue", "reading embed/c1")}
     shown.check_complete()
