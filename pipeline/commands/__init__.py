@@ -110,7 +110,7 @@ TOOLS: dict[str, Tool] = {
         "the model and the vectors that are served together: show, rollback",
         actions={
             "show": "the pair that is served, and earlier pairs",
-            "rollback": "serve the previous pair, or that of a cycle; production follows its model",
+            "rollback": "serve the vectors before of the same model, or those of a cycle; production stays",
         },
         arguments={"rollback": ("[CYCLE]",)},
         switches=frozenset({"--json"}),
