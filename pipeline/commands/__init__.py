@@ -110,7 +110,7 @@ TOOLS: dict[str, Tool] = {
         "the model and the vectors that are served together: show, rollback",
         actions={
             "show": "the pair that is served, and earlier pairs",
-            "rollback": "serve the previous pair, or that of a cycle; production follows its model",
+            "rollback": "serve the vectors before of the same model, or those of a cycle; production stays",
         },
         arguments={"rollback": ("[CYCLE]",)},
         switches=frozenset({"--json"}),
@@ -149,7 +149,7 @@ TOOLS: dict[str, Tool] = {
     "embed": Tool(
         STAGES["embed"],
         actions={
-            "verify": "read every byte of the vectors: ids, numbers, a recomputed sample, drift; exit 65 when wrong"
+            "verify": "read every byte of the vectors: ids, numbers, catalogue, a recomputed sample; exit 65 if wrong"
         },
         switches=frozenset({"--json"}),
     ),

@@ -61,14 +61,13 @@ def promote(place: Place, model: Snapshot) -> None:
     put(place.storage, "checkpoints/c0/step-1")
 
 
-def flags(catalogue: Path, rows_per_part: int, window_rows: int) -> tuple[str, ...]:
+def flags(catalogue: Path, rows_per_part: int) -> tuple[str, ...]:
     return (
         "--backend=cpu",
         f"--embed.catalogue.path={catalogue}",
-        f"--embed.catalogue.window-rows={window_rows}",
         f"--embed.output.rows-per-part={rows_per_part}",
         "--embed.output.carry-over=none",
-        "--embed.tokenise-processes=1",
+        "--data.num-workers=1",
     )
 
 
