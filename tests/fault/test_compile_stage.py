@@ -318,6 +318,4 @@ def test_sigterm_in_an_ordinary_compile(places: Callable[..., Place]) -> None:
     here.run("compile")
     (manifest,) = load_manifests(here.storage)
     assert manifest.cache_entries == {}
-    texts = {stat.key.rpartition("/")[2] for stat in here.storage.list("compile-cache/hlo")}
-    assert texts == {f"{graph.key}.txt.gz" for graph in manifest.graphs}
-    assert len(texts) == len(manifest.graphs) >= 3
+    assert len(manifest.graphs) >= 3
