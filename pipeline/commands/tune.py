@@ -3,7 +3,7 @@
 import os
 
 from pipeline.commands import ToolCall
-from pipeline.compile.neuron_tool import use_neuron_cache
+from pipeline.compile.neuron import use_neuron_cache
 from pipeline.context import open_context
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.optional import missing_package

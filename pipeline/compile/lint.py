@@ -89,7 +89,7 @@ def _operations(one: Instruction) -> Iterator[Finding]:
     if one.opcode == "rng-bit-generator" and one.attribute("algorithm") not in ("", "rng_default"):
         remedy = "unset XLA_RNG_BIT_GENERATOR: only rng_default is implemented"
         yield Finding("EVRF006", f"random numbers by {one.attribute('algorithm')}", remedy)
-    if one.opcode == "custom-call" and not target.startswith(("AwsNeuron", "Neuron", "Resize")):
+    if one.opcode == "custom-call" and not target.startswith(("AwsNeuron", "NeuronBoundaryMarker", "Resize")):
         yield Finding("EVRF015", f"custom call {target}", "write it with plain operators, or on the host")
 
 

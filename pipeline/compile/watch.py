@@ -9,15 +9,14 @@ counts as compiled once its program was called.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pipeline.compile.graphs import describe, difference, op_counts
 from pipeline.compile.manifest import GraphManifest, GraphRecord, Plan, graph_key
 from pipeline.core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
+Tensors = Sequence[Any]
+"""Tensors of torch, which this module does without."""
 COMPILE = "trnpipe compile, with the same settings"
 _WARN_ONLY = "--compile.on-unknown-graph warn"
 _LOOKS = 3  # at each place, before the compile counter alone is trusted
@@ -41,8 +40,8 @@ class Tracer(Protocol):
 
     compiles_steps: bool
 
-    def graph_hash(self, tensors: "Sequence[Tensor]") -> str: ...
-    def hlo_text(self, tensors: "Sequence[Tensor]") -> str: ...
+    def graph_hash(self, tensors: Tensors) -> str: ...
+    def hlo_text(self, tensors: Tensors) -> str: ...
     def compile_count(self) -> int: ...
     def compile_seconds(self) -> float: ...
 
@@ -50,7 +49,7 @@ class Tracer(Protocol):
 class GraphWatch:
     """Called by a program around every graph it cuts. This base class watches nothing: devices that do not trace."""
 
-    def before(self, place: Place, tensors: "Sequence[Tensor]") -> None:
+    def before(self, place: Place, tensors: Tensors) -> None:
         """Look at the graph that computes `tensors`, complete and not yet compiled."""
 
     def after(self, place: Place) -> None:
@@ -78,7 +77,7 @@ class Recorder(GraphWatch):
         if self.tracer.compiles_steps:
             self._look()
 
-    def before(self, place: Place, tensors: "Sequence[Tensor]") -> None:
+    def before(self, place: Place, tensors: Tensors) -> None:
         if self.tracer.compiles_steps:
             return
         self._key = graph_key(self.tracer.graph_hash(tensors), self.plan)
@@ -146,7 +145,7 @@ class Guard(GraphWatch):
         self._keys = {graph.key for graph in self.manifest.graphs}
         self._count = self.tracer.compile_count()
 
-    def before(self, place: Place, tensors: "Sequence[Tensor]") -> None:
+    def before(self, place: Place, tensors: Tensors) -> None:
         self._looked = not self.tracer.compiles_steps and self._looks[place] < _LOOKS
         if not self._looked:
             return

@@ -8,8 +8,7 @@ from pathlib import Path
 from pipeline.backends import lazy_device_name
 from pipeline.compile.lint import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
-from pipeline.compile.neuron_compile import compile_on_neuron
-from pipeline.compile.neuron_tool import SCORING, drives_tool
+from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
 from pipeline.compile.watch import Place, Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
