@@ -24,8 +24,7 @@ from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE
-from pipeline.train.program import flat_strategy
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import SPEC
 
 torch_xla: Any = importlib.import_module("torch_xla")
