@@ -82,11 +82,10 @@ TOOLS: dict[str, Tool] = {
         },
     ),
     "cache": Tool(
-        "the compiled graphs of this machine: status, doctor, repair, sync",
+        "the compiled graphs of this machine: status, repair, sync",
         actions={
             "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
-            "doctor": "also report each problem with the command that fixes it; exit 65 if there is one",
-            "repair": "remove stale locks, remembered failures, half entries, versions not kept",
+            "repair": "remove stale locks, remembered failures, half entries",
             "sync": "exchange finished entries with --compile.sync-url, both ways",
         },
     ),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.backends import NAMES
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.compile.neuron_tool import use_neuron_cache
+from pipeline.compile.neuron import use_neuron_cache
 from pipeline.context import StageContext, share_tokens
 from pipeline.core.errors import (
     EXIT_OK,

@@ -1,4 +1,4 @@
-"""Prints how many graphs a trial run meets, by a setting and its value. Traced with the operators of Neuron."""
+"""Prints the graphs a trial run meets, key to phase, by a setting and its value. Traced as on a Neuron device."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def main() -> None:
         recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
         gang = Gang(world, timeout_s=60.0)
         shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
-        found[change] = len(recorder.graphs)
+        found[change] = {key: graph.phase for key, graph in recorder.graphs.items()}
     print(json.dumps(found), file=answer, flush=True)
 
 
