@@ -37,8 +37,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
-from pipeline.parallel.config import PLAN_VARIABLE, in_our_names
-from pipeline.parallel.config import Plan as ParallelPlan
+from pipeline.parallel.config import PLAN_VARIABLE
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.tune.config import TuneConfig
 
@@ -336,22 +335,8 @@ def _of_file(model: type[Settings], path: Path) -> Layer:
 
 
 def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
-    try:
-        tree = _in_our_names(model, tree)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}", next_command=f"edit {source}") from None
     found = {name: Given(value, source) for name, value in _flat(tree, leaves(model))}
     return {name: given for name, given in found.items() if not _is_retired(model, name, given)}
-
-
-def _in_our_names(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree in which plans have the keys of another library, with ours. Raises ValueError for what has none."""
-    found = dict(tree)
-    for name, field in model.model_fields.items():
-        kind, value = field.annotation, found.get(name)
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, Mapping):
-            found[name] = in_our_names(value) if issubclass(kind, ParallelPlan) else _in_our_names(kind, value)
-    return found
 
 
 def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
