@@ -57,7 +57,7 @@ XLA, NEURON = "pipeline/backends/xla.py", "pipeline/backends/neuron.py"
 STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/parallelize.py"
 MODULES, LIGHTNING = "pipeline/parallel/strategies/fsdp.py", "pipeline/parallel/lightning.py"
 MESH, TENSORS = "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"
-OPTIMIZER, UNPADDED, TUNE = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py", "pipeline/tune/journal.py"
+OPTIMIZER, UNPADDED = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py"
 _XLAC = "torch_xla._XLAC"
 
 USES = (
@@ -96,7 +96,6 @@ USES = (
         "torch.ops.mkldnn._reorder_linear_weight",
         "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     ),
-    *of(TUNE, "a trial that goes on", "optuna.trial.Trial._suggest", "optuna.trial.FrozenTrial._trial_id"),
     Use(XLA, "torch_xla._internal.pjrt", "replicas", ("torch_xla._internal.pjrt.initialize_multiprocess",)),
     *of(XLA, "what follows is of it", _XLAC),
     *of(XLA, "the text of a graph", f"{_XLAC}._get_xla_tensors_hlo"),
@@ -182,7 +181,7 @@ def of_package(name: str) -> list[Use]:
     return [use for use in USES if (*use.paths, use.name)[0].split(".")[0] == name]
 
 
-@pytest.mark.parametrize("package", ["torch", "lightning", "optuna"])
+@pytest.mark.parametrize("package", ["torch", "lightning"])
 def test_each_is_there(package: str) -> None:
     if package != "torch":
         pytest.importorskip(package)

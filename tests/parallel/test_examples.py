@@ -14,8 +14,7 @@ from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.zygote import ROOT, Forked
 
-OTHERS = ("process_group", "ddp_script", "native_ddp", "own_encoder")  # of other purposes
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in OTHERS]
+EXAMPLES = [ROOT / "examples" / path.name for path in sorted((ROOT / "examples/adopted").glob("*.py"))]
 PLAIN = ("from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)")
 ADOPTED = ("import trnpipe as trn", "model = trn.transform(model)")
 PLAIN_LIGHTNING = ("from lightning.pytorch.strategies import DDPStrategy", "strategy=DDPStrategy(),")
