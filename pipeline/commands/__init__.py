@@ -69,18 +69,6 @@ TOOLS: dict[str, Tool] = {
         "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
         switches=frozenset({"--hlo"}),
     ),
-    "scaling": Tool(
-        "what the plan in train.parallel takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an"
-        " epoch, and a better plan",
-        arguments={"": ("[CHECKPOINT]",)},
-        switches=frozenset({"--json", "--decisions"}),
-        options={
-            "--fabric": "NAME  machine (default: estimate.instance)",
-            "--nodes": "N  that the better plan is for (default: 1)",
-            "--samples": "N  of an epoch (default: 1000000)",
-            "--fixed-s": "SECONDS  of a step that no node shares: update, host (default: 0)",
-        },
-    ),
     "cache": Tool(
         "the compiled graphs of this machine: status, repair, sync",
         actions={

@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.record import Record
 from pipeline.model.config import LossConfig
-from pipeline.parallel.config import Plan
+from pipeline.parallel.config import Spread
 
 Shape = Literal["cosine", "linear", "constant"]
 """Of the learning rate after the warm-up."""
@@ -51,8 +51,10 @@ class GuardConfig(Record):
     patience: int = Field(20, ge=1, description="Steps skipped in a row before the run fails with NumericError")
 
 
-class TrainPlan(Plan):
+class TrainPlan(Spread):
     """How a run is spread over its ranks; as it comes, each has all of it (data parallel). See docs/parallel.md."""
+
+    retired: ClassVar[Mapping[str, Any]] = {**Spread.retired, "precision": "fp32", "seed": None}
 
     shard_degree: int = Field(
         1, ge=0, description="Ranks that share one copy of what `shard` names; 0: all data-parallel ranks, 1: none"
@@ -147,17 +149,6 @@ class TrainConfig(Record):
         except (TypeError, ValueError):
             return value
         raise ValueError("a number is no time: expected a date and a time, such as 2026-08-01T18:00Z")
-
-    @model_validator(mode="after")
-    def _plan_is_of_this_run(self) -> Self:
-        if self.parallel.precision not in ("fp32", self.precision):
-            raise ValueError(
-                f"parallel.precision {self.parallel.precision} with precision {self.precision}: a run has"
-                " one precision, expected it in train.precision alone"
-            )
-        if self.parallel.seed is not None:
-            raise ValueError(f"parallel.seed {self.parallel.seed}: a run has one seed, expected it in train.seed")
-        return self
 
     @model_validator(mode="after")
     def _mined_are_negatives(self) -> Self:

@@ -17,7 +17,7 @@ from pipeline.model.families import FAMILIES, as_bert, from_bert
 from pipeline.model.hf_config import hf_config, read_config
 from pipeline.model.hf_weights import from_hf, initial_model, to_hf
 from pipeline.model.ops import choose_forms
-from pipeline.parallel.recompute import recomputed
+from pipeline.parallel.activations import recomputed
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.stage  # importing the models takes seconds

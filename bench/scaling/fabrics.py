@@ -2,7 +2,7 @@
 
 A collective costs a call, then for each level a latency a hop and its bytes over the bandwidth of the level (the
 alpha-beta model: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005).
-Nothing here was measured by us; tests/core/test_scaling.py holds it against published figures.
+Nothing here was measured by us; tests/bench/test_scaling.py holds it against published figures.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,6 @@ class Fabric:
     """Of what a plan may cut there. Not "all": the flat program, whose collectives nothing hides."""
     max_tensor: int = 8
     """Largest tensor_degree: ranks whose links are the fastest."""
-    usd_per_hour: float | None = None
-    """List price of a node; None: give one (estimate.price_usd_per_hour)."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,6 @@ def _trainium(name: str, *, link_bytes_s: float, network_gbit_s: float, is_nativ
         call_s=1.1e-3,  # over the five sizes of the nccom-test table below, 1 MiB to 1 GiB, no error is above 7 %
         shards=("all", "state") if is_native else ("state",),
         max_tensor=4 if is_native else 1,  # the cores of one chip
-        usd_per_hour=machine.usd_per_hour,
     )
 
 

@@ -1,4 +1,4 @@
-"""Recompute: of a unit only its inputs are kept, and what is inside is computed again when backward comes to it.
+"""What is kept of a unit (layer) for backward: everything, its inputs alone, or its inputs in host memory.
 
 Twice, for two kinds of program. A module's units are run by torch's non-reentrant checkpoint. Where weights are views
 of flat vectors, put into the model for one call, that would run again without them, and on a device that traces the
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.backends import Backend
@@ -21,31 +22,28 @@ _CACHES = {"past_key_values": None, "layer_past": None, "use_cache": False}
 """Arguments of transformers' layers: a cache of keys and values would be written twice (its modeling_layers.py)."""
 
 
-def recompute_units(units: Sequence[nn.Module]) -> None:
-    """Each unit in place; names of parameters and modules stay. Before fully_shard.
+def recompute_units(units: Sequence[nn.Module], *, offload: bool = False, pin_memory: bool = False) -> None:
+    """Keep only the inputs of each unit for backward, and with `offload` keep these in (pinned) host memory.
 
-    `forward` is run again and not the call: hooks of a unit, such as those that gather its parameters, run once.
+    In place, before fully_shard; names of parameters and modules stay. `forward` is run again and not the call: hooks
+    of a unit, such as those that gather its parameters, run once.
     """
     for unit in units:
-        unit.forward = partial(_checkpointed, unit.forward)
+        unit.forward = partial(
+            _checkpointed, unit.forward, partial(save_on_cpu, pin_memory) if offload else nullcontext
+        )
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Tensors given by name are kept in the same way as the others, which is what offload goes by."""
+def _checkpointed(forward: Callable[..., Any], saving: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    names = tuple(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    others = {name: _CACHES.get(name, value) for name, value in kwargs.items() if name not in names}
-
-    def run(*given: Any) -> Any:  # holds no tensor: they are checkpoint's to keep
-        place = len(given) - len(names)
-        return forward(*given[:place], **others, **dict(zip(names, given[place:], strict=True)))
-
-    return checkpoint(run, *args, *(kwargs[name] for name in names), use_reentrant=False)
+    kwargs |= {name: absent for name, absent in _CACHES.items() if name in kwargs}
+    with saving():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def recomputed(backend: Backend, layer: nn.Module, *inputs: Tensor) -> Tensor:
-    """layer(*inputs), with the weights it has at this moment, as functional_call put them there.
+    """Return layer(*inputs), with the weights it has at this moment, as functional_call put them there.
 
     The weights are kept as they are, so they must not change before backward. To the bit what it is without.
     """

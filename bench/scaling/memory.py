@@ -4,12 +4,12 @@ torch's own tracker follows every allocation of forward and backward, so the fig
 spread, not of a formula. What it does not know: the allocator's fragments and the collective library's buffers.
 
 FakeTensorMode, FakeStore and FSDPMemTracker are private to torch 2.9 and stand in this file alone;
-tests/parallel/test_memory.py fails when they change.
+tests/bench/test_scaling_memory.py fails when they change.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,14 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipeline.backends import open_host
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import layout_of
-from pipeline.model.config import InputSpec, LossConfig, ModelConfig
-from pipeline.model.losses import Targets, relevance_loss
-from pipeline.model.relevance import GroupInputs, RelevanceModel
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import AXES, Mesh
-from pipeline.parallel.parallelize import arrange
+from pipeline.parallel.parallelize import UnitRule, arrange, find_units
 from pipeline.parallel.tensor_plan import TensorPlan, tensor_styles
-from pipeline.parallel.units import UnitRule, find_units
 
 
 @dataclass(frozen=True)
@@ -47,25 +43,10 @@ class Memory:
     gathered: int
     """Whole parameters and gradients of the units at work, and buffers of their collectives."""
     peak: int
-    unit_inputs: tuple[int, ...] = ()
-    """What each call of a unit is given: all that recomputation keeps of it."""
-
-    def by_use(self) -> dict[str, int]:
-        """All figures of the peak by name, the peak last."""
-        return {name: size for name, size in asdict(self).items() if isinstance(size, int)}
 
     @property
     def states(self) -> int:
         return self.parameters + self.moments
-
-    @property
-    def beside(self) -> int:
-        """Of the peak, what is no state."""
-        return self.peak - self.states
-
-    def offloaded(self, horizon: int) -> int:
-        """The peak where only `horizon` units' inputs are on the device at a time. From sizes, not tracked."""
-        return self.peak - sum(sorted(self.unit_inputs)[: -horizon or None]) if horizon else self.peak
 
 
 def track(
@@ -83,22 +64,16 @@ def track(
     `build` makes the model and `loss` a scalar of it, from inputs of its own; nothing is computed, so any size will do.
     `accumulates`: the pass is the last of several. Raises ConfigError in a process that has a process group, and for
     degrees that do not divide `world_size`. `units`, `tensor_plan`: as in transform.
-    Offload is left out, see Memory.offloaded.
     """
     layout = layout_of(0, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
-    inputs: list[int] = []
-
-    def note(_: nn.Module, given: tuple[Any, ...]) -> None:
-        inputs.append(sum(one.nbytes for one in given if isinstance(one, Tensor) and one.requires_grad))
-
-    backend, on_device = open_host(), plan.model_copy(update={"offload_horizon": 0})  # here host and device are one
+    backend = open_host()
     with _no_peers(world_size):
-        mesh = Mesh(on_device, layout, backend, init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES))
+        mesh = Mesh(plan, layout, backend, init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES))
         with FakeTensorMode() as without_data:
             model = build()
         members = [unit for _, unit in units(model)]
-        styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
+        styles = tensor_styles(model, tensor_plan, layout) if layout.tensor_size > 1 else []
         with torch.no_grad():  # of tensors without data, and of ranks, which have it (torch 2.14)
             arrange(model, members, styles, mesh)
         with without_data:
@@ -108,10 +83,7 @@ def track(
                 for is_last in (False, True) if accumulates else (True,):
                     model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
                     tracker.reset_mod_stats()
-                    hooks = [unit.register_forward_pre_hook(note) for unit in members] if is_last else []
                     result = loss(model)
-                    for hook in hooks:
-                        hook.remove()
                     result.backward()  # type: ignore[no-untyped-call]
                     del result
             snapshot: dict[Any, int] = tracker.get_tracker_snapshot("peak")[backend.device]
@@ -123,33 +95,7 @@ def track(
         activations=uses["Activation"] + uses["Temp"] + uses["Inputs"] + uses["Buffer"],
         gathered=sum(uses[kind] for kind in ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter")),
         peak=uses["Total"],
-        unit_inputs=tuple(inputs),
     )
-
-
-def track_relevance(
-    config: ModelConfig,
-    spec: InputSpec,
-    loss: LossConfig,
-    plan: Plan,
-    world_size: int,
-    *,
-    groups: int,
-    slots: int,
-    tokens: int,
-) -> Memory:
-    """The same of our own model: `groups` queries a rank, each with `slots` products in a row of `tokens`."""
-    samples = groups * slots
-
-    def step(model: nn.Module) -> Tensor:
-        ids = torch.zeros(groups, tokens, dtype=torch.int32)
-        features = torch.zeros(samples, len(spec.numeric))
-        categories = torch.zeros(samples, len(spec.categorical_ids), dtype=torch.int32)
-        keys = torch.arange(samples, dtype=torch.int32)
-        targets = Targets(torch.zeros_like(keys), torch.zeros(samples), keys[::slots], keys)
-        return relevance_loss(model(GroupInputs(ids, ids, ids, features, categories)), targets, loss)
-
-    return track(lambda: RelevanceModel(config, spec), step, plan, world_size)
 
 
 class _Moments(torch.optim.Optimizer):

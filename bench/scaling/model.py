@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from bench.scaling.fabrics import Fabric, Group, all_reduce_s, half_s
 from pipeline.core.errors import ConfigError
-from pipeline.core.fabrics import Fabric, Group, all_reduce_s, half_s
 from pipeline.core.layout import Layout, layout_of
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -152,16 +152,6 @@ def _shared(work: Work, parts: float) -> Work:
     return replace(work, micro_steps=1, micro_s=work.micro_s * share, exchange_bytes=round(work.exchange_bytes * share))
 
 
-def steady_share(seconds_a_sample: Sequence[float]) -> float:
-    """Jitter of a run's own intervals: by what share their mean is above their median. 0 for fewer than three."""
-    if len(seconds_a_sample) < 3:
-        return 0.0
-    ordered = sorted(seconds_a_sample)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return max(0.0, sum(ordered) / len(ordered) / median - 1.0)
-
-
 # Memory of a plan, and the choice of degrees.
 
 
@@ -202,7 +192,7 @@ def candidates(
     """Plans for these nodes, the best first: those that fit, the most samples a second, of rates alike the least of
     everything.
 
-    `beside_bytes`: peak less states of a sharded rank, without and with recomputation (parallel/memory.py).
+    `beside_bytes`: peak less states of a sharded rank, without and with recomputation (memory.py).
     Shard degrees are 1, then whole nodes, 1 or 2 or 4...: what is between costs as much and holds less.
     """
     found = []

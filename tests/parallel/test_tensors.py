@@ -1,10 +1,8 @@
 """What scripts written for plain DDP do with a spread model: refused, warned of once, or as with one process."""
 
 import contextlib
-import copy
 import io
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel
 
 import trnpipe
 from pipeline.core.errors import ConfigError
-from pipeline.parallel import parts
+from pipeline.parallel import tensors
 from tests.ranks import run_ranks
 
-CASES = "tests.parallel.test_parts"
+CASES = "tests.parallel.test_tensors"
 WHOLE = '{"shard_degree": 1}'
 
 
@@ -43,7 +39,7 @@ def spread(plan: str) -> nn.Sequential:
 
 def answered(attempt: Callable[[], object]) -> str:
     """The class of its error, or the first line that it wrote to standard error."""
-    parts._said.clear()
+    tensors._warned.clear()
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             attempt()
@@ -83,7 +79,7 @@ def test_what_a_rank_reads_of_its_own_part_is_warned_of_once(tmp_path: Path) -> 
     read, pickled = ("norm", "max", "mean", "sum"), ("state", "optimizer")
     for name in (*read, *pickled):
         kind = "a number was read" if name in read else "pickled"
-        assert first[name].startswith("trnpipe: test_parts.py, line ") and kind in first[name], (name, first)
+        assert first[name].startswith("trnpipe: test_tensors.py, line ") and kind in first[name], (name, first)
     assert {name: text for name, text in first.items() if text}.keys() == {*read, *pickled}
     assert not any(second.values()), "rank 0 says it"
 
@@ -91,28 +87,6 @@ def test_what_a_rank_reads_of_its_own_part_is_warned_of_once(tmp_path: Path) -> 
 def test_a_model_that_is_whole_on_every_rank_is_read_as_with_one_process(tmp_path: Path) -> None:
     for (found,) in run_ranks(f"{CASES}:reading", 2, tmp_path, WHOLE):
         assert not any(found.values()), found
-
-
-def refusals(plan: str) -> dict[str, str]:
-    model = spread(plan)
-    attempts: dict[str, Callable[[], object]] = {
-        "copy": lambda: copy.deepcopy(model),
-        "copy of a layer": lambda: copy.deepcopy(model[0]),
-        "average": lambda: AveragedModel(model),
-        "pickle": lambda: pickle.dumps(model),
-        "save": lambda: torch.save(model, io.BytesIO()),
-        "load whole": lambda: model.load_state_dict(dense().state_dict()),
-        "load part": lambda: model[0].load_state_dict(dense()[0].state_dict()),
-        "state": lambda: copy.deepcopy(model.state_dict()),
-        "load its own": lambda: model.load_state_dict(model.state_dict()),
-    }
-    return {name: answered(attempt) for name, attempt in attempts.items()}
-
-
-def test_copies_and_whole_files_of_a_spread_model_are_refused(tmp_path: Path) -> None:
-    for found in run_ranks(f"{CASES}:refusals", 2, tmp_path, "{}"):
-        fine = [name for name, text in found.items() if text != "ConfigError"]
-        assert fine == ["state", "load its own"], found
 
 
 def steps(name: str, model: nn.Module, part: int = 0, parts: int = 1) -> list[float]:
@@ -182,31 +156,3 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_and_others_are_thos
                 assert name in str(found[name]), found
             else:
                 assert found[name] < 1e-5, (name, found)
-
-
-def averaged(plan: str) -> list[float]:
-    """As docs/parallel.md shows it: the differences of an average from that of one process, and of what is saved."""
-    place = trnpipe.init(json.loads(plan))
-    means = []
-    for model, part, ranks in ((dense(), 0, 1), (trnpipe.transform(dense()), place.data_rank, place.data_size)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        average = {name: one.detach().clone() for name, one in model.named_parameters()}
-        for step in range(3):
-            loss_of(model, part, ranks, step).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, one in model.named_parameters():
-                average[name].lerp_(one.detach(), 0.1)
-        for name, one in model.named_parameters():
-            one.data.copy_(average[name])
-        means.append([one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()])
-    return [float((one - other).abs().max()) for one, other in zip(*means, strict=True)]
-
-
-def test_the_average_of_the_documents_is_that_of_one_process(tmp_path: Path) -> None:
-    for found in run_ranks(f"{CASES}:averaged", 2, tmp_path, "{}"):
-        assert max(found) < 1e-6
-    text = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
-    for line in Path(__file__).read_text().splitlines():
-        if "average[name]" in line and "line" not in line:
-            assert line.strip() in text

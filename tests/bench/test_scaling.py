@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.fabrics import FABRICS, Algorithm, Group, all_reduce_s, choose_algorithm, half_s
+from bench.scaling.__main__ import decision_table, main
+from bench.scaling.fabrics import FABRICS, Algorithm, Group, all_reduce_s, choose_algorithm, half_s
+from bench.scaling.model import Spread, Work, candidates, copy_bytes, scaled, state_bytes, step_time
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.machines import MACHINES
-from pipeline.core.scaling import Spread, Work, candidates, copy_bytes, scaled, state_bytes, steady_share, step_time
+from tests.docs.markdown import ROOT
 
 pytestmark = pytest.mark.unit
 MIB = 2**20
@@ -140,12 +142,6 @@ def test_state_bytes() -> None:
     assert [copy_bytes(work, at) for work in (exact, low) for at in (alone, four)] == [0, 3200, 1600, 1600]
 
 
-def test_jitter_is_what_the_mean_has_above_the_median() -> None:
-    assert steady_share([1.0, 9.0]) == 0.0
-    assert steady_share([1.0, 1.0, 1.0, 1.4]) == pytest.approx(0.1)
-    assert steady_share([1.0, 1.0, 0.1]) == 0.0
-
-
 @given(
     nodes=st.sampled_from([1, 2, 16, 128]),
     megabytes=st.floats(0.001, 10_000),
@@ -165,3 +161,14 @@ def test_a_collective_costs_no_less_with_more_bytes_or_nodes(
 def test_degrees_that_do_not_divide_the_nodes_are_left_out() -> None:
     rows = scaled(Work(10**9, 10, 1.0), Spread(Layout()), P4D, shard_degree=16, nodes=(1, 2, 3, 4))
     assert [row.nodes for row in rows] == [2, 4]
+
+
+def test_the_decision_table_is_that_of_the_docs() -> None:
+    text = "\n".join(decision_table())
+    assert text in (ROOT / "docs" / "parallel.md").read_text(), "put the output of python -m bench.scaling there"
+
+
+def test_the_steps_of_a_model_over_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "7 B", "--fabric", "p4d.24xlarge"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64", "128"]
