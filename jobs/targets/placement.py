@@ -12,6 +12,8 @@ from pipeline.core.record import Record
 
 SAGEMAKER = "sagemaker"
 """Key of its placement within that of a job; plans of settings without `[jobs.sagemaker]` have none."""
+SPOT_WAIT_S = 6 * 3600
+"""Seconds that a job may wait for Spot capacity beyond its timeout."""
 
 
 class BatchPlacement(Record):
@@ -62,11 +64,11 @@ def with_placements(plan: Plan, jobs: JobsConfig) -> Plan:
         ).model_dump()
         said = where.model_copy(
             update={  # warm pools know no Spot capacity
-                "spot_wait_s": wanted.spot_wait_s if wanted.spot else 0,
+                "spot_wait_s": SPOT_WAIT_S if wanted.spot else 0,
                 "keep_alive_s": wanted.keep_alive_s if not wanted.spot and job.name in is_followed else 0,
             }
         ).model_dump(mode="json", exclude_defaults=True)
-        if said:  # what only a follower reads, such as poll_s, does not make another plan
+        if said:
             placements[job.name][SAGEMAKER] = said
     return plan.model_copy(update={"placements": placements})
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pipeline.core.errors import ConfigError, first_line
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "apprise": ("apprise>=1.9",),
     "faiss": ("faiss-cpu>=1.10",),
     "lance": ("pylance>=14",),
     "lightning": ("lightning>=2.6.6",),

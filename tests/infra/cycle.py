@@ -3,6 +3,7 @@
 `python -m tests.infra.cycle FILE [graphs]` writes what was seen: a process of its own, since moto keeps one world.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -72,10 +73,8 @@ _GIVEN = (
     "--jobs.train.instance=trn1.32xlarge",
     "--jobs.mine.workers=2",
     "--jobs.embed.workers=2",
-    "--jobs.blocked-dwell-s=0",
     "--jobs.sla-s=3600",
     "--jobs.schedule.expression=cron(0 2 * * ? *)",
-    "--jobs.schedule.policy=skip",
     "--jobs.schedule.max-late-s=1000000000",
 )
 _BARS = {"max-loss": 9, "max-first-loss": 9, "max-first-gradient": 9, "max-probability": 1, "mean-probability": 1}
@@ -149,6 +148,13 @@ class Account:
     def remove(self, key: str) -> None:
         self.server.client.delete_object(Bucket=FLEET.bucket, Key=f"relevance/{key}")
 
+    def backdate(self, key: str) -> None:
+        """As if the jobs had been seen blocked long ago."""
+        place = {"Bucket": FLEET.bucket, "Key": f"relevance/{key}"}
+        seen = json.loads(self.server.client.get_object(**place)["Body"].read())
+        text = json.dumps([one | {"since": 0.0} for one in seen])
+        self.server.client.put_object(**place, Body=text.encode())
+
     def set_jobs(self, cycle: str, status: str, reason: str | None = None, *, only: str = "") -> None:
         """What moto does not do: its jobs succeed at once."""
         for job in batch_backends[DEFAULT_ACCOUNT_ID][FLEET.region]._jobs.values():
@@ -198,6 +204,8 @@ def run_cycle(account: Account) -> None:
     account.driver("driver", scheduled=SECOND)
     account.set_jobs(SECOND, "RUNNABLE", "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT", only="-train")
     account.remove(f"cycles/{SECOND}/jobs/closed.json")
+    account.driver("reconcile")
+    account.backdate(f"cycles/{SECOND}/jobs/blocked.json")
     account.driver("reconcile")
 
 

@@ -10,7 +10,7 @@ import botocore.session
 import pytest
 
 from jobs.commands.driver import TIME_VARIABLE, scheduled_time
-from jobs.cycle.cost_ledger import ledger_of
+from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary
 from jobs.plan.cost import Prices
 from jobs.schedule import ScheduleConfig

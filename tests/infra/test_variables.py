@@ -52,12 +52,11 @@ NEVER_FIRE = {
 FIRE = {
     "weekdays": "cron(30 14 ? * MON-FRI *)",
     "lists and steps": "cron(0/15 0-6,22 * * ? *)",
-    "last day": "cron(0 2 L * ? 2026-2199)",
+    "last day": "cron(0 2 L * ? *)",
     "second Tuesday": "cron(0 2 ? 1/3 3#2 *)",
     "last Friday": "cron(0 2 ? * 6L *)",
     "31st where there is one": "cron(0 2 31 2,3 ? *)",
     "leap day": "cron(0 2 29 FEB ? *)",
-    "working day": "cron(0 2 15W jan-mar ? 2020/2)",
 }
 MISTAKES: list[tuple[str, Any, str]] = [
     ("shares", {"production": 1, "prod-1": 1}, "prod-1, production; expected letters and digits only"),

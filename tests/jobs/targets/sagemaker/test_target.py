@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.cost_ledger import ledger_of
+from jobs.cycle.ledger import ledger_of
 from jobs.plan.cost import prices_of
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, open_target
