@@ -63,7 +63,7 @@ STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/paral
 MODULES, LIGHTNING = "pipeline/parallel/strategies/fsdp.py", "pipeline/parallel/lightning.py"
 OFFLOAD, MESH, TENSORS = "pipeline/parallel/offload.py", "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"
 PARTS = "pipeline/parallel/parts.py"
-OPTIMIZER, UNPADDED, TUNE = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py", "pipeline/tune/journal.py"
+OPTIMIZER, UNPADDED = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py"
 _C10D, _XLAC, _GROUP = "torch._C._distributed_c10d", "torch_xla._XLAC", "torch.distributed.ProcessGroup"
 _GROUP_PARTS = ("_DistributedBackendOptions", "_create_work_from_future")
 
@@ -120,7 +120,6 @@ USES = (
         "torch.ops.mkldnn._reorder_linear_weight",
         "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     ),
-    *of(TUNE, "a trial that goes on", "optuna.trial.Trial._suggest", "optuna.trial.FrozenTrial._trial_id"),
     Use(XLA, "torch_xla._internal.pjrt", "replicas", ("torch_xla._internal.pjrt.initialize_multiprocess",)),
     *of(XLA, "what follows is of it", _XLAC),
     *of(XLA, "the text of a graph", f"{_XLAC}._get_xla_tensors_hlo"),
@@ -206,7 +205,7 @@ def of_package(name: str) -> list[Use]:
     return [use for use in USES if (*use.paths, use.name)[0].split(".")[0] == name]
 
 
-@pytest.mark.parametrize("package", ["torch", "lightning", "optuna"])
+@pytest.mark.parametrize("package", ["torch", "lightning"])
 def test_each_is_there(package: str) -> None:
     if package != "torch":
         pytest.importorskip(package)

@@ -65,15 +65,6 @@ def test_without_any_source_everything_is_default() -> None:
     assert set(resolved.sources.values()) == {DEFAULT}
 
 
-def test_a_key_of_a_mapping_may_be_the_name_of_a_setting() -> None:
-    env = {"TRNPIPE_TUNE__SPACE__TRAIN__SEED": "int 1 9", "TRNPIPE_TUNE__SPACE__MODEL__POOLING": "one of cls mean"}
-    flag = ("--tune.space.train.optimizer.learning-rate", "log 1e-5 1e-3")
-    assert resolve([], env, []).settings.tune.space == {"train.seed": "int 1 9", "model.pooling": "one of cls mean"}
-    assert with_flags(flag).tune.space == {"train.optimizer.learning_rate": "log 1e-5 1e-3"}
-    with pytest.raises(ConfigError, match=r"unknown setting tune\.spaces\.train\.seed"):
-        with_flags(("--tune.spaces.train.seed", "int 1 9"))
-
-
 @pytest.mark.parametrize("num_sources", [0, 1, 2, 3, 4])
 def test_later_sources_win_and_are_named(tmp_path: Path, num_sources: int) -> None:
     first = toml(tmp_path, "[train]\nmax_steps = 11", "first.toml")
@@ -319,11 +310,10 @@ def test_the_heads_of_a_modernbert_are_of_even_width() -> None:
 
 
 def test_mined_negatives_without_a_loss_that_learns_of_them_are_refused() -> None:
-    flags = [("--train.mined-per-query", "2"), ("--train.loss.purpose", "ranking")]
-    with pytest.raises(ConfigError, match="mined_per_query 2 without a contrastive or a listwise loss"):
+    flags = [("--train.mined-per-query", "2"), ("--train.loss.contrastive-weight", "0")]
+    with pytest.raises(ConfigError, match="mined_per_query 2 without a contrastive loss"):
         with_flags(*flags)
     assert with_flags(flags[0]).train.mined_per_query == 2
-    assert with_flags(*flags, ("--train.loss.listwise-weight", "1")).train.loss.contrastive_weight == 0
 
 
 def test_a_deadline_is_a_time_of_toml_or_a_text_and_no_number(tmp_path: Path) -> None:
@@ -404,16 +394,13 @@ NOT_HASHED = frozenset(
             "estimate",
             "health",
             "parity",
-            "tune",
             "storage",
             "log",
         ),
         *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
         *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
         *(
-            "mine.worker",
             "mine.workers",
-            "mine.items_per_part",
             "mine.queries_per_part",
             "embed.worker",
             "embed.workers",

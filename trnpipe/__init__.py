@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.context import open_context as open_context
     from pipeline.core.errors import TrnpipeError as TrnpipeError
     from pipeline.core.stop import StopSignal as StopSignal
-    from pipeline.embed.vector_export import open_vectors as open_vectors
+    from pipeline.embed.vectors import open_vectors as open_vectors
     from pipeline.parallel.adopt import init as init
     from pipeline.parallel.adopt import layout as layout
     from pipeline.parallel.adopt import transform as transform
@@ -50,7 +50,7 @@ _NAMES = {
     "pipeline.context": ("StageContext", "StageResult", "open_context"),
     "pipeline.core.errors": ("TrnpipeError",),
     "pipeline.core.stop": ("StopSignal",),
-    "pipeline.embed.vector_export": ("open_vectors",),
+    "pipeline.embed.vectors": ("open_vectors",),
     "pipeline.parallel.adopt": ("init", "layout", "transform"),
     "pipeline.parallel.config": ("Plan",),
     "pipeline.parallel.delayed_init": ("delayed_init",),

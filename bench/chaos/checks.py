@@ -10,7 +10,7 @@ from jobs.cycle.job_records import JobRecord
 from jobs.targets.local.node_keeper import ENDED, STARTED
 from jobs.targets.local.nodes import LocalFiles
 from pipeline.core.errors import TrnpipeError
-from pipeline.embed.vectors import open_vectors
+from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import read_checkpoint
@@ -77,7 +77,7 @@ def wrong_vectors(storage: Storage, expected: Expected, *, succeeded: bool) -> I
         return
     try:
         verify_dir(storage, prefix, deep=True)
-        vectors = open_vectors(storage, expected.cycle)
+        vectors = find_vectors(storage, expected.cycle)
         parts = range(len(vectors.info.parts))
         ids = Counter(i for part in parts for batch in vectors.columns(part, ["id"]) for i in batch["id"].to_pylist())
         if twice := [one for one, times in ids.items() if times > 1]:

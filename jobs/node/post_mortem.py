@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from jobs.node.command import ProcessSeen
-from jobs.node.gang import NodeSeen
+from jobs.node.group import NodeSeen
 from pipeline.core.record import Record
 
 MAX_BYTES = 2**20

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from jobs.node.command import Command, deserves_post_mortem
 from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
-from jobs.node.gang import Hub, Link, Peers, listen
+from jobs.node.group import NodeGroup
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
 from jobs.node.sagemaker import sagemaker_variables, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
@@ -45,28 +45,25 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     place = Place.from_env({**env, **ours})
     with watched_signals() as signals, guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
-        peers, linger_s = Peers(), 0.0
-        if place.num_nodes > 1:
-            is_main = place.node == 0
-            peers = Hub(place, timing, say, listen(place.main_address, place.port)) if is_main else Link(place, timing)
+        group, linger_s = NodeGroup(place, timing, say), 0.0
         try:
-            attempt = _Attempt(place, timing, words, env, folder, say, peers)
+            attempt = _Attempt(place, timing, words, env, folder, say, group)
             attempt.prepare(signals.stop)
-            supervisor = Supervisor(attempt.start, peers, signals, timing, say)
+            supervisor = Supervisor(attempt.start, group, signals, timing, say)
             outcome = supervisor.run()
             if outcome.reason:
                 say(f"exit {outcome.code}: {outcome.reason}")
             # In one line without secrets: the reason, else what the log says.
             error = error_in_log(supervisor.command.log(), outcome.code) if supervisor.command else ()
             why = str(without_secrets(outcome.reason or headline(error), secrets_of(attempt.env)))
-            peers.acknowledge(outcome.code, why)
+            group.acknowledge(outcome.code, why)
             attempt.explain(outcome, supervisor.command)
-            write_failure(env, *(peers.agreed or (outcome.code, why)))
+            write_failure(env, *(group.agreed or (outcome.code, why)))
             # The other nodes explain themselves too.
             linger_s = timing.bundle_s if outcome.code and not outcome.stopped else LINGER_S
             return outcome.code
         finally:
-            peers.close(linger_s)
+            group.close(linger_s)
 
 
 @dataclass
@@ -77,7 +74,7 @@ class _Attempt:
     env: Mapping[str, str]
     folder: Path
     say: Say
-    peers: Peers
+    group: NodeGroup
     _settings: bytes | None = None
     _failure: TrnpipeError | None = None
     _kills_before: int | None = field(default_factory=kills_for_memory)
@@ -97,7 +94,7 @@ class _Attempt:
                 with suppress(KeyNotFound):  # nothing was submitted
                     self._settings = storage.read_bytes(f"cycles/{self.place.cycle}/jobs/settings.json")
                 if STARTS in self.env and self.place.node == 0:
-                    self.peers.called = count_start(storage, self.place.cycle, self.env)
+                    self.group.start = count_start(storage, self.place.cycle, self.env)
         except TrnpipeError as error:
             self._failure = error
 
@@ -105,7 +102,7 @@ class _Attempt:
         """Raises what went wrong while preparing, and ConfigError for a command that is not there."""
         if self._failure is not None:
             raise self._failure
-        start = self.peers.called
+        start = self.group.start
         if start is None and STARTS in self.env and self.place.is_in_cycle:
             raise TransientError("the main node has not counted this start", next_command="the log of the main node")
         if start is not None:
@@ -188,7 +185,7 @@ class _Attempt:
             versions=versions,
             environment=shown_environment(self.env),
             settings=settings,
-            nodes=tuple(self.peers.seen()),
+            nodes=tuple(self.group.seen()),
             processes=outcome.processes,
             stacks=command.stacks() if command else {},
             log=command.log() if command else (),

@@ -11,7 +11,7 @@ from types import FrameType
 
 from jobs.node.command import Command, ProcessSeen, exit_code_of_return
 from jobs.node.environment import Timing
-from jobs.node.gang import Peers
+from jobs.node.group import NodeGroup
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 
@@ -81,7 +81,7 @@ class Supervisor:
     """Runs a command once all nodes are there, until every node's end is known. `start` may raise a TrnpipeError."""
 
     start: Callable[[], Command]
-    peers: Peers
+    group: NodeGroup
     signals: Signals
     timing: Timing
     say: Callable[[str], None]
@@ -96,28 +96,28 @@ class Supervisor:
     _processes: tuple[ProcessSeen, ...] = field(default_factory=tuple)
 
     def run(self) -> Outcome:
-        while self._own is None or not self.peers.settled:
-            self.peers.tick()
+        while self._own is None or not self.group.settled:
+            self.group.tick()
             if self.command is not None and self._own is None:
                 self._returncode = self.command.returncode()
                 if self._returncode is not None:
                     self.command.end()  # what it has started ends with it
                     self._end(self._code_when_killed() if self._killed else exit_code_of_return(self._returncode))
             self._stop_when_asked()
-            if self.command is None and self._own is None and self.peers.ready:
+            if self.command is None and self._own is None and self.group.ready:
                 try:
                     self.command = self.start()
                 except TrnpipeError as error:
                     self._reason = f"{type(error).__name__}: {error}"
                     self._end(error.exit_code)
-            elif self._own is None or not self.peers.settled:
+            elif self._own is None or not self.group.settled:
                 self._wait()
         stopped = self.signals.stop.is_set()
         return Outcome(
-            code=self.peers.exit_code(self._own, stopped=stopped),
+            code=self.group.exit_code(self._own, stopped=stopped),
             own_code=self._own,
             returncode=self._returncode,
-            reason=self._reason or self.peers.trouble,
+            reason=self._reason or self.group.trouble,
             stopped=stopped,
             killed=self._killed,
             told_at=self._told_at,
@@ -126,7 +126,7 @@ class Supervisor:
 
     def _stop_when_asked(self) -> None:
         asked = signal.Signals[self.signals.stop.reason] if self.signals.stop.is_set() else None
-        reason = f"{asked.name} from outside" if asked else self.peers.trouble
+        reason = f"{asked.name} from outside" if asked else self.group.trouble
         if not reason:
             return
         if self._told_at is None:
@@ -146,7 +146,7 @@ class Supervisor:
 
     def _tell(self, reason: str, asked: signal.Signals | None) -> None:
         self._told_at = self.clock()
-        self.peers.stop(reason)
+        self.group.stop(reason)
         if self._own is not None:
             return
         self._reason = reason
@@ -163,15 +163,15 @@ class Supervisor:
 
     def _end(self, code: int) -> None:
         self._own = code
-        self.peers.report(code)
+        self.group.report(code)
         if code != EXIT_OK:
-            self.peers.stop(f"the main node exited with {code}")
-        self.peers.tick()
+            self.group.stop(f"the main node exited with {code}")
+        self.group.tick()
 
     def _wait(self) -> None:
         """Until something happens, or it is time for a heartbeat."""
         poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
-        for one in (self.signals.wake, *self.peers.sockets()):
+        for one in (self.signals.wake, *self.group.sockets()):
             poll.register(one, select.POLLIN)
         poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
         with suppress(BlockingIOError):

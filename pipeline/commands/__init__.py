@@ -107,15 +107,14 @@ TOOLS: dict[str, Tool] = {
         },
     ),
     "serving": Tool(
-        "the model and the vectors that are served together: show, rollback, promote",
+        "the model and the vectors that are served together: show, rollback",
         actions={
-            "show": "the pair that is served, the challenger, and earlier pairs",
+            "show": "the pair that is served, and earlier pairs",
             "rollback": "serve the previous pair, or that of a cycle; production follows its model",
-            "promote": "serve the challenger (trnpipe embed verify --embed.verify.serve challenger makes one)",
         },
         arguments={"rollback": ("[CYCLE]",)},
         switches=frozenset({"--json"}),
-        options={"--reason": "TEXT  rollback, promote: why; recorded"},
+        options={"--reason": "TEXT  rollback: why; recorded"},
     ),
     "parity": Tool(
         "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"
@@ -123,27 +122,24 @@ TOOLS: dict[str, Tool] = {
         arguments={"": ("A", "[B]")},
         options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
     ),
-    "tune": Tool("search settings of train and model by training runs scored on valid; leaves a table and best.toml"),
     "import": Tool(
         "make a checkpoint from a Hugging Face or sentence-transformers folder, or a file of weights",
         arguments={"": ("PATH",)},
         module="import_model",
     ),
     "export": Tool(
-        "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: for an index or database",
+        "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: as one matrix",
         actions={
-            "vectors": "export the served vectors, or those of a cycle, to a search engine or database; resumable"
+            "vectors": "export the served vectors, or those of a cycle, as one memory-mappable matrix with its ids"
         },
         arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
             "--out": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: a local folder",
-            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript; vectors:"
-            " faiss, usearch, lance, npy, opensearch-bulk, pgvector-copy",
+            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
             "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
             "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
             "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
-            "--index": "NAME  vectors: factory string of faiss (default: Flat), index of opensearch-bulk (products)",
         },
     ),
     "launch": Tool(

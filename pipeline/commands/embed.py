@@ -20,7 +20,7 @@ from pipeline.embed.digest import Check, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
 from pipeline.embed.texts import judge_again
-from pipeline.embed.vectors import VectorSet, open_vectors
+from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
     Picked,
     check_catalogue,
@@ -35,7 +35,7 @@ from pipeline.embed.verify import (
 )
 from pipeline.proc.pool import run_tasks
 from pipeline.registry.records import Author, who
-from pipeline.registry.serving import CHALLENGER, SERVING, Pair, Vectors, serve_verified_pair
+from pipeline.registry.serving import Pair, Vectors, serve_verified_pair
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -48,7 +48,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
     with open_context(settings, stop, words=(NAME,)) as ctx, shown_on(console.progress):
         started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
-        vectors = open_vectors(ctx.workspace, ctx.cycle)
+        vectors = find_vectors(ctx.workspace, ctx.cycle)
         checks: list[Check] = []
         for check in _checks(settings, ctx, vectors):
             checks.append(check)
@@ -82,8 +82,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
     """Let the vectors be served with their model; what became of it, in words."""
-    info, serve = vectors.info, settings.embed.verify.serve
-    if serve == "none":
+    info = vectors.info
+    if settings.embed.verify.serve == "none":
         return "verify: the vectors are not served (embed.verify.serve is none)"
     pair = Pair(
         model=info.model.name,
@@ -98,7 +98,7 @@ def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
         ),
         author=Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version),
     )
-    return f"verify: {serve_verified_pair(ctx.workspace, pair, SERVING if serve == 'serving' else CHALLENGER)}"
+    return f"verify: {serve_verified_pair(ctx.workspace, pair)}"
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
@@ -155,7 +155,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             return skipped("drift", "there was no finished cycle before")
         if not ctx.workspace.stat(f"embeddings/{name}/MANIFEST.json"):
             return skipped("drift", f"the vectors of cycle {name} are gone")
-        return check_drift(vectors, open_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
+        return check_drift(vectors, find_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
 
     yield run_check("files", lambda: check_files(vectors))
     yield run_check("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))

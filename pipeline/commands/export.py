@@ -1,4 +1,4 @@
-"""`trnpipe export`: the promoted model, or a named checkpoint, as a folder for other tools; `vectors`: for an index.
+"""`trnpipe export`: the promoted model, or a named checkpoint, as a folder for other tools; `vectors`: as one matrix.
 
 What is exported without a name is what is in production, or served.
 """
@@ -19,10 +19,9 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.token_sets import read_token_sets
-from pipeline.embed.vectors import VectorSet, open_vectors
+from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
-from pipeline.io.storage import Storage
 from pipeline.model.families import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.records import read_pointer
@@ -136,45 +135,32 @@ def _plan(
 
 
 def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    from pipeline.embed.formats import open_form  # the libraries of other tools
-    from pipeline.embed.vector_export import hand_over
-
-    check_flags(call, "export", frozenset({OUT, FORMAT, "--index"}))
+    """Write the served vectors, or those of a cycle, as one matrix with the ids beside it."""
+    check_flags(call, "export", frozenset({OUT}))
     out = call.options.get(OUT, "")
     if not out or "://" in out:
         raise ConfigError(
-            f"--out {out or 'is not given'}",
-            expected="a local folder: indexes are written in place",
-            next_command="--out DIR, and copy it from there",
+            f"{OUT} {out or 'is not given'}",
+            expected="a local folder: the matrix is memory-mapped there",
+            next_command=f"{OUT} DIR, and copy it from there",
         )
-    folder = user_path(out)
     with open_context(settings, stop) as ctx:
-        vectors = _vectors(ctx.workspace, readable_model(settings, ctx.workspace), *call.arguments)
-        form = open_form(call.options.get(FORMAT, ""), vectors, call.options.get("--index", ""))
-        done, fresh = hand_over(vectors, form, folder, stop)
-    what = f"{vectors.info.rows:,} vectors of cycle {vectors.info.cycle} as {form.name}"
-    say(f"export: {what}, {'every id read back' if fresh else 'done already'}")
-    say(f"committed: {folder}, {format_bytes(done.size_bytes)}; made with {vectors.info.model.place}")
+        cycle = call.arguments[0] if call.arguments else ""
+        served = None if cycle else read_pair(ctx.workspace, readable_model(settings, ctx.workspace))
+        if not cycle and served is None:
+            raise ConfigError(
+                f"nothing is served of {settings.model_name} in {ctx.workspace.root}",
+                expected="a pair that trnpipe embed verify has let be served, or a cycle by name",
+                next_command=f"trnpipe export vectors CYCLE {OUT} DIR",
+            )
+        vectors = find_vectors(ctx.workspace, served[0].vectors.cycle if served else cycle)
+        if served and vectors.manifest.digest != served[0].vectors.digest:
+            raise CheckpointError(
+                f"{ctx.workspace.uri(vectors.prefix)} has digest {vectors.manifest.digest}",
+                expected=f"{served[0].vectors.digest}, which is served",
+                next_command="trnpipe serving rollback --reason TEXT",
+            )
+        done = write_matrix(vectors, user_path(out), stop)
+    say(f"export: {vectors.info.rows:,} vectors of cycle {vectors.info.cycle}, made with {vectors.info.model.place}")
+    say(f"committed: {out}, {format_bytes(done.size_bytes)}; open it with trnpipe.open_vectors")
     return EXIT_OK
-
-
-def _vectors(workspace: Storage, model: str, cycle: str = "") -> VectorSet:
-    """Those of the cycle, or those that are served."""
-    if cycle:
-        return open_vectors(workspace, cycle)
-    served = read_pair(workspace, model)
-    if served is None:
-        raise ConfigError(
-            f"nothing is served of {model} in {workspace.root}",
-            expected="a pair that trnpipe embed verify has let be served, or a cycle by name",
-            next_command="trnpipe export vectors CYCLE --format NAME --out DIR",
-        )
-    pair = served[0]
-    vectors = open_vectors(workspace, pair.vectors.cycle)
-    if vectors.manifest.digest != pair.vectors.digest:
-        raise CheckpointError(
-            f"{workspace.uri(vectors.prefix)} has digest {vectors.manifest.digest}",
-            expected=f"{pair.vectors.digest}, which is served",
-            next_command="trnpipe serving rollback --reason TEXT",
-        )
-    return vectors

@@ -15,9 +15,6 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     check_flags(call, "serving", frozenset({JSON} if call.action == "show" else {REASON}))
     registry, reason = open_registry(settings, stop, reads=call.action == "show"), call.options.get(REASON, "")
     model = registry.model
-    if call.action == "promote":
-        say(f"{model}: {served_line(registry.promote_challenger(reason=reason))}")
-        return EXIT_OK
     if call.action == "rollback":
         cycle = call.arguments[0] if call.arguments else ""
         before = registry.production()
@@ -25,19 +22,16 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         if (now := registry.production()) and now != before:
             say_change(before, now, say)
         return EXIT_OK
-    pairs, served, challenger = registry.pairs(), registry.serving(), registry.challenger()
+    pairs, served = registry.pairs(), registry.serving()
     if JSON in call.switches:
         found = {
             "model": model,
             "serving": served.model_dump(mode="json") if served else None,
-            "challenger": challenger.model_dump(mode="json") if challenger else None,
             "pairs": [pair.model_dump(mode="json") for pair in pairs],
         }
         say(json.dumps(found, indent=1))
         return EXIT_OK
     say(f"{model} | {served_line(served) if served else 'nothing is served: trnpipe embed, trnpipe embed verify'}")
-    if challenger and (served is None or challenger.is_of != served.is_of):
-        say(f"challenger: {challenger.checkpoint} with the vectors of cycle {challenger.vectors.cycle}")
     for pair in reversed(pairs):
         if pair != served:
             say(f"  before: {served_line(pair)}")

@@ -12,15 +12,12 @@ from pipeline.core.errors import ConfigError, first_line
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "apprise": ("apprise>=1.9",),
-    "faiss": ("faiss-cpu>=1.10",),
-    "lance": ("pylance>=14",),
     "lightning": ("lightning>=2.6.6",),
     "matplotlib": ("matplotlib>=3.9",),
     "optuna": ("optuna>=4",),
     "sklearn": ("scikit-learn>=1.7",),
     "tensorboard": ("tensorboard>=2.18",),
     "torch_xla": ("torch-xla==2.9.0", "torch==2.9.1"),
-    "usearch": ("usearch>=2.21",),
 }
 """By the name of the module that is imported, as the extras of pyproject.toml have them."""
 

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
-from pipeline.data.config import ColumnMapping, DataConfig
+from pipeline.data.config import DataConfig
 from pipeline.data.token_sets import QuarantinedRow, RowContent
 
 CHUNK_BYTES = 64 * 2**20
@@ -55,8 +55,8 @@ def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
 class RawBatch:
     """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
 
-    Beside them, since the batch before: `blank` lines, rows `left_out` because they are not asked for (another locale),
-    and the bytes of the file that were read. `lines` [N]: of a text file, the number of each row's first line, from 1.
+    `lines` [N]: the number of each row's first line in a text file, from 1. `blank` lines and `input_bytes` count what
+    was read since the batch before.
     """
 
     columns: pa.RecordBatch
@@ -64,7 +64,6 @@ class RawBatch:
     bad: tuple[BadRow, ...] = ()
     lines: Int64s | None = None
     blank: int = 0
-    left_out: int = 0
     input_bytes: int = 0
 
     @property
@@ -199,18 +198,13 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
     configured column must exist.
     Raises DataError listing the columns there are.
     """
-    mapping, default = config.columns, ColumnMapping()
-    there = set(available)
+    mapping, there = config.columns, set(available)
     pairs = [("query", mapping.query), ("title", mapping.title)]
     if mapping.label in there or config.labels or mapping.gain not in there:
         pairs.append(("label", mapping.label))
-    for field in _OPTIONAL:
-        column = getattr(mapping, field)
-        if field == "text" and column in (mapping.query, mapping.title):
-            continue
-        if column in there or column != getattr(default, field):
-            pairs.append((field, column))
-    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting)
+    is_new = mapping.text not in (mapping.query, mapping.title)
+    pairs += [(field, getattr(mapping, field)) for field in _OPTIONAL if field != "text" or is_new]
+    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
 
 
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
@@ -224,13 +218,19 @@ def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
 
 
 def match_columns(
-    pairs: Sequence[tuple[str, str]], available: Sequence[str], file: str, setting: Callable[[str], str]
+    pairs: Sequence[tuple[str, str]],
+    available: Sequence[str],
+    file: str,
+    setting: Callable[[str], str],
+    optional: Sequence[str] = ("text",),
 ) -> ColumnPlan:
-    """Return the plan of (field, column) pairs.
+    """Return the plan of (field, column) pairs: the one planner of columns, for any table.
 
+    A column may be missing if its field is `optional` and it has the name of the field: no setting names it then.
     Raises DataError for a column that the file has twice, and for columns that it lacks; the next command has the
     `setting` of each field, with the column that is most likely meant.
     """
+    pairs = [pair for pair in pairs if pair[1] in available or not (pair[0] == pair[1] and pair[0] in optional)]
     missing = [(field, column) for field, column in pairs if column not in available]
     for field, column in pairs:
         if available.count(column) > 1:

@@ -18,7 +18,7 @@ from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.embed.vectors import KIND, Stored, VectorLayout, VectorSet, open_vectors
+from pipeline.embed.vectors import KIND, Stored, VectorLayout, VectorSet, find_vectors
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest
 from pipeline.io.requests import run_parallel
@@ -66,7 +66,7 @@ def find_earlier(
     if wanted == "auto":
         chosen = next((one for one in reversed(sets) if not _difference(one, made_by, layout)), None)
     elif wanted != "none":
-        chosen = open_vectors(workspace, wanted)
+        chosen = find_vectors(workspace, wanted)
         if difference := _difference(chosen, made_by, layout):
             raise ConfigError(
                 f"the vectors of cycle {wanted} cannot be taken over: {difference}",
@@ -107,7 +107,7 @@ def _difference(one: VectorSet, made_by: Mapping[str, JsonValue], layout: Vector
 
 def open_earlier(workspace: Storage, earlier: EarlierCycle) -> VectorSet:
     """The vectors that the plan names. Raises DataError when they are gone or have changed."""
-    found = open_vectors(workspace, earlier.cycle)
+    found = find_vectors(workspace, earlier.cycle)
     if found.manifest.digest != earlier.digest:
         raise DataError(
             f"{workspace.uri(found.prefix)} has digest {found.manifest.digest}",

@@ -79,7 +79,6 @@ def share_of(num_shards: int, worker: int, workers: int) -> range:
 IdType = Literal["int64", "uint64", "string"]
 ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 NUM_FOOTER_THREADS = 8
-_DEFAULT_TEXT = "text"
 
 
 class CatalogueColumns(Record):
@@ -87,13 +86,13 @@ class CatalogueColumns(Record):
 
     id: str
     title: str
-    text: str = _DEFAULT_TEXT
+    text: str = "text"
     filter: dict[str, str] = Field(default_factory=dict)
 
     def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
         """The columns to read of one file. Raises DataError listing those there are."""
         pairs = [("id", self.id), ("title", self.title)]
-        if self.text != self.title and (self.text in available or self.text != _DEFAULT_TEXT):
+        if self.text != self.title:
             pairs.append(("text", self.text))
         pairs += [(FILTER + column, column) for column in self.filter]
         return match_columns(pairs, available, file, lambda field: f"--embed.catalogue.{field.partition('.')[0]}")

@@ -54,10 +54,9 @@ class VerifyConfig(Record):
 
     retired: ClassVar[Mapping[str, Any]] = {"ann_queries": ..., "ann_rows": ..., "min_recall": ...}
 
-    serve: Literal["serving", "challenger", "none"] = Field(
+    serve: Literal["serving", "none"] = Field(
         "serving",
-        description="Which pair verified vectors join with their model: registry/<model>/serving.json, where the model"
-        " is in production; serving-challenger.json; or neither",
+        description="serving: verified vectors of the model in production go into registry/<model>/serving.json",
     )
     catalogue: bool = Field(True, description="Read the catalogue again and hold its ids and texts against the parts")
     sample: int = Field(256, ge=0, description="Texts embedded again in fp32 on the CPU; 0: none")

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from pipeline import __version__
 from pipeline.context import Figure, StageContext, StageResult
 from pipeline.core.arrays import Int64s, UInt64s
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from pipeline.core.progress import progress
@@ -118,7 +118,7 @@ def finish(
     """
     try:
         return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)
-    except DataError:
+    except (DataError, TransientError):
         manifest = read_manifest(workspace, vectors_prefix(plan.cycle))
         if manifest is None or manifest.kind != KIND:
             raise
@@ -132,7 +132,7 @@ def _finish(
     workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
 ) -> VectorSet:
     prefix = vectors_prefix(plan.cycle)
-    records = load_records(workspace, plan, stop)
+    records = load_records(workspace, plan)
     draft = VectorSet(workspace, prefix, _manifest(plan, records, PartCounts(), {}, None))
     earlier = open_earlier(workspace, plan.carry_from) if plan.carry_from else None
     limit = int(max_bad_fraction * draft.info.counts.read)

@@ -1,12 +1,8 @@
-"""Parts: rows of one work shard with their vectors, then the files of them, then a record that proves them.
-
-Nothing is ever written over: the first file under a name stays, whoever made it, and the record describes what is
-there. So a worker that was thought dead, and comes back, does no harm, and a part is there once.
-"""
+"""Parts: the rows of one work shard with their vectors, and the record of what became of them."""
 
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +14,6 @@ from pydantic import Field
 
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import NumericError
-from pipeline.core.manifest import FileRecord
-from pipeline.core.record import Record
-from pipeline.core.stop import StopSignal
 from pipeline.data.rows import BadRow, quarantined
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
@@ -40,13 +33,8 @@ from pipeline.embed.vectors import (
     to_stored,
     vectors_prefix,
 )
-from pipeline.io.commit import hash_bytes
-from pipeline.io.requests import run_parallel
-from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, read_record
-
-NUM_READ_THREADS = 16
-_RECORDS_AT_A_TIME = 64
-"""Each may hold as many bad rows as are kept of all."""
+from pipeline.io.parts import Part, Parts
+from pipeline.io.storage import Storage
 
 
 @dataclass
@@ -144,12 +132,10 @@ class OpenPart:
         return window.keep(keep)
 
 
-class PartRecord(Record):
+class PartRecord(Part):
     """One finished part."""
 
-    index: int
     rows: int
-    files: dict[str, FileRecord]
     id_min: str
     id_max: str
     counts: PartCounts
@@ -167,15 +153,32 @@ def records_prefix(plan: EmbedPlan) -> str:
     return f"cycles/{plan.cycle}/embed/parts-{plan.fingerprint[:16]}"
 
 
+def parts_of(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
+    """Return the store of the parts of a plan. Files of an earlier plan of the cycle are replaced."""
+
+    def is_of_plan(last: bytes) -> bool:
+        try:
+            return metadata_of(pq.read_schema(io.BytesIO(last))).get("plan") == plan.fingerprint
+        except (pa.ArrowException, OSError):
+            return False
+
+    return Parts(
+        storage,
+        records=records_prefix(plan),
+        files=vectors_prefix(plan.cycle),
+        kind=PartRecord,
+        names=lambda index: plan.layout.names(stem_of(index)),
+        is_ours=is_of_plan,
+    )
+
+
 def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: float) -> PartRecord:
     """Publish the files of one part, then its record. Raises what storage raises; may be repeated."""
     rows = part.finished()
-    there = _put(storage, plan, part_files(plan.layout, stem_of(part.index), rows, plan.metadata))
     low, high = id_range(rows.ids)
     record = PartRecord(
         index=part.index,
         rows=len(rows.ids),
-        files=there,
         id_min=low,
         id_max=high,
         counts=PartCounts(**part.counts),
@@ -183,32 +186,8 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
         quarantined=quarantined(part.bad),
         seconds=round(seconds, 3),
     )
-    key = join_key(records_prefix(plan), f"{part.index:05d}.json")
-    if not storage.write_if_absent(key, record.model_dump_json().encode()):
-        earlier = _load(storage, key)
-        if earlier.files == there:
-            return earlier
-        storage.write_bytes(key, record.model_dump_json().encode())  # its files were taken away
-    return record
-
-
-def _put(storage: Storage, plan: EmbedPlan, files: Mapping[str, bytes]) -> dict[str, FileRecord]:
-    """Write the files that are not there yet; what they hold then. Files of another plan are replaced."""
-    keys = {name: join_key(vectors_prefix(plan.cycle), name) for name in files}
-    last = keys[list(files)[-1]]  # the file that says which plan the part was made for
-    there: dict[str, FileRecord] = {}
-    for name, data in files.items():
-        if not storage.write_if_absent(keys[name], data) and (found := storage.read_bytes(keys[name])) != data:
-            try:
-                found_plan = metadata_of(pq.read_schema(io.BytesIO(storage.read_bytes(last)))).get("plan", "")
-            except (KeyNotFound, pa.ArrowException, OSError):
-                found_plan = ""
-            if found_plan != plan.fingerprint:
-                storage.write_bytes(keys[name], data)
-            else:
-                data = found
-        there[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
-    return there
+    files = part_files(plan.layout, stem_of(part.index), rows, plan.metadata)
+    return parts_of(storage, plan).commit(record, files)
 
 
 def id_range(ids: pa.Array) -> tuple[str, str]:
@@ -217,39 +196,14 @@ def id_range(ids: pa.Array) -> tuple[str, str]:
     return tuple("" if found[end].as_py() is None else str(found[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
 
 
-def finished_parts(storage: Storage, plan: EmbedPlan) -> set[int]:
-    """Indices of parts whose record and files are there; by names alone, one listing each."""
-    records = names_in(storage, records_prefix(plan))
-    files = names_in(storage, vectors_prefix(plan.cycle)) if records else set()
-    return {
-        shard.index
-        for shard in plan.shards
-        if f"{shard.index:05d}.json" in records and files.issuperset(plan.layout.names(stem_of(shard.index)))
-    }
+def load_records(storage: Storage, plan: EmbedPlan) -> list[PartRecord]:
+    """Return the records of all parts, in order, with the first `plan.quarantine_rows` bad rows of them all.
 
-
-def load_records(storage: Storage, plan: EmbedPlan, stop: StopSignal) -> list[PartRecord]:
-    """The records of all parts, in order, with the first `plan.quarantine_rows` bad rows of them all.
-
-    Raises KeyNotFound when a record is missing, DataError when one is damaged.
+    Raises TransientError when a record is missing, DataError when one is damaged.
     """
     records: list[PartRecord] = []
     room = plan.quarantine_rows
-    for first in range(0, len(plan.shards), _RECORDS_AT_A_TIME):
-        for record in run_parallel(
-            lambda index: _load(storage, join_key(records_prefix(plan), f"{index:05d}.json")),
-            range(first, min(first + _RECORDS_AT_A_TIME, len(plan.shards))),
-            num_threads=NUM_READ_THREADS,
-            stop=stop,
-            doing="reading the records of the parts",
-        ):
-            records.append(record.model_copy(update={"quarantined": record.quarantined[:room]}))
-            room -= len(records[-1].quarantined)
+    for record in parts_of(storage, plan).read_all(range(len(plan.shards))):
+        records.append(record.model_copy(update={"quarantined": record.quarantined[:room]}))
+        room -= len(records[-1].quarantined)
     return records
-
-
-def _load(storage: Storage, key: str) -> PartRecord:
-    record = read_record(storage, key, PartRecord, "the record of a part", "trnpipe embed")
-    if record is None:
-        raise KeyNotFound(storage.uri(key))
-    return record

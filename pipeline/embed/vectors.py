@@ -1,14 +1,14 @@
 """Vectors as they are stored: the numbers, the bytes of a part's files, and reading committed ones part by part.
 
-The same rows give the same bytes.
+The same rows give the same bytes. `open_vectors` is for programs: one memory-mapped matrix and the id of each row.
 """
 
 import io
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,12 +20,17 @@ from pydantic import Field, JsonValue, ValidationError
 
 from pipeline.core.arrays import Float32s, Int64s, UInt64s
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.core.manifest import Manifest
+from pipeline.core.manifest import MANIFEST_NAME, Manifest
+from pipeline.core.progress import progress
 from pipeline.core.record import Record
+from pipeline.core.stop import StopSignal
 from pipeline.data.readers import open_parquet
 from pipeline.embed.catalogue import ID_TYPES, IdType
-from pipeline.io.commit import read_manifest
-from pipeline.io.storage import Storage, join_key
+from pipeline.io.atomic import exclusive, make_dirs, staging_dir
+from pipeline.io.commit import check_sizes, commit_dir, read_manifest
+from pipeline.io.paths import cache_folder, user_path
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import Storage, is_temp, join_key, open_storage, os_errors, place_of
 
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
@@ -301,17 +306,13 @@ class VectorSet:
             data = file.read(count * dim * dtype.itemsize)
         return np.frombuffer(data, dtype=dtype).reshape(count, dim)
 
-    def blocks(self, part: int, first: int = 0, end: int = sys.maxsize) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
-        """Rows `first` to `end` of a part, at most ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the
-        vectors, fp32."""
+    def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
+        """The rows of a part, ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the vectors, fp32."""
         start = 0
         for batch in self.columns(part, ["id", "id_hash", "text_hash"]):
-            rows = np.arange(max(start, first), min(start + len(batch), end), dtype=np.int64)
-            if len(rows):
-                yield batch.slice(int(rows[0]) - start, len(rows)), from_stored(*self.stored(part, rows))
+            rows = np.arange(start, start + len(batch), dtype=np.int64)
+            yield batch, from_stored(*self.stored(part, rows))
             start += len(batch)
-            if start >= end:
-                return
 
     @contextmanager
     def _open(self, part: int) -> Iterator[pq.ParquetFile]:
@@ -327,7 +328,7 @@ class VectorSet:
             ) from error
 
 
-def open_vectors(storage: Storage, cycle: str) -> VectorSet:
+def find_vectors(storage: Storage, cycle: str) -> VectorSet:
     """The vectors of a finished cycle. Raises DataError when there are none: an unfinished run shows nothing."""
     prefix = vectors_prefix(cycle)
     manifest = read_manifest(storage, prefix)
@@ -338,3 +339,106 @@ def open_vectors(storage: Storage, cycle: str) -> VectorSet:
             next_command=f"trnpipe embed --cycle {cycle}",
         )
     return VectorSet(storage, prefix, manifest)
+
+
+# Vectors for a program: one memory-mapped matrix and the id of each row.
+
+MATRIX, IDS = "vectors.npy", "ids.arrow"
+_MATRIX_KIND = "handover"
+
+
+@dataclass(frozen=True)
+class MappedVectors:
+    """Vectors of one cycle: `vectors` [N, D], fp16 or fp32 and read-only, and `ids` [N] in the same order."""
+
+    ids: pa.ChunkedArray
+    vectors: Stored
+    cycle: str
+    model_digest: str
+    vectors_digest: str
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+
+def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
+    """Open the vectors below `<workspace>/embeddings/<cycle>`, or in a folder of `trnpipe export vectors`.
+
+    Those of a cycle are first written as one matrix into `cache` (default: `vectors` in cache_folder), once for each
+    content, and again if a file of it was lost. Raises DataError if there are none, ConfigError for a bad URI.
+    """
+    storage, name = place_of(uri, retry=RetryPolicy(), stop=StopSignal())
+    manifest, folder = read_manifest(storage, name), storage.local_path(name)
+    if manifest is not None and manifest.kind == KIND:
+        folder = user_path(str(cache or cache_folder(os.environ) / "vectors")) / manifest.digest
+        manifest = write_matrix(VectorSet(storage, name, manifest), folder, StopSignal())
+    if manifest is None or manifest.kind != _MATRIX_KIND or manifest.fields["form"] != "npy":
+        raise DataError(
+            f"{storage.uri(name)} holds no finished vectors",
+            expected="embeddings/<cycle> of a workspace, or a folder of trnpipe export vectors",
+            next_command="trnpipe export vectors --out DIR",
+        )
+    if folder is None:
+        raise ConfigError(
+            f"{storage.uri(name)} is not on a disk of this machine, and its files are memory-mapped",
+            expected="embeddings/<cycle> of a workspace, or a folder on a disk",
+            next_command=f"aws s3 sync {storage.uri(name)} DIR",
+        )
+    with os_errors("reading", folder.as_uri()):
+        # An empty matrix cannot be mapped.
+        matrix = np.load(folder / MATRIX, mmap_mode="r" if manifest.fields["rows"] else None, allow_pickle=False)
+        ids = pa.ipc.open_file(pa.memory_map(str(folder / IDS))).read_all()["id"]
+    if len(ids) != len(matrix):
+        raise DataError(f"{folder} has {len(ids):,} ids of {len(matrix):,} vectors", next_command="delete that folder")
+    fields = {one: str(manifest.fields[one]) for one in ("cycle", "model", "vectors")}
+    return MappedVectors(ids, matrix, fields["cycle"], fields["model"], fields["vectors"])
+
+
+def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest:
+    """Write all vectors as one matrix, fp16 or fp32, with the id of each row beside it, unless the folder holds them.
+
+    Memory: one row group. Raises ConfigError for a folder with anything else, DataError for a damaged part, DiskFull,
+    TransientError, Preempted.
+    """
+    info, parent = vectors.info, open_storage(str(folder.parent), stop=stop)
+    dtype, shape = np.dtype("<f2" if info.layout.dtype == "fp16" else "<f4"), (info.rows, info.layout.dim)
+    fields: dict[str, JsonValue] = {
+        "dtype": "fp16" if info.layout.dtype == "fp16" else "fp32",
+        "form": "npy",
+        "cycle": info.cycle,
+        "vectors": vectors.manifest.digest,
+        "model": info.model.digest,
+        "rows": info.rows,
+        "dim": info.layout.dim,
+    }
+    with os_errors("writing", folder.as_uri()):
+        make_dirs(folder)
+    with os_errors("writing", folder.as_uri()), exclusive(folder, stop):
+        there = read_manifest(parent, folder.name)
+        if there is not None and there.kind == _MATRIX_KIND and there.fields == fields:
+            try:
+                check_sizes(parent, folder.name, there)
+                return there
+            except DataError:  # a file of it was lost
+                parent.delete([join_key(folder.name, MANIFEST_NAME)])
+        # A writer that was killed has left the matrix or the ids.
+        others = {path.name for path in folder.iterdir() if not is_temp(path.name)} - {MATRIX, IDS}
+        if others:
+            raise ConfigError(
+                f"{folder} holds {min(others)}",
+                expected="a new or empty folder, or one with the same vectors",
+                next_command="give another folder with --out",
+            )
+        with staging_dir(folder) as staged, progress("writing vectors", info.rows, "rows") as advance:
+            schema = pa.schema([vectors.layout.columns(with_vectors=False).field("id")])
+            with (staged / MATRIX).open("wb") as file, pa.OSFile(str(staged / IDS), "wb") as id_file:
+                header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+                npy.write_array_header_1_0(file, header)
+                with pa.ipc.new_file(id_file, schema) as writer:
+                    for part in range(len(info.parts)):
+                        for batch, values in vectors.blocks(part):
+                            stop.raise_if_set("writing vectors")
+                            file.write(np.ascontiguousarray(values, dtype=dtype).tobytes())
+                            writer.write_batch(batch.select(["id"]).cast(schema))
+                            advance(len(batch))
+            return commit_dir(parent, staged, folder.name, kind=_MATRIX_KIND, fields=fields)

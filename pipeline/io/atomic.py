@@ -214,18 +214,3 @@ def exclusive(path: Path, stop: StopSignal) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def if_free(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, which is created, unless another process does: then False, at once."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)

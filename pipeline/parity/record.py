@@ -335,7 +335,7 @@ def _train(task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSign
         }
     )
     after_stop = open_storage(f"{task.place.rstrip('/')}/{WORK}", retry=settings.storage, stop=StopSignal())
-    events = EventLog(after_stop, EVENTS, scratch=task.scratch)
+    events = EventLog(after_stop, EVENTS)
     ctx = StageContext(
         settings=settings,
         workspace=workspace,
@@ -435,10 +435,7 @@ def _score(
     with torch.device("meta"):
         model = RelevanceModel(task.model, state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
-    by_layer = train.optimizer.by_layer
-    program = ScoreProgram(
-        model, backend, task.side.precision, rows.buckets, chunk_mib=train.chunk_mib, by_layer=by_layer
-    )
+    program = ScoreProgram(model, backend, task.side.precision, rows.buckets)
     program.load(weights)
     batch_size = min(train.micro_batch_size, train.global_batch_size)
     scorer = Scorer(backend, Gang(World(), timeout_s=1.0), stop, batch_size, _SAVE_EVERY_S)

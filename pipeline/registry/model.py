@@ -17,15 +17,7 @@ from pipeline.registry.records import (
     stored_decision,
     who,
 )
-from pipeline.registry.serving import (
-    CHALLENGER,
-    Pair,
-    past_pairs,
-    promote_challenger,
-    read_pair,
-    roll_back_model,
-    roll_back_pair,
-)
+from pipeline.registry.serving import Pair, past_pairs, read_pair, roll_back_model, roll_back_pair
 from pipeline.telemetry.events import code_version
 
 
@@ -66,11 +58,6 @@ class Registry:
     def serving(self) -> Pair | None:
         """The model and the vectors that are served together; None before the first pair was verified."""
         found = read_pair(self.workspace, self.model)
-        return found[0] if found else None
-
-    def challenger(self) -> Pair | None:
-        """The pair beside it, for shadow traffic or an A/B test."""
-        found = read_pair(self.workspace, self.model, CHALLENGER)
         return found[0] if found else None
 
     def pairs(self) -> tuple[Pair, ...]:
@@ -115,10 +102,6 @@ class Registry:
     def rollback_serving(self, cycle: str = "", *, reason: str) -> Pair:
         """Serve an earlier pair: that of the vectors of `cycle`, or the one before; production follows its model."""
         return roll_back_pair(self.workspace, self.model, cycle, reason=reason, author=self.author())
-
-    def promote_challenger(self, *, reason: str = "") -> Pair:
-        """Serve the challenger, by one write. Its model must be in production, or a reason given."""
-        return promote_challenger(self.workspace, self.model, reason=reason, author=self.author())
 
     def author(self) -> Author:
         """Who is on record for a change."""

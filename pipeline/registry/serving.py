@@ -1,11 +1,10 @@
-"""The pair that is served: a model, and the vectors of the catalogue that it made.
+"""The deployed pair: a model, and the vectors of the catalogue that it made.
 
-registry/<model>/serving.json             what search follows; moved by one conditional write, after verify
-registry/<model>/serving-challenger.json  another pair for shadow traffic or an A/B test, promoted by one write
-registry/<model>/pairs/<n>.json           every version of serving.json by its generation; none is ever changed
+registry/<model>/serving.json    what search follows; moved by one conditional write, after verify
+registry/<model>/pairs/<n>.json  every version of serving.json by its generation; none is ever changed
 
-production.json moves when a model has passed the gate, hours before its vectors exist. Whoever follows it mixes two
-vector spaces; serving.json names a checkpoint and the vectors made with it in one object, so nobody who reads it can.
+production.json moves when a model has passed the gate, hours before its vectors exist. A search that followed it would
+mix two vector spaces. serving.json names a checkpoint and the vectors made with it in one object.
 """
 
 from collections.abc import Iterable
@@ -35,10 +34,6 @@ from pipeline.registry.records import (
     read_history,
     read_pointer,
 )
-
-Role = Literal["serving", "serving-challenger"]
-SERVING: Role = "serving"
-CHALLENGER: Role = "serving-challenger"
 
 
 class Vectors(Record):
@@ -70,7 +65,9 @@ class Pair(Record):
     digest: Digest = Field(description="Digest of its manifest")
     vectors: Vectors
     generation: int = Field(0, ge=0, description="Changes of this file so far, this one included")
-    action: Literal["verified", "promoted", "rolled_back"] = "verified"
+    action: Literal["verified", "promoted", "rolled_back"] = Field(
+        "verified", description="promoted: a challenger of earlier versions"
+    )
     reason: str = ""
     replaced: Digest | None = Field(None, description="Digest of the vectors that were served until then")
     production_follows: int | None = Field(
@@ -95,14 +92,14 @@ class Pair(Record):
         return self.digest, self.vectors.digest
 
 
-def pair_key(model: str, role: Role = SERVING) -> str:
-    """Raises ConfigError for a name that is none."""
-    return f"{FOLDER}/{check_model(model)}/{role}.json"
+def pair_key(model: str) -> str:
+    """Return the key of serving.json. Raises ConfigError for an invalid name."""
+    return f"{FOLDER}/{check_model(model)}/serving.json"
 
 
-def read_pair(workspace: Storage, model: str, role: Role = SERVING) -> tuple[Pair, str] | None:
-    """The pair and its etag; None before the first. Raises CheckpointError for a damaged one."""
-    key = pair_key(model, role)
+def read_pair(workspace: Storage, model: str) -> tuple[Pair, str] | None:
+    """Return the pair and its etag; None before the first. Raises CheckpointError if it is damaged."""
+    key = pair_key(model)
     stat = workspace.stat(key)  # before the content: a conditional write with it never overwrites what was not read
     if stat is None:
         return None
@@ -113,7 +110,7 @@ def read_pair(workspace: Storage, model: str, role: Role = SERVING) -> tuple[Pai
 
 
 def past_pairs(workspace: Storage, model: str) -> tuple[Pair, ...]:
-    """Every pair that was served, oldest first, the one that is served now included."""
+    """Return every pair that was served, oldest first, including the one that is served now."""
     past = (_parsed(workspace, key, model) for key in _past_keys(workspace, model))
     found = {pair.generation: pair for pair in past}
     if now := read_pair(workspace, model):
@@ -122,64 +119,34 @@ def past_pairs(workspace: Storage, model: str) -> tuple[Pair, ...]:
 
 
 def _past_keys(workspace: Storage, model: str) -> list[str]:
-    """Of the history, oldest first: names have eight digits."""
     return [stat.key for stat in workspace.list(f"{FOLDER}/{check_model(model)}/pairs")]
 
 
-def serve_verified_pair(workspace: Storage, pair: Pair, role: Role = SERVING) -> str:
-    """Serve verified vectors with the model that made them if they are due. Return what was done, in words.
+def serve_verified_pair(workspace: Storage, pair: Pair) -> str:
+    """Serve verified vectors if their model is in production. Return a status message.
 
-    serving.json moves when the model is in production, and the vectors are newer than those that are served with it
-    and were not rolled back from. A challenger needs neither. Repeating it changes nothing.
-    Raises TransientError when another process changes it meanwhile, CheckpointError when the vectors are gone.
+    serving.json stays if it names newer vectors of the model, or was rolled back from these. Repeating the call
+    changes nothing. Raises TransientError if another process changes it meanwhile, CheckpointError if the vectors are
+    gone.
     """
-    found = read_pair(workspace, pair.model, role)
+    found, pointer = read_pair(workspace, pair.model), read_pointer(workspace, pair.model)
     now = found[0] if found else None
     if now is not None and now.is_of == pair.is_of:
-        return f"{role}.json names them already, generation {now.generation}"
-    if role == SERVING:
-        pointer = read_pointer(workspace, pair.model)
-        if pointer is None or pointer[0].digest != pair.digest:
-            there = pointer[0].checkpoint if pointer else "nothing"
-            return f"serving.json stays: {there} is in production, the vectors are of {pair.checkpoint}"
-        if now is not None and now.production_follows == pointer[0].generation:
-            return "serving.json stays: a rollback is not finished; repeat its command"
-        if now is not None and now.digest == pair.digest and now.vectors.is_newer_than(pair.vectors):
-            return f"serving.json stays: it names newer vectors of this model, cycle {now.vectors.cycle}"
-        if pair.vectors.digest in _rolled_back_vectors(past_pairs(workspace, pair.model)):
-            again = f"trnpipe serving rollback {pair.vectors.cycle} --reason TEXT serves them all the same"
-            return f"serving.json stays: it was rolled back from these vectors; {again}"
+        return f"serving.json names them already, generation {now.generation}"
+    if pointer is None or pointer[0].digest != pair.digest:
+        there = pointer[0].checkpoint if pointer else "nothing"
+        return f"serving.json stays: {there} is in production, the vectors are of {pair.checkpoint}"
+    if now is not None and now.production_follows == pointer[0].generation:
+        return "serving.json stays: a rollback is not finished; repeat its command"
+    if now is not None and now.digest == pair.digest and now.vectors.is_newer_than(pair.vectors):
+        return f"serving.json stays: it names newer vectors of this model, cycle {now.vectors.cycle}"
+    if pair.vectors.digest in _rolled_back_vectors(past_pairs(workspace, pair.model)):
+        again = f"trnpipe serving rollback {pair.vectors.cycle} --reason TEXT serves them all the same"
+        return f"serving.json stays: it was rolled back from these vectors; {again}"
     _check_vectors(workspace, pair)
-    written = _put(workspace, pair, found, role)
+    written = _put(workspace, pair, found)
     what = f"{written.checkpoint} with the vectors of cycle {written.vectors.cycle}"
-    return f"{role}.json: {what}, generation {written.generation}"
-
-
-def promote_challenger(workspace: Storage, model: str, *, reason: str, author: Author) -> Pair:
-    """Serve the challenger. Its model must be in production, or a reason given, which goes on record.
-
-    Raises ConfigError without a challenger or for a model that the gate did not pass, CheckpointError when its vectors
-    are gone, TransientError when another changes serving.json meanwhile.
-    """
-    challenger = read_pair(workspace, model, CHALLENGER)
-    if challenger is None:
-        raise ConfigError(
-            f"{workspace.uri(pair_key(model, CHALLENGER))}: there is no challenger",
-            expected="a pair beside the one that is served",
-            next_command="trnpipe embed verify --embed.verify.serve challenger",
-        )
-    pair, found, pointer = challenger[0], read_pair(workspace, model), read_pointer(workspace, model)
-    if found is not None and found[0].is_of == pair.is_of:
-        return found[0]
-    if (pointer is None or pointer[0].digest != pair.digest) and not one_line(reason):
-        raise ConfigError(
-            f"the challenger's model {pair.checkpoint} is not in production",
-            expected="a model that the gate has promoted, or a reason to serve another",
-            next_command=f"trnpipe registry promote {pair.checkpoint}; or, on record,"
-            " trnpipe serving promote --reason TEXT",
-        )
-    _check_vectors(workspace, pair)
-    return _put(workspace, pair, found, SERVING, action="promoted", reason=one_line(reason), author=author)
+    return f"serving.json: {what}, generation {written.generation}"
 
 
 def roll_back_model(
@@ -187,10 +154,9 @@ def roll_back_model(
 ) -> Pointer:
     """Put an earlier production checkpoint back (promote.roll_back), and serve it with its vectors: both or neither.
 
-    Where nothing is served production moves alone, and so it does `without_vectors`: what is served stays a pair.
-    serving.json moves first: killed between the two, the same command ends what it began, and the name of the
-    checkpoint that is still in production takes it back.
-    Raises ConfigError when no vectors of that checkpoint were ever served.
+    If nothing is served, or `without_vectors`, production moves alone. serving.json moves first: killed between the
+    two, the same command ends what it began, and the name of the checkpoint that is still in production takes it back.
+    Raises ConfigError if no vectors of that checkpoint were ever served.
     """
     served = read_pair(workspace, model)
     current, *_, target = rollback_target(workspace, model, to, reason=reason)
@@ -200,8 +166,6 @@ def roll_back_model(
         return current
     pairs, wanted = past_pairs(workspace, model), target or current.production
     usable = [pair for pair in pairs if pair.digest == wanted.digest and _has_vectors(workspace, pair)]
-    gone = _rolled_back_vectors(pairs)
-    usable = [pair for pair in usable if pair.vectors.digest not in gone] or usable
     if not usable:
         raise ConfigError(
             f"no vectors made with {wanted.checkpoint} are here that were served",
@@ -209,20 +173,16 @@ def roll_back_model(
             next_command="trnpipe registry rollback --without-vectors --reason TEXT; then embed and verify in a new"
             " cycle",
         )
-    if target is None:
-        _put(workspace, usable[-1], served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
-        return current
-    return _roll_both(workspace, usable[-1], served, target, reason, author)
+    gone = _rolled_back_vectors(pairs)
+    usable.sort(key=lambda pair: pair.vectors.digest not in gone)  # the newest of those, else the newest
+    return _roll_back_to(workspace, usable[-1], served, target, reason, author) or current
 
 
 def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
-    """Serve an earlier pair: that of the vectors of `cycle`, or with '' the one before.
+    """Serve an earlier pair: that of the vectors of `cycle`, or with '' the one before. Repeating goes further back.
 
-    Rolling back again goes further back. Production follows if the pair's model is not the served one: other vectors
-    of the same model leave it where it is.
-
-    Raises ConfigError when there is none, CheckpointError when it is damaged, TransientError when another process
-    changes it.
+    Production follows if the model of the pair is not the served one. Raises ConfigError if there is no such pair,
+    CheckpointError if it is damaged, TransientError if another process changes serving.json.
     """
     served = read_pair(workspace, model)
     if not one_line(reason):
@@ -231,14 +191,12 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
         raise ConfigError(f"nothing is served of {model}", expected="a pair to roll back from")
     now, pairs, pointer = served[0], past_pairs(workspace, model), read_pointer(workspace, model)
     produced = pointer[0] if pointer else None
-    if cycle in ("", now.vectors.cycle) and produced and produced.generation == now.production_follows:
-        # An earlier call was ended between its two moves.
-        if target := _to_follow(workspace, produced, now, pairs):
-            _roll_both(workspace, now, served, target, reason, author)
-        return now
-    if cycle:
+    is_unfinished = produced is not None and produced.generation == now.production_follows
+    if is_unfinished and cycle in ("", now.vectors.cycle):
+        known = [now]
+    elif cycle:
         known = [pair for pair in pairs if pair.vectors.cycle == cycle]
-        known = [pair for pair in known if _has_vectors(workspace, pair)] or known  # those made anew, not those before
+        known = [pair for pair in known if _has_vectors(workspace, pair)] or known  # made anew under the same name
     else:
         known = _in_force(pair for pair in pairs if pair.generation <= now.generation)[:-1]
     if not known:
@@ -247,14 +205,12 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
             expected=f"one of {', '.join(sorted({pair.vectors.cycle for pair in pairs}, key=natural_key))}",
             next_command="trnpipe serving show",
         )
-    pair = known[-1]
-    if pair.is_of == now.is_of:
+    pair, target = known[-1], None
+    if produced is not None and (is_unfinished or pair.digest != now.digest):
+        target = _to_follow(workspace, produced, pair, pairs)
+    if target is None and pair.is_of == now.is_of:
         return now
-    if pair.digest != now.digest and produced and (target := _to_follow(workspace, produced, pair, pairs)):
-        _roll_both(workspace, pair, served, target, reason, author)
-    else:
-        _check_vectors(workspace, pair)
-        _put(workspace, pair, served, SERVING, action="rolled_back", reason=one_line(reason), author=author)
+    _roll_back_to(workspace, pair, served, target, reason, author)
     after = read_pair(workspace, model)
     return after[0] if after else pair
 
@@ -262,7 +218,7 @@ def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, a
 def _to_follow(workspace: Storage, produced: Pointer, pair: Pair, pairs: Iterable[Pair]) -> Production | None:
     """Return the last time the model of a pair was in production, if another is now; None if it never was.
 
-    Raises CheckpointError when the history does not know of it although its vectors were served after verify.
+    Raises CheckpointError if the history lacks it although its vectors were served after verify.
     """
     if produced.digest == pair.digest:
         return None
@@ -277,36 +233,43 @@ def _to_follow(workspace: Storage, produced: Pointer, pair: Pair, pairs: Iterabl
     return then[-1].production if then else None
 
 
-def _roll_both(
-    workspace: Storage, pair: Pair, served: tuple[Pair, str], target: Production, reason: str, author: Author
-) -> Pointer:
-    """Serve a pair and put its model into production, as it was at `target`. Nothing moves unless both can."""
-    found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
-    if found.digest != pair.digest:
-        raise CheckpointError(
-            f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
-            expected=f"{pair.digest}, as when it was served",
-            next_command="trnpipe serving show; choose another cycle",
+def _roll_back_to(
+    workspace: Storage, pair: Pair, served: tuple[Pair, str], target: Production | None, reason: str, author: Author
+) -> Pointer | None:
+    """Serve a pair, and put its model into production as it was at `target`. Nothing moves unless both can."""
+    follows = None
+    if target is not None:
+        found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
+        if found.digest != pair.digest:
+            raise CheckpointError(
+                f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
+                expected=f"{pair.digest}, as when it was served",
+                next_command="trnpipe serving show; choose another cycle",
+            )
+        current, *_ = rollback_target(
+            workspace, pair.model, target.checkpoint, reason=reason, generation=target.generation
         )
+        follows = current.generation
     _check_vectors(workspace, pair)
-    current, *_ = rollback_target(workspace, pair.model, target.checkpoint, reason=reason, generation=target.generation)
     # Written even if the pair is served already: a verify that saw production before this rollback then loses.
-    if served[0].is_of != pair.is_of or served[0].production_follows != current.generation:
-        changes = {"reason": one_line(reason), "author": author, "production_follows": current.generation}
-        _put(workspace, pair, served, SERVING, action="rolled_back", **changes)
+    if target is None or served[0].is_of != pair.is_of or served[0].production_follows != follows:
+        changes = {"reason": one_line(reason), "author": author, "production_follows": follows}
+        _put(workspace, pair, served, action="rolled_back", **changes)
+    if target is None:
+        return None
     return roll_back(
         workspace, pair.model, target.checkpoint, reason=reason, author=author, generation=target.generation
     )
 
 
-def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: Role, **changes: object) -> Pair:
+def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, **changes: object) -> Pair:
     """Write the pair, with `changes` in its fields, in place of what was `found`, and into the history.
 
-    Raises TransientError when another process has changed it meanwhile.
+    Raises TransientError if another process has changed it meanwhile.
     """
     now, etag = found or (None, "")
-    # Where serving.json was lost or an earlier version put back the history counts, so that no number is used twice.
-    keys = _past_keys(workspace, pair.model)[-1:] if role == SERVING else []
+    # If serving.json was lost or an earlier version put back the history counts, so that no number is used twice.
+    keys = _past_keys(workspace, pair.model)[-1:]
     known = [one for one in (now, *(_parsed(workspace, key, pair.model) for key in keys)) if one is not None]
     fields = {
         "generation": max((one.generation for one in known), default=0) + 1,
@@ -315,17 +278,16 @@ def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, role: R
     }
     unnamed = pair.model_copy(update=fields | changes)
     written = unnamed.model_copy(update={"id": unnamed.fingerprint})
-    if now is not None and role == SERVING:
-        _remember(workspace, now)  # whoever wrote it may have died before this
-    key, data = pair_key(pair.model, role), _stored(written)
+    if now is not None:
+        _remember(workspace, now)  # its writer may have died before this
+    key, data = pair_key(pair.model), _stored(written)
     if not (workspace.write_if_match(key, data, etag) if now else workspace.write_if_absent(key, data)):
         raise TransientError(
-            f"another has changed {workspace.uri(key)} meanwhile",
+            f"another process has changed {workspace.uri(key)} meanwhile",
             expected="the pair that this decision was made against",
             next_command="run the same command again",
         )
-    if role == SERVING:
-        _remember(workspace, written)
+    _remember(workspace, written)
     return written
 
 

@@ -11,10 +11,10 @@ from pipeline.embed.catalogue import WorkShard, share_of
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.finish import finish, tell_end, totals
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, worker_processes
-from pipeline.embed.parts import finished_parts
+from pipeline.embed.parts import parts_of
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
-from pipeline.embed.vectors import VectorSet, open_vectors, vectors_prefix
+from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
@@ -34,7 +34,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 def _run(settings: Settings, ctx: StageContext) -> StageResult:
     started = datetime.now(UTC)
-    worker, workers = worker_of(settings.embed, ctx.world, os.environ)
+    worker, workers = worker_of(settings.embed.workers, ctx.world, os.environ, "embed", settings.embed.worker)
     plan, checkpoint = cycle_plan(settings, ctx)
 
     def result(figures: dict[str, Figure], vectors: VectorSet | None = None) -> StageResult:
@@ -49,7 +49,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
 
     prefix = vectors_prefix(ctx.cycle)
     if read_manifest(ctx.workspace, prefix) is not None:
-        vectors = open_vectors(ctx.workspace, ctx.cycle)
+        vectors = find_vectors(ctx.workspace, ctx.cycle)
         if vectors.info.plan != plan.fingerprint:
             raise ConfigError(
                 f"{ctx.workspace.uri(prefix)} holds vectors that another plan led to",
@@ -61,7 +61,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         if earlier is None:  # killed between the two
             earlier = store_result(ctx.workspace, result({}, vectors))
         return earlier.model_copy(update={"status": "already_done"})
-    done = finished_parts(ctx.workspace, plan)
+    done = parts_of(ctx.workspace, plan).done()
     share = [plan.shards[index] for index in share_of(len(plan.shards), worker, workers)]
     todo = [shard for shard in share if shard.index not in done]
     carry_from = plan.carry_from.cycle if plan.carry_from else None
@@ -84,7 +84,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     if todo:
         checkpoint = checkpoint or open_pinned(plan.model, settings, ctx)
         figures = _embed(settings, ctx, plan, checkpoint, todo, total=sum(shard.rows for shard in share))
-        done = finished_parts(ctx.workspace, plan)
+        done = parts_of(ctx.workspace, plan).done()
     if missing := len(plan.shards) - len(done):
         Console().info(f"embed: worker {worker} of {workers} is done, the others have {missing} parts to do")
         return result(figures | {"parts_missing": missing})

@@ -28,7 +28,6 @@ from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
 from pipeline.model.hf_config import hf_config
 from pipeline.model.hf_weights import digest_of_initial, from_hf, initial_model, to_hf
-from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.registry.records import in_use
@@ -37,8 +36,7 @@ from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
-from pipeline.train.program import open_program
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, open_program
 
 _OF_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
 """Metrics that a holdout has only where a row has a gain above 0."""
@@ -60,8 +58,6 @@ class Saver:
     """Names and shapes of the model's tensors (on the meta device)."""
     tokenizer: bytes
     warn: Callable[[str], None]
-    start_values: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of what is learnt in this run, and which a parent may lack."""
     _warned: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
@@ -81,13 +77,8 @@ class Saver:
         self.program.restore(weights, checkpoint.optimizer())
 
     def start_from(self, parent: Checkpoint) -> None:
-        """Take over a parent's weights, with the temperature it learnt where this run learns one; else that of the
-        settings. The optimizer starts anew.
-        """
-        weights = parent.weights()
-        if LOG_SCALE in weights and LOG_SCALE not in self.template:
-            self.warn(f"{parent.prefix} learnt a temperature, which is left out: train.loss.learn_temperature is off")
-        self.program.restore(from_hf({**self.start_values, **weights}, self.template, source=parent.prefix), None)
+        """Take over a parent's weights. The optimizer starts anew."""
+        self.program.restore(from_hf(parent.weights(), self.template, source=parent.prefix), None)
 
     def save(self, step: int, best: Best | None) -> None:
         """Copy to the host and hand over, with the `best` evaluation so far. Warns of a failed earlier save, once."""
@@ -167,7 +158,7 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
                 expected="a holdout that names the best checkpoint",
                 next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
             )
-        if train.metric in _OF_GAINS and not _has_gains(valid):
+        if train.best_metric in _OF_GAINS and not _has_gains(valid):
             raise without_gains(train)
 
         folder = settings.model.init_from
@@ -208,7 +199,6 @@ def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer
             program.strategy.template,
             tokenizer,
             ctx.console.warn,
-            start_values(train.loss),
         )
         start = _load_start(saver, ctx, inputs)
         yield Run(
@@ -286,10 +276,10 @@ def _has_gains(rows: TokenRows) -> bool:
 
 
 def without_gains(train: TrainConfig) -> DataError:
-    """Of a holdout on which `train.metric` is no number."""
+    """Return the error for a holdout on which the metric of the best checkpoint is undefined."""
     other = "--train.metric accuracy, or " if train.loss.trains_head else ""
     return DataError(
-        f"the holdout has no {train.metric}: no query in it, or among the {train.evaluate_rows:,} rows that are"
+        f"the holdout has no {train.best_metric}: no query in it, or among the {train.evaluate_rows:,} rows that are"
         " scored, has a gain above 0",
         expected="graded rows in the valid split",
         next_command=f"{other}give data.columns.gain and trnpipe prepare again; with another --cycle NAME where this"

@@ -25,7 +25,7 @@ from pipeline.telemetry.console import Console, StepFigures
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import TEMPERATURE, TrainProgram
+from pipeline.train.step import TrainProgram
 
 # The stream of micro-batches of one run: made ahead in a thread, matched with what the host knows of each.
 
@@ -291,7 +291,6 @@ class TrainLoop:
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = schedule_of(self.config.optimizer, self.step, self.max_steps)
-        learnt = {TEMPERATURE: last[TEMPERATURE]} if TEMPERATURE in last else {}
         left_s = None if self._deadline is None else self._deadline - time.monotonic()
         pace_s = self._pace.seconds_per_step
         eta_s = None if pace_s is None else (self.max_steps - self.step) * pace_s
@@ -308,7 +307,6 @@ class TrainLoop:
             data_wait_share=round(interval.data_wait_share, 4),
             memory_bytes=self.backend.memory_bytes(),
             eta_s=None if eta_s is None else round(eta_s, 1),
-            **learnt,
         )
         self.console.step_line(
             StepFigures(
@@ -329,7 +327,6 @@ class TrainLoop:
                 "train/loss": losses[-1],
                 "train/grad_norm": last["grad_norm"],
                 "train/rate": rate,
-                **{f"train/{name}": value for name, value in learnt.items()},
             },
         )
         self._note_compiles()

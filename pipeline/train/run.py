@@ -136,7 +136,7 @@ class BestStep:
         if self.pruning is not None and not self.pruning.is_due(step):
             return EvaluationOutcome(is_best=False)
         run, train, started = self.run, self.run.settings.train, time.monotonic()
-        metric = train.metric
+        metric = train.best_metric
         searching = metric in ("retrieval_ndcg", "combined")
         figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
         value: float | None = getattr(figures, metric)

@@ -27,8 +27,7 @@ from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
 from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, TrainLoop
-from pipeline.train.program import open_program
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, open_program
 
 STEPS_PER_BUCKET = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
@@ -191,8 +190,8 @@ class Trial:
             length = lengths[found.sizes.index(0)]
             raise ConfigError(
                 f"rows of {length} tokens cannot be filled by a query and {slots + mined} products of equal length",
-                expected=f"lengths farther apart than these, or longer: {', '.join(map(str, lengths))}",
-                next_command="give others as --train.row-tokens, or fewer products a query",
+                expected=f"buckets whose rows are farther apart, or longer, than {', '.join(map(str, lengths))}",
+                next_command="give other data.buckets, or fewer products a query",
             )
         return found
 
@@ -206,8 +205,6 @@ class Trial:
             self.train.precision,
             self.buckets,
             self.watch,
-            chunk_mib=self.train.chunk_mib,
-            by_layer=self.train.optimizer.by_layer,
         )
         program.load(weights)
         self._score(program.outputs)

@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.model import Registry
 from pipeline.registry.records import Author
-from pipeline.registry.serving import CHALLENGER, serve_verified_pair
+from pipeline.registry.serving import serve_verified_pair
 from tests.registry.cases import make_checkpoint
 from tests.registry.test_serving import embedded, in_production
 
@@ -20,14 +20,12 @@ Ask = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Storage:
-    """Two cycles that were served, and a challenger."""
+    """Two cycles that were served."""
     storage = open_storage(str(tmp_path / "ws"))
     for number, cycle in enumerate(("c1", "c2"), 1):
         place = make_checkpoint(storage, tmp_path, cycle)
         in_production(storage, place)
         serve_verified_pair(storage, embedded(storage, tmp_path, cycle, place, number))
-    other = make_checkpoint(storage, tmp_path, "c3")
-    serve_verified_pair(storage, embedded(storage, tmp_path, "c3", other, 3), CHALLENGER)
     return storage
 
 
@@ -45,10 +43,9 @@ def test_show(ask: Ask) -> None:
     code, text = ask("serving", "show")
     assert code == 0
     assert "served is checkpoints/c2/step-1 with 1 vectors of cycle c2 | generation 2" in text
-    assert "challenger: checkpoints/c3/step-1 with the vectors of cycle c3" in text
     assert "before: served is checkpoints/c1/step-1" in text
     found = json.loads(ask("serving", "show", "--json")[1])
-    assert (found["serving"]["vectors"]["cycle"], found["challenger"]["vectors"]["cycle"]) == ("c2", "c3")
+    assert found["serving"]["vectors"]["cycle"] == "c2"
     assert [pair["generation"] for pair in found["pairs"]] == [1, 2]
     code, text = ask("serving", "show", "--model-name=other")
     assert code == 78 and "one of relevance" in text
@@ -63,12 +60,6 @@ def test_both_roll_back_together(ask: Ask) -> None:
     assert "checkpoints/c2/step-1 | generation 4" in ask("registry", "list")[1]
 
 
-def test_the_challenger(ask: Ask) -> None:
-    assert ask("serving", "promote")[0] == 78
-    code, text = ask("serving", "promote", "--reason=won")
-    assert (code, "vectors of cycle c3" in text) == (0, True)
-
-
 def test_the_same_from_python(workspace: Storage, ask: Ask) -> None:
     registry = Registry(workspace, author=Author(by="carol", code_version="1"))
     assert registry.rollback_serving(reason="bad").vectors.cycle == "c1"
@@ -77,8 +68,7 @@ def test_the_same_from_python(workspace: Storage, ask: Ask) -> None:
     with pytest.raises(ConfigError, match="no reason is given"):
         registry.rollback_serving("c2", reason="")
     assert registry.rollback_serving("c2", reason="good after all").vectors.cycle == "c2"
-    assert registry.promote_challenger(reason="won").vectors.cycle == "c3"
-    assert [pair.vectors.cycle for pair in registry.pairs()] == ["c1", "c2", "c1", "c2", "c3"]
+    assert [pair.vectors.cycle for pair in registry.pairs()] == ["c1", "c2", "c1", "c2"]
     assert "by carol" in ask("serving", "show")[1]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.docker.dockerfile import ROOT, instructions, of
+from tests.docker.test_dockerfiles import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -49,12 +49,8 @@ def test_they_hold_what_the_package_needs(name: str) -> None:
             assert needed.specifier.contains(locked[needed.name]), f"{needed} against {locked[needed.name]}"
 
 
-@pytest.mark.parametrize(("name", "more"), [("neuron", {"torch-xla"}), ("neuron-native", set())])
-def test_a_neuron_image_keeps_what_is_its_own(name: str, more: set[str]) -> None:
-    assert NEURON_HAS & pins(DOCKER / f"{name}.lock").keys() == set()
-    [check] = [one.rest for one in of(instructions(DOCKER / f"{name}.Dockerfile"), "RUN") if "verify.py" in one.rest]
-    assert set(re.findall(r"--outside (\S+)", check)) == {"torch", "torch-neuronx", "neuronx-cc", "numpy"} | more
-    assert Requirement("numpy>=1.26") in needs(), "the image's numpy may be 1.26.4"
+def test_the_neuron_images_may_hold_an_older_numpy() -> None:
+    assert Requirement("numpy>=1.26") in needs()
 
 
 def test_pytorch_is_the_same_everywhere() -> None:

@@ -31,7 +31,6 @@ LONG = (
     "trnpipe prepare --config build/own.toml * --cycle us-only *",  # the ranking's prepare has a filter too
     "trnpipe prepare --config configs/small.toml --workspace workspace/esci --cycle first *",  # as that, without one
     "trnpipe prepare --config configs/quickstart.toml --workspace workspace/search *",
-    "trnpipe tune *",
     "python -m tests.fault.kill_marathon *",
 )
 """Minutes, or about what those have left: typed by `make test-thorough`, with the quick ones in between."""

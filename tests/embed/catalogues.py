@@ -18,7 +18,7 @@ from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
 from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at, share_of
 from pipeline.embed.finish import finish
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.parts import finished_parts
+from pipeline.embed.parts import parts_of
 from pipeline.embed.plan import EmbedPlan, pin_plan
 from pipeline.embed.texts import TextRules, Window, cut_tokens, make_window
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
@@ -146,7 +146,7 @@ class Case:
     ) -> HashEmbedder:
         """What one worker does."""
         embedder = embedder or HashEmbedder()
-        done = finished_parts(self.workspace, plan)
+        done = parts_of(self.workspace, plan).done()
         todo = [plan.shards[i] for i in share_of(len(plan.shards), worker, workers) if i not in done]
         earlier = open_earlier(self.workspace, plan.carry_from) if plan.carry_from else None
         catalogue = open_storage(plan.catalogue.root, stop=self.stop)

@@ -15,7 +15,7 @@ from pipeline.embed import carry_over
 from pipeline.embed.carry_over import find_earlier
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.plan import asked_for, made_with
-from pipeline.embed.vectors import VectorLayout, open_vectors
+from pipeline.embed.vectors import VectorLayout, find_vectors
 from pipeline.io.storage import ObjectStat, Storage
 from pipeline.model.config import ModelConfig
 from tests.embed.catalogues import Case, expected_vector, products, rows_of, title, write_catalogue
@@ -195,7 +195,7 @@ def test_what_a_cycle_was_begun_with_are_all_settings_that_decide_its_work() -> 
         "verify": "afterwards",
     }
     check_named(without_effect(EmbedConfig(chunks=2), lambda one: asked_for(one, DataConfig())), outside)
-    of_judgements = set(DataConfig.model_fields) - {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
+    of_judgements = set(DataConfig.model_fields) - {"path", "format", "columns", "filter", "synthetic"}
     check_named(without_effect(DataConfig(), lambda one: asked_for(EmbedConfig(), one)), of_judgements)
 
 
@@ -280,7 +280,7 @@ def test_what_is_no_earlier_vectors_is_passed_over(tmp_path: Path) -> None:
     assert later.previous is not None and (later.previous.cycle, later.generation) == ("c1", 1)
     for name in ("c2", "c4"):
         with pytest.raises(DataError, match="holds no finished vectors"):
-            open_vectors(case.workspace, name)
+            find_vectors(case.workspace, name)
 
 
 def test_of_vectors_planned_at_the_same_time_the_later_cycle_counts(tmp_path: Path) -> None:

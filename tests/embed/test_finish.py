@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.embed import finish as finish_module
 from pipeline.embed import parts as parts_module
-from pipeline.embed.parts import finished_parts, records_prefix
+from pipeline.embed.parts import parts_of, records_prefix
 from pipeline.embed.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
 from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
-from pipeline.embed.vectors import open_vectors
+from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue
 
@@ -47,7 +47,7 @@ def test_of_equal_ids_the_first_in_the_catalogue_stays(tmp_path: Path, layout: d
     lines = [json.loads(line) for line in case.files()["quarantine.jsonl"].splitlines()]
     assert sorted(line["content"]["id"] for line in lines) == ["p110", "p40", "p5", "p99"]
     verify_dir(case.workspace, "embeddings/c1", deep=True)
-    assert open_vectors(case.workspace, "c1").info == vectors.info
+    assert find_vectors(case.workspace, "c1").info == vectors.info
     assert set(case.files()) == {*vectors.manifest.files, "MANIFEST.json"}, "what was replaced is gone"
 
 
@@ -101,7 +101,7 @@ def test_workers_that_finish_at_the_same_time(tmp_path: Path) -> None:
         results = list(pool.map(lambda other: other.finish(plan), others))
     assert len({result.manifest.digest for result in results}) == 1
     verify_dir(case.workspace, "embeddings/c1", deep=True)
-    assert len(rows_of(open_vectors(case.workspace, "c1"))) == 106
+    assert len(rows_of(find_vectors(case.workspace, "c1"))) == 106
 
 
 def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
@@ -138,7 +138,7 @@ def test_what_others_left_is_not_taken_for_what_this_plan_has_published(tmp_path
     if how in other:
         data = manifest.model_copy(update=other[how]).to_json()
         case.workspace.write_bytes("embeddings/c1/MANIFEST.json", data)
-    with pytest.raises(DataError, match=r"00000\.json"):
+    with pytest.raises(TransientError, match=r"00000\.json"):
         case.finish(plan)
     case.workspace.write_bytes("embeddings/c1/MANIFEST.json", manifest.to_json())
     assert case.finish(plan).manifest == manifest
@@ -154,7 +154,7 @@ def test_too_many_bad_rows_refuse_the_catalogue(case: Case, tmp_path: Path, titl
     assert "refused.jsonl" in str(caught.value)
     assert len(case.workspace.read_bytes("cycles/c1/embed/refused.jsonl").splitlines()) == titles.count(titles[0])
     with pytest.raises(DataError, match="no finished vectors"):
-        open_vectors(case.workspace, "c1")
+        find_vectors(case.workspace, "c1")
     if titles[-1]:
         assert case.finish(plan, max_bad_fraction=0.06).info.rows == 94, "a raised limit needs no new work"
 
@@ -172,7 +172,7 @@ def test_parts_of_another_plan_are_not_taken(case: Case, tmp_path: Path) -> None
     case.work(first)
     case.workspace.delete_prefix("cycles/c1")
     second = case.plan(write_catalogue(tmp_path / "other", [products(range(20, 60))]))
-    assert finished_parts(case.workspace, second) == set()
+    assert parts_of(case.workspace, second).done() == set()
     case.work(second)
     assert set(rows_of(case.finish(second))) == {f"p{n}" for n in range(20, 60)}
     verify_dir(case.workspace, "embeddings/c1", deep=True)
@@ -182,7 +182,7 @@ def test_a_lost_file_is_made_again(case: Case, tmp_path: Path) -> None:
     plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
     case.work(plan)
     case.workspace.delete(["embeddings/c1/part-00001.parquet"])
-    assert finished_parts(case.workspace, plan) == {0, 2}
+    assert parts_of(case.workspace, plan).done() == {0, 2}
     case.work(plan)
     assert case.finish(plan).info.rows == 60
 
@@ -223,7 +223,7 @@ def test_a_part_that_is_made_again_elsewhere_has_its_own_record(
     plan = case.plan(catalogue)
     case.work(plan)
     case.workspace.delete([lost])
-    assert 0 not in finished_parts(case.workspace, plan)
+    assert 0 not in parts_of(case.workspace, plan).done()
     case.work(plan, embedder=OtherHardware())
     found = rows_of(case.finish(plan))
     verify_dir(case.workspace, "embeddings/c1", deep=True)
@@ -236,7 +236,7 @@ def test_a_part_without_its_record_is_not_finished_and_the_first_record_stays(ca
     case.work(plan)
     key = f"{records_prefix(plan)}/00001.json"
     case.workspace.delete([key])
-    assert finished_parts(case.workspace, plan) == {0, 2}
+    assert parts_of(case.workspace, plan).done() == {0, 2}
     part = parts_module.OpenPart(1, plan.layout, plan.shards[1].rows, plan.quarantine_rows)
     first, second = (parts_module.commit_part(case.workspace, plan, part, seconds=seconds) for seconds in (1.0, 2.0))
     assert first == second and first.seconds == 1.0
@@ -291,7 +291,7 @@ def test_records_are_read_side_by_side_and_checked(case: Case, tmp_path: Path) -
     case.work(plan)
     case.workspace.write_bytes(f"{records_prefix(plan)}/00001.json", b"{")
     with pytest.raises(DataError, match=r"00001\.json is not the record of a part"):
-        parts_module.load_records(case.workspace, plan, case.stop)
+        parts_module.load_records(case.workspace, plan)
 
 
 def test_other_settings_are_refused_by_name(case: Case, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_bad_rows_are_counted_and_the_first_ones_kept(case: Case, tmp_path: Path
     catalogue = write_catalogue(tmp_path / "in", [table, products([1, 2, 3])])
     plan = case.plan(catalogue).model_copy(update={"quarantine_rows": 7})
     case.work(plan)
-    kept = [row for record in parts_module.load_records(case.workspace, plan, case.stop) for row in record.quarantined]
+    kept = [row for record in parts_module.load_records(case.workspace, plan) for row in record.quarantined]
     assert [row.row for row in kept] == [0, 10, 20, 30, 40, 50, 60]
     info = case.finish(plan, max_bad_fraction=0.5).info
     assert info.reasons == {EMPTY_TEXT: 10, DUPLICATE_ID: 3}

@@ -14,8 +14,8 @@ from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import DataError, NumericError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.flow import Flow, embed_shards, worker_processes
-from pipeline.embed.parts import OpenPart, commit_part, finished_parts
-from pipeline.embed.vectors import open_vectors
+from pipeline.embed.parts import OpenPart, commit_part, parts_of
+from pipeline.embed.vectors import find_vectors
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import (
     Case,
@@ -58,7 +58,7 @@ def test_any_number_of_workers_leaves_the_same_bytes(tmp_path: Path, catalogue: 
     whole.embed(catalogue)
     plan = shared.plan(catalogue)
     for worker in reversed(range(workers)):
-        assert len(finished_parts(shared.workspace, plan)) < len(plan.shards), "the last worker has something to do"
+        assert len(parts_of(shared.workspace, plan).done()) < len(plan.shards), "the last worker has something to do"
         shared.work(plan, worker, workers)
     shared.finish(plan)
     assert shared.files() == whole.files()
@@ -84,7 +84,7 @@ def test_what_the_device_raises_comes_out_and_the_rest_is_done_later(
     plan = case.plan(catalogue)
     with pytest.raises(type(error), match=str(error)):
         case.work(plan, embedder=HashEmbedder(fail_at=window, error=error))
-    done = finished_parts(case.workspace, plan)
+    done = parts_of(case.workspace, plan).done()
     assert done == _complete_before(plan, window), "parts that were complete are committed, the open one is not"
     again = case.work(plan)
     assert sum(again.windows) == ROWS - sum(plan.shards[index].rows for index in done)
@@ -113,7 +113,7 @@ def test_a_stop_keeps_complete_parts(case: Case, catalogue: Path) -> None:
 
     with pytest.raises(Preempted, match="SIGTERM"):
         case.work(plan, embedder=Stopping())
-    assert _complete_before(plan, 4) <= finished_parts(case.workspace, plan)
+    assert _complete_before(plan, 4) <= parts_of(case.workspace, plan).done()
     case.stop = StopSignal()
     case.work(plan)
     assert rows_of(case.finish(plan)).keys() == {f"p{number}" for number in range(ROWS)}
@@ -132,7 +132,7 @@ def test_a_part_that_cannot_be_written_ends_the_run_with_its_error(
     monkeypatch.setattr("pipeline.embed.flow.commit_part", fail)
     with pytest.raises(TransientError, match="no space left"):
         case.work(plan)
-    assert finished_parts(case.workspace, plan) == {0, 1}
+    assert parts_of(case.workspace, plan).done() == {0, 1}
     assert not [thread for thread in threading.enumerate() if thread.name in ("part-writer_0", "prefetch")]
 
 
@@ -147,7 +147,7 @@ def test_vectors_that_are_no_numbers_end_the_run(case: Case, catalogue: Path) ->
     plan = case.plan(catalogue)
     with pytest.raises(NumericError, match="1 vectors of part 1 hold NaN or infinity, the first in row 19"):
         case.work(plan, embedder=Broken())
-    assert finished_parts(case.workspace, plan) == {0}
+    assert parts_of(case.workspace, plan).done() == {0}
 
 
 def test_vectors_are_converted_beside_the_thread_that_drives_the_device(
@@ -211,7 +211,7 @@ def test_with_worker_processes(tmp_path: Path, catalogue: Path) -> None:
     left = [child for child in psutil.Process().children() if child not in before]
     left = [child for child in left if "tests.zygote" not in child.cmdline()]  # of the tests themselves, kept
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
-    todo = [shard for shard in plan.shards if shard.index not in finished_parts(case.workspace, plan)]
+    todo = [shard for shard in plan.shards if shard.index not in parts_of(case.workspace, plan).done()]
     embed_shards(flow, todo, HashEmbedder().stream)
     case.finish(plan)
     assert case.files() == whole.files()
@@ -237,12 +237,12 @@ def test_readers_of_an_unfinished_run_see_nothing(case: Case, catalogue: Path) -
     plan = case.plan(catalogue)
     case.work(plan, worker=0, workers=2)
     with pytest.raises(DataError, match="holds no finished vectors"):
-        open_vectors(case.workspace, "c1")
+        find_vectors(case.workspace, "c1")
     case.work(plan, worker=1, workers=2)
     with pytest.raises(DataError, match="holds no finished vectors"):
-        open_vectors(case.workspace, "c1")
+        find_vectors(case.workspace, "c1")
     case.finish(plan)
-    assert open_vectors(case.workspace, "c1").info.rows == ROWS
+    assert find_vectors(case.workspace, "c1").info.rows == ROWS
 
 
 LAYOUTS: list[dict[str, Any]] = [

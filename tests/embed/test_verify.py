@@ -21,7 +21,7 @@ from pipeline.embed.catalogue import RawWindow
 from pipeline.embed.digest import Check, VerifyDigest
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRows, TextRules, judge_again
-from pipeline.embed.vectors import VectorSet, open_vectors
+from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
     check_catalogue,
     check_drift,
@@ -53,7 +53,7 @@ def case(tmp_path: Path) -> Case:
 
 
 def vectors_of(case: Case) -> VectorSet:
-    return open_vectors(case.workspace, "c1")
+    return find_vectors(case.workspace, "c1")
 
 
 def plan_of(case: Case) -> EmbedPlan:
@@ -346,7 +346,7 @@ def test_drift(case: Case, tmp_path: Path) -> None:
     changed = pa.table({"product_id": ["p50"], "title": [title(777)]})
     numbers = [n for n in range(10, 105) if n != 50]
     case.embed(write_catalogue(tmp_path / "second", [products(numbers), changed]), "c2")
-    vectors = open_vectors(case.workspace, "c2")
+    vectors = find_vectors(case.workspace, "c2")
     check = check_drift(vectors, vectors_of(case), tmp_path / "scratch", None, STOP)
     assert check.outcome == "pass"
     assert "90 ids in common with cycle c1, 5 new, 10 gone" in check.seen
@@ -360,13 +360,13 @@ def test_drift(case: Case, tmp_path: Path) -> None:
     assert check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9, STOP).outcome == "pass"
     narrow = Case(tmp_path, {"dim": 4})
     narrow.embed(tmp_path / "second", "c3")
-    other = open_vectors(case.workspace, "c3")
+    other = find_vectors(case.workspace, "c3")
     assert check_drift(other, vectors, tmp_path / "scratch", None, STOP).outcome == "skipped"
 
 
 def test_drift_of_catalogues_with_nothing_in_common(case: Case, tmp_path: Path) -> None:
     case.embed(write_catalogue(tmp_path / "second", [products(range(200, 210))]), "c2")
-    vectors = open_vectors(case.workspace, "c2")
+    vectors = find_vectors(case.workspace, "c2")
     check = check_drift(vectors, vectors_of(case), tmp_path / "scratch", 0.9, STOP)
     assert (check.outcome, check.histogram) == ("pass", None)
     assert check.figures == {"common_ids": 0.0, "gone_ids": 100.0}

@@ -16,7 +16,7 @@ from pipeline import cli
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
-from pipeline.embed.vectors import open_vectors
+from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
@@ -81,7 +81,7 @@ def run_here(place: Place, *words: str) -> None:
 def digests(storage: Storage) -> dict[str, str]:
     """sha256 of every file of the finished vectors; asserts that they are whole and that every id is there once."""
     verify_dir(storage, f"embeddings/{CYCLE}", deep=True)
-    vectors = open_vectors(storage, CYCLE)
+    vectors = find_vectors(storage, CYCLE)
     ids: list[object] = []
     for part in range(len(vectors.info.parts)):
         for batch in vectors.columns(part, ["id"]):

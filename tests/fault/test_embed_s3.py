@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline import cli
-from pipeline.embed.vectors import open_vectors
+from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
 from tests.embed.catalogues import products, rows_of, write_catalogue
@@ -39,7 +39,7 @@ def embed(storage: Storage, tmp_path: Path, *words: str, cycle: str = "c1") -> i
 
 def tables(storage: Storage, cycle: str) -> list[pa.Table]:
     """All parts, without what they say of their plan."""
-    vectors = open_vectors(storage, cycle)
+    vectors = find_vectors(storage, cycle)
     names = vectors.schema(0).names
     parts = range(len(vectors.info.parts))
     return [pa.Table.from_batches(vectors.columns(part, names)).replace_schema_metadata() for part in parts]
@@ -66,7 +66,7 @@ def test_throttling_broken_bodies_and_lost_answers(s3: Storage, proxy: Proxy, tm
     assert embed(s3, tmp_path, *PATIENT) == 0
     assert all(fault.hits == fault.times for fault in proxy.faults), proxy.faults
     verify_dir(s3, "embeddings/c1", deep=True)
-    assert rows_of(open_vectors(s3, "c1")).keys() == {f"p{n}" for n in range(ROWS)}
+    assert rows_of(find_vectors(s3, "c1")).keys() == {f"p{n}" for n in range(ROWS)}
     names = [stat.key.rpartition("/")[2] for stat in s3.list("embeddings/c1")]
     parts = [f"part-{number:05d}.parquet" for number in range(4)]
     assert names == ["MANIFEST.json", *parts, "quarantine.jsonl"], "no part twice"
@@ -96,4 +96,4 @@ def test_beyond_the_retry_budget_it_ends_with_75_and_goes_on_later(
     assert embed(s3, tmp_path, *PATIENT) == 0
     assert f"{after} done" in capsys.readouterr().out
     assert len(parts_put(proxy)) == 4 - after
-    assert rows_of(open_vectors(s3, "c1")).keys() == {f"p{n}" for n in range(ROWS)}
+    assert rows_of(find_vectors(s3, "c1")).keys() == {f"p{n}" for n in range(ROWS)}

@@ -1,12 +1,15 @@
-"""The policies of infra/modules/roles, rendered as Terraform renders them."""
+"""The policies of infra/, rendered as Terraform renders them, and what they allow.
+
+This is no judge of IAM's whole language: conditions are looked at by the tests, not decided.
+"""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-
-from tests.infra.iam import Policy
+from typing import Any
 
 MODULES = Path(__file__).parents[2] / "infra" / "modules"
 FOLDER, SAGEMAKER = MODULES / "roles" / "policies", MODULES / "sagemaker"
@@ -14,8 +17,10 @@ STAGES: tuple[str, ...] = tuple(json.loads((MODULES / "roles" / "stages.json").r
 JOB_ROLES = ("driver", "train", "promote", "embed", "report")
 TRAINING_ROLES = ("train", "promote", "embed", "report")
 """What training jobs of SageMaker may have."""
+ROLES = (*JOB_ROLES, "scheduler")
 READERS = ("train", "promote", "embed")
 """Roles with rights on the data inputs."""
+Statement = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -112,19 +117,10 @@ class Fleet:
             "again": (SAGEMAKER / "retry.json").read_text(),
         }
 
-    def sagemaker_texts(self, role: str) -> list[str]:
-        """Policies that are attached to a role where SageMaker is used."""
-        names = ["training"] if role in TRAINING_ROLES else []
-        names += {"driver": ["direct"], "report": ["look"]}.get(role, [])
-        if self.instances:
-            names += {"driver": ["queue"], "report": ["look-queue"]}.get(role, [])
-        found = [render(SAGEMAKER / "policies" / f"{name}.json.tftpl", self.sagemaker_values()) for name in names]
-        return found if self.sagemaker else []
-
     def texts(self, role: str) -> list[str]:
         """All policies of a role, as they are attached to it."""
-        names = [role] if role == "scheduler" else [role, "guard"]
-        found = [render(FOLDER / f"{name}.json.tftpl", self.values()) for name in names]
+        names = [FOLDER / role] if role == "scheduler" else [FOLDER / role, FOLDER / "guard"]
+        found = [render(Path(f"{name}.json.tftpl"), self.values()) for name in names]
         for one in self.data if role in READERS else ():
             keys = [one.prefix, f"{one.prefix}/*"] if one.prefix else ["*"]
             bucket = f"arn:aws:s3:::{one.bucket}"
@@ -139,13 +135,53 @@ class Fleet:
                 found.append(render(FOLDER / "data-key.json.tftpl", values))
         return found
 
-    def policies(self, role: str) -> list[Policy]:
-        return [Policy.parse(text) for text in (*self.texts(role), *self.sagemaker_texts(role))]
+    def sagemaker_texts(self, role: str) -> list[str]:
+        """Managed policies of a role where SageMaker is used."""
+        names = ["training"] if role in TRAINING_ROLES else []
+        names += {"driver": ["direct"], "report": ["look"]}.get(role, [])
+        if self.instances:
+            names += {"driver": ["queue"], "report": ["look-queue"]}.get(role, [])
+        found = [render(SAGEMAKER / "policies" / f"{name}.json.tftpl", self.sagemaker_values()) for name in names]
+        return found if self.sagemaker else []
 
-    def trust(self, role: str) -> Policy:
+    def statements(self, role: str, effect: str = "Allow") -> Iterator[Statement]:
+        for text in (*self.texts(role), *self.sagemaker_texts(role)):
+            yield from (one for one in json.loads(text)["Statement"] if one["Effect"] == effect)
+
+    def actions(self, role: str) -> set[str]:
+        return {action for one in self.statements(role) for action in listed(one["Action"])}
+
+    def allows(self, role: str, action: str, resource: str = "*") -> bool:
+        """Whether a statement allows it, whatever its conditions, and none denies it without conditions."""
+        denied = (one for one in self.statements(role, "Deny") if "Condition" not in one)
+        return any(covers(one, action, resource) for one in self.statements(role)) and not any(
+            covers(one, action, resource) for one in denied
+        )
+
+    def who(self, action: str, resource: str = "*") -> list[str]:
+        return [role for role in ROLES if self.allows(role, action, resource)]
+
+    def trust(self, role: str) -> list[Statement]:
         name = "trust-training" if self.sagemaker and role in TRAINING_ROLES else "trust-tasks"
         name = "trust-scheduler" if role == "scheduler" else name
-        return Policy.parse(render(FOLDER / f"{name}.json.tftpl", self.values()))
+        found: list[Statement] = json.loads(render(FOLDER / f"{name}.json.tftpl", self.values()))["Statement"]
+        return found
+
+
+def listed(value: Any) -> list[str]:
+    """One text or a list of them, as policies may write either."""
+    return [value] if isinstance(value, str) else list(value)
+
+
+def covers(statement: Statement, action: str, resource: str) -> bool:
+    return any(fnmatchcase(action, one) for one in listed(statement["Action"])) and any(
+        fnmatchcase(resource, one) for one in listed(statement["Resource"])
+    )
+
+
+def characters(text: str) -> int:
+    """Length of a policy as IAM's quotas count it: without white space."""
+    return len(json.dumps(json.loads(text), separators=(",", ":")))
 
 
 def render(file: Path, values: Mapping[str, str]) -> str:

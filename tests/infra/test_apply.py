@@ -30,7 +30,6 @@ ACCOUNT, REGION, NAME = "123456789012", "us-east-1", "relevance"
 REPOSITORY = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com/{NAME}"
 NEURON_IMAGE, CPU_IMAGE = (f"{REPOSITORY}@sha256:{digit * 64}" for digit in "01")
 BUCKET = f"{NAME}-{ACCOUNT}-{REGION}"
-IMAGE_ID = "ami-0123456789abcdef0"
 ON_CPU = {"prepare", "embed", "verify", "report"}
 STAGES = ON_CPU | {"health", "compile", "train", "evaluate"}
 LATE = timedelta(minutes=10)
@@ -93,7 +92,7 @@ def stack(infra: Terraform, account: Any, tmp_path: Path) -> Stack:
         "availability_zone": f"{REGION}a",
         "image": NEURON_IMAGE,
         "cpu_image": CPU_IMAGE,
-        "ami_id": IMAGE_ID,
+        "ami_id": "ami-0123456789abcdef0",
         "quota_vcpus": 512,
         "schedule_expression": f"cron({due.minute} {due.hour} * * ? *)",
         "budget_usd": 0,
@@ -112,9 +111,6 @@ def test_a_stack_is_made_and_used(stack: Stack, tmp_path: Path, capsys: pytest.C
     assert "8 jobs fit the planned queues" in trnjobs(stack, capsys, "fit", str(plan))
     stack.apply()
 
-    storage_is_private()
-    queues_take_jobs_by_share()
-    instances_are_hardened()
     schedules_and_alarms_are_there(stack)
     nothing_is_left_to_change_but_what_moto_forgets(stack.plan())
 
@@ -132,72 +128,6 @@ def test_a_stack_that_was_used_can_be_taken_down(stack: Stack, capsys: pytest.Ca
     empty_the_bucket()
     stack.destroy()
     nothing_is_left()
-
-
-def storage_is_private() -> None:
-    s3 = boto3.client("s3")
-    assert s3.get_bucket_versioning(Bucket=BUCKET)["Status"] == "Enabled"
-    assert all(s3.get_public_access_block(Bucket=BUCKET)["PublicAccessBlockConfiguration"].values())
-    rule = s3.get_bucket_encryption(Bucket=BUCKET)["ServerSideEncryptionConfiguration"]["Rules"][0]
-    assert rule["BucketKeyEnabled"] and rule["ApplyServerSideEncryptionByDefault"]["SSEAlgorithm"] == "aws:kms"
-    groups = boto3.client("logs").describe_log_groups()["logGroups"]
-    assert {one["logGroupName"]: one["retentionInDays"] for one in groups} == {
-        "/relevance/jobs": 90,
-        "/relevance/flow": 90,
-    }
-    (images,) = boto3.client("ecr").describe_repositories()["repositories"]
-    assert (images["repositoryName"], images["imageTagMutability"]) == (NAME, "IMMUTABLE")
-
-
-def queues_take_jobs_by_share() -> None:
-    batch = boto3.client("batch")
-    queues = {one["jobQueueName"]: one for one in batch.describe_job_queues()["jobQueues"]}
-    assert set(queues) == {"relevance-trainium", "relevance-cpu"}
-    (policy,) = batch.describe_scheduling_policies(arns=[one["schedulingPolicyArn"] for one in queues.values()][:1])[
-        "schedulingPolicies"
-    ]
-    assert {one["schedulingPolicyArn"] for one in queues.values()} == {policy["arn"]}
-    shares = policy["fairsharePolicy"]["shareDistribution"]
-    assert {one["shareIdentifier"]: one["weightFactor"] for one in shares} == {
-        "production": 1.0,
-        "experiments": 2.0,
-        "backfills": 4.0,
-    }
-    machines = {
-        queue: batch.describe_compute_environments(
-            computeEnvironments=[one["computeEnvironmentOrder"][0]["computeEnvironment"]]
-        )["computeEnvironments"][0]["computeResources"]
-        for queue, one in queues.items()
-    }
-    trainium, cpu = machines["relevance-trainium"], machines["relevance-cpu"]
-    assert (trainium["type"], trainium["maxvCpus"], trainium["instanceTypes"]) == ("EC2", 512, ["trn1.32xlarge"])
-    assert trainium["ec2Configuration"][0]["imageIdOverride"] == IMAGE_ID
-    assert (cpu["type"], cpu["allocationStrategy"]) == ("SPOT", "SPOT_PRICE_CAPACITY_OPTIMIZED")
-
-
-def instances_are_hardened() -> None:
-    ec2 = boto3.client("ec2")
-    templates = {
-        one["LaunchTemplateName"].rsplit("-", 1)[0]: ec2.describe_launch_template_versions(
-            LaunchTemplateId=one["LaunchTemplateId"]
-        )["LaunchTemplateVersions"][0]["LaunchTemplateData"]
-        for one in ec2.describe_launch_templates()["LaunchTemplates"]
-    }
-    assert set(templates) == {"relevance-trainium", "relevance-cpu"}
-    for one in templates.values():
-        assert (one["MetadataOptions"]["HttpTokens"], one["MetadataOptions"]["HttpPutResponseHopLimit"]) == (
-            "required",
-            1,
-        )
-    disks = {name: one["BlockDeviceMappings"][0]["Ebs"] for name, one in templates.items()}
-    assert {name: disk["VolumeSize"] for name, disk in disks.items()} == {
-        "relevance-trainium": 512,
-        "relevance-cpu": 100,
-    }
-    cards = templates["relevance-trainium"]["NetworkInterfaces"]
-    assert [(one["NetworkCardIndex"], one["DeviceIndex"]) for one in cards] == [(i, int(i > 0)) for i in range(8)]
-    held = boto3.client("iam").list_attached_role_policies(RoleName="relevance-instance")["AttachedPolicies"]
-    assert [one["PolicyName"] for one in held] == ["AmazonEC2ContainerServiceforEC2Role"]
 
 
 def schedules_and_alarms_are_there(stack: Stack) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jobs.schedule import parse_schedule
 from pipeline.core.machines import NODES
 from pipeline.parallel.network import MASTER_PORT
-from tests.infra.terraform import INFRA, Terraform, started
+from tests.infra.terraform import INFRA, Terraform, environment_for, require_terraform, started
 
 DIGEST = "sha256:" + "0" * 64
 GOOD: dict[str, Any] = {
@@ -24,67 +24,48 @@ GOOD: dict[str, Any] = {
     "budget_usd": 20_000,
     "notify_emails": ["search-platform@example.com"],
 }
-NEVER_FIRE = {
-    "five fields": "cron(0 2 * * ?)",
-    "seven fields": "cron(0 0 2 * * ? *)",
-    "a word": "cron(bogus)",
-    "both days": "cron(0 2 1 * MON *)",
-    "neither day": "cron(0 2 ? * ? *)",
-    "both days open": "cron(0 2 * * * *)",
-    "minute 60": "cron(60 2 * * ? *)",
-    "hour 24": "cron(0 24 * * ? *)",
-    "day 0": "cron(0 2 0 * ? *)",
-    "day 32": "cron(0 2 32 * ? *)",
-    "month 13": "cron(0 2 1 13 ? *)",
-    "weekday 8": "cron(0 2 ? * 8 *)",
-    "weekday in steps": "cron(0 2 ? * 2/2 *)",
-    "sixth Monday": "cron(0 2 ? * 2#6 *)",
-    "year 1969": "cron(0 2 * * ? 1969)",
-    "step of 0": "cron(0/0 2 * * ? *)",
-    "backwards": "cron(0 5-2 * * ? *)",
-    "31 February": "cron(0 2 31 2 ? *)",
-    "30 February": "cron(0 2 30 FEB ? *)",
-    "30 and 31 February": "cron(0 2 30,31 2 ? *)",
-    "31 April and June": "cron(0 2 31 4,JUN ? *)",
-    "working day near 31 November": "cron(0 2 31W 11 ? *)",
-    "past years": "cron(0 2 * * ? 2020-2023,2025)",
-}
-FIRE = {
-    "weekdays": "cron(30 14 ? * MON-FRI *)",
-    "lists and steps": "cron(0/15 0-6,22 * * ? *)",
-    "last day": "cron(0 2 L * ? *)",
-    "second Tuesday": "cron(0 2 ? 1/3 3#2 *)",
-    "last Friday": "cron(0 2 ? * 6L *)",
-    "31st where there is one": "cron(0 2 31 2,3 ? *)",
-    "leap day": "cron(0 2 29 FEB ? *)",
-}
+NEVER_FIRE = [
+    "cron(0 2 * * ?)",
+    "cron(bogus)",
+    "cron(0 2 1 * MON *)",
+    "cron(0 2 ? * ? *)",
+    "cron(60 2 * * ? *)",
+    "cron(0 2 32 * ? *)",
+    "cron(0 2 ? * 2#6 *)",
+    "cron(0/0 2 * * ? *)",
+    "cron(0 5-2 * * ? *)",
+    "cron(0 2 30,31 2 ? *)",
+    "cron(0 2 31 4,JUN ? *)",
+    "cron(0 2 31W 11 ? *)",
+    "cron(0 2 * * ? 2020-2023,2025)",
+]
+FIRE = [
+    "cron(30 14 ? * MON-FRI *)",
+    "cron(0/15 0-6,22 * * ? *)",
+    "cron(0 2 L * ? *)",
+    "cron(0 2 ? 1/3 3#2 *)",
+    "cron(0 2 31 2,3 ? *)",
+    "cron(0 2 29 FEB ? *)",
+    "cron(0 2 ? * 6L *)",
+]
 MISTAKES: list[tuple[str, Any, str]] = [
     ("shares", {"production": 1, "prod-1": 1}, "prod-1, production; expected letters and digits only"),
-    ("shares", {"production": 1, "my_share": 1}, "my_share, production; expected letters and digits only"),
     ("shares", {"production": 1, "prod*": 1}, "another one with * covers"),
     ("shares", {"production": 0}, "the weights 0; expected 0.0001 to 999.9999"),
-    ("shares", {"production": 1000}, "the weights 1000; expected 0.0001 to 999.9999"),
     ("shares", {"experiments": 1}, 'share_identifier is "production"; expected one of shares (experiments)'),
     ("share_identifier", "nightly", "expected one of shares (backfills, experiments, production)"),
-    ("share_identifier", "prod-1", 'share_identifier is "prod-1"'),
     ("share_decay_s", 31_536_000, "expected 0 to 604800"),
     ("compute_reservation", 100, "expected 0 to 99"),
     ("driver_attempts", 11, "driver_attempts is 11; expected a whole number from 1 to 10"),
-    ("driver_attempts", 0, "driver_attempts is 0"),
     ("max_nodes", 5, "max_nodes is 5, which needs 640 vCPU of trn1.32xlarge, and quota_vcpus is 512"),
-    ("max_nodes", 1.5, "expected a whole number"),
     ("efa_interfaces", 7, "efa_interfaces is 7; expected 8 on trn1.32xlarge"),
-    ("efa_interfaces", 0, "efa_interfaces is 0; expected 8 on trn1.32xlarge"),
     (
         "instance_type",
         "trn9.xl",
         "expected one of trn1.2xlarge, trn1.32xlarge, trn1n.32xlarge, trn2.3xlarge, trn2.48xlarge, trn2u.48xlarge",
     ),
     ("image", "registry/relevance:latest", "expected repository@sha256:"),
-    ("cpu_image", "relevance@sha256:0123", "expected repository@sha256:"),
     ("settings_files", ["configs/base"], "expected configs/<name>.toml"),
-    ("settings_files", ["configs/base.json"], "nothing else is in the image"),
-    ("settings_files", ["build/infra.toml"], "nothing else is in the image"),
     ("embed_on_trainium", True, "embed_on_trainium is true, settings_files are"),
     (
         "settings_files",
@@ -92,18 +73,12 @@ MISTAKES: list[tuple[str, Any, str]] = [
         "embed_on_trainium is false",
     ),
     ("job_environment", {"AWS_BATCH_X": "1"}, "expected names of variables that do not begin with AWS_BATCH"),
-    ("job_environment", {"A-B": "1"}, "expected names of variables"),
     ("watch_expression", "rate(2 days)", "expected a rate such as"),
-    ("name", "abc-", "not ending in -"),
-    ("name", "a--b", "single -"),
     ("name", "Relevance", "expected 2 to 31 lower-case letters"),
     ("region", "Oregon", 'region is "Oregon"'),
     ("availability_zone", "us-east-1a", "expected a zone of us-west-2"),
     ("vpc_cidr", "10.20.0.0/28", "from /16 to /24"),
-    ("vpc_cidr", "10.20.0.300/16", "expected an IPv4 range"),
-    ("ami_id", "ami-newest", "expected ami-"),
     ("ami_id", "", 'ami_id is ""; expected ami-<hex digits>, chosen and not the newest'),
-    ("ami_id", "", "Next: make bootstrap, step 6"),
     ("capacity_block_id", "block", "expected cr-"),
     ("root_volume_gib", 30, "expected 100 to 16384"),
     ("stop_timeout_s", 5, "expected 30 to 3600"),
@@ -111,19 +86,14 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("cpu", {"root_volume_gib": 30}, "cpu.root_volume_gib is 30; expected 60 to 16384"),
     ("queue_wait_limit_s", 60, "expected 600 to 86400"),
     ("timezone", "Europe / Berlin", "expected an IANA name"),
-    ("watch_expression", "rate(2 hour)", "expected a rate such as rate(1 hour)"),
     ("sla_s", 0, "expected a whole number of seconds from 60"),
     ("sagemaker_instances", 4, "sagemaker_instances is 4 and sagemaker is false; expected sagemaker = true"),
-    ("sagemaker_instances", 1.5, "sagemaker_instances is 1.5; expected a whole number from 0"),
     ("data", [{"bucket": "s3://logs", "prefix": ""}], "expected names without s3://"),
     ("data", [{"bucket": "logs", "prefix": "a/b/"}], "expected no / at either end"),
     ("notify_emails", [], "an alarm that nobody hears"),
     ("budget_usd", -1, "expected 0 or more"),
     ("log_retention_days", 100, "expected one that CloudWatch has"),
     ("schedule_expression", "rate(1 day)", "expected six in cron("),
-    ("schedule_expression", "at(2030-01-01T00:00:00)", "expected six in cron("),
-    ("schedule_expression", "cron(0 2 99 * ? *)", "where day-of-month is 99; expected"),
-    ("schedule_expression", "cron(0 2 31 2 ? *)", "a day that none of its months has"),
     ("schedule_expression", "cron(0 2 * * ? 2025)", "its last year has passed"),
 ]
 
@@ -216,12 +186,12 @@ def test_a_module_refuses_what_is_wrong_for_it(
     assert said in answer(variables, tmp_path, MODULES[module] | {name: value})
 
 
-@pytest.mark.parametrize("expression", NEVER_FIRE.values(), ids=NEVER_FIRE)
+@pytest.mark.parametrize("expression", NEVER_FIRE)
 def test_a_cron_that_cannot_fire_is_refused(variables: Terraform, tmp_path: Path, expression: str) -> None:
     assert f'schedule_expression is "{expression}"' in refused(variables, tmp_path, schedule_expression=expression)
 
 
-@pytest.mark.parametrize("expression", FIRE.values(), ids=FIRE)
+@pytest.mark.parametrize("expression", FIRE)
 def test_a_cron_that_fires_is_taken_here_and_by_our_parser(
     variables: Terraform, tmp_path: Path, expression: str
 ) -> None:
@@ -253,3 +223,16 @@ def test_sizes_of_instances_are_those_that_plans_are_checked_with() -> None:
     sizes = {name: (node.vcpus, node.num_efa) for name, node in NODES.items()}
     assert known.keys() == NODES.keys()
     assert known == {name: dict(zip(("vcpus", "efa_interfaces"), sizes[name], strict=True)) for name in known}
+
+
+def test_files_are_formatted(tmp_path: Path) -> None:
+    require_terraform()
+    done = Terraform(INFRA, environment_for(tmp_path)).run("fmt", "-check", "-recursive", "-diff", "-no-color")
+    assert done.returncode == 0, f"terraform -chdir=infra fmt -recursive would change:\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+def test_its_own_tests_pass(infra: Terraform) -> None:
+    """`terraform test` validates first; its providers are mocks."""
+    said = infra.must("test", "-no-color")
+    assert "0 failed" in said and "0 passed" not in said, said

@@ -14,26 +14,6 @@ from tests.killing import FORK
 pytestmark = pytest.mark.unit
 
 
-def test_a_lock_that_is_free_is_taken_once(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with atomic.if_free(path) as mine:
-        with atomic.if_free(path) as again:
-            assert (mine, again) == (True, False)
-        with atomic.if_free(path) as after:
-            assert not after, "who did not get it does not give it back"
-    with atomic.if_free(path) as mine:
-        assert mine
-
-
-def test_one_waits_for_the_other_kind(tmp_path: Path) -> None:
-    path, stop = tmp_path / "lock", StopSignal()
-    stop.set("SIGTERM")
-    with atomic.if_free(path), pytest.raises(Preempted), atomic.exclusive(path, stop):
-        pass
-    with atomic.exclusive(path, StopSignal()), atomic.if_free(path) as mine:
-        assert not mine
-
-
 @pytest.mark.parametrize("name", ["folder", "new/below/lock"])
 def test_a_lock_is_a_folder_that_is_there_or_a_file_that_is_made(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
@@ -52,13 +32,14 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
 
     def child() -> None:
-        with atomic.if_free(path) as mine:
-            assert mine
+        with atomic.exclusive(path, StopSignal()):
             os.kill(os.getpid(), signal.SIGKILL)
 
     process = FORK.Process(target=child)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    with atomic.if_free(path) as mine:
-        assert mine
+    stop = StopSignal()
+    stop.set("SIGTERM")  # waiting for it would raise
+    with atomic.exclusive(path, stop):
+        pass

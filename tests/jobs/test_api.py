@@ -53,8 +53,8 @@ def test_a_cycle_from_plan_to_page(trnjobs: Trnjobs) -> None:
     )
     assert result.table == [] and result.took_s is not None
     assert "this is train" in "".join(cycle.logs("train"))
-    with pytest.raises(ConfigError, match="no job 'tune' was submitted"):
-        list(cycle.logs("tune"))
+    with pytest.raises(ConfigError, match="no job 'rank' was submitted"):
+        list(cycle.logs("rank"))
     written = trnjobs.page_file.read_bytes()
     page = cycle.report()
     assert trnjobs.page_file.read_bytes() == written and page.uri == trnjobs.page_file.as_uri()

@@ -13,12 +13,10 @@ from pipeline.io.storage import Storage
 from pipeline.registry import serving
 from pipeline.registry.promote import promote
 from pipeline.registry.serving import (
-    CHALLENGER,
     Pair,
     Vectors,
     pair_key,
     past_pairs,
-    promote_challenger,
     read_pair,
     roll_back_model,
     roll_back_pair,
@@ -212,22 +210,6 @@ def test_a_pair_whose_checkpoint_was_named_by_its_uri_can_be_rolled_back_to(
     assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == first
 
 
-def test_a_challenger_is_promoted_in_one_write(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
-) -> None:
-    with pytest.raises(ConfigError, match="no challenger"):
-        promote_challenger(workspace, MODEL, reason="", author=AUTHOR)
-    other = make("c3")
-    pair = embedded(workspace, tmp_path, "c3", other, 3)
-    assert serve_verified_pair(workspace, pair, CHALLENGER).startswith("serving-challenger.json: ")
-    assert served(workspace) == (two[1].checkpoint, "c2")
-    with pytest.raises(ConfigError, match="not in production"):
-        promote_challenger(workspace, MODEL, reason="", author=AUTHOR)
-    assert promote_challenger(workspace, MODEL, reason="the test was won", author=AUTHOR).vectors.cycle == "c3"
-    assert served(workspace) == (other, "c3")
-    assert promote_challenger(workspace, MODEL, reason="", author=AUTHOR).generation == 3  # twice is fine
-
-
 def test_a_race_has_one_winner(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
     found = read_pair(workspace, MODEL)
     newer = [embedded(workspace, tmp_path, f"c2{end}", two[1].checkpoint, 3) for end in "xy"]
@@ -289,18 +271,6 @@ def test_newer_vectors_are_those_of_a_higher_generation(
     for pair in (old, new, old):
         serve_verified_pair(workspace, pair)
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == [old.vectors.cycle, new.vectors.cycle]
-
-
-def test_a_challenger_is_no_part_of_the_history(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
-) -> None:
-    before, other = past_pairs(workspace, MODEL), make("c3")
-    for number, cycle in enumerate(("c3", "c4", "c5", "c7", "c8"), 3):
-        serve_verified_pair(workspace, embedded(workspace, tmp_path, cycle, other, number), CHALLENGER)
-    assert past_pairs(workspace, MODEL) == before
-    in_production(workspace, other)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c6", other, 9))
-    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c6"]
 
 
 def test_a_model_comes_back_with_vectors_that_were_not_rolled_back_from(

@@ -118,7 +118,7 @@ def post_mortem(workspace: Path, *, node: int = 0, job: str = "train", attempt: 
 
 
 @dataclass
-class EntryGang:
+class EntryGroup:
     """The nodes of one multi-node job."""
 
     workspace: Path
@@ -147,8 +147,8 @@ class EntryGang:
 
 
 @contextmanager
-def entry_gang(workspace: Path, num_nodes: int) -> Iterator[EntryGang]:
-    one = EntryGang(workspace, num_nodes)
+def entry_group(workspace: Path, num_nodes: int) -> Iterator[EntryGroup]:
+    one = EntryGroup(workspace, num_nodes)
     try:
         yield one
     finally:

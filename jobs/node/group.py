@@ -1,0 +1,333 @@
+"""The nodes of one attempt of a multi-node job: which are here, which have failed, and when to stop.
+
+Every other node keeps one TCP connection to the main node. A message is a JSON object on a line of its own; an empty
+line is a heartbeat. AWS Batch tells no node that another has died: a broken connection does so at once, missing
+heartbeats after a while. (A TCPStore would cost each entry the import of torch: measured 1.5 s of CPU and 480 MiB.)
+
+    hello   other -> main    a node of this attempt has come
+    go      main -> others   all nodes are here: start the command
+    stop    main -> others   end the command
+    end     other -> main    its command has ended; main -> others: all have, with the exit code of the job
+"""
+
+import hmac
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from jobs.node.environment import Place, Start, Timing
+from pipeline.core.errors import EXIT_BUG, EXIT_OK, Preempted, TransientError
+from pipeline.core.format import format_duration
+from pipeline.core.record import Record
+from pipeline.parallel.launch import gang_exit_code
+
+MAX_LINE_BYTES = 4096
+MAX_REASON_CHARACTERS = 500  # fits into a line, however JSON writes it
+HELLO_S = 10.0  # for a new connection to say which node it is
+SETTLE_S = 2.0  # beyond the grace: for the messages of nodes that were just killed to arrive
+CONNECT_S, PAUSE_S = 1.0, 0.25
+
+
+@dataclass(frozen=True)
+class NodeSeen:
+    """One node in a post-mortem. `heard_s_ago` is None for this node itself and for one that never came."""
+
+    node: int
+    heard_s_ago: float | None
+    exit_code: int | None
+    lost: str
+    """Why it counts as lost; empty if it does not."""
+
+
+@dataclass
+class _Node:
+    heard: float | None = None
+    ended: bool = False
+    code: int | None = None
+    lost: str = ""
+
+
+class NodeGroup:
+    """The nodes as one of them sees them: the main node (0) all of them, every other one the main node and itself."""
+
+    def __init__(
+        self, place: Place, timing: Timing, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises TransientError if the main node cannot listen at its port."""
+        self._place, self._timing, self._say, self._clock = place, timing, say, clock
+        self._is_main = place.node == 0
+        self._nodes = {node: _Node() for node in (range(place.num_nodes) if self._is_main else (0, place.node))}
+        self._listener = listen(place.main_address, place.port) if self._is_main and place.num_nodes > 1 else None
+        self._links = dict[Connection, int | None]()
+        """With the node at the other end, once it has said hello."""
+        self._opened, self._stop_at, self._stop_reason = clock(), math.inf, ""
+        self._beat_at = self._tried_at = -math.inf
+        self._last_failure, self._has_reported = "nodes are missing", False
+        self.ready = place.num_nodes == 1
+        """Whether all nodes are here, so that the command may start."""
+        self.trouble = ""
+        """The first thing that went wrong, for which the command must be stopped; empty while all is well."""
+        self.start: Start | None = None
+        """Name of this start of the job, where starts are counted; set on the main node before all nodes are here."""
+        self.agreed: tuple[int, str] | None = None
+        """Exit code of the job and why, as the main node has sent it."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing left to wait for: on the main node every outcome, elsewhere the main node's word."""
+        if not self._is_main:
+            return self.agreed is not None or bool(self._nodes[0].lost)
+        late = self._missing() if self.trouble else []
+        known = all(one.ended or one.lost or node in late for node, one in self._nodes.items())
+        return known or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
+
+    def sockets(self) -> Iterator[socket.socket]:
+        yield from [self._listener] if self._listener else []
+        yield from (link.socket for link in self._links)
+
+    def tick(self) -> None:
+        """Receive and send what there is; never blocks for long."""
+        if self._place.num_nodes == 1 or (not self._is_main and self.settled):
+            return
+        now, own = self._clock(), self._nodes[self._place.node]
+        self._connect(now)
+        for link in list(self._links):
+            try:
+                for message in link.receive(now):
+                    self._take(link, message)
+                if (node := self._links[link]) is not None:
+                    self._nodes[node].heard = link.heard
+                elif now - link.opened > HELLO_S:
+                    raise NodeGone("it says nothing")
+            except NodeGone as gone:
+                self._drop(link, str(gone))
+        if not self._is_main and own.code is not None and self._links and not self._has_reported:
+            self._has_reported = True
+            self._send(Message(kind="end", code=own.code))
+        if now - self._beat_at >= self._timing.heartbeat_s:
+            self._beat_at = now
+            self._send(None)
+        self._lose_silent(now)
+        if not self.ready and now - self._opened > self._timing.gather_s:
+            self._give_up_waiting()
+        if self._is_main and not self.ready and not self.trouble and not self._missing():
+            self.ready, start = True, self.start or Start("", 0)
+            self._send(Message(kind="go", text=start.job_id, attempt=start.attempt))
+        if self.trouble:
+            self.stop(self.trouble)
+
+    def report(self, code: int, node: int | None = None) -> None:
+        """Take the exit code of a node's command, by default of this node's.
+
+        A bug after the trouble began counts for nothing: nodes whose peer vanished fail in ways of their own.
+        """
+        one = self._nodes[self._place.node if node is None else node]
+        one.ended, one.code = True, None if self._is_main and self.trouble and code == EXIT_BUG else code
+        if self._is_main and code != EXIT_OK and self._place.num_nodes > 1:
+            self.trouble = self.trouble or f"node {node or 0} exited with {code}"
+
+    def lose(self, node: int, why: str) -> None:
+        """Note that a node is gone, unless it has reported."""
+        one = self._nodes[node]
+        if not one.ended and not one.lost:
+            one.lost = why
+            self.trouble = self.trouble or f"{f'node {node}' if node else 'the main node'} is lost: {why}"
+
+    def stop(self, reason: str) -> None:
+        """Tell all nodes to stop, once; only the main node does so."""
+        if self._is_main and not self._stop_reason:
+            self._stop_at, self._stop_reason = self._clock(), reason[:MAX_REASON_CHARACTERS]
+            self._send(Message(kind="stop", text=self._stop_reason))
+
+    def exit_code(self, own: int, *, stopped: bool) -> int:
+        """Return the exit code of this node's entry; AWS Batch takes that of the main node for the job's.
+
+        `stopped`: by a signal from outside.
+        """
+        if self._place.num_nodes == 1:
+            return own
+        if self._is_main:
+            return gang_exit_code([one.code for one in self._nodes.values()], stopped=stopped)
+        is_unknown = self._nodes[0].lost and own in (EXIT_OK, Preempted.exit_code) and not stopped
+        return TransientError.exit_code if is_unknown else own
+
+    def seen(self) -> list[NodeSeen]:
+        now = self._clock()
+        ago = {node: round(now - one.heard, 3) for node, one in self._nodes.items() if one.heard is not None}
+        return [NodeSeen(node, ago.get(node), one.code, one.lost) for node, one in self._nodes.items()]
+
+    def acknowledge(self, code: int, reason: str) -> None:
+        """Send the exit code of the job to the other nodes, which wait for it before they exit."""
+        if self._is_main:
+            self._send(Message(kind="end", code=code, text=reason[:MAX_REASON_CHARACTERS]))
+            for link in self._links:
+                with suppress(OSError):  # it has gone first
+                    link.socket.shutdown(socket.SHUT_WR)  # what was sent still arrives
+
+    def close(self, limit_s: float) -> None:
+        """Close all connections. The main node first waits up to `limit_s` until the others have left: its end is
+        theirs."""
+        until = time.monotonic() + limit_s
+        for link, node in self._links.items():
+            with suppress(OSError):  # silent until the limit, or gone in another way
+                link.socket.settimeout(max(0.001, until - time.monotonic()))
+                while self._is_main and node is not None and link.socket.recv(65536):
+                    link.socket.settimeout(max(0.001, until - time.monotonic()))
+            link.socket.close()
+        if self._listener:
+            self._listener.close()
+
+    def _missing(self) -> list[int]:
+        return [node for node, one in self._nodes.items() if node != self._place.node and one.heard is None]
+
+    def _connect(self, now: float) -> None:
+        """Accept what has come, or call the main node: again, as long as it has not said `go`."""
+        if self._listener:
+            with suppress(BlockingIOError, ConnectionAbortedError):
+                while True:
+                    self._links[Connection(self._listener.accept()[0], now)] = None
+        elif not self._links and now - self._tried_at >= PAUSE_S:
+            self._tried_at = now
+            try:
+                link = Connection(
+                    socket.create_connection((self._place.main_address, self._place.port), timeout=CONNECT_S), now
+                )
+            except OSError as error:
+                self._last_failure = str(error.strerror or error)
+                return
+            self._links[link] = 0
+            self._send(Message(kind="hello", token=self._place.token, node=self._place.node))
+
+    def _take(self, link: "Connection", message: "Message") -> None:
+        """Act on a message. Raises NodeGone for a connection that is none of ours."""
+        node = self._links[link]
+        if node is None:
+            if message.kind != "hello" or not hmac.compare_digest(message.token.encode(), self._place.token.encode()):
+                raise NodeGone("it is no node of this attempt (wrong token)")
+            if message.node not in self._missing():
+                raise NodeGone(f"node {message.node} is here already, or not of this job")
+            self._links[link] = message.node
+            if self._stop_reason:
+                link.send(Message(kind="stop", text=self._stop_reason))
+        elif message.kind == "end" and self._is_main:
+            self.report(message.code, node)
+        elif message.kind == "end":
+            self.agreed, self._nodes[0].ended = (message.code, message.text), True
+        elif message.kind == "go":
+            self.ready = True
+            self.start = Start(message.text, message.attempt) if message.attempt else None
+        elif message.kind == "stop":
+            self.trouble = self.trouble or f"the main node says: {message.text}"
+
+    def _send(self, message: "Message | None") -> None:
+        """Send to all nodes that are here."""
+        for link in [one for one, node in self._links.items() if node is not None]:
+            try:
+                link.send(message)
+            except NodeGone as gone:
+                self._drop(link, str(gone))
+
+    def _drop(self, link: "Connection", why: str) -> None:
+        node = self._links.pop(link)
+        link.socket.close()
+        if node is None:
+            self._say(f"refused a connection: {why}")
+        elif self._is_main or self.ready or self._has_reported or self.trouble:
+            self.lose(node, why)
+        else:
+            self._last_failure = why
+
+    def _lose_silent(self, now: float) -> None:
+        limit_s = self._timing.lost_after_s
+        for node, one in self._nodes.items():
+            if one.heard is None or one.ended or one.lost or now - one.heard <= limit_s:
+                continue
+            if self._is_main or self.ready:
+                self.lose(node, f"no heartbeat for {format_duration(limit_s)}")
+                for link in [link for link, other in self._links.items() if other == node]:
+                    self._drop(link, "silent")  # should it wake, it learns that it is not waited for
+
+    def _give_up_waiting(self) -> None:
+        limit = format_duration(self._timing.gather_s)
+        if not self._is_main:
+            where = f"{self._place.main_address}:{self._place.port}"
+            self.lose(0, f"no word to start from {where} within {limit} ({self._last_failure})")
+        elif missing := self._missing():
+            late = f"node {', '.join(map(str, missing))} of {self._place.num_nodes} has not come within {limit}"
+            self.trouble = self.trouble or late
+            for node in missing:
+                self._nodes[node].lost = "never came"
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on this address alone, on all interfaces for an empty one. Raises TransientError if the port is taken."""
+    try:
+        listener = socket.create_server((address, port), backlog=1024)
+    except OSError as error:
+        raise TransientError(
+            f"cannot listen at {address or 'all interfaces'}:{port}: {error.strerror}",
+            expected="a free port beside that of torchrun",
+            next_command="run the job again; set MASTER_PORT where several jobs share a machine",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class Message(Record):
+    kind: Literal["hello", "go", "stop", "end"]
+    token: str = Field("", max_length=64)
+    node: int = Field(0, ge=0)
+    attempt: int = Field(0, ge=0)
+    code: int = Field(0, ge=0, le=255)
+    text: str = Field("", max_length=1000)
+
+
+class NodeGone(Exception):
+    """The other end has closed, or does not speak this protocol. The text says which."""
+
+
+class Connection:
+    """One end of a connection; never blocks. Messages are so short and few that the kernel's buffer holds them all."""
+
+    def __init__(self, connection: socket.socket, now: float) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self.opened, self.heard = connection, now, now
+        self._unread = b""
+
+    def send(self, message: Message | None) -> None:
+        """Send a message, or a heartbeat. Raises NodeGone."""
+        line = (message.model_dump_json(exclude_defaults=True) if message else "").encode() + b"\n"
+        try:
+            is_sent = self.socket.send(line) == len(line)
+        except BlockingIOError:
+            is_sent = False
+        except OSError as error:
+            raise NodeGone(f"the connection is broken ({error.strerror or error})") from None
+        if not is_sent:
+            raise NodeGone("it reads nothing")
+
+    def receive(self, now: float) -> list[Message]:
+        """Return what has come, in order. Raises NodeGone once all was read and the other end has closed."""
+        try:
+            block = self.socket.recv(65536)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise NodeGone(f"the connection is broken ({error.strerror or error})") from None
+        if not block:
+            raise NodeGone("the connection was closed")
+        self.heard = now
+        *lines, self._unread = (self._unread + block).split(b"\n")
+        if any(len(line) > MAX_LINE_BYTES for line in (*lines, self._unread)):
+            raise NodeGone(f"a line of more than {MAX_LINE_BYTES} bytes")
+        try:
+            return [Message.model_validate_json(line) for line in lines if line]
+        except ValidationError:
+            raise NodeGone("no message of an entry") from None

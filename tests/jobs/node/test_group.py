@@ -1,0 +1,177 @@
+"""What the main node concludes from what it hears, and what it hears over a socket."""
+
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.node.environment import Place, Timing
+from jobs.node.group import MAX_LINE_BYTES, Connection, Message, NodeGone, NodeGroup
+
+RETRY, PREEMPTED = 75, 143
+
+
+class Group:
+    """The main node of a group, with a clock of its own; other nodes are `here` without a connection."""
+
+    def __init__(self, num_nodes: int = 3, here: tuple[int, ...] | None = None) -> None:
+        place = Place("", "", "train", "job-1", 1, 0, num_nodes, "127.0.0.1", port=0)
+        self.now = 0.0
+        self.main = NodeGroup(place, Timing(lost_after_s=30.0), lambda line: None, lambda: self.now)
+        for node in range(1, num_nodes) if here is None else here:
+            self.main._nodes[node].heard = 0.0
+        self.tell = self.main.report
+
+    def at(self, now: float) -> str:
+        self.now = now
+        self.main.tick()
+        return self.main.trouble
+
+    def code(self, *, stopped: bool = False) -> int:
+        return self.main.exit_code(0, stopped=stopped)
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[..., Group]]:
+    made: list[Group] = []
+
+    def make(*args: object) -> Group:
+        made.append(Group(*args))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.main.close(0.0)
+
+
+def test_all_well(group: Callable[..., Group]) -> None:
+    one = group()
+    assert (one.main.ready, one.at(1.0), one.main.ready) == (False, "", True)
+    for node in (1, 0, 2):
+        assert not one.main.settled
+        one.tell(0, node)
+    assert one.at(1000.0) == ""  # a node that has reported may fall silent
+    assert (one.main.settled, one.code()) == (True, 0)
+
+
+def test_a_silent_node_is_lost_and_named(group: Callable[..., Group]) -> None:
+    one = group()
+    one.main._nodes[1].heard = 25.0
+    assert (one.at(30.0), one.at(30.1)) == ("", "node 2 is lost: no heartbeat for 30s")
+    for node in (0, 1):
+        one.tell(PREEMPTED, node)  # told to stop
+    assert (one.main.settled, one.code()) == (True, RETRY)
+
+
+@pytest.mark.parametrize("code", [65, 70, 74, 78, 80])
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_a_code_that_must_not_be_retried_goes_before_all(group: Callable[..., Group], node: int, code: int) -> None:
+    one = group()
+    one.main.lose(1 if node == 2 else 2, "gone")
+    for other in range(3):
+        one.tell(code if other == node else RETRY, other)
+    assert one.code() == code
+
+
+def test_a_bug_counts_when_it_came_first(group: Callable[..., Group]) -> None:
+    first, after = group(2), group(2)
+    first.tell(1, 1)
+    first.tell(RETRY, 0)
+    assert (first.main.trouble, first.code()) == ("node 1 exited with 1", 1)
+    after.main.lose(1, "gone")
+    after.tell(1, 0)  # it fails because its peer has vanished
+    assert after.code() == RETRY
+
+
+def test_stopped_from_outside(group: Callable[..., Group]) -> None:
+    one = group(2)
+    for node in (0, 1):
+        one.tell(PREEMPTED, node)
+    assert (one.code(stopped=True), one.code()) == (PREEMPTED, RETRY)
+
+
+def test_nodes_that_never_came(group: Callable[..., Group]) -> None:
+    one = group(4, (2,))
+    one.main._nodes[2].heard = 900.0
+    assert one.at(900.1) == "node 1, 3 of 4 has not come within 15m00s"
+    one.tell(RETRY, 0)
+    one.tell(PREEMPTED, 2)
+    assert (one.main.settled, one.code()) == (True, RETRY)
+    assert [(row.heard_s_ago, row.lost) for row in one.main.seen()[1:3]] == [(None, "never came"), (0.1, "")]
+
+
+def test_after_trouble_latecomers_are_not_waited_for(group: Callable[..., Group]) -> None:
+    one = group(3, (1,))
+    one.tell(78, 1)
+    one.tell(RETRY, 0)
+    assert (one.main.settled, one.code()) == (True, 78)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.sampled_from([0, 1, 65, 75, 143]))))
+def test_zero_means_that_every_node_reported_zero(history: list[tuple[bool, int, int]]) -> None:
+    one, last = Group(4), dict[int, int]()
+    for reports, node, code in history:
+        if reports:
+            one.tell(code, node)
+            last[node] = code
+        elif node:
+            one.main.lose(node, "gone")
+    assert (one.code() == 0) == (len(last) == 4 and not any(last.values()))
+    one.main.close(0.0)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, socket.socket]]:
+    near, far = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    far.connect(near.getsockname())
+    connection = Connection(near.accept()[0], 0.0)
+    yield connection, far
+    for one in (connection.socket, far, near):
+        one.close()
+
+
+def wait(connection: Connection) -> list[Message]:
+    while not (found := connection.receive(0.0)):
+        continue
+    return found
+
+
+def test_messages_arrive_whole_and_in_order_and_a_heartbeat_is_none(pair: tuple[Connection, socket.socket]) -> None:
+    near, far = pair
+    hello = Message(kind="hello", token="t" * 64, node=3)
+    for one in (hello, None):
+        near.send(one)
+    far.sendall(far.recv(4096) + b'{"kind": "en')
+    assert wait(near) == [hello]
+    far.sendall(b'd", "code": 65}\n')
+    far.close()
+    assert wait(near) == [Message(kind="end", code=65)]
+    with pytest.raises(NodeGone, match="closed"):
+        wait(near)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b'{"kind": "end", "more": 1}\n',
+        b'{"kind": "end", "code": 256}\n',
+        b"x" * (MAX_LINE_BYTES + 1),
+        b"\xff\xfe\n",
+        b"[" * 3000 + b"\n",
+    ],
+)
+def test_other_languages_are_refused(pair: tuple[Connection, socket.socket], words: bytes) -> None:
+    near, far = pair
+    far.sendall(words)
+    with pytest.raises(NodeGone):
+        wait(near)
+
+
+def test_a_node_that_reads_nothing_is_given_up(pair: tuple[Connection, socket.socket]) -> None:
+    near, _ = pair
+    with pytest.raises(NodeGone, match="reads nothing"):
+        for _ in range(100_000):
+            near.send(Message(kind="stop", text="x" * 1000))
