@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, Outcome
@@ -14,6 +14,7 @@ from jobs.cycle.ledger import CycleLedger, Moment, read_moments
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
 from jobs.plan.dag import Plan
+from jobs.settings import differences
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
 from pipeline.core.format import natural_key
@@ -244,7 +245,11 @@ def gather(
             settings_hash=made[0].settings_hash if made else "",
             code_version=made[0].code_version if made else "",
             compared=compared if before else "",
-            changed=tuple(_changed(before, settings)) if before else (),
+            changed=tuple(
+                (name, json.dumps(old), json.dumps(new)) for name, old, new in sorted(differences(before, settings))
+            )
+            if before
+            else (),
         ),
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(
@@ -303,21 +308,6 @@ def _json(storage: Storage, key: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{storage.uri(key)} is no JSON: {error}", expected="what a job wrote there") from error
     return tree if isinstance(tree, dict) else {}
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    old, new = dict(_flat(before)), dict(_flat(now))
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            yield name, json.dumps(old.get(name)), json.dumps(new.get(name))
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, JsonValue]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield above + name, value
 
 
 def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
