@@ -40,9 +40,6 @@ from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
 from pipeline.proc.signals import stop_on_signals
 from pipeline.train.config import batch_share
 
-SAGEMAKER_POLL_S = 30.0
-"""Between two looks at training jobs."""
-
 
 def cycle_of(settings: CycleSettings) -> str:
     """The cycle of the settings, else today's date: by the clocks of the schedule where there is one, else UTC."""
@@ -283,7 +280,7 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
 
         training = SageMakerClient(connect("sagemaker"), stop=stop)
         queue = QueueRoute(ServiceJobClient(connect("batch"), stop=stop), training, say)
-        return SageMakerTarget(DirectRoute(training), queue, logs, store, say, stop, SAGEMAKER_POLL_S)
+        return SageMakerTarget(DirectRoute(training), queue, logs, store, say, stop)
     from jobs.targets.batch.target import BatchTarget
 
     return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)

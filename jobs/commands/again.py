@@ -22,6 +22,10 @@ from pipeline.registry.records import verdict_key
 MAX_CHANGES = 8
 MAX_CHARACTERS = 60
 """Of one value."""
+_NOT_PLANNED = tuple(
+    f"jobs.{name}" for name in ("prices", "vcpu_usd", "sla_s", "schedule", "notify", "local_", "target")
+)
+"""Begin the names of settings that make no other plan."""
 
 
 def is_run(cycle: OpenCycle) -> bool:
@@ -58,8 +62,10 @@ def changes(cycle: OpenCycle, plan: Plan, target: str) -> list[str]:
         except (ConfigError, DataError):  # of another version
             before = of_all_jobs(cycle.settings)
         # The plans tell where another version, or another folder, plans equal settings differently.
-        plans = (one.model_dump(mode="json") for one in (stored, plan))
-        found += list(differences(before, of_all_jobs(cycle.settings))) or list(differences(*plans))
+        own = differences(before, of_all_jobs(cycle.settings))
+        found += [one for one in own if not one[0].startswith(_NOT_PLANNED)] or list(
+            differences(stored.model_dump(mode="json"), plan.model_dump(mode="json"))
+        )
     return [_change(*one) for one in found]
 
 

@@ -3,6 +3,9 @@
 A plan holds the placement of every job, whatever target it is given to, so that its id is the same on all of them.
 """
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from pydantic import Field
 
 from jobs.config import JobsConfig
@@ -29,12 +32,11 @@ class BatchPlacement(Record):
 class SageMakerPlacement(Record):
     """As CreateTrainingJob needs it; the role is that of the placement in AWS Batch."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"output": "", "infra_check": True}
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
     volume_gib: int = 100
-    output: str = ""
-    spot_wait_s: int = 0
-    infra_check: bool = True
+    spot_wait_s: int = Field(0, description="Seconds that a job may wait for Spot capacity; 0: on demand")
     keep_alive_s: int = 0
     queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
 

@@ -128,6 +128,7 @@ def _templates() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_share}
     made.filters |= {"stamp": _stamp, "figure_text": _figure_text}
