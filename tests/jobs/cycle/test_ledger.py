@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.attempt_time import Category, Moment
-from jobs.cycle.cost_ledger import CycleLedger, deadline_of, ledger_of, success_of
 from jobs.cycle.cycle_store import Claim, Replaced
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.ledger import Category, CycleLedger, Moment, deadline_of, ledger_of, success_of
 from jobs.plan.cost import Prices
 from jobs.plan.dag import Plan
 from pipeline.telemetry.events import EventName

@@ -1,18 +1,22 @@
-"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars.
+"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars; and what the next will take.
 
 Goodput here: machine seconds of productive work that was kept (training steps, prepared rows, vectors), over all
 machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not in
 it.
 """
 
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal
+from enum import StrEnum
+from itertools import islice
+from typing import Any, Literal
 
 from pydantic import Field
 
 from jobs.config import JobsConfig
-from jobs.cycle.attempt_time import SPENT, Category, Moment, Try, moment_of, spent_in, with_kept_until
 from jobs.cycle.cycle_store import CycleStore, Replaced
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.job_states import outcome_of
@@ -24,12 +28,169 @@ from jobs.schedule import ScheduleConfig, cycle_name
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage
-from pipeline.telemetry.events import read_events
+from pipeline.telemetry.events import EventName, read_events
 
 SKEW_MS = 5000  # clocks of a machine and of whoever runs the jobs differ
 MS_PER_HOUR = 3_600_000
-
+NEVER = float("inf")
 Deadline = Literal["met", "missed", "open", "none"]
+
+
+class Category(StrEnum):
+    """What a machine did with its time. `waiting` is of the job: no machine waits with it."""
+
+    START_UP = "start-up"
+    """Until the work begins, and after it is done; checking the machine."""
+    COMPILE = "compile"
+    DATA_WAIT = "data wait"
+    PRODUCTIVE = "productive"
+    """Steps, rows and vectors that were kept."""
+    CHECKPOINT = "checkpoint"
+    """Training that stands still to save or to load."""
+    EVALUATION = "evaluation"
+    WASTED = "wasted"
+    """Lost by a failure: what was done again, and all of a try that left nothing."""
+    WAITING = "waiting"
+    """Ready to run, in the queue."""
+
+
+SPENT: tuple[Category, ...] = tuple(category for category in Category if category is not Category.WAITING)
+_WORK: Mapping[str, Category] = {
+    "health": Category.START_UP,
+    "compile": Category.COMPILE,
+    "evaluate": Category.EVALUATION,
+    "verify": Category.EVALUATION,
+    "report": Category.EVALUATION,
+}
+"""What the time of a stage is, if it is not productive and its events do not say more."""
+_ENDS = frozenset({EventName.STAGE_FINISHED, EventName.STAGE_FAILED, EventName.STAGE_SKIPPED})
+_TIMED = frozenset({EventName.TRAIN_STEPS, EventName.HOLDOUT_EVALUATED})
+
+
+# Where the time of one try went. Pure, and exact: whole milliseconds that add up.
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One line of the event log. `at_ms`: since 1970."""
+
+    at_ms: int
+    name: str
+    fields: Mapping[str, Any]
+
+    def number(self, name: str) -> float:
+        """Return a field that is a number and not negative; 0 for anything else."""
+        value = self.fields.get(name)
+        return float(value) if isinstance(value, int | float) and 0 <= value < NEVER else 0.0
+
+
+def read_moments(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[Moment, ...]:
+    """Return all events of a cycle, or about as much of the newest; none when there is no log."""
+    found = list[Moment]()
+    for line in read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes):
+        name, fields = line.get("event"), {key: value for key, value in line.items() if key not in ("time", "event")}
+        try:
+            at = datetime.fromisoformat(line.get("time"))  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # no event
+            continue
+        if isinstance(name, str):
+            found.append(Moment(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Try:
+    """One try of one job, on the clock of whoever runs the jobs. `kept`: it ended well, or has not ended yet."""
+
+    stage: str
+    start_ms: int
+    stop_ms: int
+    kept: bool
+    moments: tuple[Moment, ...] = ()
+    """Its own, in order of time."""
+    kept_until: float = NEVER
+    """Training steps after this one were done again, or are lost."""
+
+
+def spent_in(one: Try) -> dict[Category, int]:
+    """Return milliseconds by category; they add up to the length of the try.
+
+    An event tells when something ended and how long it took. The time between such events goes to what precedes them.
+    """
+    spent, cursor = dict.fromkeys(SPENT, 0), one.start_ms
+    work = _WORK.get(one.stage, Category.PRODUCTIVE)
+
+    def spend(until_ms: float, *shares: tuple[Category, float]) -> None:
+        """Give the time from the cursor on to categories; the last one gets what rounding leaves."""
+        nonlocal cursor
+        end = min(max(cursor, round(until_ms)), one.stop_ms)
+        left = length = end - cursor
+        for category, share in shares[:-1]:
+            part = min(left, round(length * share))
+            spent[category], left = spent[category] + part, left - part
+        spent[shares[-1][0]] += left
+        cursor = end
+
+    compiled_ms = defaultdict[float, float](float)  # by the step that was reported just before
+    for moment in one.moments:
+        if moment.name == EventName.GRAPH_COMPILED:
+            compiled_ms[moment.number("step")] += 1000 * moment.number("compile_s")
+    last_timed = max((index for index, moment in enumerate(one.moments) if moment.name in _TIMED), default=-1)
+    between = Category.START_UP
+    for index, moment in enumerate(one.moments):
+        step, length_ms, name = moment.number("step"), 1000 * moment.number("seconds"), moment.name
+        if one.stage != "train":
+            if name == EventName.STAGE_STARTED or (one.kept and name == EventName.STAGE_SKIPPED):
+                spend(moment.at_ms, (Category.START_UP, 1.0))
+            elif name in _ENDS if one.kept else name == EventName.PARTITION_PREPARED:
+                spend(moment.at_ms, (work, 1.0))
+            elif not one.kept and name == EventName.PART_EMBEDDED:  # what it has left for the next try counts
+                spend(moment.at_ms - length_ms, (Category.WASTED, 1.0))
+                spend(moment.at_ms, (work, 1.0))
+        elif name == EventName.TRAIN_STEPS:
+            spend(moment.at_ms - length_ms, (between, 1.0))
+            losses = moment.fields.get("losses")
+            count = max(1, len(losses)) if isinstance(losses, list) else 1
+            kept = min(1.0, max(0.0, (one.kept_until - (step - count)) / count))
+            waiting = min(1.0, moment.number("data_wait_share"))
+            compiling = min(1.0 - waiting, compiled_ms[step] / length_ms if length_ms else 0.0)
+            shares = ((Category.DATA_WAIT, kept * waiting), (Category.COMPILE, kept * compiling))
+            spend(moment.at_ms, (Category.WASTED, 1.0 - kept), *shares, (Category.PRODUCTIVE, 1.0))
+            between = Category.CHECKPOINT if step <= one.kept_until else Category.WASTED
+        elif name == EventName.HOLDOUT_EVALUATED:
+            spend(moment.at_ms - length_ms, (between, 1.0))
+            spend(moment.at_ms, (Category.EVALUATION if step <= one.kept_until else Category.WASTED, 1.0))
+        elif name in (EventName.TRAIN_STARTED, EventName.STAGE_FINISHED) or (
+            name == EventName.CHECKPOINT_SAVED and index > last_timed  # others were saved behind the steps
+        ):
+            spend(moment.at_ms, (between, 1.0))
+    is_done = any(moment.name in _ENDS for moment in one.moments)
+    after = Category.WASTED if not one.kept else Category.START_UP if is_done else work
+    spend(one.stop_ms, (after, 1.0))
+    if one.kept or spent[Category.PRODUCTIVE]:
+        return spent
+    return dict.fromkeys(SPENT, 0) | {Category.WASTED: sum(spent.values())}
+
+
+def with_kept_until(tries: Sequence[Try]) -> list[Try]:
+    """Return the tries of one training job, with the steps of each that a later one continued from.
+
+    A later try that began at an earlier step has done those after it again. If none came later, what was saved last is
+    kept for whoever continues.
+    """
+    starts = [
+        next((moment.number("step") for moment in one.moments if moment.name == EventName.TRAIN_STARTED), None)
+        for one in tries
+    ]
+    saved, made = 0.0, []
+    for index, one in enumerate(tries):
+        saved = max([saved, *(m.number("step") for m in one.moments if m.name == EventName.CHECKPOINT_SAVED)])
+        later = [step for step in starts[index + 1 :] if step is not None]
+        made.append(replace(one, kept_until=min(later, default=NEVER if one.kept else saved)))
+    return made
+
+
+# Tries of a whole cycle.
 
 
 class Entry(Record):
@@ -58,6 +219,12 @@ class Entry(Record):
     def try_name(self) -> str:
         """Its number, and of which submission it is where there was more than the first."""
         return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"
+
+    @property
+    def wasted_usd(self) -> float | None:
+        if self.usd is None:
+            return None
+        return self.usd * self.spent_ms[Category.WASTED] / self.length_ms if self.length_ms else 0.0
 
 
 class Total(Record):
@@ -97,11 +264,11 @@ class CycleLedger(Record):
 
     def stages(self) -> tuple[Total, ...]:
         names = dict.fromkeys(entry.stage for entry in self.entries)
-        return tuple(total(name, [entry for entry in self.entries if entry.stage == name]) for name in names)
+        return tuple(_total(name, [entry for entry in self.entries if entry.stage == name]) for name in names)
 
     @property
     def total(self) -> Total:
-        return total(self.cycle, self.entries)
+        return _total(self.cycle, self.entries)
 
 
 class Success(Record):
@@ -111,6 +278,36 @@ class Success(Record):
     jobs_done: int
     deadlines: int
     deadlines_met: int
+
+
+def _total(name: str, entries: Sequence[Entry]) -> Total:
+    return Total(
+        name=name,
+        tries=len(entries),
+        machine_ms={kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT},
+        waiting_ms=sum(entry.waiting_ms for entry in entries),
+        usd=sum_if_known([entry.usd for entry in entries]),
+        wasted_usd=sum_if_known([entry.wasted_usd for entry in entries]),
+    )
+
+
+def sum_if_known(amounts: Sequence[float | None]) -> float | None:
+    """Return the sum, or None if an amount is unknown."""
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
+
+
+def success_of(ledgers: Iterable[CycleLedger]) -> Success:
+    ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
+    due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
+    return Success(
+        cycles=len(ended),
+        cycles_done=sum(ledger.outcome in ("succeeded", "refused") for ledger in ended),
+        jobs=sum(ledger.succeeded + (0 if ledger.outcome == "refused" else ledger.failed) for ledger in ended),
+        jobs_done=sum(ledger.succeeded for ledger in ended),
+        deadlines=len(due),
+        deadlines_met=sum(ledger.deadline == "met" for ledger in due),
+    )
 
 
 def ledger_of(
@@ -126,7 +323,7 @@ def ledger_of(
     replaced: Sequence[tuple[Replaced, Prices]] = (),
     rounds_before: int = 0,
 ) -> CycleLedger:
-    """The ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then.
+    """Return the ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then.
 
     `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
     `replaced`: submissions with other settings, the oldest first, each with its prices; likewise. `rounds_before`: of
@@ -165,47 +362,12 @@ def ledger_of(
 
 
 def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *, done: bool) -> Deadline:
-    """Whether a cycle was ready in time. One that failed never is."""
+    """Return whether a cycle was ready in time. One that failed never is."""
     if deadline_at is None:
         return "none"
     if ended_at is None:
         return "open" if now <= deadline_at else "missed"
     return "met" if done and ended_at <= deadline_at else "missed"
-
-
-def total(name: str, entries: Sequence[Entry]) -> Total:
-    wasted = [
-        None if entry.usd is None else entry.usd * entry.spent_ms[Category.WASTED] / entry.length_ms
-        for entry in entries
-        if entry.usd is None or entry.length_ms
-    ]
-    return Total(
-        name=name,
-        tries=len(entries),
-        machine_ms={kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT},
-        waiting_ms=sum(entry.waiting_ms for entry in entries),
-        usd=sum_if_known([entry.usd for entry in entries]),
-        wasted_usd=sum_if_known(wasted),
-    )
-
-
-def sum_if_known(amounts: Sequence[float | None]) -> float | None:
-    """None when one of them is."""
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if len(known) == len(amounts) else None
-
-
-def success_of(ledgers: Iterable[CycleLedger]) -> Success:
-    ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
-    due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
-    return Success(
-        cycles=len(ended),
-        cycles_done=sum(ledger.outcome in ("succeeded", "refused") for ledger in ended),
-        jobs=sum(ledger.succeeded + (0 if ledger.outcome == "refused" else ledger.failed) for ledger in ended),
-        jobs_done=sum(ledger.succeeded for ledger in ended),
-        deadlines=len(due),
-        deadlines_met=sum(ledger.deadline == "met" for ledger in due),
-    )
 
 
 def _plan_entries(
@@ -219,10 +381,9 @@ def _plan_entries(
     is_over: bool = False,
 ) -> Iterator[Entry]:
     """`records`: in the order of rounds, the newest of each job last. `is_over`: nothing of it runs at `now`."""
-    found = {record.name: record for record in records}
     ends = {  # a try that still runs counts 0
         record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
-        for record in found.values()
+        for record in records
     }
     for job in plan.jobs:
         runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
@@ -230,10 +391,10 @@ def _plan_entries(
         for leaf in (leaf for one in records if one.name == job.name for leaf in one.leaves()):
             rounds.setdefault(leaf.name, []).append(leaf)
         for same in rounds.values():
-            yield from _entries(job, same, runnable_at, moments, prices, now, rounds_before, is_over)
+            yield from _leaf_entries(job, same, runnable_at, moments, prices, now, rounds_before, is_over)
 
 
-def _entries(
+def _leaf_entries(
     job: JobSpec,
     rounds: Sequence[JobRecord],
     runnable_at: float,
@@ -242,7 +403,7 @@ def _entries(
     now: float,
     rounds_before: int,
     is_over: bool,
-) -> list[Entry]:
+) -> Iterator[Entry]:
     """`rounds`: one leaf, as it was submitted in each."""
     nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name
     ran: list[tuple[float, int, int, AttemptRecord]] = []
@@ -256,11 +417,10 @@ def _entries(
             ran.append((leaf.created_at, rounds_before + submission, number, attempt))
     logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
     tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
-    ready_ms, made = 0, []
+    ready_ms = 0
     for (submitted_at, submission, number, attempt), one in zip(ran, tries, strict=True):
         ready_ms = max(ready_ms, round(1000 * max(runnable_at, submitted_at)))
         paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
-        hours = nodes * paid_ms / MS_PER_HOUR
         if attempt.stopped_at is None:
             ending = "running"
         elif attempt.exit_code is None:
@@ -268,26 +428,23 @@ def _entries(
         else:
             failure = ", ".join(word for word in (f"exit {attempt.exit_code}", attempt.reason) if word)
             ending = "succeeded" if attempt.exit_code == EXIT_OK else failure
-        made.append(
-            Entry(
-                job=name,
-                stage=job.stage,
-                submission=submission,
-                attempt=number,
-                nodes=nodes,
-                start_ms=one.start_ms,
-                waiting_ms=max(0, one.start_ms - ready_ms),
-                spent_ms=spent_in(one),
-                usd=None if price is None else price * hours,
-                ending=ending,
-            )
+        yield Entry(
+            job=name,
+            stage=job.stage,
+            submission=submission,
+            attempt=number,
+            nodes=nodes,
+            start_ms=one.start_ms,
+            waiting_ms=max(0, one.start_ms - ready_ms),
+            spent_ms=spent_in(one),
+            usd=None if price is None else price * nodes * paid_ms / MS_PER_HOUR,
+            ending=ending,
         )
         ready_ms = one.stop_ms
-    return made
 
 
 def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
-    """Each with the events that fall into it: an event belongs to the last try that had started by then."""
+    """Return each with the events that fall into it: an event belongs to the last try that had started by then."""
     made: list[Try] = []
     starts = [round(1000 * attempt.started_at) for attempt in attempts if attempt.started_at is not None]
     for index, attempt in enumerate(attempts):
@@ -304,15 +461,6 @@ def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Mome
 # The ledger of a cycle, from what its workspace holds.
 
 
-def read_moments(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[Moment, ...]:
-    """All events of a cycle, or about as much of the newest; none when there is no log.
-
-    Lines that are no events are left out.
-    """
-    found = map(moment_of, read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes))
-    return tuple(moment for moment in found if moment is not None)
-
-
 def read_ledger(
     store: CycleStore,
     plan: Plan,
@@ -323,7 +471,7 @@ def read_ledger(
     without_report: bool = False,
     moments: Sequence[Moment] | None = None,
 ) -> CycleLedger:
-    """The ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
+    """Return the ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
 
     `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs, as it is while
     the report is written. `moments`: in place of all events of the cycle; what was spent on what is of those alone,
@@ -358,12 +506,36 @@ def read_ledger(
 
 
 def scheduled_at(config: ScheduleConfig, cycle: str, claimed_at: float) -> float:
-    """The time on the schedule that the cycle is named by, else when it was claimed; seconds since 1970."""
+    """Return the time by which a cycle is named, else when it was claimed; seconds since 1970."""
     if not config.is_set:
         return claimed_at
     schedule = config.schedule()
-    for one in schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)):
+    for one in islice(schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)), 1000):
         name = cycle_name(schedule, one)
         if name <= cycle:  # names sort as their times do
             return one.timestamp() if name == cycle else claimed_at
     return claimed_at
+
+
+# What a cycle will take, from what earlier ones took. Pure.
+
+
+def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]:
+    """Return the median seconds by job over cycles: of the try that succeeded, of an array the longest child."""
+    seen: dict[str, list[float]] = {}
+    for record in (one for records in history for one in records):
+        last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
+        known = [seconds for seconds in last if seconds is not None]
+        if len(known) == len(record.leaves()):
+            seen.setdefault(record.name, []).append(max(known))
+    return {name: statistics.median(values) for name, values in seen.items()}
+
+
+def critical_seconds(plan: Plan, seconds: Mapping[str, float]) -> float | None:
+    """Return the time from the first job to the end of the last, without waiting; None if a job's is unknown."""
+    ends: dict[str, float] = {}
+    for job in plan.jobs:  # each after those it depends on
+        if job.name not in seconds:
+            return None
+        ends[job.name] = seconds[job.name] + max((ends[one.job] for one in job.depends_on), default=0.0)
+    return max(ends.values(), default=0.0)

@@ -5,18 +5,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
-from jobs.cycle.attempt_time import Moment
-from jobs.cycle.cost_ledger import CycleLedger, read_moments
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, Outcome
 from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
+from jobs.cycle.ledger import CycleLedger, Moment, read_moments
+from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
 from jobs.plan.dag import Plan
+from jobs.settings import differences
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
-from pipeline.core.format import format_duration
+from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.data.digest import PrepareDigest
 from pipeline.data.digest import load_digest as load_prepared
@@ -30,13 +31,8 @@ from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.telemetry.events import EventName
 
 STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify")
-TREND = 20
-"""Cycles of the trend, this one included."""
-MEDIAN_OF = 10
 MAIN_METRICS = ("retrieval_ndcg@10", "ndcg@10")
-WITHOUT = " WITHOUT a comparison"
-"""Follows `promoted` where nothing judged the model."""
-"""What a first model, that the gate compares with nothing, is shown by."""
+"""What a first model, which the gate compares with nothing, is shown by."""
 MAX_ANCESTORS = 12
 MAX_NOTICES = 200
 NOTICES = frozenset(
@@ -60,9 +56,6 @@ _AT_REPORTS = {
     "memory, bytes": "memory_bytes",
 }
 HOLDOUT = "holdout loss"
-MAX_POINTS = 600
-"""Of one curve: about one a pixel."""
-Point = tuple[float, float]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -88,12 +81,6 @@ class Job(Record):
         if self.state == "FAILED":
             return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
         return self.state.lower()
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Tries, time, exit code and reason, for a table."""
-        code = "-" if self.exit_code is None else str(self.exit_code)
-        return str(self.tries), format_duration(self.ran_s), code, self.why
 
 
 class Curve(Record):
@@ -232,7 +219,7 @@ def gather(
     prepared = read(None, load_prepared, storage, cycle)
     vectors = read(None, load_verified, storage, cycle)
     nodes = [
-        read(None, _node_report, storage, stat.key)
+        read(None, lambda key: from_json(storage.read_bytes(key), storage.uri(key)), stat.key)
         for stat in storage.list(f"cycles/{cycle}/health")
         if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
     ]
@@ -258,12 +245,16 @@ def gather(
             settings_hash=made[0].settings_hash if made else "",
             code_version=made[0].code_version if made else "",
             compared=compared if before else "",
-            changed=tuple(_changed(before, settings)) if before else (),
+            changed=tuple(
+                (name, json.dumps(old), json.dumps(new)) for name, old, new in sorted(differences(before, settings))
+            )
+            if before
+            else (),
         ),
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(
             PostMortem(job=stat.key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(stat.key))
-            for stat in sorted(storage.list(store.key("post-mortem")), key=lambda one: _by_numbers(one.key))
+            for stat in sorted(storage.list(store.key("post-mortem")), key=lambda one: natural_key(one.key))
         ),
         unread=tuple(unread),
     )
@@ -288,11 +279,6 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
             error=failed.attempts[-1].error if failed else "",
             logs=logs_command(failed, plan.workspace, plan.cycle) if failed else "",
         )
-
-
-def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """For sorting: attempt 9 before attempt 10."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split("([0-9]+)", name)]
 
 
 def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
@@ -322,25 +308,6 @@ def _json(storage: Storage, key: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{storage.uri(key)} is no JSON: {error}", expected="what a job wrote there") from error
     return tree if isinstance(tree, dict) else {}
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    old, new = dict(_flat(before)), dict(_flat(now))
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            yield name, json.dumps(old.get(name)), json.dumps(new.get(name))
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, JsonValue]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield above + name, value
-
-
-def _node_report(storage: Storage, key: str) -> NodeReport:
-    return from_json(storage.read_bytes(key), storage.uri(key))
 
 
 def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
@@ -387,19 +354,6 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
             if isinstance(value, int | float):
                 found[HOLDOUT].append((step, float(value)))
     return {name: points for name, points in found.items() if points}
-
-
-def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most `limit` points that keep the first, the last, and the lowest and highest of each stretch."""
-    if len(points) <= limit:
-        return list(points)
-    inner, stretches = points[1:-1], max(1, (limit - 2) // 2)
-    kept = [points[0]]
-    for i in range(stretches):
-        part = inner[i * len(inner) // stretches : (i + 1) * len(inner) // stretches]
-        ends = {part.index(choose(part, key=lambda point: point[1])) for choose in (min, max)}
-        kept += [part[place] for place in sorted(ends)]
-    return [*kept, points[-1]]
 
 
 def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:
