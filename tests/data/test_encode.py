@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.batch_order import Bucket
 from pipeline.data.rows import product_text
-from pipeline.data.tokenizer import Tokens, id_dtype, pack, pair_tokens, take
+from pipeline.data.tokenizer import Tokens, id_dtype, pack, place_pairs, take
 
 PAD, CLS, SEP = 0, 2, 3
 TEXTS = st.lists(st.lists(st.integers(5, 60_000), max_size=20), min_size=1, max_size=12)
@@ -38,13 +38,13 @@ def test_pack_equals_the_obvious_loop(texts: list[list[int]], length: int, data:
 def test_every_pair_fits_its_bucket_or_is_truncated(queries: list[list[int]], products: list[list[int]]) -> None:
     size = min(len(queries), len(products))
     buckets = (Bucket(6, 6), Bucket(6, 12), Bucket(12, 16))
-    pairs = pair_tokens(tokens_of(queries[:size]), tokens_of(products[:size]), buckets)
+    bucket, truncated, num_tokens = place_pairs(tokens_of(queries[:size]), tokens_of(products[:size]), buckets)
     for row in range(size):
         lengths = (len(queries[row]) + 2, len(products[row]) + 2)
         fitting = [i for i, b in enumerate(buckets) if lengths[0] <= b.query_tokens and lengths[1] <= b.product_tokens]
-        assert pairs.bucket[row] == (fitting[0] if fitting else 2)
-        assert pairs.truncated[row] == (not fitting)
-        assert pairs.num_tokens[row] == min(lengths[0], 12) + min(lengths[1], 16) or fitting
+        assert bucket[row] == (fitting[0] if fitting else 2)
+        assert truncated[row] == (not fitting)
+        assert num_tokens[row] == min(lengths[0], 12) + min(lengths[1], 16) or fitting
 
 
 @pytest.mark.unit
