@@ -203,8 +203,8 @@ class TokenSet:
         return Partition(self.info.partition, self.info.watermark, self.info.fingerprint)
 
 
-_COMMON = ("tokenizer_fingerprint", "query_prefix", "product_prefix", "buckets", "labels", "numeric", "categorical")
-_COMMON += ("pad_id", "slice_columns")
+_TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
+_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")
 """Fields that are equal in all partitions of a run."""
 
 
