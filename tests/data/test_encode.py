@@ -1,7 +1,6 @@
 """Packing against a loop written the obvious way."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ def tokens_of(texts: list[list[int]]) -> Tokens:
     return Tokens(flat, np.cumsum([0, *map(len, wrapped)]).astype(np.int64))
 
 
-@pytest.mark.unit
 @given(TEXTS, st.integers(3, 24), st.data())
 def test_pack_equals_the_obvious_loop(texts: list[list[int]], length: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=15)), dtype=np.int64)
@@ -33,7 +31,6 @@ def test_pack_equals_the_obvious_loop(texts: list[list[int]], length: int, data:
     assert packed.tolist() == expected
 
 
-@pytest.mark.unit
 @given(TEXTS, TEXTS)
 def test_every_pair_fits_its_bucket_or_is_truncated(queries: list[list[int]], products: list[list[int]]) -> None:
     size = min(len(queries), len(products))
@@ -47,7 +44,6 @@ def test_every_pair_fits_its_bucket_or_is_truncated(queries: list[list[int]], pr
         assert num_tokens[row] == min(lengths[0], 12) + min(lengths[1], 16) or fitting
 
 
-@pytest.mark.unit
 @given(TEXTS, st.data())
 def test_take_picks_texts(texts: list[list[int]], data: st.DataObject) -> None:
     index = data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=15))
@@ -57,13 +53,11 @@ def test_take_picks_texts(texts: list[list[int]], data: st.DataObject) -> None:
     assert taken.offsets.tolist() == expected.offsets.tolist()
 
 
-@pytest.mark.unit
 def test_ids_are_small_when_they_can_be() -> None:
     assert id_dtype(65_536) == np.uint16
     assert id_dtype(65_537) == np.int32
 
 
-@pytest.mark.unit
 def test_product_text_is_cut() -> None:
     assert product_text("a title", "", 100) == "a title"
     assert product_text("a title", "more", 9) == "a title m"

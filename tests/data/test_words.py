@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from pipeline.data.lexical import LEXICAL_NAMES, lexical_features
 from pipeline.data.words import words_of
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.mark.parametrize(
     ("text", "words"),
