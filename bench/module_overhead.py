@@ -15,8 +15,7 @@ from pipeline.model.hf_weights import initial_model
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.train.config import batch_share
-from pipeline.train.program import module_strategy
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, module_strategy
 
 NAME = "module_overhead"
 TITLE = "Time of a step through modules (FSDP2, shard_degree 1) over that of one through flat vectors, one CPU rank"

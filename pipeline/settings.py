@@ -143,7 +143,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "data": {"num_workers": True, "worker": True, "workers": True},
     "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
     "evaluate": {"candidate": True, "promote": True, "force_reason": True, "save_every_s": True},
-    "mine": {"worker": True, "workers": True, "items_per_part": True, "queries_per_part": True},
+    "mine": {"workers": True, "queries_per_part": True},
     "embed": {"worker": True, "workers": True, "tokenise_processes": True, "verify": True},
 }
 

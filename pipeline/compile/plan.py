@@ -10,6 +10,7 @@ from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manif
 from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import with_retired
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.io.storage import Storage
 from pipeline.model.config import ENCODER_FIELDS, EncoderSize, InputSpec, ModelConfig
@@ -35,6 +36,8 @@ _NOT_IN_GRAPHS = {
     "parallel",  # see graph_plan
 }
 
+_OF_THE_RATE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
+
 
 def graph_plan(
     settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankShare, device: str
@@ -54,15 +57,14 @@ def evaluation_plan(
 ) -> dict[str, PlanValue]:
     """What of it decides the graphs of evaluation: not how ranks share a step."""
     train, model = settings.train, settings.model
-    fields = train.model_dump(mode="json", exclude=_NOT_IN_GRAPHS | {"optimizer", "loss", "guard"})
-    plan: dict[str, PlanValue] = {f"train.{name}": value for name, value in fields.items()}
-    optimizer = train.optimizer.model_dump(
-        mode="json", exclude={"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
-    )
-    plan |= {f"train.optimizer.{name}": value for name, value in optimizer.items()}
-    plan |= {f"train.loss.{name}": value for name, value in train.loss.used_fields().items()}
-    guard = train.guard.model_dump(mode="json", exclude={"patience"})
-    plan |= {f"train.guard.{name}": value for name, value in guard.items()}
+    plan: dict[str, PlanValue] = {}
+    for prefix, fields, left_out in (
+        ("train", with_retired(train), {*_NOT_IN_GRAPHS, "optimizer", "loss", "guard"}),
+        ("train.optimizer", with_retired(train.optimizer), _OF_THE_RATE),
+        ("train.loss", train.loss.used_fields(), ()),
+        ("train.guard", with_retired(train.guard), {"patience"}),
+    ):
+        plan |= {f"{prefix}.{name}": value for name, value in fields.items() if name not in left_out}
     plan |= {f"model.{name}": value for name, value in model.shape().items() if name not in ("preset", "init_from")}
     plan |= embed_plan(model, settings.embed, settings.compile, spec, device, world_size)
     return plan | {

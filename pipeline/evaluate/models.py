@@ -250,8 +250,6 @@ class ModelScorer:
                 self.settings.train.precision,
                 holdout.rows.buckets,
                 self._watch(checkpoint, holdout),
-                chunk_mib=self.settings.train.chunk_mib,
-                by_layer=self.settings.train.optimizer.by_layer,
             )
         self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
         return self._programs[name]

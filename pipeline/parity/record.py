@@ -58,10 +58,10 @@ from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, read_events
-from pipeline.train.build import open_run
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import RunInputs, gather_inputs, identity_parts
-from pipeline.train.run import train
+from pipeline.train.loop import train
 
 BACKENDS: tuple[str, ...] = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -335,7 +335,7 @@ def _train(task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSign
         }
     )
     after_stop = open_storage(f"{task.place.rstrip('/')}/{WORK}", retry=settings.storage, stop=StopSignal())
-    events = EventLog(after_stop, EVENTS, scratch=task.scratch)
+    events = EventLog(after_stop, EVENTS)
     ctx = StageContext(
         settings=settings,
         workspace=workspace,
@@ -351,7 +351,10 @@ def _train(task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSign
     )
     tokenizer = workspace.read_bytes(f"{task.tokenizer}/tokenizer.json")
     try:
-        with open_run(settings, ctx, inputs, tokenizer) as opened:
+        config = RunConfig(
+            settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
+        )
+        with open_run(config, ctx, inputs, tokenizer) as opened:
             train(opened)
     finally:
         events.close()
@@ -435,10 +438,7 @@ def _score(
     with torch.device("meta"):
         model = RelevanceModel(task.model, state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
-    by_layer = train.optimizer.by_layer
-    program = ScoreProgram(
-        model, backend, task.side.precision, rows.buckets, chunk_mib=train.chunk_mib, by_layer=by_layer
-    )
+    program = ScoreProgram(model, backend, task.side.precision, rows.buckets)
     program.load(weights)
     batch_size = min(train.micro_batch_size, train.global_batch_size)
     scorer = Scorer(backend, Gang(World(), timeout_s=1.0), stop, batch_size, _SAVE_EVERY_S)

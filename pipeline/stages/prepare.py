@@ -40,7 +40,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.workspace,
         scratch=ctx.scratch,
         tokenizer=tokenizer,
-        worker=job_index(config, os.environ, "data"),
+        worker=job_index(config.workers, os.environ, "data", config.worker),
         events=ctx.events.emit,
         stop=ctx.stop,
     )

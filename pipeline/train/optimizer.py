@@ -3,12 +3,12 @@
 Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019), algorithm 2.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pipeline.parallel.strategies.base import Chunk
 from pipeline.train.config import GuardConfig, OptimizerConfig
 
 CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
@@ -25,15 +25,17 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
     )
 
 
-def rate_of(part: Chunk, num_layers: int, config: OptimizerConfig) -> float:
-    """Multiple of the learning rate for the parameters of a part; the encoder has `num_layers`.
-
-    Layer l of L learns at layer_decay^(L - l), the embeddings are layer 0 (Howard and Ruder, "Universal Language Model
-    Fine-tuning for Text Classification", ACL 2018, 3.2, as BERT-like models have it since ELECTRA).
-    """
-    if not part.encoder:
-        return config.head_rate
-    return 1.0 if part.layer is None else config.layer_decay ** (num_layers - part.layer)
+def schedule_of(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    """Learning rate of optimizer step `step` (1-based): linear warm-up, then down to `final_fraction` of the peak."""
+    peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
+    if step <= warmup_steps:
+        return peak * step / max(1, warmup_steps)
+    if config.schedule == "constant":
+        return peak
+    # The step before the end of the decay, so that the last step still learns.
+    progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return peak * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
 
 
 class AdamW:
@@ -115,16 +117,6 @@ class AdamW:
             grad_scale=1.0 / clip,
             found_inf=1.0 - ok.float(),
         )
-
-
-def move_average(average: Sequence[Tensor], weights: Sequence[Tensor], decay: float, step: Tensor) -> None:
-    """Move a moving average towards the weights. Early ones forget faster: they began with weights of no training.
-
-    The decay is min(average_decay, (1 + t) / (10 + t)) at step t (TensorFlow's ExponentialMovingAverage).
-    """
-    share = torch.clamp(9.0 / (10.0 + step), min=1.0 - decay)
-    for mean, weight in zip(average, weights, strict=True):
-        mean.copy_(mean + (weight - mean) * share)
 
 
 # NaN and spike guard, decided on the device: a bad step changes nothing, and the host learns of it later.

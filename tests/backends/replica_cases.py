@@ -36,14 +36,14 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.mesh import AXES
 from pipeline.parallel.strategies.base import Precision
+from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.program import flat_strategy, prepare_model
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, prepare_model
 from pipeline.train.trial import Trial
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
@@ -107,14 +107,19 @@ def pairs_of(rows: TokenRows, backend: Backend) -> Batch:
     return {name: tensor.to(backend.device) for name, tensor in pairs.items()}
 
 
-def texts(config: TrainConfig, rows: TokenRows, *, accumulation: int = 1) -> tuple[TrainProgram, dict[str, str]]:
+def texts(
+    config: TrainConfig, rows: TokenRows, *, accumulation: int = 1, chunk_mib: float = CHUNK_MIB
+) -> tuple[TrainProgram, dict[str, str]]:
     """The HLO of two steps and an evaluation by phase, as a Recorder keeps it."""
     backend = Replica(0, 2, 2)
     recorder = Recorder(backend, {})
-    strategy = flat_strategy(
-        build_model(MODEL, SPEC, 1),
+    model = build_model(MODEL, SPEC, 1)
+    prepare_model(model, backend, config)
+    strategy = FlatStrategy(
+        model,
         backend,
-        config,
+        precision=config.precision,
+        chunk_mib=chunk_mib,
         world_size=2,
         host_mean=lambda tensors: pytest.fail("the device reduces"),
     )
@@ -151,8 +156,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
 def test_a_step_holds_one_all_reduce_for_each_chunk(
     rows: TokenRows, boundary: Literal["fused", "split"], chunk_mib: float, accumulation: int
 ) -> None:
-    config = TRAIN.model_copy(update={"step_boundary": boundary, "chunk_mib": chunk_mib, "global_batch_size": 16})
-    program, graphs = texts(config, rows, accumulation=accumulation)
+    config = TRAIN.model_copy(update={"step_boundary": boundary, "global_batch_size": 16})
+    program, graphs = texts(config, rows, accumulation=accumulation, chunk_mib=chunk_mib)
     sizes = [master.numel() for master in program.strategy.masters]
     assert (len(sizes) == 4) == (chunk_mib == 32.0)
     phase = "step" if boundary == "fused" else "update"
@@ -181,7 +186,6 @@ def step_in_slices(
         model,
         backend,
         precision=config.precision,
-        chunk_mib=config.chunk_mib,
         shards=RankGroup(grid.rank, grid.groups("shard")),
         replicas=RankGroup(grid.rank, grid.groups("replicate")),
         largest_bytes=LARGEST_BYTES,
@@ -235,14 +239,11 @@ def group_text(grid: Layout, axis: Axis) -> str:
     return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in grid.groups(axis)) + "}"
 
 
-OF_LAYERS = {
-    "loss": LossConfig(learn_temperature=True, matryoshka_sizes=(8,), listwise_weight=0.5),
-    "optimizer": OptimizerConfig(layer_decay=0.5),
-}
+OF_VECTORS = {"loss": LossConfig(matryoshka_sizes=(8,)), "optimizer": OptimizerConfig(head_rate=2.0)}
 
 
 @pytest.mark.usefixtures("_replicas")
-@pytest.mark.parametrize("changes", [{}, OF_LAYERS])
+@pytest.mark.parametrize("changes", [{}, OF_VECTORS])
 def test_a_trial_of_scoring_meets_the_graphs_that_training_evaluates_with(
     rows: TokenRows, changes: dict[str, object]
 ) -> None:
@@ -279,7 +280,7 @@ def test_one_rank_alone_holds_none(rows: TokenRows) -> None:
     recorder = Recorder(backend, {})
     with torch.device("meta"):
         model = build_model(MODEL, SPEC, 1)
-    program = ScoreProgram(model, backend, "fp32", BUCKETS, recorder, chunk_mib=TRAIN.chunk_mib)
+    program = ScoreProgram(model, backend, "fp32", BUCKETS, recorder)
     program.load(build_model(MODEL, SPEC, 1).state_dict())
     program.outputs(pairs_of(rows, backend))
     assert "all-reduce" not in "".join(recorder.texts.values())

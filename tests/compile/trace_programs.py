@@ -19,13 +19,12 @@ from torch import Tensor
 
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.batch_order import Bucket, RankShare
-from pipeline.model.config import LossConfig, ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE
-from pipeline.train.program import flat_strategy
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import SPEC
 
 torch_xla: Any = importlib.import_module("torch_xla")
@@ -56,7 +55,6 @@ def own_graph(
     kind: str = "train",
     precision: str = "fp32",
     recompute: bool = False,
-    memory: int = 0,
     **model: Any,
 ) -> str:
     """HLO of one of our graphs. `plain`: the operators of Neuron, else those of XLA:CPU. `first`: of the first step."""
@@ -65,7 +63,6 @@ def own_graph(
     config = TrainConfig(
         precision=precision,  # type: ignore[arg-type]
         parallel=TrainPlan(recompute="units" if recompute else "none"),
-        loss=LossConfig(memory_batches=memory),
         global_batch_size=16,
     )
     spec = SPEC.model_copy(update={"pad_id": MPNET_PAD})  # which no other encoder minds
@@ -84,7 +81,6 @@ def own_graph(
         *optimizer.exp_avg_sq,
         program.guard.state,
         program._figures,
-        *(program._memory or ()),
     ]
     return hlo_text([tensor.detach() for tensor in state])
 
@@ -123,7 +119,6 @@ OWN: dict[str, dict[str, Any]] = {
     "tiny-dropout": {"dropout": 0.1},
     "tiny-recompute": {"recompute": True},
     "tiny-accumulation": {"accumulation": 2},
-    "tiny-memory": {"memory": 4},
     "tiny-scores": {"kind": "scores"},
     "tiny-match": {"token_match": True},
     "tiny-match-scores": {"token_match": True, "kind": "scores"},

@@ -58,9 +58,9 @@ def test_tokens_are_those_of_the_row(tmp_path: Path) -> None:
 
 
 def test_there_is_room_for_whichever_are_chosen(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, [(5, 3)])  # 4 and 5 tokens
+    rows = make_rows(tmp_path, [(5, 3)])  # 4 and 6 tokens
     product = np.array([[0, 6, 1], [7, 5, NONE], [2, NONE, NONE], [NONE, NONE, NONE]])
     mined = MinedProducts(rows, PAD, np.array([1, 2, 4, 6]), product, 2, 1)
-    assert mined.room(np.array([2, 1, 4, 6, 3])).tolist() == [10, 9, 4, 0, 0]
+    assert mined.room(np.array([2, 1, 4, 6, 3])).tolist() == [12, 10, 4, 0, 0]
     nobody = MinedProducts(rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
     assert nobody.room(np.array([4])).tolist() == [0]

@@ -60,9 +60,9 @@ def test_every_row_is_in_one_group_of_its_query(tmp_path: Path) -> None:
     groups = [group for bucket in ids_of(grouped) for group in bucket]
     assert sorted(i for group in groups for i in group) == list(range(1, 62))
     assert all(1 <= len(group) <= 3 and len({i // 4 for i in group}) == 1 for group in groups)
-    longer = [i for shard in ((31, 41), (48, 62)) for i in range(*shard)]  # texts of 5 tokens, the others have 4
+    longer = [i for shard in ((31, 41), (48, 62)) for i in range(*shard)]  # texts of 6 tokens, the others have 4
     for number, found in enumerate(ids_of(grouped)):
-        sizes = [sum(5 if i in longer else 4 for i in (group[0], *group)) for group in found]
+        sizes = [sum(6 if i in longer else 4 for i in (group[0], *group)) for group in found]
         assert all(size <= LENGTHS[number] and (not number or size > LENGTHS[number - 1]) for size in sizes)
     assert grouped.groups.fill == pytest.approx(61 / (3 * len(groups)))
 

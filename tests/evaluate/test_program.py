@@ -10,7 +10,7 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors
 from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.relevance import RelevanceModel, build_model
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_program, make_rows
+from tests.train.rows import BUCKETS, MODEL, SPEC, make_program, make_rows
 
 Seen = list[Place]
 
@@ -35,7 +35,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 def empty_program(watch: Watching | None = None) -> ScoreProgram:
     with torch.device("meta"):
         model = RelevanceModel(MODEL, SPEC)
-    return ScoreProgram(model, CpuBackend(), "fp32", BUCKETS, watch, chunk_mib=TRAIN.chunk_mib)
+    return ScoreProgram(model, CpuBackend(), "fp32", BUCKETS, watch)
 
 
 def test_the_logits_of_training_and_of_another_model(batch: dict[str, torch.Tensor]) -> None:

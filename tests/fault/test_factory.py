@@ -127,11 +127,6 @@ def test_what_looks_at_values_is_refused_before_xla_is_promised(place: Callable[
         ("doctor", ("--model.factory=tests.model.factories:raises", "--model.hidden-size=16"), "raised KeyError"),
         (
             "train",
-            (f"--model.factory={PLACE}:build", "--model.hidden-size=32", "--train.optimizer.layer-decay=0.9"),
-            "layer_decay 0.9 with model.factory",
-        ),
-        (
-            "train",
             (f"--model.factory={PLACE}:build", "--model.hidden-size=32", "--train.parallel.recompute=units"),
             "recompute units with model.factory",
         ),

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import BertEncoder
 from pipeline.model.hf_weights import from_hf, to_hf
 from pipeline.model.interactions import CrossNetwork, TokenMatch
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
@@ -156,30 +155,6 @@ def rows_of() -> GroupInputs:
     tokens, positions, segments = in_rows([[3, 4, 5], [6, 7]], products, 14)
     _, _, numeric, categorical = inputs_of(4, 4, 6)
     return GroupInputs(tokens, positions, segments, numeric, categorical)
-
-
-@pytest.mark.parametrize("mode", ["both", "match"])
-@pytest.mark.parametrize("share", [0.0, 0.25])
-@pytest.mark.parametrize("inputs", [inputs_of(6, 9), inputs_of(6, 6), rows_of()], ids=["apart", "pairs", "rows"])
-def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes(
-    inputs: RelevanceInputs | GroupInputs, share: float, mode: str
-) -> None:
-    """What stands behind the encoder learns the same, the weights of the token match with it."""
-    model = model_of(mode)
-    whole, less = model(inputs).logits, model(inputs, head_gradient=share).logits
-    assert torch.equal(whole, less)
-    assert isinstance(model.encoder, BertEncoder)
-    encoder = model.encoder.word_embeddings.weight
-    behind = {name: one for name, one in model.named_parameters() if not name.startswith("encoder.")}
-    assert any("match" in name for name in behind) == (mode == "match")
-    expected = torch.autograd.grad(whole.square().sum(), (encoder, *behind.values()))
-    found = torch.autograd.grad(less.square().sum(), (encoder, *behind.values()), allow_unused=share == 0.0)
-    if share == 0.0:
-        assert found[0] is None
-    else:
-        torch.testing.assert_close(found[0], expected[0] * share, rtol=1e-5, atol=1e-7)
-    for name, one, other in zip(behind, found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_tokens_are_matched_as_written_out() -> None:

@@ -29,7 +29,6 @@ def check_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) ->
         assert one["step"] == other["step"]
         assert one["loss"] == pytest.approx(other["loss"], rel=FIGURE)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=FIGURE)
-        assert one["temperature"] == pytest.approx(other["temperature"], rel=FIGURE)
 
 
 def check_plans(
@@ -62,7 +61,7 @@ def test_four_ranks_in_hybrid_shards_and_with_tensor_peers(tmp_path: Path) -> No
     found = check_plans(tmp_path, 4, cases)
     sizes = [[rank[number]["state"] for rank in found] for number in range(2)]
     whole = sum(tensor.numel() for tensor in load_file(tmp_path / "alone-end.weights").values())
-    assert all(size <= 0.6 * whole for size in sizes[0]) and sum(sizes[0][:2]) == whole + 1, "the temperature is whole"
+    assert all(size <= 0.6 * whole for size in sizes[0]) and sum(sizes[0][:2]) == whole
 
 
 MESHES: dict[int, dict[str, dict[str, Any]]] = {
