@@ -397,7 +397,7 @@ NOT_HASHED = frozenset(
             "storage",
             "log",
         ),
-        *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
+        *("report", "data.num_workers", "data.workers", "train.deadline", "train.collective_timeout_s"),
         *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
         *(
             "mine.workers",
