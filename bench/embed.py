@@ -33,7 +33,7 @@ from pipeline.embed.engine import Embedder, open_engine
 from pipeline.embed.unpadded import PackedLinear, packs_weights
 from pipeline.embed.windows import distinct_texts, row_batches, row_shapes
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import initial_model
+from pipeline.model.weights import initial_model
 
 NAME = "embed"
 TITLE = "Titles/s of offline embedding against sentence-transformers `encode`: same weights, CPU and titles, fp32"

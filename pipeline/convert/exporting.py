@@ -45,9 +45,7 @@ from pipeline.model.config import InputSpec
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
-from pipeline.model.families import FAMILIES, from_bert
-from pipeline.model.hf_config import CONFIG, hf_config
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import CONFIG, FAMILIES, from_bert, from_hf, hf_config
 from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor
@@ -342,7 +340,7 @@ class ExportPlan:
     model_name: str
     ancestors: tuple[Ancestor, ...]
     family: Family = "bert"
-    """Whose names the encoder has, of the formats of other libraries (model/families.py)."""
+    """Whose names the encoder has, of the formats of other libraries (model/hf.py)."""
 
 
 def check_plan(checkpoint: Checkpoint, plan: ExportPlan) -> None:

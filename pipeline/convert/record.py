@@ -54,7 +54,7 @@ class ExportRecord(Record):
     code_version: str
     weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: programs only")
     programs: tuple[ProgramFile, ...] = ()
-    family: Family = Field("bert", description="Whose names the encoder has (model/families.py)")
+    family: Family = Field("bert", description="Whose names the encoder has (model/hf.py)")
 
 
 _SENTENCE = 'SentenceTransformer("PATH").encode(["red running shoes"])  # from sentence_transformers'

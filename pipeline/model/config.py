@@ -23,6 +23,8 @@ ENCODER_FIELDS = (
 )
 """What decides the encoder, beside its sizes."""
 MOST_POSITIONS = 8192
+MPNET_PAD = 1
+"""Padding of every MPNet: its code counts positions from this token, whatever its settings say."""
 
 
 class EncoderSize(Record):

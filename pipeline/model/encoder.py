@@ -2,7 +2,7 @@
 
 Here are BERT (post layer norm, erf GELU, learned positions), MPNet, which adds a bias by the distance of two tokens,
 and ModernBERT. Query, key and value are one matrix. The arithmetic is that of transformers. Weights go from and to
-Hugging Face names in model/hf_weights.py.
+Hugging Face names in model/hf.py.
 """
 
 import math

@@ -20,8 +20,7 @@ from pipeline.convert.record import Family, Format
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pack
 from pipeline.io.storage import open_storage
-from pipeline.model.families import FAMILIES
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import FAMILIES, from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import given, source_of, tokenizer_bytes

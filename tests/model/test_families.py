@@ -13,10 +13,9 @@ from pipeline.backends import open_backend
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.config import MOST_POSITIONS, InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
-from pipeline.model.families import FAMILIES, as_bert, from_bert
-from pipeline.model.hf_config import hf_config, read_config
-from pipeline.model.hf_weights import from_hf, initial_model, to_hf
+from pipeline.model.hf import FAMILIES, as_bert, from_bert, from_hf, hf_config, read_config, to_hf
 from pipeline.model.ops import choose_forms
+from pipeline.model.weights import initial_model
 from pipeline.parallel.recompute import recomputed
 
 transformers = pytest.importorskip("transformers")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import from_hf, to_hf
+from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.interactions import CrossNetwork, TokenMatch
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
 
