@@ -44,7 +44,7 @@ def kill_half_way(place: Path, items: int, queries: int) -> float:
     """Start, and kill when half of the parts are there; seconds until then. Raises RuntimeError when it had ended."""
     _, parts = parts_at(place, items, queries, MineConfig())
     began, process = time.monotonic(), start(place, items, queries)
-    while len(parts.done()) < len(parts) // 2:
+    while len(parts.parts.done()) < len(parts) // 2:
         if process.poll() is not None:
             raise RuntimeError(f"bench.mining_side ended with {process.returncode} before it was half way")
         time.sleep(_LOOK_S)

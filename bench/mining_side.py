@@ -14,12 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from bench.embed_flow_side import MemoryPeak
 from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
-from pipeline.evaluate.exact import UNIT
 from pipeline.io.storage import open_storage
 from pipeline.mine.choose import JudgedItems
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import Parts, Search, all_negatives, mine_share, vector_search
-from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.run import Pieces, Search, all_negatives, mine_share, open_pieces, vector_search
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 
 WIDTH = 64
 JUDGED = 5
@@ -86,11 +85,10 @@ def _unit(vectors: Float32s) -> Float32s:
     return np.asarray(vectors / lengths, dtype=np.float32)
 
 
-def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> list[Parts]:
-    """The pieces of a mining below a folder: vectors, negatives."""
-    storage, local = open_storage(str(place / "workspace")), (place / "scratch", place / "cache")
-    sizes = {"vectors": (num_items, config.items_per_part), "negatives": (num_queries, config.queries_per_part)}
-    return [Parts(storage, "cycles/bench/mine/made-up", kind, *local, *size) for kind, size in sizes.items()]
+def parts_at(place: Path, num_items: int, num_queries: int, config: MineConfig) -> list[Pieces]:
+    """Open the parts of a mining below a folder: vectors, negatives."""
+    storage, size = open_storage(str(place / "workspace")), (num_items, num_queries)
+    return open_pieces(storage, "cycles/bench/mine/made-up", place / "cache", size, config.queries_per_part)
 
 
 def mine(place: Path, num_items: int, num_queries: int) -> Passed:
@@ -100,7 +98,7 @@ def mine(place: Path, num_items: int, num_queries: int) -> Passed:
     with MemoryPeak() as memory:
         start_bytes, started = memory.anonymous_bytes, time.monotonic()
         of_vectors, parts = parts_at(place, num_items, num_queries, config)
-        found = len(parts.done())
+        found = len(parts.parts.done())
         judged = vectors.judged()
 
         def open_search() -> Search:
@@ -112,8 +110,8 @@ def mine(place: Path, num_items: int, num_queries: int) -> Passed:
             dataset="made-up", token_sets=(), rows=(num_items,), source="made-up", settings={}, figures=vars(counts)
         )
         ids = np.arange(num_queries, dtype=np.int64)
-        empty = empty_folder(place / "set")
-        made = commit_negatives(parts.workspace, "negatives/made-up/x", Negatives(ids, product), info, empty)
+        storage, negatives = parts.parts.storage, Negatives(ids, product)
+        made = commit_negatives(storage, "negatives/made-up/x", negatives, info, place / "scratch")
         seconds = time.monotonic() - started
     return Passed(
         seconds=seconds,
@@ -129,7 +127,7 @@ def mine(place: Path, num_items: int, num_queries: int) -> Passed:
 def recall(place: Path, num_items: int, num_queries: int, sample: int) -> float:
     """Share of the best items of the first `sample` queries, by a sort of all their scores in float64, that are found.
 
-    The vectors are those that a finished mining has left; numbers are rounded as evaluate/exact does, so that scores
+    The vectors are those that a finished mining has left; numbers are rounded as retrieval/exact does, so that scores
     are exact and ties go by number.
     """
     config = MineConfig()
@@ -137,7 +135,7 @@ def recall(place: Path, num_items: int, num_queries: int, sample: int) -> float:
     of_vectors, _ = parts_at(place, num_items, num_queries, config)
     search = vector_search(of_vectors, vectors.items, vectors.queries, config.depth, StopSignal())
     found = search(0, sample, vectors.judged().part(0, sample)).items
-    scale = np.sqrt(UNIT)
+    scale = 2.0**26
     queries = np.rint(vectors.queries(0, sample).astype(np.float64) * scale)
     scores = np.empty((sample, num_items))
     for start in range(0, num_items, _BLOCK):

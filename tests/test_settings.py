@@ -400,9 +400,7 @@ NOT_HASHED = frozenset(
         *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
         *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
         *(
-            "mine.worker",
             "mine.workers",
-            "mine.items_per_part",
             "mine.queries_per_part",
             "embed.worker",
             "embed.workers",

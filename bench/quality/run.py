@@ -10,10 +10,10 @@ from bench.quality import ours, peers
 from bench.quality.part import BM25, CPU, OURS, PartResult
 from bench.quality.score import nearest, of_cosines, retrieval
 from bench.quality.tasks import TASKS, Catalogue, Task, read_catalogue, read_pairs
-from pipeline.evaluate.bm25 import Bm25
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report
+from pipeline.retrieval.bm25 import Bm25
 from pipeline.telemetry.events import code_version
 
 PARTS = (OURS, BM25, *peers.LOSSES)

@@ -8,10 +8,10 @@ import numpy.typing as npt
 from bench.quality.tasks import Catalogue
 from pipeline.core.arrays import Float32s
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
+from pipeline.retrieval.exact import ExactTopK
 
 Encode = Callable[[Sequence[str]], Float32s]
 """Texts to unit vectors [N, D]."""

@@ -30,6 +30,7 @@ from jobs.setup import make_plan, open_cycle
 from jobs.targets.batch.account import account_problems, account_warnings, read_planned
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
@@ -53,9 +54,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)
     if target == "sagemaker":
-        from jobs.targets.sagemaker import limits  # botocore takes a while to import
-
-        limits.check_plan(plan)
+        check_training_jobs(plan)
     elif arguments.json or arguments.diff or target == "batch":
         check_plan(plan)
     if arguments.json and target == "sagemaker":

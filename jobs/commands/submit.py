@@ -20,6 +20,7 @@ from jobs.plan.script import RUN_PREFIX
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.limits import check_plan
+from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
@@ -85,9 +86,7 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool =
     if target_name == "batch":
         check_plan(plan)
     elif target_name == "sagemaker":
-        from jobs.targets.sagemaker import limits  # botocore takes a while to import
-
-        limits.check_plan(plan)
+        check_training_jobs(plan)
     open_target(cycle, target_name).check(plan)
     if again:
         begin_again(cycle, plan, target_name)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -70,8 +70,10 @@ class JudgedSplit(Record):
 
 
 QUARANTINE = "quarantine.jsonl"
+"""File of the first bad rows, in the folder of the shards."""
+QUARANTINE_ROWS = 1000
+"""Bad rows kept, with reasons, of a partition."""
 RowContent = str | dict[str, str | int | float | None]
-"""The first bad rows, beside the shards."""
 
 
 class QuarantinedRow(Record):
@@ -100,6 +102,7 @@ class TokenSetInfo(Record):
     configured for data without gains. `rows_read` counts rows after the filter, bad ones included.
     """
 
+    retired: ClassVar[Mapping[str, Any]] = {"texts_of_several_ids": ...}
     schema_version: int = FORMAT_VERSION
     dataset: str
     partition: str = Field(description="dt=YYYY-MM-DD or flat")
@@ -125,9 +128,6 @@ class TokenSetInfo(Record):
     files: tuple[FileRows, ...] = Field((), description="In the order of reading; empty in sets of earlier versions")
 
     judged: dict[Split, JudgedSplit] = Field({}, description="Of each split with rows; empty in earlier versions")
-    texts_of_several_ids: int = Field(
-        0, description="Query texts that have several query ids; not counted by several workers"
-    )
     without_category: dict[str, int] = Field(
         {}, description="Usable rows without a value, by categorical column; empty in sets of earlier versions"
     )

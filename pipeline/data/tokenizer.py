@@ -31,6 +31,8 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import KeyNotFound, Storage, open_storage, place_of
 from pipeline.proc.pool import run_tasks
 
+SAMPLE_ROWS = 1_000_000
+"""Rows read, spread over the input, to train a tokenizer."""
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FILE = "tokenizer.json"
 _ALPHABET = 1000
@@ -236,7 +238,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
 
 def _wordpiece(vocabulary: dict[str, int], config: TokenizerConfig) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS[1]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=config.lowercase, strip_accents=config.lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
     tokenizer.pre_tokenizer = words = pre_tokenizers.BertPreTokenizer()
     if config.split_digits:  # as `with_split_digits`, before the vocabulary is trained
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.Digits(individual_digits=False)])
@@ -375,12 +377,14 @@ def store_tokenizer(
 
 
 def _training(config: DataConfig) -> JsonValue:
-    """What a trained vocabulary depends on besides the data."""
-    without = {"path"} if config.tokenizer.split_digits else {"path", "split_digits"}  # as workspaces had it before
+    """Return what a trained vocabulary depends on besides the data, in the form that stored tokenizers have."""
     return {
-        **config.tokenizer.model_dump(mode="json", exclude=without),
+        "vocab_size": config.tokenizer.vocab_size,
+        "train_rows": SAMPLE_ROWS,
+        "lowercase": True,
+        **({"split_digits": True} if config.tokenizer.split_digits else {}),
         "columns": config.columns.model_dump(mode="json"),
         "filter": dict(config.filter),
-        "esci_locale": config.esci_locale,
+        "esci_locale": None,
         "buckets": list(config.buckets),
     }

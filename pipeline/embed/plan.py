@@ -79,7 +79,7 @@ def gather_products(
             "content": [partition.content_id for partition in source.partitions],
             "columns": config.columns.model_dump(include={"product_id", "title", "text"}),
             "filter": dict(config.filter),
-            "esci_locale": config.esci_locale,
+            "esci_locale": None,
         }
     )
     files = [file for partition in source.partitions for file in partition.files]
@@ -311,7 +311,7 @@ def _start_over(workspace: Storage, cycle: str) -> str:
 
 # Making the plan: find the catalogue, look at the checkpoint, choose the earlier vectors.
 
-_DATA_FIELDS = {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
+_DATA_FIELDS = {"path", "format", "columns", "filter", "synthetic"}
 
 
 def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
@@ -324,6 +324,7 @@ def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
     asked |= {f"embed.output.{name}": value for name, value in config.output.model_dump(mode="json").items()}
     if config.catalogue.path is None:
         asked |= {f"data.{name}": value for name, value in data.model_dump(mode="json", include=_DATA_FIELDS).items()}
+        asked["data.esci_locale"] = None  # as plans of earlier versions have it
     return asked
 
 

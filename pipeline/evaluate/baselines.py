@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 
-from pipeline.core.arrays import Int64s
+from pipeline.core.arrays import Float64s, Int64s
 from pipeline.core.batch_order import locate
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import Json, fingerprint
@@ -22,7 +22,6 @@ from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_sets import TokenSetInfo, open_rows
-from pipeline.evaluate.bm25 import K1, WORDS, B, Bm25, Ranked, best_weight, by_rank, by_weight, nothing_found
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline
 from pipeline.evaluate.holdout import Holdout
@@ -34,6 +33,8 @@ from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
 from pipeline.evaluate.score import by_sample_id
 from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
+from pipeline.retrieval.bm25 import K1, WORDS, B, Bm25, nothing_found
+from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight
 
 # Gradient boosting on the numeric features of prepared rows (the lexical ones, and those of the data): what a model
 # must beat to be worth an encoder.
@@ -131,8 +132,6 @@ def _some_rows(train: TokenRows, max_rows: int, stop: StopSignal) -> Arrays:
 
 # Search with words, and what search with a model is worth when it is fused with that.
 
-_WINDOW = 512
-
 
 def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
     """The best k of the catalogue for every query by BM25, in this process alone, with its scores. Raises Preempted."""
@@ -146,14 +145,14 @@ def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
     with progress("indexing words of the catalogue", task.num_items, "items") as advance:
         index = Bm25(texts())
     queries = task.queries.texts + ([] if isinstance(task.tuning, str) else task.tuning.texts)
-    found = Ranked(np.zeros((len(queries), k), dtype=np.int64), np.zeros((len(queries), k)))
+
+    def count(row: int, scores: Float64s) -> None:
+        stop.raise_if_set("searching words of the catalogue")
+        advance(1)
+
     with progress("searching words of the catalogue", len(queries), "queries") as advance:
-        for start in range(0, len(queries), _WINDOW):
-            stop.raise_if_set("searching words of the catalogue")
-            window = slice(start, start + _WINDOW)
-            found.scores[window], found.items[window] = index.search(queries[window], k)
-            advance(len(queries[window]))
-    return found
+        scores, items = index.search(queries, k, count)
+    return Ranked(items, scores)
 
 
 def hybrid_reports(
@@ -234,7 +233,7 @@ def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaselin
     weak = ""
     if found.ranked is not None:
         judged = len(task.queries.ids)
-        weak = nothing_found(int(found.ranked.part(0, judged).is_empty.sum()), judged, "item")
+        weak = nothing_found(int((found.ranked.items[:judged, 0] < 0).sum()), judged, "item")
         if weak:
             search.warn(f"BM25 finds nothing: {weak}")
     report = BaselineReport(name="bm25", scores=key, retrieval=found.report, weak=weak)

@@ -20,9 +20,9 @@ from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
 from pipeline.data.validate import codes_of, merge_names
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
-from pipeline.evaluate.products import join_tokens, text_hashes, to_tokens
 from pipeline.io.storage import Storage
 from pipeline.parallel.gang import Gang
+from pipeline.retrieval.products import join_tokens, text_hashes, to_tokens
 
 # Which rows of a holdout are scored, in which order, and which of them a batch of a rank holds. Pure.
 #

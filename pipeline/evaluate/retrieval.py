@@ -27,18 +27,17 @@ from pipeline.embed.config import whole_limit
 from pipeline.embed.engine import with_progress
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
-from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
-from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
-from pipeline.evaluate.products import decoded, distinct_products, join_tokens, text_hashes
 from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
+from pipeline.retrieval.products import decoded, distinct_products, join_tokens, text_hashes
+from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 
 # What retrieval searches for, and where: queries, items and judgements of prepared data, or of a catalogue file.
@@ -350,7 +349,7 @@ def search(
     advance: Callable[[int], None] = lambda count: None,
     widths: Sequence[int] = (0,),
 ) -> list[Ranked] | str:
-    """The `k` best items of every query of the task, with their cosines times 2^52; or why there is no answer.
+    """The `k` best items of every query of the task, with their cosines; or why there is no answer.
 
     One list for each of `widths`: leading dimensions of the vectors that are held against each other, 0: all. Ranks
     share queries and items; all get the answer. Memory: the queries' vectors in every width and one window of items.
@@ -370,29 +369,16 @@ def search(
             firsts.append(first)
             yield window
 
-    failure, best = "", []
-    try:
-        best = [ExactTopK(one, k) for one in queries]
+    def chunks() -> Iterator[tuple[int, list[Float32s]]]:
         for vectors in embed(items()):
             stop.raise_if_set("searching the catalogue")
-            first = firsts.popleft()
-            for nearest, width in zip(best, widths, strict=True):
-                nearest.add(first, shorten_vectors(vectors, width or vectors.shape[1]))
+            yield firsts.popleft(), [shorten_vectors(vectors, width or vectors.shape[1]) for width in widths]
             advance(len(vectors) * world.world_size)
+
+    try:
+        return search_on_ranks(gang, queries, chunks(), k)
     except NumericError as error:
-        failure = error.seen
-    found = gang.gather((failure, [nearest.found() for nearest in best]))
-    for reason, _ in found:
-        if reason:
-            return str(reason)
-    ranked = []
-    for place, one in enumerate(queries):
-        merged = ExactTopK(one, k)
-        for _, pairs in found:
-            merged.merge(*pairs[place])
-        scores, numbers = merged.found()
-        ranked.append(Ranked(numbers, scores))
-    return ranked
+        return error.seen
 
 
 KIND = "retrieval"

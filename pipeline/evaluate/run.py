@@ -26,7 +26,6 @@ from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.models import Models, ModelScorer
-from pipeline.evaluate.products import decoded
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
 from pipeline.evaluate.scores import ScoreSet, to_rows
@@ -34,6 +33,7 @@ from pipeline.evaluate.split_size import verdict_advice
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks
+from pipeline.retrieval.products import decoded
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName

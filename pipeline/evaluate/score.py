@@ -26,13 +26,11 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RowSource, to_tensors
 from pipeline.data.shards import Arrays
 from pipeline.evaluate.config import MetricsConfig
-from pipeline.evaluate.exact import ExactTopK
 from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
 from pipeline.evaluate.metrics.labels import accuracy, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored_rows import Queries, mean_over_queries, value_of
-from pipeline.evaluate.products import text_hashes
 from pipeline.evaluate.scores import commit_arrays, to_probabilities
 from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
@@ -41,6 +39,8 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.strategies.base import Precision
 from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, structure
+from pipeline.retrieval.products import text_hashes
+from pipeline.retrieval.search import search_vectors
 
 # The scoring program of one device: weights and the forward pass, in the very graphs that training evaluates with.
 
@@ -360,9 +360,8 @@ def _retrieval_ndcg(joined: dict[str, npt.NDArray[Any]]) -> float | None:
     query, product = (
         side / np.maximum(np.linalg.norm(side, axis=1, keepdims=True), 1e-12) for side in (query, product)
     )
-    nearest = ExactTopK(query, _DEPTH)
-    nearest.add(0, product)
+    nearest = search_vectors(query, [(0, product)], _DEPTH)
     positive = gain > 0
     judged = Judgements(joined["query_id"][positive], item.reshape(-1)[positive].astype(np.int64), gain[positive])
-    report = retrieval_report(asked, nearest.found()[1], judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
+    report = retrieval_report(asked, nearest.items, judged, MetricsConfig(retrieval_at=(_DEPTH,)))[1]
     return report.values.get(f"retrieval_ndcg@{_DEPTH}")

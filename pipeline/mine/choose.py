@@ -1,4 +1,4 @@
-"""Which of a query's best products become its hard negatives. Pure.
+"""Choose the hard negatives of a query among its best products. Pure.
 
 The margins are those of Moreira et al., "NV-Retriever: Improving text embedding models with effective hard-negative
 mining" (2024): what scores about as high as a positive is likely one that nobody has judged.
@@ -44,7 +44,7 @@ class JudgedItems:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Of Q queries the best items, best first: scores [Q, k] and items [Q, k], NONE where there are fewer.
+    """The best items of Q queries, best first: scores [Q, k] and items [Q, k], NONE after the last one.
 
     `best_positive` [Q]: the highest score of a positive of the query.
     """
@@ -56,39 +56,34 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the best products."""
+    """How many queries were mined for, how many negatives they got, and what was left out.
+
+    `judged`: products that are judged; `above_margin`: likely positives; `nothing_found`: queries that share no word
+    with any product, of a search by words.
+    """
 
     queries: int = 0
     negatives: int = 0
     judged: int = 0
-    """Left out because they are judged."""
-    passed_over: int = 0
-    """Left out by skip_top."""
     above_margin: int = 0
-    """Left out as likely positives."""
     nothing_found: int = 0
-    """Queries for which nothing was found at all, as by a search by words that they share with no product."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 def choose_negatives(found: Candidates, judged: JudgedItems, config: MineConfig) -> tuple[Int64s, Counts]:
-    """Items [Q, negatives_per_query], best first, NONE behind the last."""
+    """Choose the items [Q, negatives_per_query] of each query, best first, NONE after the last one."""
     real = found.items != NONE
     is_judged = judged.holds(found.items)
-    unjudged = real & ~is_judged
-    passed = unjudged & (np.cumsum(unjudged, axis=1) <= config.skip_top)
-    ceiling, best = np.full(len(found.items), np.inf), found.best_positive  # the highest score of a negative, [Q]
+    ceiling = np.full(len(found.items), np.inf)  # the highest score of a negative, [Q]
     if config.relative_margin is not None:
-        ceiling = np.minimum(ceiling, best - config.relative_margin * np.abs(best))
-    if config.absolute_margin is not None:
-        ceiling = np.minimum(ceiling, best - config.absolute_margin)
-    above = unjudged & ~passed & (found.scores > ceiling[:, None])
-    left = unjudged & ~passed & ~above
-    left &= np.cumsum(left, axis=1) <= config.negatives_per_query
+        ceiling = found.best_positive - config.relative_margin * np.abs(found.best_positive)
+    above = real & ~is_judged & (found.scores > ceiling[:, None])
+    kept = real & ~is_judged & ~above
+    kept &= np.cumsum(kept, axis=1) <= config.negatives_per_query
     negatives = np.full((len(found.items), config.negatives_per_query), NONE, dtype=np.int64)
-    query, place = np.nonzero(left)
-    negatives[query, (np.cumsum(left, axis=1) - 1)[query, place]] = found.items[query, place]
-    counts = (len(negatives), left, is_judged, passed, above, ~real.any(axis=1))
+    query, place = np.nonzero(kept)
+    negatives[query, (np.cumsum(kept, axis=1) - 1)[query, place]] = found.items[query, place]
+    counts = (len(negatives), kept, is_judged, above, ~real.any(axis=1))
     return negatives, Counts(*(int(np.sum(count)) for count in counts))

@@ -1,16 +1,29 @@
 """Settings of hard-negative mining."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipeline.core.record import Record
 
 BM25, PARENT = "bm25", "parent"
+MAX_ITEMS = 1_000_000
+"""Products that are searched at most: all positives and an even sample of the rest."""
+ITEMS_PER_QUERY = 16
+"""Vectors of products in a part, for each query in a part of queries: 65,536 by default."""
 
 
 class MineConfig(Record):
     """Which products become hard negatives of a training query."""
+
+    retired: ClassVar[Mapping[str, Any]] = {
+        "skip_top": 0,
+        "absolute_margin": None,
+        "max_items": MAX_ITEMS,
+        "items_per_part": ...,
+        "worker": None,
+    }
 
     enabled: bool = Field(False, description="Mine in every cycle of jobs, before training")
     source: str = Field(
@@ -23,40 +36,26 @@ class MineConfig(Record):
     )
     negatives_per_query: int = Field(8, ge=1, le=256, description="Most negatives kept for a query")
     depth: int = Field(100, ge=1, le=10_000, description="Best products of a query that negatives are taken from")
-    skip_top: int = Field(0, ge=0, description="Best unjudged products of a query that are passed over")
     relative_margin: float | None = Field(
         0.05,
         ge=0,
         le=1,
         description="Leave out products, likely positives, that score above the query's best positive less this share"
-        " of its score; null: none for it",
+        " of its score; null: leave out none",
     )
-    absolute_margin: float | None = Field(
-        None, ge=0, description="The same with a difference of scores (cosines, or those of BM25); null: none for it"
-    )
-    max_items: int = Field(
-        1_000_000, ge=1, description="Most products that are searched: all positives and an even sample of the rest"
-    )
-    items_per_part: int = Field(65_536, ge=1, le=1_000_000, description="Products whose vectors are made at a time")
     queries_per_part: int = Field(
         4096, ge=1, le=1_000_000, description="Queries mined for at a time: what a stop costs at most, and memory"
     )
     workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the queries, such as the size of an array")
-    worker: int | None = Field(
-        None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
-    )
 
     @model_validator(mode="after")
     def _deep_enough(self) -> Self:
-        if self.skip_top + self.negatives_per_query > self.depth:
-            raise ValueError(
-                f"depth {self.depth}: expected at least skip_top {self.skip_top} and negatives_per_query"
-                f" {self.negatives_per_query} together"
-            )
+        if self.negatives_per_query > self.depth:
+            raise ValueError(f"depth {self.depth}: expected at least negatives_per_query {self.negatives_per_query}")
         return self
 
-
-DECIDES = frozenset(
-    {"negatives_per_query", "depth", "skip_top", "relative_margin", "absolute_margin", "max_items", "partitions"}
-)
-"""Fields that decide the negatives, beside what ranks the products."""
+    def decides(self) -> dict[str, Any]:
+        """Return the settings that decide the negatives, with those of earlier versions at the value they have now."""
+        named = {"negatives_per_query", "depth", "relative_margin", "partitions"}
+        earlier = {"skip_top": 0, "absolute_margin": None, "max_items": MAX_ITEMS}
+        return earlier | self.model_dump(mode="json", include=named)

@@ -1,10 +1,10 @@
-"""Mining: what ranks the products of a query (vectors of a model, or BM25), and the work of one of several workers.
+"""Mine: search the best products of every training query by the vectors of a model or by BM25, and choose negatives.
 
-Work is cut into pieces, each a committed folder: vectors of products, negatives of queries. A piece is the same whoever
-makes it, so two that make one at once do no harm, and what is there is not made again.
+The work is cut into parts that several workers commit: vectors of products, and negatives of queries. A part is the
+same whoever computes it.
 """
 
-import shutil
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
-from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.batch_order import first_rows, locate
-from pipeline.core.errors import ConfigError, DataError, TransientError
+from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
@@ -26,34 +26,35 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import TokenSet, select_partitions
 from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.embed.plan import longest_text
-from pipeline.evaluate.bm25 import K1, B, Bm25, best_of
-from pipeline.evaluate.exact import UNIT, ExactTopK, exact_scores
-from pipeline.evaluate.products import Products, decoded, distinct_products, text_hashes, to_tokens
-from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
-from pipeline.io.storage import KeyNotFound, Storage, join_key
+from pipeline.io.parts import Part, Parts
+from pipeline.io.storage import Storage
 from pipeline.mine.choose import NONE, Candidates, Counts, JudgedItems, choose_negatives
-from pipeline.mine.config import BM25, DECIDES, MineConfig
-from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.config import BM25, ITEMS_PER_QUERY, MineConfig
+from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives
+from pipeline.retrieval.bm25 import K1, B, Bm25
+from pipeline.retrieval.exact import exact_scores
+from pipeline.retrieval.products import Products, decoded, distinct_products, text_hashes, to_tokens
+from pipeline.retrieval.search import search_vectors
 from pipeline.settings import Settings
 
-# What is mined for, and where: the training queries that have a positive, against the distinct training products; and
-# which of a query's best products become its negatives.
-#
-# Memory: 28 bytes for each training row while it is looked through; 32 for each product, 24 for each query and 17 for
-# each judged pair after.
-
 _TEXTS = 65_536
-"""Made words again at a time."""
+"""Products decoded at a time."""
+_CHUNK_ITEMS = 16_384
+"""Products that queries are compared with at a time: their vectors are copied from the memory map once."""
+_WINDOW = 512
+_KEPT = "finished parts are kept"
 
 
 @dataclass(frozen=True)
 class MiningPlan:
-    """What is mined, decided before anything is read. `new`: places in `sets` of the partitions that are asked."""
+    """What is mined, decided before anything is read. `new`: indices in `sets` of the partitions mined for.
+
+    `model`: the checkpoint whose vectors rank the products, None for BM25.
+    """
 
     sets: list[TokenSet]
     new: tuple[int, ...]
     model: Checkpoint | None
-    """Whose vectors rank the products; BM25 does without one."""
     decides: dict[str, JsonValue]
 
     @property
@@ -68,7 +69,7 @@ class MiningPlan:
 def plan_mining(
     settings: Settings, sets: list[TokenSet], model: Checkpoint | None, parent: Checkpoint | None
 ) -> MiningPlan:
-    """`parent`: where training starts from. Raises ConfigError when the model cannot read the prepared tokens."""
+    """Plan mining for training from `parent`. Raises ConfigError if the model cannot read the prepared tokens."""
     if model is not None and model.state.tokenizer_fingerprint != sets[0].info.tokenizer_fingerprint:
         raise ConfigError(
             f"the data was tokenised with {sets[0].info.tokenizer_fingerprint}, {model.uri} reads"
@@ -81,32 +82,35 @@ def plan_mining(
         parent_watermark=parent.state.watermark if parent else None,
         parent_partitions=parent.state.partitions if parent else {},
     )
-    everything = settings.mine.partitions == "all"
-    new = [place for place, one in enumerate(sets) if everything or one.partition in selection.new]
+    mines_all = settings.mine.partitions == "all"
+    new = [index for index, one in enumerate(sets) if mines_all or one.partition in selection.new]
     ranked_by: dict[str, JsonValue] = {"k1": K1, "b": B}
     if model is not None:
         ranked_by = {"precision": settings.embed.precision, "max_tokens": longest_text(settings, model)}
         ranked_by |= {"chunks": settings.embed.chunks} if settings.embed.chunks > 1 else {}
     decides: dict[str, JsonValue] = {
         "token_sets": [one.info.fingerprint for one in sets],
-        "asked": [sets[place].info.partition for place in new],
+        "asked": [sets[index].info.partition for index in new],
         "source": BM25 if model is None else model.digest,
         "ranked_by": ranked_by,
         "positive_gain": settings.train.loss.positive_gain,
-        "mine": settings.mine.model_dump(mode="json", include=set(DECIDES)),
+        "mine": settings.mine.decides(),
     }
     return MiningPlan(sets, tuple(new), model, decides)
 
 
 @dataclass(frozen=True)
 class MiningTask:
-    """Q queries and N items. Row numbers count over all buckets of `rows`, smallest bucket first."""
+    """Q queries that have a positive, and the N distinct training products.
+
+    `query_id` [Q] ascending; `query_row` [Q]: a row that has the query. Row numbers count over all buckets of `rows`,
+    smallest bucket first. Memory: 28 bytes for each training row while it is read; then 32 for each product, 24 for
+    each query and 17 for each judged pair.
+    """
 
     rows: TokenRows
     query_id: Int64s
-    """[Q], ascending."""
     query_row: Int64s
-    """[Q], a row that has the query."""
     products: Products
     judged: JudgedItems
 
@@ -123,21 +127,14 @@ class MiningTask:
         arrays = self.rows.read(pools, numbers, len(self.rows.sizes) - 1, ("query",))
         return to_tokens(arrays["query"], self.rows.pad_id)
 
-    def items(self, start: int, stop: int) -> Tokens:
-        return self.products.tokens(start, stop)
-
     def item_texts(self, tokenizer: bytes, stop: StopSignal) -> Iterator[str]:
-        """Of all items, as words again. Raises Preempted."""
+        """Yield the texts of all items. Raises Preempted."""
         for start in range(0, self.num_items, _TEXTS):
             stop.raise_if_set("reading products")
-            yield from decoded(self.items(start, start + _TEXTS), tokenizer)
-
-    def query_texts(self, tokenizer: bytes) -> Callable[[int, int], list[str]]:
-        """Of queries from one number up to another, as words again."""
-        return lambda start, stop: decoded(self.queries(start, stop), tokenizer)
+            yield from decoded(self.products.tokens(start, start + _TEXTS), tokenizer)
 
     def rows_of(self, items: Int64s) -> Int64s:
-        """The row numbers that have these items, of any shape; NONE stays."""
+        """Return the numbers of the rows that have these items, of any shape; NONE stays."""
         _, bucket, row = self.products.where.T
         numbers = first_rows(self.rows.sizes)[bucket] + row
         return np.where(items == NONE, NONE, numbers[items]) if len(numbers) else items
@@ -146,9 +143,9 @@ class MiningTask:
 def make_task(
     rows: TokenRows, partitions: Sequence[int], *, positive_gain: float, max_items: int, stop: StopSignal
 ) -> MiningTask:
-    """`rows`: training rows opened with their partition. `partitions`: those whose queries are asked.
+    """Read the judgements of training `rows`, opened with their partition, to mine for the queries of `partitions`.
 
-    What is judged in any partition is no negative. Raises Preempted.
+    A product that is judged in any partition is no negative. Raises Preempted.
     """
     # Query, hash of the product, gain and partition of every row, in the order of their numbers.
     types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
@@ -161,45 +158,36 @@ def make_task(
             for name, values in arrays.items():
                 parts[name].append(values)
             advance(len(numbers))
-    table = {name: np.concatenate(found) for name, found in parts.items()}
+    table = {name: np.concatenate(blocks) for name, blocks in parts.items()}
     positive = table["gain"] >= np.float32(positive_gain)
-    asked = np.unique(table["query_id"][positive])
-    asked = asked[np.isin(asked, table["query_id"][np.isin(table["partition"], partitions)])]
+    query_ids = np.unique(table["query_id"][positive])
+    query_ids = query_ids[np.isin(query_ids, table["query_id"][np.isin(table["partition"], partitions)])]
     products = distinct_products([rows], np.unique(table["product"][positive]), max_items, stop)
     order = np.argsort(table["query_id"], kind="stable")
-    first = order[np.searchsorted(table["query_id"], asked, sorter=order)]
-    place = np.minimum(np.searchsorted(asked, table["query_id"]), max(0, len(asked) - 1))
-    mine = asked[place] == table["query_id"] if len(asked) else np.zeros(len(order), dtype=np.bool_)
-    query, items, positive = place[mine], products.numbers_of(table["product"][mine]), positive[mine]
-    # Pairs that came several times count once, as positive when one of them is.
+    first = order[np.searchsorted(table["query_id"], query_ids, sorter=order)]
+    of_query = np.isin(table["query_id"], query_ids)
+    query = np.searchsorted(query_ids, table["query_id"][of_query])
+    items, positive = products.numbers_of(table["product"][of_query]), positive[of_query]
+    # A pair that occurs several times counts once, as positive if one of them is.
     order = np.lexsort((~positive, items, query))
     query, items, positive = query[order], items[order], positive[order]
     new = items != NONE
     new[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(asked)))]).astype(np.int64)
-    return MiningTask(rows, asked, first, products, JudgedItems(offsets, items[new], positive[new]))
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(query_ids)))]).astype(np.int64)
+    return MiningTask(rows, query_ids, first, products, JudgedItems(offsets, items[new], positive[new]))
 
 
-_CHUNK_ITEMS = 16_384
-"""Products that queries are held against at a time: their vectors are in memory once, read from the map."""
-_WINDOW = 512
-_KEPT = "finished parts are kept"
+class MinedPart(Part):
+    """The record of a part; `counts` is empty for vectors."""
+
+    counts: dict[str, int] = Field({})
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The pieces of one kind, `vectors` of items or `negatives` of queries: `total` rows, `rows_per_part` in each.
+class Pieces:
+    """Parts of one array: `total` rows, `rows_per_part` in each."""
 
-    Args:
-        prefix: in the workspace; of this very work, with these sizes of pieces, alone.
-        scratch: a local folder of this process alone.
-        cache_dir: a local folder for what is read, which processes may share.
-    """
-
-    workspace: Storage
-    prefix: str
-    kind: str
-    scratch: Path
+    parts: Parts[MinedPart]
     cache_dir: Path
     total: int
     rows_per_part: int
@@ -208,155 +196,116 @@ class Parts:
         return -(-self.total // self.rows_per_part)
 
     def rows(self, index: int) -> tuple[int, int]:
-        """The first row of a piece, and the one behind its last."""
+        """Return the first row of a part, and the one after its last."""
         first = index * self.rows_per_part
         return first, min(self.total, first + self.rows_per_part)
 
-    def done(self) -> set[int]:
-        root = join_key(self.prefix, self.kind)
-        names = (name for name in self.workspace.list_dirs(root) if name.isdecimal())
-        return {int(name) for name in names if read_manifest(self.workspace, join_key(root, name)) is not None}
+    def share(self, worker: int, workers: int) -> range:
+        """Return the indices of the parts that one of the workers computes."""
+        return range(worker * len(self) // workers, (worker + 1) * len(self) // workers)
 
-    def commit(self, index: int, array: npt.NDArray[np.generic], fields: Mapping[str, int] | None = None) -> None:
-        """Of several that make a piece at once the first one commits it: another may be reading it already."""
-        if read_manifest(self.workspace, self._key(index)) is not None:
-            return
-        folder = empty_folder(self.scratch / self.kind)
-        np.save(folder / "part.npy", array)
-        commit_dir(self.workspace, folder, self._key(index), kind=f"mined-{self.kind}", fields=dict(fields or {}))
+    def commit(self, index: int, array: npt.NDArray[np.generic], counts: Mapping[str, int] | None = None) -> None:
+        """Publish a part. If several workers compute it at once, the first one is kept: it may be read already."""
+        data = io.BytesIO()
+        np.save(data, array)
+        (name,) = self.parts.names(index)
+        self.parts.commit(MinedPart(index=index, counts=dict(counts or {})), {name: data.getvalue()})
 
     def open(self, index: int) -> npt.NDArray[Any]:
-        """The rows of a piece, mapped into memory. Raises DataError, TransientError."""
-        try:
-            folder = fetch_dir(self.workspace, self._key(index), self.cache_dir)
-        except KeyNotFound as error:
-            raise self._gone(error.seen) from error
-        array: npt.NDArray[Any] = np.load(folder / "part.npy", mmap_mode="r")
-        start, stop = self.rows(index)
-        if len(array) != stop - start:
-            raise DataError(
-                f"{len(array)} {self.kind} of {start} to {stop}",
-                expected="one for each",
-                next_command=f"delete {self.workspace.uri(self.prefix)} and mine again",
-            )
+        """Map the rows of a part into memory. Raises DataError if it is damaged, TransientError if it is gone."""
+        (path,) = self.parts.fetch(index, self.cache_dir)
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
         return array
 
-    def counts(self, index: int) -> Counts:
-        """What was committed beside a piece of negatives. Raises TransientError without it."""
-        manifest = read_manifest(self.workspace, self._key(index))
-        if manifest is None:
-            raise self._gone(f"{self.workspace.uri(self._key(index))}: no such object")
-        return Counts(**manifest.fields)  # type: ignore[arg-type]
 
-    def _gone(self, seen: str) -> TransientError:
-        return TransientError(
-            f"{seen} while another worker committed or deleted it",
-            expected="a piece that stays",
-            next_command="the same command again: it finds what is done",
-        )
+def open_pieces(storage: Storage, prefix: str, cache_dir: Path, task: tuple[int, int], per_part: int) -> list[Pieces]:
+    """Open the vectors of products and the negatives of queries below `prefix`, `per_part` queries in a part.
 
-    def delete(self) -> None:
-        """All of it: what came of the pieces is committed elsewhere."""
-        self.workspace.delete_prefix(self.prefix)
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-    def _key(self, index: int) -> str:
-        return join_key(self.prefix, f"{self.kind}/{index:05d}")
-
-
-def open_parts(settings: Settings, ctx: StageContext, mining: MiningPlan, task: MiningTask, worker: int) -> list[Parts]:
-    """Vectors of products, and negatives of queries."""
-    config, name = settings.mine, fingerprint(mining.decides)[:16]
-    prefix = f"cycles/{ctx.cycle}/mine/{name}-{config.items_per_part}-{config.queries_per_part}"
-    own, shared = (ctx.scratch / "mine" / folder for folder in (f"worker-{worker}", "parts"))
-    sizes = {
-        "vectors": (task.num_items, config.items_per_part),
-        "negatives": (task.num_queries, config.queries_per_part),
-    }
-    return [Parts(ctx.workspace_after_stop, prefix, kind, own, shared, *size) for kind, size in sizes.items()]
+    `task`: how many items and queries there are. `cache_dir`: a local folder that processes may share.
+    """
+    sizes = {"vectors": (task[0], ITEMS_PER_QUERY * per_part), "negatives": (task[1], per_part)}
+    pieces = []
+    for kind, (total, rows_per_part) in sizes.items():
+        folder = f"{prefix}-{per_part}/{kind}"
+        parts = Parts(storage, f"{folder}-done", folder, MinedPart, lambda index: (f"{index:05d}.npy",))
+        pieces.append(Pieces(parts, cache_dir, total, rows_per_part))
+    return pieces
 
 
 Vectors = Callable[[int, int], Float32s]
 """Unit vectors [n, D] of the items, or queries, from one number up to another: the same each time."""
 Search = Callable[[int, int, JudgedItems], Candidates]
-"""The best products of the queries from one number up to another, whose judgements are given."""
+"""The best products of the queries from one number up to another, with their judgements."""
 
 
 def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> Vectors:
-    """`embed`: windows of texts to their unit vectors [n, D], in order; those of a window depend on it alone."""
+    """Embed texts in windows. `embed`: windows to unit vectors [n, D], in order; a vector depends on its text alone."""
     return lambda start, stop: np.concatenate(list(embed(pieces(texts(start, stop), _WINDOW))))
 
 
 def vector_search(
-    parts: Parts, items: Vectors, queries: Vectors, depth: int, stop: StopSignal, worker: int = 0, workers: int = 1
+    stored: Pieces, items: Vectors, queries: Vectors, depth: int, stop: StopSignal, worker: int = 0, workers: int = 1
 ) -> Search:
-    """Every query against every item, exactly. `parts`: vectors of the items; those that are missing are made first.
+    """Search every item, exactly, by vectors. Those of the items are computed first where `stored` lacks them.
 
-    Memory: vectors of a piece of queries, their `depth` best, and one chunk of items; the items' vectors are mapped.
-    Raises Preempted.
+    Memory: the vectors and the `depth` best items of a part of the queries, and one chunk of items. Raises Preempted.
     """
-    # This worker's share of the pieces, then whatever is missing: no worker waits for another that may be dead, at the
-    # price that some pieces are made twice at the end.
-    count, done = len(parts), parts.done()
-    own = worker * count // workers, (worker + 1) * count // workers
-    with progress("vectors of products", parts.total, "products") as advance:
-        for index in [*range(own[0], count), *range(own[0])]:
-            first_item, end_item = parts.rows(index)
-            if index not in done and (own[0] <= index < own[1] or index not in parts.done()):
+    # This worker's share of the parts, then all that are missing: no worker waits for another that may be dead, at the
+    # price that some parts are computed twice at the end.
+    share, done = stored.share(worker, workers), stored.parts.done()
+    with progress("vectors of products", stored.total, "products") as advance:
+        for index in [*range(share.start, len(stored)), *range(share.start)]:
+            first_item, end_item = stored.rows(index)
+            if index not in done and (index in share or index not in stored.parts.done()):
                 stop.raise_if_set(f"embedding products; {_KEPT}")
-                parts.commit(index, items(first_item, end_item))
+                stored.commit(index, items(first_item, end_item))
             advance(end_item - first_item)
     maps: dict[int, Float32s] = {}
 
-    def chunks() -> Iterator[tuple[int, Float32s]]:
-        for index in range(len(parts)):
-            if index not in maps:
-                maps[index] = parts.open(index)
-            for first in range(0, len(maps[index]), _CHUNK_ITEMS):
-                yield parts.rows(index)[0] + first, np.array(maps[index][first : first + _CHUNK_ITEMS])
-
     def search(start: int, end: int, judged: JudgedItems) -> Candidates:
-        asked = queries(start, end)
-        top, query_of = ExactTopK(asked, min(depth, parts.total)), judged.query
-        best = np.full(len(asked), -np.inf)
-        of_positive = np.flatnonzero(judged.positive)
-        of_positive = of_positive[np.argsort(judged.items[of_positive], kind="stable")]
-        positives = judged.items[of_positive]
-        for first, vectors in chunks():
-            stop.raise_if_set(f"searching for negatives; {_KEPT}")
-            top.add(first, vectors)
-            low, high = np.searchsorted(positives, (first, first + len(vectors)))
-            here = query_of[of_positive[low:high]]
-            np.maximum.at(best, here, exact_scores(asked[here], vectors[positives[low:high] - first]))
-        scores, found = top.found()
-        return Candidates(scores / UNIT, found, best / UNIT)
+        vectors, best = queries(start, end), np.full(end - start, -np.inf)
+        order = np.argsort(judged.items, kind="stable")
+        order = order[judged.positive[order]]
+        positives, query_of = judged.items[order], judged.query[order]
+
+        def chunks() -> Iterator[tuple[int, Float32s]]:
+            for index in range(len(stored)):
+                if index not in maps:
+                    maps[index] = stored.open(index)
+                for at in range(0, len(maps[index]), _CHUNK_ITEMS):
+                    stop.raise_if_set(f"searching for negatives; {_KEPT}")
+                    first, chunk = stored.rows(index)[0] + at, np.array(maps[index][at : at + _CHUNK_ITEMS])
+                    pairs = slice(*np.searchsorted(positives, (first, first + len(chunk))))
+                    scores = exact_scores(vectors[query_of[pairs]], chunk[positives[pairs] - first])
+                    np.maximum.at(best, query_of[pairs], scores)
+                    yield first, chunk
+
+        ranked = search_vectors(vectors, chunks(), min(depth, stored.total))
+        return Candidates(ranked.scores, ranked.items, best)
 
     return search
 
 
 def word_search(items: Iterable[str], queries: Callable[[int, int], list[str]], depth: int, stop: StopSignal) -> Search:
-    """By the words that query and product share. Each worker has an index of all items."""
+    """Search by the words that query and product share. Each worker has an index of all items."""
     index = Bm25(items)
 
     def search(start: int, end: int, judged: JudgedItems) -> Candidates:
-        texts = queries(start, end)
-        scores = np.zeros((len(texts), depth))
-        found = np.full((len(texts), depth), NONE, dtype=np.int64)
-        best = np.zeros(len(texts))
-        for row, text in enumerate(texts):
+        best = np.zeros(end - start)
+
+        def find_best_positive(row: int, every: Float64s) -> None:
             stop.raise_if_set(f"searching for negatives; {_KEPT}")
-            every = index.scores(text)
-            first = best_of(every, depth)
-            scores[row, : len(first)], found[row, : len(first)] = every[first], first
-            mine = slice(judged.offsets[row], judged.offsets[row + 1])
-            best[row] = every[judged.items[mine][judged.positive[mine]]].max(initial=0.0)
+            of_query = slice(judged.offsets[row], judged.offsets[row + 1])
+            best[row] = every[judged.items[of_query][judged.positive[of_query]]].max(initial=0.0)
+
+        scores, found = index.search(queries(start, end), depth, find_best_positive)
         return Candidates(scores, found, best)
 
     return search
 
 
 def mine_share(
-    parts: Parts,
+    pieces: Pieces,
     open_search: Callable[[], Search],
     judged: JudgedItems,
     rows_of: Callable[[Int64s], Int64s],
@@ -366,38 +315,37 @@ def mine_share(
     workers: int,
     stop: StopSignal,
 ) -> int:
-    """Mine for the queries of `worker` of `workers`, a run of pieces; returns how many of all pieces are missing.
+    """Mine for the queries of `worker` of `workers`. Return how many parts of all workers are missing.
 
-    `judged`: of all queries. `rows_of`: items to the numbers they are committed by. What is committed is not done
-    again. Raises Preempted, NumericError.
+    `judged`: of all queries. `rows_of`: items to the numbers they are committed by. Raises Preempted, NumericError.
     """
-    count = len(parts)
-    done = parts.done()
-    todo = [index for index in range(worker * count // workers, (worker + 1) * count // workers) if index not in done]
+    done = pieces.parts.done()
+    todo = [index for index in pieces.share(worker, workers) if index not in done]
     if todo:
         search = open_search()
-        total = sum(stop - start for start, stop in map(parts.rows, todo))
+        total = sum(stop - start for start, stop in map(pieces.rows, todo))
         with progress("searching for negatives", total, "queries") as advance:
             for index in todo:
                 stop.raise_if_set(f"searching for negatives; {_KEPT}")
-                first, last = parts.rows(index)
-                mine = judged.part(first, last)
-                items, counts = choose_negatives(search(first, last, mine), mine, config)
-                parts.commit(index, rows_of(items), vars(counts))
+                first, last = pieces.rows(index)
+                part = judged.part(first, last)
+                items, counts = choose_negatives(search(first, last, part), part, config)
+                pieces.commit(index, rows_of(items), vars(counts))
                 advance(last - first)
-        done = parts.done()
-    return count - len(done)
+        done = pieces.parts.done()
+    return len(pieces) - len(done)
 
 
-def all_negatives(parts: Parts, most: int) -> tuple[Int64s, Counts]:
-    """The negatives [Q, most] of all queries, and what became of their best products. All pieces must be there."""
-    products = [np.zeros((0, most), dtype=np.int64), *(parts.open(index) for index in range(len(parts)))]
-    return np.concatenate(products), sum((parts.counts(index) for index in range(len(parts))), Counts())
+def all_negatives(pieces: Pieces, most: int) -> tuple[Int64s, Counts]:
+    """Return the negatives [Q, most] of all queries and the sums of their counts. Raises as `Pieces.open`."""
+    products = [np.zeros((0, most), dtype=np.int64), *(pieces.open(index) for index in range(len(pieces)))]
+    counts = (Counts(**record.counts) for record in pieces.parts.read_all(range(len(pieces))))
+    return np.concatenate(products), sum(counts, Counts())
 
 
-def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: Parts, most: int) -> NegativeSet:
-    """The negatives of all queries, once every piece is there."""
-    product, counts = all_negatives(parts, most)
+def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, pieces: Pieces, most: int) -> NegativeSet:
+    """Commit the negatives of all queries, once every part is there."""
+    product, counts = all_negatives(pieces, most)
     info = NegativesInfo(
         dataset=mining.sets[0].info.dataset,
         token_sets=tuple(one.info.fingerprint for one in mining.sets),
@@ -412,9 +360,8 @@ def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: P
             "queries_without": int((product[:, 0] < 0).sum()),
             "judged_skipped": counts.judged,
             "above_margin": counts.above_margin,
-            "passed_over": counts.passed_over,
             "nothing_found": counts.nothing_found,
         },
     )
-    staged = empty_folder(parts.scratch / "set")
-    return commit_negatives(ctx.workspace_after_stop, mining.prefix, Negatives(task.query_id, product), info, staged)
+    negatives, scratch = Negatives(task.query_id, product), ctx.scratch / "mine"
+    return commit_negatives(ctx.workspace_after_stop, mining.prefix, negatives, info, scratch)

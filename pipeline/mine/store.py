@@ -1,6 +1,5 @@
-"""Mined negatives in the workspace: what they were mined from, and reading them as memory maps."""
+"""Commit mined negatives with what they were mined from, and read them as memory maps."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pydantic import Field, JsonValue, ValidationError
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.record import Record
+from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 
@@ -50,26 +50,19 @@ class Negatives:
     product: Int64s
 
 
-def empty_folder(folder: Path) -> Path:
-    """The folder, with nothing in it: what a killed commit left there may be one file with what it has published."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
-
-
 def commit_negatives(
-    workspace: Storage, prefix: str, negatives: Negatives, info: NegativesInfo, empty: Path
+    workspace: Storage, prefix: str, negatives: Negatives, info: NegativesInfo, scratch: Path
 ) -> NegativeSet:
-    """Publish them from an empty folder. Several writers may: they write the same bytes."""
-    np.save(empty / _QUERIES, negatives.query_id)
-    np.save(empty / _PRODUCTS, negatives.product)
-    manifest = commit_dir(workspace, empty, prefix, kind=KIND, fields=info.model_dump(mode="json"))
+    """Publish negatives by way of a folder below `scratch`. Several writers may: they write the same bytes."""
+    with atomic.staging_dir(scratch) as folder:
+        np.save(folder / _QUERIES, negatives.query_id)
+        np.save(folder / _PRODUCTS, negatives.product)
+        manifest = commit_dir(workspace, folder, prefix, kind=KIND, fields=info.model_dump(mode="json"))
     return NegativeSet(prefix, info, manifest.digest)
 
 
 def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
-    """What is committed there, None when nothing is. Raises DataError."""
+    """Return the committed negatives, None if there are none. Raises DataError if they cannot be read."""
     manifest = read_manifest(workspace, prefix)
     if manifest is None:
         return None
@@ -82,25 +75,19 @@ def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
 
 
 def check_negatives(found: NegativeSet, token_sets: Sequence[str], workspace: Storage) -> None:
-    """Raises DataError when they were mined from other data than the partitions of these fingerprints."""
-    if found.info.token_sets == tuple(token_sets):
-        return
-    missing = len(set(token_sets) - set(found.info.token_sets))
-    if missing:
-        seen = f"{missing} of {len(token_sets)} prepared partitions were not there"
-    elif len(found.info.token_sets) > len(token_sets):
-        seen = f"of more partitions than the {len(token_sets)} that are prepared"
-    else:
-        seen = "of these partitions in another order"
-    raise DataError(
-        f"{workspace.uri(found.prefix)} was mined from other data: {seen}",
-        expected="negatives mined from the data that is trained on",
-        next_command=f"{MINE}, with the settings of this run",
-    )
+    """Raise DataError unless negatives were mined from the partitions with these fingerprints, in this order."""
+    mined = found.info.token_sets
+    if mined != tuple(token_sets):
+        raise DataError(
+            f"{workspace.uri(found.prefix)} was mined from other data: {len(mined)} prepared partitions, of which"
+            f" {len(set(mined) & set(token_sets))} are among the {len(token_sets)} of this run",
+            expected="negatives mined from the data that is trained on",
+            next_command=f"{MINE}, with the settings of this run",
+        )
 
 
 def open_negatives(workspace: Storage, found: NegativeSet, rows: Sequence[int], cache_dir: Path) -> Negatives:
-    """Map them into memory. `rows`: training rows in each bucket. Raises DataError when they do not fit these."""
+    """Map negatives into memory. Raises DataError unless they are of `rows`, the training rows in each bucket."""
     folder = fetch_dir(workspace, found.prefix, cache_dir, deep=True)
     try:
         query_id, product = (np.load(folder / name, mmap_mode="r") for name in (_QUERIES, _PRODUCTS))

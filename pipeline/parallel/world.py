@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from pipeline.core.errors import ConfigError
 
@@ -101,47 +100,38 @@ RANK_REPORTS = "TRN_HEALTH_DIR"  # not TRNPIPE_: those are settings
 # Which part of the work is ours: one of several jobs, one of several ranks in it.
 
 
-class Workers(Protocol):
-    """Settings of a stage that an array of jobs shares."""
-
-    @property
-    def workers(self) -> int: ...
-    @property
-    def worker(self) -> int | None: ...
+def worker_of(jobs: int, world: World, env: Mapping[str, str], stage: str, job: int | None = None) -> tuple[int, int]:
+    """Return (worker, workers) among the ranks of `jobs` jobs. Raises ConfigError if index and number do not fit."""
+    index = job_index(jobs, env, stage, job)
+    return index * world.world_size + world.rank, jobs * world.world_size
 
 
-def worker_of(config: Workers, world: World, env: Mapping[str, str], stage: str = "embed") -> tuple[int, int]:
-    """(worker, workers), ranks counted. Raises ConfigError when index and number do not fit together."""
-    job = job_index(config, env, stage)
-    return job * world.world_size + world.rank, config.workers * world.world_size
-
-
-def job_index(config: Workers, env: Mapping[str, str], stage: str) -> int:
-    """Which of `workers` jobs this is: as set, else as the array says. Raises ConfigError."""
-    if config.worker is not None:
-        source, index = f"{stage}.worker", config.worker
+def job_index(jobs: int, env: Mapping[str, str], stage: str, job: int | None = None) -> int:
+    """Return the index of this job among `jobs`: `job` if it is given, else that of the array. Raises ConfigError."""
+    if job is not None:
+        source, index = f"{stage}.worker", job
     elif given := env.get(ARRAY_INDEX):
         if not given.isdecimal():
             raise ConfigError(f"{ARRAY_INDEX} is {given!r}", expected="a number, as trnjobs-entry sets it")
         source, index = ARRAY_INDEX, int(given)
-        if config.workers == 1:
+        if jobs == 1:
             raise ConfigError(
                 f"{ARRAY_INDEX} is {given}, but {stage}.workers is 1: every job of the array would do all the work",
                 expected="the size of the array",
                 next_command=f"--{stage}.workers SIZE, in the command of the array job",
             )
-    elif config.workers > 1:
+    elif jobs > 1:
         raise ConfigError(
-            f"{stage}.workers is {config.workers}, and nothing says which of them this is",
+            f"{stage}.workers is {jobs}, and nothing says which of them this is",
             expected=f"an array job of that size, which sets {ARRAY_INDEX}",
-            next_command=f"--{stage}.worker INDEX, from 0",
+            next_command=f"{ARRAY_INDEX}=INDEX in its environment, from 0",
         )
     else:
         return 0
-    if index >= config.workers:
+    if index >= jobs:
         raise ConfigError(
-            f"{source} is {index} of {config.workers} workers",
-            expected=f"0 to {config.workers - 1}",
+            f"{source} is {index} of {jobs} workers",
+            expected=f"0 to {jobs - 1}",
             next_command=f"--{stage}.workers SIZE, the size of the array",
         )
     return index

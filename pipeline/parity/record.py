@@ -335,7 +335,7 @@ def _train(task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSign
         }
     )
     after_stop = open_storage(f"{task.place.rstrip('/')}/{WORK}", retry=settings.storage, stop=StopSignal())
-    events = EventLog(after_stop, EVENTS, scratch=task.scratch)
+    events = EventLog(after_stop, EVENTS)
     ctx = StageContext(
         settings=settings,
         workspace=workspace,

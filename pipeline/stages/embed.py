@@ -34,7 +34,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 def _run(settings: Settings, ctx: StageContext) -> StageResult:
     started = datetime.now(UTC)
-    worker, workers = worker_of(settings.embed, ctx.world, os.environ)
+    worker, workers = worker_of(settings.embed.workers, ctx.world, os.environ, "embed", settings.embed.worker)
     plan, checkpoint = cycle_plan(settings, ctx)
 
     def result(figures: dict[str, Figure], vectors: VectorSet | None = None) -> StageResult:

@@ -13,17 +13,16 @@ from pipeline.core.format import format_duration
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.plan import open_model
-from pipeline.evaluate.bm25 import nothing_found
-from pipeline.mine.config import BM25, PARENT
+from pipeline.mine.config import BM25, MAX_ITEMS, PARENT
 from pipeline.mine.run import (
     MiningPlan,
     MiningTask,
-    Parts,
+    Pieces,
     Search,
     commit_all,
     make_task,
     mine_share,
-    open_parts,
+    open_pieces,
     plan_mining,
     vector_search,
     vectors_of,
@@ -32,6 +31,8 @@ from pipeline.mine.run import (
 from pipeline.mine.store import NegativeSet, find_negatives
 from pipeline.parallel.gang import join_ranks
 from pipeline.parallel.world import worker_of
+from pipeline.retrieval.bm25 import nothing_found
+from pipeline.retrieval.products import decoded
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_parent, load_prepared
 from pipeline.telemetry.console import Console
@@ -48,7 +49,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
 def _run(settings: Settings, ctx: StageContext) -> StageResult:
     started, config = datetime.now(UTC), settings.mine
-    worker, workers = worker_of(config, ctx.world, os.environ, NAME)
+    worker, workers = worker_of(config.workers, ctx.world, os.environ, NAME)
     prepared, parent = load_prepared(ctx), find_parent(settings, ctx)
     model = None if config.source == BM25 else parent
     if config.source not in (BM25, PARENT):
@@ -63,17 +64,22 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         return result.model_copy(update={"status": "already_done"})
     rows = open_rows(ctx.workspace, mining.sets, "train", ctx.scratch / "tokens", ("partition",))
     gain = settings.train.loss.positive_gain
-    task = make_task(rows, mining.new, positive_gain=gain, max_items=config.max_items, stop=ctx.stop)
-    vectors, negatives = open_parts(settings, ctx, mining, task, worker)
+    task = make_task(rows, mining.new, positive_gain=gain, max_items=MAX_ITEMS, stop=ctx.stop)
+    work = f"cycles/{ctx.cycle}/mine/{fingerprint(mining.decides)[:16]}"
+    size = task.num_items, task.num_queries
+    vectors, negatives = open_pieces(
+        ctx.workspace_after_stop, work, ctx.scratch / "mine", size, config.queries_per_part
+    )
     _tell_start(ctx, mining, task, negatives, f"worker {worker} of {workers}")
 
     def open_search() -> Search:
         if mining.model is not None:
             _, embedder = open_device_embedder(settings, ctx, mining.model)
-            items, queries = (vectors_of(texts, embedder.stream) for texts in (task.items, task.queries))
+            items, queries = (vectors_of(texts, embedder.stream) for texts in (task.products.tokens, task.queries))
             return vector_search(vectors, items, queries, config.depth, ctx.stop, worker, workers)
         tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
-        return word_search(task.item_texts(tokenizer, ctx.stop), task.query_texts(tokenizer), config.depth, ctx.stop)
+        texts = task.item_texts(tokenizer, ctx.stop)
+        return word_search(texts, lambda *part: decoded(task.queries(*part), tokenizer), config.depth, ctx.stop)
 
     try:
         missing = mine_share(
@@ -89,20 +95,23 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
         if made is None:
             raise
         # Another worker was last, and deleted the parts that this one was reading.
-    negatives.delete()
+    for pieces in (vectors, negatives):
+        pieces.parts.delete()
     result = _result(ctx, mining, started, dict(made.info.figures), made)
     _tell_end(ctx, made, result)
     return store_result(ctx.workspace, result)
 
 
-def _tell_start(ctx: StageContext, mining: MiningPlan, task: MiningTask, parts: Parts, who: str) -> None:
+def _tell_start(ctx: StageContext, mining: MiningPlan, task: MiningTask, pieces: Pieces, who: str) -> None:
     by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
         f"mine: {task.num_queries:,} queries with a positive against {task.num_items:,} products by {by} | "
-        f"{len(parts.done())} of {len(parts)} parts done | {who}"
+        f"{len(pieces.parts.done())} of {len(pieces)} parts done | {who}"
     )
     if task.num_items < task.products.num_distinct:
-        ctx.console.warn(f"mine: {task.num_items:,} of {task.products.num_distinct:,} products (mine.max_items)")
+        ctx.console.warn(
+            f"mine: {task.num_items:,} of {task.products.num_distinct:,} products, the most that are searched"
+        )
     if not task.num_queries:
         names = ", ".join(mining.sets[place].info.partition for place in mining.new) or "no new partition"
         ctx.console.warn(f"mine: no training query of {names} has a positive (train.loss.positive_gain)")

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.convert.importing import read_model
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, TrnpipeError
-from pipeline.data.tokenizer import TextTokenizer
+from pipeline.data.config import TokenizerConfig
+from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from pipeline.model.weights import initial_model
-from tests.convert.conftest import MODEL, SPEC, Folder, bert_json, given, source_of, tokenizer_bytes
+from tests.convert.conftest import MODEL, SPEC, Folder, bert_json, given, source_of
 
 
 def refusal(folder: Folder, kind: type[TrnpipeError] = CheckpointError, **changes: Any) -> str:
@@ -372,7 +373,7 @@ def test_a_bare_file_takes_its_sizes_from_the_settings(folder: Folder) -> None:
         shutil.copy(folder.path / "weights.safetensors", folder.path / "blob")
     )
     assert bare(folder, "link.safetensors", tokenizer=tokenizer).new_head == 5, "as in the cache of huggingface_hub"
-    other = TextTokenizer(tokenizer_bytes(lowercase=False))
+    other = TextTokenizer(train_tokenizer(["another text"], TokenizerConfig()))
     with pytest.raises(CheckpointError, match=r"weights.safetensors: bert.embeddings.word_embeddings.weight: shape"):
         bare(folder, tokenizer=other)
     with pytest.raises(CheckpointError, match=r"bert.encoder.layer.1.* has no place"):

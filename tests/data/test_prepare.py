@@ -1,6 +1,7 @@
 """Real small runs of prepare()."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,25 +10,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
-from pipeline.data.chunks import ChunkRecord, EncodeSettings, Staging
 from pipeline.data.config import CategoricalFeature, DataConfig, SyntheticConfig, TokenizerConfig
-from pipeline.data.input_files import Partition
 from pipeline.data.lexical import LEXICAL_NAMES
-from pipeline.data.row_counts import NamedPartition, first_bad
 from pipeline.data.shards import EXTRA
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
-from pipeline.data.token_sets import QuarantinedRow, TokenSetInfo, open_rows, read_token_sets, spec_of
+from pipeline.data.token_sets import TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.data.validate import RowRules, codes_of
+from pipeline.data.validate import codes_of
 from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.proc import pool
 from pipeline.stages.prepare import summary
@@ -193,6 +189,44 @@ def test_workers_do_not_change_the_bytes(workplace: Make, monkeypatch: pytest.Mo
 
 
 @pytest.mark.stage
+@pytest.mark.parametrize("workers", [2, 5])
+def test_workers_of_an_array_prepare_whole_partitions_to_the_same_bytes(
+    workplace: Make, tmp_path: Path, workers: int
+) -> None:
+    data = write_days(tmp_path / "data", days=3, config=SYNTHETIC.model_copy(update={"num_days": 3}))
+    config = CONFIG.model_copy(update={"path": str(data), "num_workers": 1})
+    alone, array = workplace("alone"), workplace("array")
+    expected = alone.prepare(config)
+    shared = config.model_copy(update={"workers": workers})
+    results = [array.prepare(shared, worker=worker) for worker in reversed(range(workers))]
+    assert all(result.missing for result in results[:-1]) and not results[-1].missing
+    assert sum(result.prepared for result in results) == 3
+    assert results[-1].infos == expected.infos
+    for prefix in [*expected.token_set_prefixes, expected.tokenizer_prefix]:
+        assert array.bytes_of(prefix) == alone.bytes_of(prefix)
+
+
+@pytest.mark.stage
+def test_a_day_that_comes_while_a_worker_is_at_work_makes_it_try_again(
+    workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, data = workplace("one"), write_days(tmp_path / "data")
+    config = CONFIG.model_copy(update={"path": str(data), "num_workers": 1, "workers": 2})
+    encode = prepare_module._encode_all
+
+    def day_comes(*arguments: Any) -> Any:
+        (data / "dt=2026-01-03").mkdir()
+        shutil.copy(data / "dt=2026-01-02" / "part-0.parquet", data / "dt=2026-01-03")
+        return encode(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_encode_all", day_comes)
+        with pytest.raises(TransientError, match="has changed since worker 0 of 2"):
+            place.prepare(config, worker=0)
+    assert [place.prepare(config, worker=worker).missing for worker in (0, 1)] == [1, 0]
+
+
+@pytest.mark.stage
 def test_only_what_changed_is_prepared(workplace: Make, tmp_path: Path) -> None:
     place, data = workplace("one"), write_days(tmp_path / "data", days=1)
     config = CONFIG.model_copy(update={"path": str(data), "num_workers": 1, "rows_per_chunk": 5000})
@@ -288,35 +322,6 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
             where.prepare(strict)
 
 
-@pytest.mark.unit
-@given(st.permutations(range(6)), st.lists(st.integers(0, 5), min_size=6, max_size=6), st.integers(1, 8))
-def test_no_more_bad_rows_are_held_than_are_kept(order: list[int], num_bad: list[int], room: int) -> None:
-    config = DataConfig(quarantine_rows=room)
-    rules = RowRules("flat", (), (), (), (), {}, 0.0, 0.0, carve_valid=False)
-    settings = EncodeSettings(rules, config.bucket_shapes, False, "", "", room)
-    work = prepare_module._Work(NamedPartition(Partition("flat", ()), "p", settings), Staging(Path("none")))
-    records = {}
-    for index in order:
-        bad = [QuarantinedRow(file="a", row=n, reason="empty title", content=f"{index}") for n in range(num_bad[index])]
-        records[index] = ChunkRecord(
-            file="a",
-            rows_filtered=0,
-            rows_read=9,
-            rows_bad=len(bad),
-            reasons={},
-            truncated_rows=0,
-            tokens=0,
-            shards={},
-            sizes_bytes={},
-            quarantined=tuple(bad),
-        )
-        work.note(index, records[index])
-        assert first_bad(config, [work.done[n] for n in sorted(records)]) == first_bad(
-            config, [records[n] for n in sorted(records)]
-        )
-        assert sum(len(record.quarantined) for record in work.done.values()) <= room
-
-
 @pytest.mark.stage
 def test_labels_in_the_data_are_ordered_by_gain(workplace: Make, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
@@ -399,14 +404,14 @@ def test_a_file_changed_after_it_was_named_is_prepared_by_the_next_run(
     config = DataConfig(path=str(path), labels=("no", "yes"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
     old = b"query,title,label\n" + b"q,t,yes\n" * 40
     path.write_bytes(old)
-    decide = prepare_module.decide_labels_and_tokenizer
+    decide = prepare_module._labels_and_tokenizer
 
     def changes_it(*arguments: Any) -> Any:
         path.write_bytes(old + b"q,t,no\n" * 20)
         return decide(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "decide_labels_and_tokenizer", changes_it)
+        patch.setattr(prepare_module, "_labels_and_tokenizer", changes_it)
         with pytest.raises(TransientError):
             place.prepare(config)
     assert place.prepare(config).rows == 60

@@ -195,7 +195,7 @@ def test_what_a_cycle_was_begun_with_are_all_settings_that_decide_its_work() -> 
         "verify": "afterwards",
     }
     check_named(without_effect(EmbedConfig(chunks=2), lambda one: asked_for(one, DataConfig())), outside)
-    of_judgements = set(DataConfig.model_fields) - {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
+    of_judgements = set(DataConfig.model_fields) - {"path", "format", "columns", "filter", "synthetic"}
     check_named(without_effect(DataConfig(), lambda one: asked_for(EmbedConfig(), one)), of_judgements)
 
 

@@ -9,10 +9,10 @@ import pytest
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.evaluate.baselines import hybrid_reports, lexical_search
-from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.retrieval import Queries, RetrievalTask
+from pipeline.retrieval.search import Ranked
 
 pytestmark = pytest.mark.unit
 

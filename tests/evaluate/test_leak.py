@@ -13,7 +13,7 @@ from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.evaluate.holdout import HoldoutQueries, Leak, find_leak, judge_leak, leak_doubts
-from pipeline.evaluate.products import text_hashes
+from pipeline.retrieval.products import text_hashes
 from tests.evaluate.gangs import alone, on_ranks
 from tests.shown import Shown
 from tests.train.rows import BUCKETS, PAD

@@ -11,13 +11,13 @@ import pytest
 from pipeline.core.stop import StopSignal
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate import retrieval
-from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import EvaluateConfig, GateConfig
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.retrieval import ModelSearch, Queries, RetrievalTask
 from pipeline.evaluate.scores import save_arrays
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.gang import Gang
+from pipeline.retrieval.search import Ranked
 from pipeline.telemetry.console import Console
 from tests.evaluate.gangs import alone, on_ranks
 

@@ -18,14 +18,14 @@ from pipeline.data.token_sets import TokenSet
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import shorten_vectors
-from pipeline.evaluate.bm25 import Ranked
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder
-from pipeline.evaluate.products import distinct_products, join_tokens
 from pipeline.evaluate.retrieval import RetrievalTask, from_catalogue, from_products, open_catalogue, search
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
+from pipeline.retrieval.products import distinct_products, join_tokens
+from pipeline.retrieval.search import Ranked
 from tests.evaluate.gangs import on_ranks
 from tests.train.rows import make_rows, token_set_info
 
@@ -184,7 +184,7 @@ def test_ranks_find_the_same(holdout: Holdout, world_size: int, window_rows: int
         np.testing.assert_array_equal(narrower.scores, cut.scores)
         assert not np.array_equal(narrower.items, found.items)
         np.testing.assert_array_equal(found.items, expected)
-        np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, expected, axis=1))
+        np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, expected, axis=1) / 2.0**52)
 
 
 def test_vectors_that_are_no_numbers_are_a_reason(holdout: Holdout) -> None:

@@ -26,9 +26,7 @@ from pipeline.evaluate.scores import save_arrays, save_scores
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.mine.choose import Counts
-from pipeline.mine.run import Parts
-from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 from tests.checkpoint.test_checkpoints import snapshot
 from tests.evaluate.test_scores import scores
 from tests.killing import FORK, killed_at_byte
@@ -60,17 +58,9 @@ def score_set(storage: Storage, scratch: Path, number: int) -> None:
     )
 
 
-def mined_part(storage: Storage, scratch: Path, number: int) -> None:
-    vectors, negatives = (
-        Parts(storage, "mining/x", kind, scratch, scratch / "cache", 10, 1) for kind in ("vectors", "negatives")
-    )
-    vectors.commit(number, np.full((1, 4), number, dtype=np.float32))
-    negatives.commit(number, np.full((1, 4), number), vars(Counts(queries=number)))
-
-
 def mined_set(storage: Storage, scratch: Path, number: int) -> None:
     mined = Negatives(np.arange(3), np.full((3, 2), number))
-    commit_negatives(storage, f"negatives/{number}", mined, INFO, empty_folder(scratch / "set"))
+    commit_negatives(storage, f"negatives/{number}", mined, INFO, scratch / "set")
 
 
 def killed_before_emptying(work: Callable[[], object]) -> None:
@@ -102,8 +92,7 @@ def assert_linked(before: dict[Path, bytes]) -> None:
         (score_part, False),  # by a folder of its own: a killed one's is swept when it is old
         (arrays, False),
         (score_set, False),
-        (mined_part, True),
-        (mined_set, True),
+        (mined_set, False),
     ],
 )
 def test_the_next_commit_leaves_the_killed_one_alone(tmp_path: Path, write: Write, reuses: bool) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.mine.store import find_negatives
+from pipeline.parallel.world import ARRAY_INDEX
 from tests.fault.harness import TINY, Place
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
-MANY_PARTS = (*TINY, "--mine.queries-per-part=1", "--mine.items-per-part=40")
+MANY_PARTS = (*TINY, "--mine.queries-per-part=1")
 
 
 def negatives(place: Place) -> str:
@@ -18,15 +19,15 @@ def negatives(place: Place) -> str:
 
 
 def done(place: Place, kind: str) -> int:
-    """Committed pieces."""
-    return len([*place.path.glob(f"cycles/c1/mine/*/{kind}/*/MANIFEST.json")])
+    """Committed parts."""
+    return len([*place.path.glob(f"cycles/c1/mine/*/{kind}-done/*.json")])
 
 
 def kill_after_three(place: Place, kind: str, worker: int, flags: list[str]) -> None:
     """Start, and kill when three more pieces are there. One of two workers: it does not come to the end, however late
     we look."""
     enough = done(place, kind) + 3
-    run = place.start("mine", "--mine.workers=2", f"--mine.worker={worker}", *flags)
+    run = place.start("mine", "--mine.workers=2", *flags, env={ARRAY_INDEX: str(worker)})
     assert run.until(lambda: done(place, kind) >= enough), f"it had ended before: {run.err}"
     run.kill()
 

@@ -27,13 +27,10 @@ def cases(draw: st.DrawFn) -> tuple[Candidates, JudgedItems, MineConfig]:
         offsets.append(len(judged))
         best.append(draw(st.integers(-8, 8)))
     kept = draw(st.integers(1, depth))
-    relative, absolute = draw(st.sampled_from([(None, None), (0.25, None), (None, 0.5), (0.1, 0.75)]))
     config = MineConfig(
         depth=depth,
         negatives_per_query=kept,
-        skip_top=draw(st.integers(0, depth - kept)),
-        relative_margin=relative,
-        absolute_margin=absolute,
+        relative_margin=draw(st.sampled_from([None, 0.1, 0.25])),
     )
     shape = (queries, depth)
     found_all = Candidates(
@@ -54,23 +51,16 @@ def test_against_loops(case: tuple[Candidates, JudgedItems, MineConfig]) -> None
     expected, counts = [], Counts()
     for query in range(len(found.items)):
         best = found.best_positive[query]
-        ceiling = min(
-            np.inf if config.relative_margin is None else best - config.relative_margin * abs(best),
-            np.inf if config.absolute_margin is None else best - config.absolute_margin,
-        )
+        ceiling = np.inf if config.relative_margin is None else best - config.relative_margin * abs(best)
         known = judged.items[judged.offsets[query] : judged.offsets[query + 1]].tolist()
         kept: list[int] = []
-        rank = 0
         for score, item in zip(found.scores[query], found.items[query].tolist(), strict=True):
             if item == NONE:
                 continue
             if item in known:
                 counts += Counts(judged=1)
                 continue
-            rank += 1
-            if rank <= config.skip_top:
-                counts += Counts(passed_over=1)
-            elif score > ceiling:
+            if score > ceiling:
                 counts += Counts(above_margin=1)
             elif len(kept) < config.negatives_per_query:
                 kept.append(item)
@@ -90,5 +80,5 @@ def test_a_part_of_the_judgements() -> None:
 
 
 def test_there_must_be_room_for_the_negatives() -> None:
-    with pytest.raises(ValidationError, match="depth 10: expected at least skip_top 3 and negatives_per_query 8"):
-        MineConfig(depth=10, skip_top=3)
+    with pytest.raises(ValidationError, match="depth 7: expected at least negatives_per_query 8"):
+        MineConfig(depth=7)

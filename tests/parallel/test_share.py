@@ -3,8 +3,6 @@
 import pytest
 
 from pipeline.core.errors import ConfigError
-from pipeline.embed.config import EmbedConfig
-from pipeline.mine.config import MineConfig
 from pipeline.parallel.world import ARRAY_INDEX, World, worker_of
 
 
@@ -21,7 +19,7 @@ from pipeline.parallel.world import ARRAY_INDEX, World, worker_of
 def test_jobs_and_ranks_together(
     config: dict[str, int], world: World, env: dict[str, str], expected: tuple[int, int]
 ) -> None:
-    assert worker_of(EmbedConfig.model_validate(config), world, env) == expected
+    assert worker_of(config.get("workers", 1), world, env, "embed", config.get("worker")) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,11 +34,4 @@ def test_jobs_and_ranks_together(
 )
 def test_what_does_not_fit_together_is_refused(config: dict[str, int], env: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        worker_of(EmbedConfig.model_validate(config), World(), env)
-
-
-def test_another_stage_is_told_of_its_own_settings() -> None:
-    with pytest.raises(ConfigError, match=r"mine\.workers is 4, and nothing says") as caught:
-        worker_of(MineConfig(workers=4), World(), {}, "mine")
-    assert caught.value.next_command == "--mine.worker INDEX, from 0"
-    assert worker_of(MineConfig(workers=4), World(), {ARRAY_INDEX: "3"}, "mine") == (3, 4)
+        worker_of(config.get("workers", 1), World(), env, "embed", config.get("worker"))

@@ -7,11 +7,12 @@ import pytest
 
 from pipeline.context import load_result
 from pipeline.data.token_sets import open_rows, read_token_sets
-from pipeline.evaluate.products import text_hashes
 from pipeline.mine import run as mine_run
 from pipeline.mine.choose import NONE
-from pipeline.mine.run import Parts, all_negatives
+from pipeline.mine.run import Pieces, all_negatives
 from pipeline.mine.store import Negatives, NegativeSet, find_negatives, open_negatives
+from pipeline.parallel.world import ARRAY_INDEX
+from pipeline.retrieval.products import text_hashes
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
 
@@ -31,7 +32,6 @@ FLAGS = (
     "--evaluate.retrieval.enabled=false",
     "--evaluate.leak=off",
     "--mine.queries-per-part=16",
-    "--mine.items-per-part=500",
 )
 MINED = "--train.mined-per-query=3"
 
@@ -58,7 +58,7 @@ def mined(case: Case, cycle: str) -> tuple[NegativeSet, Negatives]:
 
 
 def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(tmp_path, capsys, FLAGS)
     case.run(stage="prepare")
@@ -93,8 +93,10 @@ def test_the_first_cycle_mines_by_bm25_and_the_next_by_the_parent(
     # The same by an array, each worker's share in a run of its own.
     case.storage.delete_prefix(second.prefix)
     for worker in (2, 0, 1):
-        said = case.run(more, "--mine.workers=3", f"--mine.worker={worker}", stage="mine", cycle="c2")
+        monkeypatch.setenv(ARRAY_INDEX, str(worker))
+        said = case.run(more, "--mine.workers=3", stage="mine", cycle="c2")
         assert f"worker {worker} of 3" in said
+    monkeypatch.delenv(ARRAY_INDEX)
     again, _ = mined(case, "c2")
     assert again.digest == second.digest
 
@@ -114,7 +116,7 @@ def test_two_workers_that_are_last_at_once(
     case.run(stage="prepare")
     said = []
 
-    def too_late(parts: Parts, most: int) -> object:
+    def too_late(parts: Pieces, most: int) -> object:
         monkeypatch.setattr(mine_run, "all_negatives", all_negatives)
         said.append(case.run(stage="mine"))
         return all_negatives(parts, most)

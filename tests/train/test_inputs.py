@@ -12,7 +12,7 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.token_sets import TokenSet, TokenSetInfo, select_partitions
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.train.config import TrainConfig
 from pipeline.train.inputs import RunInputs, gather_inputs
@@ -117,7 +117,7 @@ def test_parent_and_mined_negatives_are_in_the_identity_and_choose_what_is_new(t
     )
     none = np.zeros(0, dtype=np.int64)
     made = Negatives(none, none.reshape(0, 2))
-    commit_negatives(workspace, "negatives/d/x", made, info, empty_folder(tmp_path / "staged"))
+    commit_negatives(workspace, "negatives/d/x", made, info, tmp_path / "staged")
     train = TRAIN.model_copy(update={"mined_per_query": 2})
     mined = gather(tmp_path / "mined", train=train, negatives="negatives/d/x")
     assert mined.negatives is not None and mined.negatives.prefix == "negatives/d/x"

@@ -23,7 +23,7 @@ from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.data.training_groups import NONE
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
-from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives, empty_folder
+from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import lineage
@@ -124,7 +124,7 @@ class Cycle:
             figures={},
         )
         self.negatives = f"negatives/d/{shift}"
-        staged = empty_folder(self.folder / "negatives")
+        staged = self.folder / "negatives"
         commit_negatives(self.storage, self.negatives, Negatives(mined.query_id, product), info, staged)
 
     def steps(self) -> list[int]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, pack, train_tokenizer
-from pipeline.evaluate.products import decoded, join_tokens, text_hashes, to_tokens
+from pipeline.retrieval.products import decoded, join_tokens, text_hashes, to_tokens
 
 TEXTS = st.lists(st.lists(st.integers(1, 300), max_size=6), min_size=1, max_size=12)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluate.bm25 import WEIGHTS, Ranked, best_weight, by_rank, by_weight
+from pipeline.retrieval.search import WEIGHTS, Ranked, best_weight, by_rank, by_weight
 
 pytestmark = pytest.mark.unit
 

@@ -1,4 +1,4 @@
-"""The work of one worker: a chunk of rows becomes one shard per split, and a record that says it is done."""
+"""Encode one chunk of rows: validate, tokenise, pack and write one shard per split, then a record of completion."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
-from pipeline.data.token_sets import SPLITS, QuarantinedRow, ShardInfo, Split
+from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
 from pipeline.data.validate import CleanRows, Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
@@ -25,7 +25,7 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 class ChunkRecord(Record):
-    """What a finished chunk left behind. `rows_filtered` are not among `rows_read`."""
+    """The account of a finished chunk. `rows_filtered` are not counted in `rows_read`."""
 
     file: str
     rows_filtered: int
@@ -43,7 +43,7 @@ class ChunkRecord(Record):
 
 @dataclass(frozen=True)
 class Staging:
-    """Where a partition's shards wait for their commit: `files/` becomes the token set, `records/` proves progress."""
+    """The staging folder of a partition: `files/` becomes the token set, `records/` proves finished chunks."""
 
     folder: Path
 
@@ -60,35 +60,29 @@ class Staging:
             (self.folder / "records").mkdir(exist_ok=True)
 
     def finished(self, index: int) -> ChunkRecord | None:
-        """The record of a chunk whose shards are all there, else None."""
+        """Return the record of a chunk if all of its shards are whole, else None."""
         try:
             record = ChunkRecord.model_validate_json(self.record_path(index).read_bytes())
-            whole = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
-        except (OSError, ValueError):  # never written, or torn: do it again
+            is_whole = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
+        except (OSError, ValueError):  # never written, or torn: encode it again
             return None
-        return record if whole else None
-
-
-def chunk_name(file: int, chunk: int) -> str:
-    """By the place of the file in its partition and of the chunk in its file: whoever reads one file can name it."""
-    return f"{file:05d}-{chunk:05d}"
+        return record if is_whole else None
 
 
 @dataclass(frozen=True)
 class EncodeSettings:
-    """How to encode, the same for all chunks of a partition."""
+    """How to encode the chunks of a partition."""
 
     rules: RowRules
     buckets: tuple[Bucket, ...]
     lexical: bool
     query_prefix: str
     product_prefix: str
-    quarantine_rows: int
 
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """One chunk to encode; `index` numbers the chunks of a partition, `name` the files that hold it."""
+    """One chunk to encode. `index` counts the chunks of a partition; `name` is part of its shards' file names."""
 
     partition: str
     index: int
@@ -104,9 +98,9 @@ def _tokenizer(data: bytes) -> TextTokenizer:
 
 
 def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:
-    """Validate, tokenise, pack and write; the record comes last and only after the shards are durable.
+    """Encode a chunk. Its record is written last, once the shards are durable.
 
-    Returns the names of partition and chunk with it.
+    Returns the name of the partition, the index of the chunk and the record.
     """
     settings, tokenizer = task.settings, _tokenizer(tokenizer_json)
     rows, bad, rows_read = clean(task.chunk, settings.rules)
@@ -145,7 +139,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             tokens=int(pairs.num_tokens.sum()),
             shards=shards,
             sizes_bytes=sizes,
-            quarantined=quarantined(bad[: settings.quarantine_rows]),
+            quarantined=quarantined(bad[:QUARANTINE_ROWS]),
             slices=rows.slices.names,
             without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
         )
@@ -161,7 +155,7 @@ def _shard_arrays(
     tokenizer: TextTokenizer,
     buckets: tuple[Bucket, ...],
 ) -> tuple[Arrays, tuple[int, ...]]:
-    """The tensors of rows `index` (names as in the shard format) and the number of rows in each bucket."""
+    """Return the tensors of rows `index` by their names in a shard, and the number of rows in each bucket."""
     arrays: Arrays = {}
     counts = []
     dtype = id_dtype(tokenizer.vocab_size)
