@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.io.downloads import HEAD_BYTES, check_downloaded
 from pipeline.model.config import MOST_POSITIONS, MPNET_PAD, Architecture, EncoderSize, InputSpec, ModelConfig
+from pipeline.model.encoder import GLOBAL_EVERY, LOCAL_ATTENTION, ROPE_THETA
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 
 CONFIG = "config.json"
@@ -244,69 +245,52 @@ class MPNetJson(_PostNormJson):
     relative_attention_num_buckets: Literal[32] = 32
 
 
-class _Rope(Foreign):
+_GlobalTheta = Annotated[float, Field(ge=ROPE_THETA[True], le=ROPE_THETA[True])]
+_LocalTheta = Annotated[float, Field(ge=ROPE_THETA[False], le=ROPE_THETA[False])]
+
+
+class _GlobalRope(Foreign):
     rope_type: Literal["default"] = "default"
-    rope_theta: float | None = Field(None, gt=1)
+    rope_theta: _GlobalTheta = ROPE_THETA[True]
+
+
+class _LocalRope(Foreign):
+    rope_type: Literal["default"] = "default"
+    rope_theta: _LocalTheta = ROPE_THETA[False]
 
 
 class _Ropes(Foreign):
-    full_attention: _Rope = _Rope()
-    sliding_attention: _Rope = _Rope()
-
-
-_Layer = Literal["full_attention", "sliding_attention"]
+    full_attention: _GlobalRope = _GlobalRope()
+    sliding_attention: _LocalRope = _LocalRope()
 
 
 class ModernBertJson(EncoderJson):
-    """A Hugging Face config.json of a ModernBERT"""
+    """A Hugging Face config.json of a ModernBERT as published"""
 
     norm_eps: float = Field(1e-5, gt=0, le=0.1)
     hidden_activation: Literal["gelu"] = "gelu"
     norm_bias: Literal[False] = False
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
-    local_attention: int = Field(128, ge=2)
+    local_attention: Literal[128] = 128
     # The two forms of transformers 4 and 5.
-    global_attn_every_n_layers: int = Field(3, ge=1)
-    layer_types: Annotated[tuple[_Layer, ...], Field(min_length=1, max_length=256)] | None = None
-    global_rope_theta: float = Field(160_000.0, gt=1)
-    local_rope_theta: float = Field(10_000.0, gt=1)
+    global_attn_every_n_layers: Literal[3] = 3
+    layer_types: tuple[str, ...] | None = None
+    global_rope_theta: _GlobalTheta = ROPE_THETA[True]
+    local_rope_theta: _LocalTheta = ROPE_THETA[False]
     rope_parameters: _Ropes = _Ropes()
-    sliding_window: int | None = None
+    sliding_window: Literal[64] | None = None
 
     @model_validator(mode="after")
     def _layers_recur(self) -> "ModernBertJson":
-        if self.sliding_window not in (None, self.local_attention // 2):
-            raise ValueError(f"sliding_window {self.sliding_window}: expected half of local_attention")
-        if self.layer_types is None:
-            return self
-        wanted = tuple(
-            "sliding_attention" if number % self._every else "full_attention"
-            for number in range(self.num_hidden_layers)
-        )
-        if self.layer_types != wanted:
-            raise ValueError(
-                "layer_types that do not recur: expected full_attention in every so many layers, from 0 on"
-            )
+        kinds = ("full_attention", "sliding_attention")
+        wanted = tuple(kinds[number % GLOBAL_EVERY > 0] for number in range(self.num_hidden_layers))
+        if self.layer_types not in (None, wanted):
+            raise ValueError(f"layer_types: expected full_attention in every {GLOBAL_EVERY} layers, from 0 on")
         return self
 
-    @property
-    def _every(self) -> int:
-        if self.layer_types is None:
-            return self.global_attn_every_n_layers
-        further = (number for number, kind in enumerate(self.layer_types) if number and kind == "full_attention")
-        return next(further, len(self.layer_types))
-
     def fields(self) -> dict[str, Any]:
-        ropes = self.rope_parameters
-        return {
-            **super().fields(),
-            "layer_norm_eps": self.norm_eps,
-            "global_attention_every": self._every,
-            "local_attention": self.local_attention,
-            "global_rope_theta": ropes.full_attention.rope_theta or self.global_rope_theta,
-            "local_rope_theta": ropes.sliding_attention.rope_theta or self.local_rope_theta,
-        }
+        return {**super().fields(), "layer_norm_eps": self.norm_eps}
 
 
 _OF_ARCHITECTURE: Mapping[str, type[EncoderJson]] = {
@@ -353,10 +337,10 @@ def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str
         found |= {
             "hidden_activation": "gelu",
             "norm_eps": config.layer_norm_eps,
-            "local_attention": config.local_attention,
-            "global_attn_every_n_layers": config.global_attention_every,
-            "global_rope_theta": config.global_rope_theta,
-            "local_rope_theta": config.local_rope_theta,
+            "local_attention": LOCAL_ATTENTION,
+            "global_attn_every_n_layers": GLOBAL_EVERY,
+            "global_rope_theta": ROPE_THETA[True],
+            "local_rope_theta": ROPE_THETA[False],
             **{f"{place}_dropout": config.dropout for place in ("embedding", "mlp")},
             # transformers would take those of the published vocabulary; the tokenizer beside knows its own.
             **{f"{token}_token_id": None for token in ("bos", "eos", "cls", "sep")},

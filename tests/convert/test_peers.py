@@ -190,7 +190,7 @@ def test_another_family_of_theirs_and_back(peers: Peers, tmp_path: Path, family:
         pad_token_id=1,
         layer_norm_eps=1e-5,
         **({"type_vocab_size": 1} if FAMILIES[family].is_bert_with_offset else {}),
-        **({"local_attention": 8, "embedding_dropout": 0.0} if family == "modernbert" else {}),
+        **({"embedding_dropout": 0.0} if family == "modernbert" else {}),
     )
     torch.manual_seed(11)
     transformers.AutoModel.from_config(config).save_pretrained(path)
