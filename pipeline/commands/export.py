@@ -22,7 +22,7 @@ from pipeline.data.token_sets import read_token_sets
 from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
-from pipeline.model.families import FAMILIES
+from pipeline.model.hf import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.records import read_pointer
 from pipeline.registry.serving import read_pair

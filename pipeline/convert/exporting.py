@@ -42,9 +42,7 @@ from pipeline.io.storage import join_key, os_errors, place_of
 from pipeline.model.config import InputSpec
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
-from pipeline.model.families import FAMILIES, from_bert
-from pipeline.model.hf_config import CONFIG, hf_config
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import CONFIG, FAMILIES, from_bert, from_hf, hf_config
 from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor

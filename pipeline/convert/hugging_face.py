@@ -17,7 +17,7 @@ from pipeline.core.errors import ConfigError, first_line
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import folder_key, join_key
 from pipeline.model.config import PRESETS, ModelConfig, Pooling
-from pipeline.model.hf_config import EncoderJson, Foreign
+from pipeline.model.hf import EncoderJson, Foreign
 
 
 def settings_of(found: EncoderJson, base: ModelConfig, source: str, **changes: Any) -> ModelConfig:

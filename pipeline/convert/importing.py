@@ -18,11 +18,9 @@ from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage, join_key
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.factory import module_weights
-from pipeline.model.families import as_bert
-from pipeline.model.hf_config import CONFIG, hf_config, read_config
-from pipeline.model.hf_weights import HEAD_PARTS, encoder_from_hf, model_from_hf, to_hf
+from pipeline.model.hf import CONFIG, HEAD_PARTS, as_bert, encoder_from_hf, hf_config, model_from_hf, read_config, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
-from pipeline.model.weight_files import find_weights, load_tensors, without_wrappers
+from pipeline.model.weights import find_weights, load_tensors, without_wrappers
 
 # A model of another tool, read and checked: from a Hugging Face folder, our own export, or a bare file of weights.
 

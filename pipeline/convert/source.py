@@ -21,7 +21,7 @@ from pipeline.io.downloads import HEAD_BYTES, check_downloaded
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, os_errors, place_of
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_config import parse_json
+from pipeline.model.hf import parse_json
 
 JSON_BYTES = 4 * 2**20
 TOKENIZER_BYTES = 128 * 2**20

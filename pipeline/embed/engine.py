@@ -26,7 +26,7 @@ from pipeline.embed.config import EmbedConfig
 from pipeline.embed.texts import chunk_tokens, cut_tokens
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
 from pipeline.model.encoder import BertEncoder, TextEncoder
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import open_device

@@ -21,8 +21,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pack
 from pipeline.io.storage import open_storage
-from pipeline.model.families import FAMILIES
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import FAMILIES, from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import given, source_of, tokenizer_bytes
@@ -193,7 +192,7 @@ def test_another_family_of_theirs_and_back(peers: Peers, tmp_path: Path, family:
         pad_token_id=1,
         layer_norm_eps=1e-5,
         **({"type_vocab_size": 1} if FAMILIES[family].is_bert_with_offset else {}),
-        **({"local_attention": 8, "embedding_dropout": 0.0} if family == "modernbert" else {}),
+        **({"embedding_dropout": 0.0} if family == "modernbert" else {}),
     )
     torch.manual_seed(11)
     transformers.AutoModel.from_config(config).save_pretrained(path)
