@@ -124,14 +124,6 @@ def test_a_verdict_of_other_content_does_not_carry(workspace: Storage, make: Mak
     assert production(workspace) is None
 
 
-def test_a_decision_that_judged_nothing_carries_only_by_force(workspace: Storage, make: Make) -> None:
-    place = make("a")
-    with pytest.raises(GateRefused, match="the verdict is of content"):
-        put(workspace, place, digest="")
-    assert production(workspace) is None
-    assert put(workspace, place, digest="", forced="no verdict is stored").action == "forced"
-
-
 def damage(workspace: Storage, key: str, how: str) -> None:
     data = bytearray(workspace.read_bytes(key))
     if how == "remove":
@@ -200,18 +192,6 @@ def test_a_model_name_does_not_lead_elsewhere(workspace: Storage, make: Make, na
 
 
 # Rollback
-
-
-def test_rolling_back_twice_goes_further_back(workspace: Storage, make: Make) -> None:
-    for name in ("a", "b", "c"):
-        put(workspace, make(name))
-    assert back(workspace).checkpoint == prefix("b")
-    again = back(workspace, reason="still bad")
-    assert (again.checkpoint, again.previous, again.reasons) == (prefix("a"), None, ("still bad",))
-    assert again.figures == {"ndcg": 0.5}, "those of the promotion"
-    with pytest.raises(ConfigError, match="nothing before it"):
-        back(workspace)
-    assert [action for action, _ in consistent(workspace).actions] == ["promoted"] * 3 + ["rolled_back"] * 2
 
 
 @ON_BOTH
@@ -339,14 +319,6 @@ def test_an_altered_pointer_is_refused(workspace: Storage, make: Make, old: byte
 
 
 @pytest.mark.fault
-def test_a_pointer_of_another_model_is_refused(workspace: Storage, make: Make) -> None:
-    put(workspace, make("a"))
-    workspace.write_bytes(pointer_key("other"), workspace.read_bytes(pointer_key(MODEL)))
-    with pytest.raises(CheckpointError, match="it is of model relevance"):
-        read_pointer(workspace, "other")
-
-
-@pytest.mark.fault
 def test_a_damaged_line_of_the_history_is_named_and_nothing_changes(workspace: Storage, make: Make) -> None:
     first = put(workspace, make("a"))
     workspace.write_bytes(history_key(MODEL), workspace.read_bytes(history_key(MODEL)) + b"rubbish\n")
@@ -401,9 +373,3 @@ def test_a_refusal_names_the_command_that_leads_on(workspace: Storage, make: Mak
         assert (
             expected in caught.value.next_command and f"registry promote {place} --force" in caught.value.next_command
         )
-    put(workspace, prefix("a"))
-    put(workspace, make("b"))
-    roll_back(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    with pytest.raises(GateRefused) as caught:
-        put(workspace, prefix("b"))
-    assert caught.value.next_command == f"trnpipe registry promote {prefix('b')} --force REASON"
