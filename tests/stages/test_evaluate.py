@@ -20,8 +20,9 @@ from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores, to_rows
-from pipeline.registry.promote import promote, roll_back
+from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, read_history
+from pipeline.registry.serving import roll_back_model
 from pipeline.stages import evaluate
 from tests.stages.evaluate_case import FLAGS, Case, noisy, not_a_number
 
@@ -110,7 +111,7 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     assert "forced: a rehearsal" in promoted.entries[-1].reasons
     assert "done already; promoted, figures" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
     author = Author(by="an operator", code_version="v")
-    roll_back(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
+    roll_back_model(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
     again = f"trnpipe registry promote {worse} --force REASON puts it there again"
     assert f"rolled back since ({again})" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
 
