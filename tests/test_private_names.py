@@ -98,7 +98,7 @@ USES = (
     ),
     Use(XLA, "torch_xla._internal.pjrt", "replicas", ("torch_xla._internal.pjrt.initialize_multiprocess",)),
     *of(XLA, "what follows is of it", _XLAC),
-    *of(XLA, "the text of a graph", f"{_XLAC}._get_xla_tensors_hlo"),
+    *of(XLA, "the text of a graph, and its name", f"{_XLAC}._get_xla_tensors_hlo", f"{_XLAC}._get_graph_hash"),
     *of(XLA, "tracing without running", f"{_XLAC}._replace_xla_tensor", f"{_XLAC}._xla_create_placeholder_tensor"),
     *of(XLA, "the order of all-reduces", f"{_XLAC}._set_all_reduce_token"),
     *of(XLA, "a loader that is left", "torch_xla.distributed.parallel_loader.MpDeviceLoader._parallel_loader"),

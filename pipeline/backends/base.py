@@ -141,6 +141,10 @@ class Backend(Protocol):
         """The graph that computes `tensors`, traced and not yet run, as HLO text; empty on eager devices."""
         return ""
 
+    def graph_hash(self, tensors: Sequence["Tensor"]) -> str:
+        """Name that graph, the same in every process of one version; empty on eager devices."""
+        return ""
+
     def execute_seconds(self) -> float:
         """Seconds the device spent executing so far (0 where the runtime does not tell)."""
         return 0.0

@@ -189,6 +189,9 @@ class XlaBackend(Backend):
     def hlo_text(self, tensors: Sequence[Tensor]) -> str:
         return str(self._xla._XLAC._get_xla_tensors_hlo(list(tensors)))
 
+    def graph_hash(self, tensors: Sequence[Tensor]) -> str:
+        return str(self._xla._XLAC._get_graph_hash(list(tensors)).hex())
+
     def execute_seconds(self) -> float:
         data = self._metrics.metric_data("ExecuteTime")
         return 0.0 if data is None else float(data[1]) / 1e9

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.backends import NAMES
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.compile.neuron_tool import use_neuron_cache
+from pipeline.compile.neuron import use_neuron_cache
 from pipeline.context import StageContext, share_tokens
 from pipeline.core.errors import (
     EXIT_OK,
@@ -46,7 +46,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.model.config import ModelConfig
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang, open_device
@@ -58,10 +58,10 @@ from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, read_events
-from pipeline.train.build import open_run
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import RunInputs, gather_inputs, identity_parts
-from pipeline.train.run import train
+from pipeline.train.loop import train
 
 BACKENDS: tuple[str, ...] = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -351,7 +351,10 @@ def _train(task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSign
     )
     tokenizer = workspace.read_bytes(f"{task.tokenizer}/tokenizer.json")
     try:
-        with open_run(settings, ctx, inputs, tokenizer) as opened:
+        config = RunConfig(
+            settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
+        )
+        with open_run(config, ctx, inputs, tokenizer) as opened:
             train(opened)
     finally:
         events.close()

@@ -21,7 +21,7 @@ Metric = Literal["accuracy", "macro_f1", "positive_f1", "ndcg", "retrieval_ndcg"
 class OptimizerConfig(Record):
     """AdamW with decoupled weight decay; biases and layer norms are not decayed."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0}
+    retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0, "final_fraction": 0.0}
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
     head_rate: float = Field(
         1.0,
@@ -31,7 +31,6 @@ class OptimizerConfig(Record):
     )
     schedule: Shape = Field("cosine", description="Shape after the warm-up")
     warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Share of the steps in linear warm-up")
-    final_fraction: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment")
@@ -42,12 +41,12 @@ class OptimizerConfig(Record):
 class GuardConfig(Record):
     """Skips a step whose loss or gradient is not finite or far off the usual; decided on the device."""
 
-    sigma: float = Field(6.0, gt=0, description="Skip above mean + sigma standard deviations of the gradient norm")
-    min_ratio: float = Field(
-        4.0, ge=1, description="...and above this multiple of the mean, so that calm runs are not cut"
+    retired: ClassVar[Mapping[str, Any]] = {"min_ratio": 4.0, "warmup_steps": 50, "decay": 0.98}
+    sigma: float = Field(
+        6.0,
+        gt=0,
+        description="Skip above mean + sigma standard deviations of the gradient norm, and above 4 times the mean",
     )
-    warmup_steps: int = Field(50, ge=1, description="Steps before spikes are judged (NaN always is)")
-    decay: float = Field(0.98, gt=0, lt=1, description="Decay of the running mean and variance")
     patience: int = Field(20, ge=1, description="Steps skipped in a row before the run fails with NumericError")
 
 

@@ -298,7 +298,7 @@ class TrainProgram:
     def _cut(self, phase: str, tensors: Sequence[Tensor]) -> None:
         """End a graph here. `tensors`: what it computes."""
         place = replace(self._place, phase=phase)
-        self._watch.before(place, lambda: self.backend.hlo_text(tensors))
+        self._watch.before(place, tensors)
         self.backend.step_boundary(tensors)
         self._watch.after(place)
 

@@ -25,13 +25,13 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig
-from pipeline.train.loop import BatchStream
 from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
+from pipeline.train.stream import BatchStream
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.
 SMALL = MODEL.model_copy(
-    update={"hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "interactions": "implicit", "mlp_sizes": (8,)}
+    update={"hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "cross_layers": 0, "mlp_sizes": (8,)}
 )
 pytestmark = pytest.mark.stage
 

@@ -30,7 +30,7 @@ from pipeline.parallel.strategies.zero1 import (
     buckets_of,
 )
 from pipeline.parallel.world import World, world_from_env
-from pipeline.train.config import GuardConfig, OptimizerConfig, TrainPlan, batch_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainPlan, batch_share, run_layout
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
@@ -52,7 +52,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rich": {
         "micro_batch_size": 2,
         "optimizer": OptimizerConfig(head_rate=2.0),
-        "guard": GuardConfig(warmup_steps=2),
     },
     "rich-bf16": {"precision": "bf16", "micro_batch_size": 2},
 }
