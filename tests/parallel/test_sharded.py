@@ -21,7 +21,7 @@ from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
-from pipeline.parallel.strategies.base import Chunk
+from pipeline.parallel.strategies import Chunk
 from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout
 from pipeline.parallel.strategies.zero1 import (
     LARGEST_BYTES,
