@@ -62,11 +62,8 @@ collective_timeout_s = 15.0
 every_steps = 6
 [embed]
 compiled = false
-tokenise_processes = 1
 [embed.output]
 rows_per_part = 64
-[embed.verify]
-sample = 16
 [gate]
 min_queries = 2
 min_slice_queries = 2

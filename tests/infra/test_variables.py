@@ -9,7 +9,7 @@ import pytest
 
 from jobs.schedule import parse_schedule
 from pipeline.core.machines import NODES
-from pipeline.parallel.network import MASTER_PORT
+from pipeline.parallel.world import MASTER_PORT
 from tests.infra.terraform import INFRA, Terraform, environment_for, require_terraform, started
 
 DIGEST = "sha256:" + "0" * 64
