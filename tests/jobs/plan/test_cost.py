@@ -4,7 +4,6 @@ import pytest
 
 from jobs.plan.cost import Prices, job_usd, node_usd_per_hour
 from jobs.plan.spec import JobSpec, Resources
-from pipeline.core.format import usd
 from tests.jobs.cycle.cases import TRN1, job
 
 LIST = Prices({"trn1.32xlarge": 20.0, "p9.huge": 7.0})
@@ -38,11 +37,3 @@ def test_gangs_and_arrays_cost_by_node_and_by_child() -> None:
     assert job_usd(job("a"), 1800, LIST) is None
     half = of(64, "trn1.32xlarge").model_copy(update={"num_nodes": 4})
     assert job_usd(half, 1800, LIST) == pytest.approx(40), "nodes of a gang have their machines to themselves"
-
-
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [(None, "-"), (0.0, "$0.00"), (0.00314, "$0.0031"), (0.99999, "$1.0000"), (1.0, "$1.00"), (1234.5, "$1,234.50")],
-)
-def test_dollars(amount: float | None, text: str) -> None:
-    assert usd(amount) == text

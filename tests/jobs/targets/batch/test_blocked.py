@@ -34,12 +34,6 @@ def test_reasons_in_words(reason: str, words: str) -> None:
     assert words in block.words and block.next_command
 
 
-@pytest.mark.parametrize("reason", ["", "Essential container in task exited", "Host EC2 (instance i-0) terminated."])
-def test_other_reasons_are_no_block(reason: str) -> None:
-    assert explain(reason) is None
-    assert blocked_sightings([record("train", reason)], [], 0.0) == ()
-
-
 def test_first_sight_is_kept_while_the_reason_persists() -> None:
     seen = blocked_sightings([record("train", RESOURCES)], [], 100.0)
     assert [(one.job, one.reason, one.since) for one in seen] == [("train", RESOURCES, 100.0)]
@@ -51,18 +45,6 @@ def test_first_sight_is_kept_while_the_reason_persists() -> None:
     )
     assert blocked_sightings([record("train", RESOURCES, JobState.STARTING)], seen, 200.0) == ()
     assert blocked_sightings([record("train", RESOURCES)], (), 300.0)[0].since == 300.0, "it had gone in between"
-
-
-def test_another_attempt_to_submit_the_job_begins_anew() -> None:
-    seen = blocked_sightings([record("train", RESOURCES)], [], 100.0)
-    again = record("train", RESOURCES).model_copy(update={"id": "another"})
-    assert blocked_sightings([again], seen, 200.0)[0].since == 200.0
-
-
-def test_children_of_an_array_are_seen_one_by_one() -> None:
-    children = (record("embed:0", "", JobState.RUNNING), record("embed:1", CAPACITY))
-    (seen,) = blocked_sightings([record("embed", CAPACITY, JobState.PENDING, *children)], [], 5.0)
-    assert (seen.job, seen.id) == ("embed:1", "id-embed:1")
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,6 @@ def words(found: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name.startswith("TRNJOBS_")}
 
 
-def test_a_container() -> None:
-    assert words(environment(job("a"))) == COMMON
-
-
-def test_a_job_that_was_submitted_again() -> None:
-    spec = job("a")
-    found = node_environment({}, plan(spec), Leaf(spec), "id", 2, 0, "10.0.0.7", round_=3)
-    assert words(found) == COMMON | {"TRNJOBS_ROUND": "3"}
-
-
 def test_a_child_of_an_array() -> None:
     found = words(environment(job("a", array_size=3), index=1))
     assert found == COMMON | {"TRNJOBS_JOB_ID": "id:1", "TRNJOBS_INDEX": "1"}
@@ -57,12 +47,6 @@ def test_without_a_network_they_meet_on_the_loopback() -> None:
     for node in range(2):
         found = node_environment({}, plan(spec), Leaf(spec), "id", 1, node, "127.0.0.1")
         assert "--master-addr=127.0.0.1" in torchrun_arguments(1, found, own=lambda: "nowhere")
-
-
-def test_each_attempt_has_a_port_of_its_own_outside_those_of_clients() -> None:
-    ports = {gang_port(f"id-{i}", attempt) for i in range(20) for attempt in (1, 2, 3)}
-    assert len(ports) > 55
-    assert all(20_000 <= port < 32_000 and port % 2 == 0 for port in ports)
 
 
 def test_a_job_sees_its_own_settings_and_nothing_of_what_is_around_the_engine() -> None:
