@@ -42,8 +42,6 @@ valid_fraction = 0.15
 test_fraction = 0.2
 [data.synthetic]
 num_queries = {QUERIES_PER_DAY}
-candidates_per_query = {CANDIDATES}
-first_day = "{FIRST_DAY}"
 [data.tokenizer]
 vocab_size = 400
 [model]

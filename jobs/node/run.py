@@ -38,7 +38,8 @@ LINGER_S = 1.0
 def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """Run a command as this node's part of the job; the exit code. Raises ConfigError for a broken environment.
 
-    Whatever it has started is gone when this returns, or when this process is killed.
+    Whatever it has started is gone when this returns. When this process is killed, its container ends the rest, or the
+    keeper of the local target.
     """
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)

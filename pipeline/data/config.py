@@ -1,10 +1,9 @@
 """Settings of the data side: where rows come from, what they are called, how they become shards."""
 
 from collections.abc import Mapping
-from datetime import date, timedelta
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from pipeline.core.batch_order import Bucket, check_buckets
 from pipeline.core.record import Record
@@ -36,21 +35,11 @@ class CategoricalFeature(Record):
 class SyntheticConfig(Record):
     """The built-in deterministic catalogue, used when no input is given."""
 
-    num_queries: int = Field(1500, ge=10, description="Queries of a day")
-    candidates_per_query: int = Field(12, ge=4, description="Products judged for each query")
+    retired: ClassVar[Mapping[str, Any]] = {"candidates_per_query": 12, "first_day": "2026-01-01", "seed": 17}
+    num_queries: int = Field(1500, ge=10, description="Queries of a day, each with 12 judged products")
     num_days: int = Field(
         1, ge=1, le=366, description="dt= partitions; one more is a new day, and leaves the others as they are"
     )
-    first_day: str = Field("2026-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$", description="First partition")
-    seed: int = Field(17, ge=0, description="Seed of the generator")
-
-    @model_validator(mode="after")
-    def _has_days(self) -> Self:
-        try:
-            date.fromisoformat(self.first_day) + timedelta(days=self.num_days - 1)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"first_day {self.first_day}, num_days {self.num_days}: {error}") from error
-        return self
 
 
 class TokenizerConfig(Record):

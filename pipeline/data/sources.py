@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from pydantic import JsonValue
 
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
@@ -122,7 +123,13 @@ class SyntheticSource:
 
     def __init__(self, config: DataConfig) -> None:
         self._config = config
-        version = {"generator": synthetic.GENERATOR_VERSION, **config.synthetic.model_dump(exclude={"num_days"})}
+        version: dict[str, JsonValue] = {
+            "generator": synthetic.GENERATOR_VERSION,
+            "num_queries": config.synthetic.num_queries,
+            "candidates_per_query": len(synthetic.GRADES),
+            "first_day": str(synthetic.FIRST_DAY),
+            "seed": synthetic.SEED,
+        }
         self.partitions = tuple(
             Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
             for name in synthetic.partitions(config.synthetic)
@@ -130,7 +137,7 @@ class SyntheticSource:
 
     def num_rows(self) -> int | None:
         made = self._config.synthetic
-        return made.num_queries * made.num_days * made.candidates_per_query
+        return made.num_queries * made.num_days * len(synthetic.GRADES)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         plan = plan_columns(self._config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)

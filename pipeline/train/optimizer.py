@@ -3,6 +3,7 @@
 Decoupled weight decay as in Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019), algorithm 2.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,19 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
     return torch.tensor(
         [learning_rate, 1.0 - config.beta1**step, 1.0 - config.beta2**step, float(step)], dtype=torch.float32
     )
+
+
+def schedule_of(config: OptimizerConfig, step: int, max_steps: int) -> float:
+    """Learning rate of optimizer step `step` (1-based): linear warm-up, then down to `final_fraction` of the peak."""
+    peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
+    if step <= warmup_steps:
+        return peak * step / max(1, warmup_steps)
+    if config.schedule == "constant":
+        return peak
+    # The step before the end of the decay, so that the last step still learns.
+    progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
+    return peak * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
 
 
 class AdamW:

@@ -25,8 +25,8 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig
-from pipeline.train.loop import BatchStream
 from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
+from pipeline.train.stream import BatchStream
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.

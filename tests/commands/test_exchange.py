@@ -22,7 +22,6 @@ DATA = (
     "--data.num-workers=1",
     "--data.valid-fraction=0.2",
     "--data.synthetic.num-queries=20",
-    "--data.synthetic.candidates-per-query=4",
 )
 MODEL = (
     "--model.hidden-size=16",

@@ -20,8 +20,6 @@ from pipeline.data.config import DataConfig
             "'brand' more than once",
         ),
         ({"labels": ["match"]}, "only 'match'; expected two classes or more"),
-        ({"synthetic": {"first_day": "2026-02-30"}}, "first_day 2026-02-30"),
-        ({"synthetic": {"first_day": "9999-12-31", "num_days": 2}}, "first_day 9999-12-31, num_days 2"),
     ],
 )
 def test_settings_nobody_means(settings: dict[str, Any], words: str) -> None:

@@ -186,16 +186,6 @@ def test_a_column_that_comes_late_is_refused_not_half_read(tmp_path: Path) -> No
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
-def test_another_encoding_is_one_clear_error(tmp_path: Path, name: str, encoding: str) -> None:
-    text = json_lines(3) if name == "a.jsonl" else ",".join(HEADER) + "\n"
-    (tmp_path / name).write_bytes(("\ufeff" + text).encode(encoding))
-    with pytest.raises(DataError, match=f"is {encoding[:6].upper()} by its byte order mark"):
-        read(tmp_path / name)
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize("name", ["a.csv.zst", "a.jsonl.bz2", "b.parquet.xz", "A.CSV.ZIP"])
 def test_a_compression_nobody_reads_is_refused_not_left_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()

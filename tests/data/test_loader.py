@@ -12,7 +12,7 @@ from pipeline.data.loader import (
     training_batches,
 )
 from pipeline.data.training_groups import TrainingPools
-from pipeline.train.loop import add_digests
+from pipeline.train.stream import add_digests
 from tests.train.rows import make_rows, mined_from
 
 BATCH = 12

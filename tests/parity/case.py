@@ -16,9 +16,9 @@ from pipeline.parity.compare import RecordedSide, Side, SideRecord
 from pipeline.parity.record import SideTask, load_side, make_task, record
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.build import open_run
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.inputs import gather_inputs
-from pipeline.train.run import train
+from pipeline.train.loop import train
 from tests.train.rows import MODEL, TRAIN, write_token_set
 
 CYCLE = "c1"
@@ -70,7 +70,8 @@ def make_case(folder: Path, rows: Rows = ROWS) -> Case:
     store_result(storage, _result("prepare", outputs))
     on_cpu = settings.model_copy(update={"backend": "cpu"})
     inputs = gather_inputs(storage, ["tokens/d/print"], None, TRAIN, MODEL)
-    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(on_cpu, ctx, inputs, b"{}") as opened:
+    config = RunConfig("cpu", MODEL, TRAIN, on_cpu.checkpoint, on_cpu.log, on_cpu.health)
+    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(config, ctx, inputs, b"{}") as opened:
         outcome = train(opened)
     store_result(storage, _result("train", {"checkpoint": outcome.prefix}))
     return Case(folder, settings)

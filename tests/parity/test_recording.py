@@ -22,7 +22,7 @@ from pipeline.parity.compare import RecordedSide, Side, SideRecord, compare_side
 from pipeline.parity.record import curve_of, evaluations_of, load_side
 from pipeline.settings import Settings
 from pipeline.telemetry.events import EventLog, EventName
-from pipeline.train import build, loop
+from pipeline.train import build, optimizer, stream
 from pipeline.train.step import TrainProgram
 from tests.parity.case import CPU, PARITY, ROWS, Case
 
@@ -105,8 +105,8 @@ def dropped_weight(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_rate(patch: pytest.MonkeyPatch) -> None:
-    rate = loop.schedule_of
-    patch.setattr(loop, "schedule_of", lambda *args: 1.3 * rate(*args))
+    rate = optimizer.schedule_of
+    patch.setattr(stream, "schedule_of", lambda *args: 1.3 * rate(*args))
 
 
 def half_a_gradient(patch: pytest.MonkeyPatch) -> None:

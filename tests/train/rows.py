@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, TrainState
 from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
-from pipeline.data.loader import RowSource
+from pipeline.data.loader import GroupSource, RowSource
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.token_sets import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.data.training_groups import NONE, GroupedRows, MinedProducts
@@ -159,7 +159,7 @@ def mined_from(rows: TokenRows, slots: int, *, most: int = 5, seed: int = 1) -> 
     return MinedProducts(rows, rows.pad_id, query_id, product, slots, seed)
 
 
-def plan_of(groups: GroupedRows, config: TrainConfig = TRAIN) -> BatchPlan:
+def plan_of(groups: GroupSource, config: TrainConfig = TRAIN) -> BatchPlan:
     """The order of the global batches of `config` over groups."""
     return BatchPlan(groups.sizes, groups_of_batch(config), 1)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.train.config import OptimizerConfig, Shape
-from pipeline.train.loop import schedule_of
+from pipeline.train.optimizer import schedule_of
 
 SHAPES: tuple[Shape, ...] = ("cosine", "linear", "constant")
 

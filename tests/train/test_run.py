@@ -32,10 +32,10 @@ from pipeline.registry.records import Author, Decision
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
-from pipeline.train.build import open_run
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
-from pipeline.train.run import Outcome, PruningRule, train
+from pipeline.train.loop import Outcome, train
 from tests.shown import Shown
 from tests.train.rows import MODEL, TRAIN, mined_from, write_token_set
 
@@ -82,7 +82,7 @@ class Cycle:
         commit_dir(self.storage, staging, prefix, kind="tokens", fields=info.model_dump(mode="json"))
         self.prefixes.append(prefix)
 
-    def run(self, parent: Checkpoint | None = None, pruning: PruningRule | None = None) -> Outcome:
+    def run(self, parent: Checkpoint | None = None) -> Outcome:
         self.stop = StopSignal()
         settings = Settings(
             backend="cpu",
@@ -105,8 +105,9 @@ class Cycle:
             code_version="v",
         )
         inputs = gather_inputs(self.storage, self.prefixes, parent, self.train, self.model, self.negatives)
-        with open_run(settings, ctx, inputs, b"tokenizer") as opened:
-            return train(opened, pruning)
+        config = RunConfig("cpu", self.model, self.train, settings.checkpoint, settings.log, settings.health)
+        with open_run(config, ctx, inputs, b"tokenizer") as opened:
+            return train(opened)
 
     def mine(self, shift: int = 0) -> None:
         """Negatives of every query: rows of others, `shift` more apart."""
@@ -169,22 +170,6 @@ def test_graded_weight_0_is_all_that_a_run_for_retrieval_alone_needs(cycle: Cycl
     cycle.partition(2, ROWS)
     cycle.name, cycle.train = "next", CONFIG
     assert cycle.open(cycle.run(first).step).state.trained_head
-
-
-@pytest.mark.parametrize(("last", "steps"), [(4, [4]), (6, [4, 6])])
-def test_a_trial_of_a_search_is_scored_at_rungs_on_valid_alone(cycle: Cycle, last: int, steps: list[int]) -> None:
-    seen: list[tuple[int, float]] = []
-
-    def is_hopeless(step: int, value: float) -> bool:
-        seen.append((step, value))
-        return step == last
-
-    outcome = cycle.run(pruning=PruningRule(lambda step: step in (4, 6), is_hopeless))
-    assert (outcome.steps_done, outcome.holdouts, outcome.prefix) == (last, {}, "")
-    scored = [fields for name, fields in cycle.events if name == EventName.HOLDOUT_EVALUATED]
-    assert [(one["step"], one["split"]) for one in scored] == [(step, "valid") for step in steps]
-    assert [(one["step"], one["accuracy"]) for one in scored] == seen
-    assert len(cycle.losses()) == last
 
 
 def test_every_scoring_of_the_holdout_shows_its_progress(cycle: Cycle) -> None:
@@ -467,7 +452,7 @@ def test_a_holdout_without_gains_fails_before_training_where_the_metric_is_of_ga
 
 def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept(cycle: Cycle) -> None:
     cycle.train = CONFIG.model_copy(update={"metric": "ndcg", "evaluate_every": 0})
-    import pipeline.train.run as module
+    import pipeline.train.loop as module
 
     def without_gains(*args: Any, **kwargs: Any) -> Any:
         from pipeline.evaluate.score import HoldoutFigures
@@ -483,7 +468,7 @@ def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept
 
 def test_scores_that_are_not_finite_are_no_fault_of_the_data(cycle: Cycle) -> None:
     cycle.train = CONFIG.model_copy(update={"metric": "retrieval_ndcg", "evaluate_every": 0})
-    import pipeline.train.run as module
+    import pipeline.train.loop as module
     from pipeline.evaluate.score import HoldoutFigures
 
     broken = HoldoutFigures(rows=1, loss=float("nan"), accuracy=0.0, macro_f1=0.0, positive_f1=0.0, ndcg=float("nan"))

@@ -6,7 +6,8 @@ import pytest
 
 from pipeline.core.batch_order import RankShare
 from pipeline.data.shards import TokenRows
-from pipeline.train.loop import BatchStream, schedule_of
+from pipeline.train.optimizer import schedule_of
+from pipeline.train.stream import BatchStream
 from tests.train.rows import TRAIN, grouped, make_rows, plan_of
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from jobs.node.command import Command
-from tests.jobs.node.entries import READY, WAIT, clean_env, entry, job_env, post_mortem, python, read_until
+from tests.jobs.node.entries import READY, clean_env, entry, job_env, post_mortem, python, read_until
 from tests.jobs.targets.local.waiting import is_alive, until
 
 pytestmark = pytest.mark.fault
@@ -138,16 +138,6 @@ hangs_here()
     assert found["killed"]
     assert [pid for pid, text in found["stacks"].items() if "hangs_here" in text] == [str(family[0].pid)]
     assert {row["pid"] for row in found["processes"]} == {one.pid for one in family}
-
-
-def test_when_the_entry_is_killed_its_command_goes_too(tmp_path: Path) -> None:
-    process = entry(*python(WAIT), env=job_env(tmp_path))
-    read_until(process, "ready")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.finish()
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert (len(family), alive) == (1, [])
 
 
 def test_outside_of_a_cycle_it_only_runs_the_command() -> None:
