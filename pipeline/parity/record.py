@@ -58,10 +58,10 @@ from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, read_events
-from pipeline.train.build import open_run
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import RunInputs, gather_inputs, identity_parts
-from pipeline.train.run import train
+from pipeline.train.loop import train
 
 BACKENDS: tuple[str, ...] = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -351,7 +351,10 @@ def _train(task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSign
     )
     tokenizer = workspace.read_bytes(f"{task.tokenizer}/tokenizer.json")
     try:
-        with open_run(settings, ctx, inputs, tokenizer) as opened:
+        config = RunConfig(
+            settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
+        )
+        with open_run(config, ctx, inputs, tokenizer) as opened:
             train(opened)
     finally:
         events.close()
