@@ -70,17 +70,8 @@ class QueueRoute:
             problems += queue_problems(name, queue, is_shared=True)
             if queue.get("jobQueueType") != SERVICE_JOB_TYPE:
                 problems.append(f"queue {name}: of type {queue.get('jobQueueType')}; expected {SERVICE_JOB_TYPE}")
-            names = [one["serviceEnvironment"] for one in queue.get("serviceEnvironmentOrder", ())]
-            found = self.client.described("service environments", names)
-            usable = [one for one in found if one.get("state") != "DISABLED" and one.get("status") != "INVALID"]
-            if not usable:
-                problems.append(f"queue {name}: no enabled service environment")
-            limits = [int(limit["maxCapacity"]) for one in usable for limit in one["capacityLimits"]]
-            for job in jobs:
-                if limits and job.num_nodes > max(limits):
-                    problems.append(f"{job.name}: {job.num_nodes} nodes; the service environment has {max(limits):,}")
-            policies = self.client.described("scheduling policies", [queue.get("schedulingPolicyArn") or "none"])
-            for policy in policies:
+            arns = [arn] if (arn := queue.get("schedulingPolicyArn")) else []
+            for policy in self.client.described("scheduling policies", arns):
                 if "fairsharePolicy" not in policy:
                     problems.append(f"queue {name}: its scheduling policy has no fair shares")
                 for job in jobs:

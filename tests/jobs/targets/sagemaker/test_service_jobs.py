@@ -127,15 +127,7 @@ def test_a_queue_that_would_not_run_it_is_one_clear_line_and_nothing_is_sent(one
     one.batch.queue |= {"jobQueueName": "ml"}
     one.batch.policies[0] = {"arn": one.batch.policies[0]["arn"], "quotaSharePolicy": {}}
     assert "its scheduling policy has no fair shares" in refusal()
-    one.batch.environments = []
-    assert "no enabled service environment" in refusal()
     assert one.batch.submitted == []
-
-
-def test_a_gang_larger_than_the_service_environment_is_refused(tmp_path: Path) -> None:
-    at = Setting(tmp_path, plan=ml_plan(job("train", num_nodes=17, resources=TRN1), sagemaker=QUEUE))
-    with pytest.raises(ConfigError, match="train: 17 nodes; the service environment has 16"):
-        at.target().check(at.plan)
 
 
 # One job, from the queue to its end.
