@@ -272,7 +272,7 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
         machine = Slots(
             vcpus=jobs.local_vcpus or machine.vcpus,
             memory_mib=jobs.local_memory_mib or machine.memory_mib,
-            gangs=machine.gangs,
+            groups=machine.groups,
         )
         return LocalTarget(store, scratch, machine, say, stop, jobs.stop_grace_s)
     from jobs.targets.batch.client import BatchClient, LogsClient, connect  # boto3 takes a while to import

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
-from jobs.targets.batch.account import queue_problems, share_warning
+from jobs.targets.batch.account import queue_problems, refuse_account, share_warning
 from jobs.targets.batch.client import Detail
 from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
@@ -19,7 +19,6 @@ from jobs.targets.sagemaker.describe import (
     tries_of,
 )
 from jobs.targets.sagemaker.requests import SERVICE_JOB_TYPE, Cycle, direct_request, service_job_request
-from pipeline.core.errors import ConfigError
 from pipeline.core.progress import Say
 
 
@@ -76,12 +75,7 @@ class QueueRoute:
                     problems.append(f"queue {name}: its scheduling policy has no fair shares")
                 for job in jobs:
                     warnings += share_warning(name, placement_of(plan, job).share_identifier, policy)
-        if problems:
-            raise ConfigError(
-                "\n  ".join(["AWS Batch in this account would not run this plan:", *dict.fromkeys(problems)]),
-                expected="an enabled fair-share queue of type SAGEMAKER_TRAINING that can hold every job",
-                next_command="aws batch describe-job-queues; correct jobs.sagemaker.queue, then trnjobs plan",
-            )
+        refuse_account(problems, f"an enabled fair-share queue of type {SERVICE_JOB_TYPE} (jobs.sagemaker.queue)")
         for line in dict.fromkeys(warnings):
             self.warn(line)
 

@@ -7,7 +7,7 @@ import pytest
 
 from jobs.cycle.job_states import Leaf
 from jobs.plan.spec import JobSpec
-from jobs.targets.local.nodes import gang_port, local_command, node_environment
+from jobs.targets.local.nodes import group_port, local_command, node_environment
 from pipeline.parallel.network import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 
@@ -39,7 +39,7 @@ def test_of_a_gang_all_but_the_main_node_know_its_address() -> None:
 def test_all_nodes_of_an_attempt_meet_at_one_place() -> None:
     gang = job("g", num_nodes=2)
     found = [torchrun_arguments(1, environment(gang, node=node), own=lambda: "10.0.0.7")[-2:] for node in range(2)]
-    assert found[0] == found[1] == ["--master-addr=10.0.0.7", f"--master-port={gang_port('id', 2)}"]
+    assert found[0] == found[1] == ["--master-addr=10.0.0.7", f"--master-port={group_port('id', 2)}"]
 
 
 def test_without_a_network_they_meet_on_the_loopback() -> None:

@@ -33,7 +33,7 @@ from tests.killing import FILE_CHANGES, FORK, killed_at
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
 SMALL = Resources(vcpus=1, memory_mib=64)
-MACHINE = Slots(vcpus=4, memory_mib=4096, gangs=1)
+MACHINE = Slots(vcpus=4, memory_mib=4096, groups=1)
 # One line in the journal a try of a node, written at its beginning and at its end.
 BEGIN = """
 import os, sys
