@@ -397,7 +397,7 @@ NOT_HASHED = frozenset(
             "storage",
             "log",
         ),
-        *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
+        *("report", "data.num_workers", "data.workers", "train.deadline", "train.collective_timeout_s"),
         *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
         *(
             "mine.workers",
@@ -405,7 +405,6 @@ NOT_HASHED = frozenset(
             "embed.worker",
             "embed.workers",
         ),
-        *("embed.tokenise_processes", "embed.verify"),
     }
 )
 """Settings, and whole sections, that change where, when and how fast a cycle runs, and not what it makes."""

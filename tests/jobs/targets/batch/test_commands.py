@@ -112,6 +112,20 @@ def test_a_cycle_is_submitted_once(commands: Commands) -> None:
     assert commands.said[-1] == "cycle 2026-11-20: under way; next: trnjobs status --cycle 2026-11-20"
 
 
+def test_the_driver_sees_that_a_cycle_has_ended(commands: Commands) -> None:
+    cycle = commands.open_cycle(commands.settings(), commands.said.append)
+    assert commands.submit()
+    assert not driver.has_ended(cycle)
+    for job in commands.batch.jobs.values():
+        job |= {"status": "SUCCEEDED", "stoppedAt": 1000}
+    assert driver.has_ended(cycle)
+    closed = commands.store().closed()
+    assert closed is not None
+    assert closed.outcome == "succeeded"
+    page = commands.page()
+    assert 'class="succeeded">succeeded' in page and "11 of 11 succeeded" in page and "RUNNING" not in page
+
+
 @pytest.mark.parametrize(("code", "outcome"), [(80, "refused"), (65, "failed")])
 def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, commands: Commands) -> None:
     assert commands.submit()
@@ -189,8 +203,7 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     monkeypatch.setattr(submit, step, retried_before)
     assert submit.run_reconcile(arguments, commands.said.append) == 0
     assert commands.store().closed() is None
-    cycles = driver.WorkspaceCycles(commands.open_cycle(commands.settings(), commands.said.append), "batch")
-    assert cycles.newest_under_way(["2026-11-20"]) == "2026-11-20"
+    assert not driver.has_ended(commands.open_cycle(commands.settings(), commands.said.append))
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 3000}
     assert submit.run_reconcile(Namespace(settings=commands.settings()), commands.said.append) == 0

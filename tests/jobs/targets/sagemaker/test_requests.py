@@ -141,8 +141,7 @@ def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None
         ([], ["aws", *["x"] * 100], "a command of 103 words"),
         ([f"--environment=LONG={'x' * 513}"], ["aws", "s3"], "environment variable LONG of 513 characters"),
         (["--instance=inf2.xlarge", "--vcpus=4", "--memory-mib=9999"], ["aws"], "ml.inf2.xlarge, which SageMaker"),
-        (["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
-        (["--jobs.sagemaker.via=queue"], ["aws"], "expected a queue with via queue"),
+        (["--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(
