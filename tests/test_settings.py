@@ -405,7 +405,6 @@ NOT_HASHED = frozenset(
             "embed.worker",
             "embed.workers",
         ),
-        *("embed.tokenise_processes", "embed.verify"),
     }
 )
 """Settings, and whole sections, that change where, when and how fast a cycle runs, and not what it makes."""

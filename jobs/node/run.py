@@ -23,7 +23,7 @@ from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError, error_in_log, headline
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
-from pipeline.parallel.network import gang_variables, has_efa, own_interface
+from pipeline.parallel.world import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
 from pipeline.proc.cleanup import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events

@@ -23,7 +23,7 @@ from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig, difference_of
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.registry.checkpoints import locate

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.backends import NAMES
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.compile.neuron_tool import use_neuron_cache
+from pipeline.compile.neuron import use_neuron_cache
 from pipeline.context import StageContext, share_tokens
 from pipeline.core.errors import (
     EXIT_OK,
@@ -46,7 +46,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.model.config import ModelConfig
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang, open_device

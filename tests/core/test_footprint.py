@@ -28,7 +28,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder
 from pipeline.model.interactions import TokenMatch
 from pipeline.model.relevance import GroupInputs, RelevanceModel
-from pipeline.parallel.recompute import recompute_units
+from pipeline.parallel.activations import recompute_units
 
 TINY = EncoderSizes(vocab=40, positions=64, layers=2, width=128, heads=2, intermediate=512)
 BASE = EncoderSizes(vocab=30522, positions=512, layers=12, width=768, heads=12, intermediate=3072)

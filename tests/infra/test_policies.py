@@ -122,7 +122,6 @@ KEYS: dict[str, tuple[str, str]] = {
     "checkpoints/2026-11-20/step-200/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/MANIFEST.json": ("train", "train"),
     "compile-cache/graphs/abc.json": ("train", ""),
-    "compile-cache/hlo/abc.gz": ("train", ""),
     f"{CACHED}/model.neff": ("train promote embed", "train"),
     f"{CACHED}/model.hlo_module.pb.lock": ("train promote embed", "train promote embed"),
     f"{E}/verdict.json": ("promote", ""),

@@ -15,7 +15,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.evaluate.score import ScoreProgram
 from pipeline.io.storage import open_storage
 from pipeline.model import encoder, ops
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parity import record as scoring
 from pipeline.parity.compare import RecordedSide, Side, SideRecord, compare_sides

@@ -17,15 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.backends import HostGather, HostMean, step_program
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
+from pipeline.parallel.activations import recompute_units
 from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.recompute import recompute_units
+from pipeline.parallel.parallelize import find_units, parallelize
 from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State, Strategy
 from pipeline.parallel.strategies.flat import FlatLayout, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
 from pipeline.parallel.tensors import full_cpu_tensor, load_shard, local_shard, shard_groups
-from pipeline.parallel.units import find_units
 
 
 class FsdpStrategy(Strategy):
@@ -221,7 +220,7 @@ class FsdpStrategy(Strategy):
             ours.copy_(full)
             return
         carrier = torch.empty_like(parameter, requires_grad=False)
-        load_shard(carrier, lambda slices: full[slices], self._fused[index])
+        load_shard(carrier, full, self._fused[index])
         ours.copy_(local_shard(carrier))
 
 

@@ -158,8 +158,7 @@ def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
         ([], ["aws", *["x"] * 100], "a command of 103 words"),
         ([f"--environment=LONG={'x' * 513}"], ["aws", "s3"], "environment variable LONG of 513 characters"),
         (["--instance=inf2.xlarge", "--vcpus=4", "--memory-mib=9999"], ["aws"], "ml.inf2.xlarge, which SageMaker"),
-        (["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
-        (["--jobs.sagemaker.via=queue"], ["aws"], "expected a queue with via queue"),
+        (["--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(
@@ -193,7 +192,7 @@ def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plan_as_requests_to_a_queue(capsys: pytest.CaptureFixture[str]) -> None:
-    queue = ["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml", "--jobs.share-identifier=production"]
+    queue = ["--jobs.sagemaker.queue=ml", "--jobs.share-identifier=production"]
     words = ["plan", "--json", "--target=sagemaker", *RUN[2:], "--cycle=2026-11-20", *queue]
     assert cli.main(words) == 0
     shown = [one["SubmitServiceJob"] for one in json.loads(capsys.readouterr().out)]

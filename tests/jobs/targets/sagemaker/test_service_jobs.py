@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from jobs.config import SageMakerConfig
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import CANCELLED, Leaf, is_tried_again, outcome_of
 from jobs.plan.retry import Retry
@@ -179,13 +177,6 @@ def test_a_share_that_the_policy_does_not_name_is_warned_of(tmp_path: Path) -> N
     at = Setting(tmp_path, plan=ml_plan(job("train"), sagemaker=QUEUE, share_identifier="backfill"))
     at.target().check(at.plan)
     assert [line.split(" is not ")[0] for line in at.said] == ["share identifier backfill"]
-
-
-def test_settings_name_a_queue_where_one_is_used() -> None:
-    assert SageMakerConfig(via="queue", queue="ml").queue == "ml"
-    for wrong in ({"via": "queue"}, {"queue": "ml"}):
-        with pytest.raises(ValidationError, match="expected a queue with via queue, and only then"):
-            SageMakerConfig.model_validate(wrong)
 
 
 # One job, from the queue to its end.
