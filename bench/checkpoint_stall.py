@@ -15,7 +15,6 @@ from pipeline.checkpoint.store import CheckpointStore, TrainState
 from pipeline.core.batch_order import Bucket
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.train.build import Saver
@@ -55,9 +54,8 @@ def make_saver(program: TrainProgram, model: ModelConfig, spec: InputSpec, folde
         settings_hash="bench",
         code_version="bench",
     )
-    template = {name: tensor.to("meta") for name, tensor in build_model(model, spec, 1).state_dict().items()}
     writer = CheckpointWriter(store, CheckpointConfig(), folder / "saving")
-    return Saver(program, store, writer, Gang(World(), timeout_s=60.0), base, template, b"{}", print)
+    return Saver(program, store, writer, Gang(World(), timeout_s=60.0), base, b"{}", print)
 
 
 def run(*, quick: bool) -> Result:

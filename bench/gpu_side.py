@@ -21,8 +21,7 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.train.config import batch_share
-from pipeline.train.program import flat_strategy, module_strategy
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy, module_strategy
 
 if TYPE_CHECKING:
     from bench.hf_pair import HfPairModel

@@ -17,7 +17,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import GroupInputs, RelevanceOutputs, build_model
 from pipeline.train.config import TrainConfig
-from pipeline.train.global_loss import Contrast
+from pipeline.train.loss import Contrast
 from pipeline.train.step import TrainProgram
 
 NAME = "host_share"
@@ -64,9 +64,9 @@ class MeteredProgram(TrainProgram):
 
     spent = Spent()
 
-    def forward(self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None) -> RelevanceOutputs:
+    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         started = time.monotonic()
-        outputs = super().forward(batch, weights)
+        outputs = super().forward(batch)
         self.spent.forward += time.monotonic() - started
         return outputs
 

@@ -14,8 +14,8 @@ from pipeline.core.batch_order import BatchPlan, RankShare
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
 from pipeline.train.config import TrainConfig, groups_of_batch
-from pipeline.train.loop import BatchStream
 from pipeline.train.step import TrainProgram
+from pipeline.train.stream import BatchStream
 
 NAME = "loader"
 TITLE = "Loader tokens/s with training switched off, against what training consumes"

@@ -11,12 +11,11 @@ from bench.stepper import make_program, open_stepper, train_config
 from pipeline.backends import open_host
 from pipeline.core.batch_order import Bucket
 from pipeline.model.config import ModelConfig
-from pipeline.model.hf_weights import initial_model
+from pipeline.model.weights import initial_model
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.train.config import batch_share
-from pipeline.train.program import module_strategy
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, module_strategy
 
 NAME = "module_overhead"
 TITLE = "Time of a step through modules (FSDP2, shard_degree 1) over that of one through flat vectors, one CPU rank"

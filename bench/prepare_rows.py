@@ -21,7 +21,7 @@ NAME = "prepare_rows"
 TITLE = "Memory of preparing judgements as an array of two, from 1 to 50 million rows"
 METHOD = """
 Made-up judgements (queries of 1 to 4 words with 20 products each, titles of 3 to 15 words, four labels with gains; 1 %
-without a title) in Parquet files of 500,000 rows, all of one day. Each size by two workers of an array at once, each a
+without a title) in Parquet files of 500,000 rows, of two days. Each size by two workers of an array at once, each a
 process that reads and one that tokenises, with default settings, labels found in the data, a given tokenizer, a
 workspace on the disk: survey, read, judge, tokenise, lexical features, pack, write, account, commit. rate: rows / CPU
 seconds of all four processes, with the most rows. time: CPU seconds a row, most rows / fewest; 1 is linear growth.
@@ -57,12 +57,12 @@ def made_up_judgements(number: int, rows: int, words: pa.Array) -> pa.Table:
 
 
 def add_files(folder: Path, there: int, files: int, rows: int) -> None:
-    """Files up to number `files` of one day, and a tokenizer.json trained on titles of the first."""
+    """Files up to number `files`, the days in turn, and a tokenizer.json trained on titles of the first."""
     words = made_up_words(np.random.default_rng(3))
-    day = folder / "data" / "dt=2026-01-01"
-    day.mkdir(parents=True, exist_ok=True)
     for number in range(there, files):
         table = made_up_judgements(number, rows, words)
+        day = folder / "data" / f"dt=2026-01-0{1 + number % WORKERS}"
+        day.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, day / f"part-{number:03d}.parquet", row_group_size=GROUP_ROWS, compression="zstd")
         if not number:
             titles = [title for title in table["title"].slice(0, 20_000).to_pylist() if title]

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from bench.embed_flow_side import MemoryPeak, cpu_seconds
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.shared_prepare import prepare_share
+from pipeline.data.prepare import prepare
 from pipeline.io.storage import open_storage
 
 
@@ -19,7 +19,7 @@ class Shared(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows: int
-    """Of all workers, told by the last one; 0 by the others."""
+    """Of all partitions that were committed when this worker ended."""
     seconds: float
     cpu_s: float
     """Of this process and of the one that tokenises for it."""
@@ -29,23 +29,21 @@ class Shared(BaseModel):
 
 def share(data: Path, place: Path, worker: int, workers: int) -> Shared:
     """Prepare a share of what lies in a folder, with the tokenizer beside it."""
-    config = DataConfig(
-        path=str(data), num_workers=1, tokenizer=TokenizerConfig(path=str(data.parent / "tokenizer.json"))
-    )
+    tokenizer = TokenizerConfig(path=str(data.parent / "tokenizer.json"))
+    config = DataConfig(path=str(data), num_workers=1, workers=workers, tokenizer=tokenizer)
     with MemoryPeak() as memory:
         before, started = cpu_seconds(), time.monotonic()
-        done = prepare_share(
+        done = prepare(
             config,
             open_storage(str(place / "workspace")),
             worker=worker,
-            workers=workers,
             scratch=place / f"scratch-{worker}",
             events=lambda *_, **__: None,
             stop=StopSignal(),
         )
         seconds, cpu_s = time.monotonic() - started, cpu_seconds() - before
     return Shared(
-        rows=0 if isinstance(done, int) else done.rows,
+        rows=done.rows,
         seconds=seconds,
         cpu_s=cpu_s,
         anonymous_bytes=memory.anonymous_bytes,

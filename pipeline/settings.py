@@ -3,7 +3,7 @@
 import difflib
 import json
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -16,13 +16,11 @@ from pydantic.main import IncEx
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
-    EnvSettingsSource,
     JsonConfigSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
-from pydantic_settings.sources.types import EnvNoneType
 from typing_extensions import TypeVar  # with a default: from 3.13 on it is in typing
 
 from pipeline.backends import Name
@@ -37,13 +35,11 @@ from pipeline.health.config import HealthConfig
 from pipeline.io.requests import RetryPolicy
 from pipeline.mine.config import MineConfig
 from pipeline.model.config import ModelConfig
-from pipeline.parallel.config import PLAN_VARIABLE, in_our_names
-from pipeline.parallel.config import Plan as ParallelPlan
+from pipeline.parallel.config import PLAN_VARIABLE
 from pipeline.train.config import CheckpointConfig, TrainConfig
 
 ENV_PREFIX = "TRNPIPE_"
 DEFAULT = "default"
-_NONE = "\0"  # what the library takes for None: nobody can type it, and "null" stays a text where a text is wanted
 
 
 class LaunchConfig(Record):
@@ -77,9 +73,6 @@ class Settings(BaseSettings):
         frozen=True,
         extra="forbid",
         validate_default=False,
-        env_prefix=ENV_PREFIX,
-        env_nested_delimiter="__",
-        env_parse_none_str=_NONE,
         cli_kebab_case=True,
     )
     program: ClassVar[str] = "trnpipe"
@@ -151,7 +144,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
     "evaluate": {"candidate": True, "promote": True, "force_reason": True},
     "mine": {"workers": True, "queries_per_part": True},
-    "embed": {"worker": True, "workers": True, "tokenise_processes": True, "verify": True},
+    "embed": {"worker": True, "workers": True, "verify": True},
 }
 
 
@@ -160,8 +153,8 @@ def settings_hash(settings: Settings) -> str:
     return fingerprint(settings.model_dump(mode="json", exclude=_NOT_HASHED))
 
 
-# Where values come from. pydantic-settings reads each source; ours are the spelling of names and texts, the source of
-# every value, and errors that name it.
+# Where values come from. The text of a variable or flag becomes a list or a mapping here; its type is checked with all
+# others by pydantic.
 
 S = TypeVar("S", bound=Settings, default=Settings)
 
@@ -205,14 +198,13 @@ class Leaf:
         """Short text of the accepted values, such as `int`, `fp32|bf16` or `str,...`."""
         return "|".join(_type_text(option) for option in self.options if option is not type(None))
 
-    def spell(self, text: str) -> str:
-        """A text as the library wants it, for `null` and for an empty list or mapping."""
-        if text == "null" and type(None) in self.options:
-            return _NONE
-        return text or ("[]" if tuple in self.origins else "{}" if dict in self.origins else "")
+    def parse(self, text: str) -> Any:
+        """Return the value of a text: `null`, a list as JSON or `a,b`, a mapping as JSON or `k=v,k=v`.
 
-    def decode(self, text: str) -> Any:
-        """A list: JSON or `a,b`; a mapping: JSON or `k=v,k=v`. What is neither stays text, which validation refuses."""
+        What is neither stays text, which validation converts or refuses.
+        """
+        if text == "null" and type(None) in self.options:
+            return None
         if not self.origins:
             return text
         if text[:1] in ("[", "{"):
@@ -320,7 +312,7 @@ Layer = dict[str, Given]
 def _of_file(model: type[Settings], path: Path) -> Layer:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        path.open("rb").close()  # the library passes over a file that is not there
+        path.open("rb").close()  # the library passes over a file that does not exist
         source = JsonConfigSettingsSource(model, path) if kind == "JSON" else TomlConfigSettingsSource(model, path)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}", expected=f"a readable {kind} file") from None
@@ -328,44 +320,36 @@ def _of_file(model: type[Settings], path: Path) -> Layer:
         raise ConfigError(f"{path} is not {kind}: {error}", next_command=f"edit {path}") from None
     except TypeError:
         raise ConfigError(f"{path} holds no table", expected="sections and keys", next_command=f"edit {path}") from None
-    tree = {name: value for name, value in source().items() if name not in model.other_programs}
-    return _of_tree(model, tree, str(path))
+    return _of_tree(
+        model, {name: value for name, value in source().items() if name not in model.other_programs}, str(path)
+    )
 
 
 def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
-    try:
-        tree = _in_our_names(model, tree)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {error}", next_command=f"edit {source}") from None
     found = {name: Given(value, source) for name, value in _flat(tree, leaves(model))}
     return {name: given for name, given in found.items() if not _is_retired(model, name, given)}
 
 
-def _in_our_names(model: type[BaseModel], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree in which plans have the keys of another library, with ours. Raises ValueError for what has none."""
-    found = dict(tree)
-    for name, field in model.model_fields.items():
-        kind, value = field.annotation, found.get(name)
-        if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, Mapping):
-            found[name] = in_our_names(value) if issubclass(kind, ParallelPlan) else _in_our_names(kind, value)
-    return found
-
-
 def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
     """`__` separates levels; `TRNPIPE_DATA__FILTER__column=x` is one key of a mapping."""
-    keys = [key for key in sorted(env) if key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE]
-    names = {key: key.removeprefix(ENV_PREFIX).replace("__", ".") for key in keys}
-    ours = {key: name for key, name in names.items() if name.partition(".")[0].lower() not in model.other_programs}
-    given = {name: Given(env[key], f"env {key}") for key, name in ours.items()}
-    kept = {name: value for name, value in given.items() if not _is_retired(model, _spelled(name), value)}
-    typed = _typed(model, [(name, *value) for name, value in kept.items()])
-    return _read(model, typed, lambda texts: _Texts(model, texts))
+    names = {
+        key.removeprefix(ENV_PREFIX).replace("__", "."): key
+        for key in sorted(env)
+        if key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE
+    }
+    return _of_texts(
+        model,
+        (
+            (name, env[key], f"env {key}")
+            for name, key in names.items()
+            if name.partition(".")[0].lower() not in model.other_programs
+            and not _is_retired(model, _spelled(name), Given(env[key], f"env {key}"))
+        ),
+    )
 
 
 def _of_flags(model: type[Settings], flags: Sequence[tuple[str, str | None]]) -> Layer:
     """`--a.b-c value`; a boolean also as a bare `--a.b` or `--no-a.b`; `--data.filter.column x` is one key."""
-    if not flags:
-        return {}
     words = list[tuple[str, str | None, str]]()
     for flag, text in flags:
         name = flag.removeprefix("--")
@@ -373,64 +357,31 @@ def _of_flags(model: type[Settings], flags: Sequence[tuple[str, str | None]]) ->
         if text is None and switch is not None and switch.field.annotation is bool:
             name, text = switch.name, str(not name.startswith("no-")).lower()
         words.append((name, text, f"flag {flag}"))
-    return _read(model, _typed(model, words), lambda texts: _Texts(model, texts))
+    return _of_texts(model, words)
 
 
-def _typed(model: type[Settings], typed: Iterable[tuple[str, str | None, str]]) -> Layer:
-    """(name in any spelling, text, source) by dotted name; single keys of a mapping come together as one JSON text."""
+def _of_texts(model: type[Settings], texts: Iterable[tuple[str, str | None, str]]) -> Layer:
+    """Return the values of (name in any spelling, text, source); single keys of a mapping are merged."""
     found: Layer = {}
-    for name, text, source in typed:
-        leaf, key = _locate(model, name)
-        if leaf is None:
-            found[name] = Given(text, source)  # to be refused
-        elif text is None:
-            expected = f"{leaf.takes} - {leaf.field.description}"
-            default = shown(leaf.field.get_default(call_default_factory=True))
-            raise ConfigError(
-                f"{leaf.flag} has no value", expected=expected, next_command=f"{leaf.flag} {default or 'VALUE'}"
-            )
-        elif key:  # one entry, beside those that the same source set before
-            earlier = leaf.decode(found[leaf.name].value) if leaf.name in found else {}
+    for name, text, source in texts:
+        section, _, key = name.rpartition(".")
+        leaf, mapping = leaves(model).get(_spelled(name)), leaves(model).get(_spelled(section))
+        if leaf is not None:
+            if text is None:
+                default = shown(leaf.field.get_default(call_default_factory=True))
+                raise ConfigError(
+                    f"{leaf.flag} has no value",
+                    expected=f"{leaf.takes} - {leaf.field.description}",
+                    next_command=f"{leaf.flag} {default or 'VALUE'}",
+                )
+            found[leaf.name] = Given(leaf.parse(text), source)
+        elif mapping is not None and dict in mapping.origins:
+            earlier = found[mapping.name].value if mapping.name in found else {}
             if isinstance(earlier, dict):  # else it stays, to be refused
-                found[leaf.name] = Given(json.dumps({**earlier, key: text}), source)
+                found[mapping.name] = Given({**earlier, key: text}, source)
         else:
-            found[leaf.name] = Given(text, source)
+            found[name] = Given(text, source)  # to be refused
     return found
-
-
-def _locate(model: type[Settings], name: str) -> tuple[Leaf | None, str]:
-    """The leaf of a name in any spelling, and the key inside it where the name goes on into a mapping."""
-    known, words = leaves(model), name.split(".")
-    for depth in range(len(words), 0, -1):  # a key may have dots itself, such as the name of a setting
-        leaf, key = known.get(_spelled(".".join(words[:depth]))), ".".join(words[depth:])
-        if leaf is not None and (not key or dict in leaf.origins):
-            return leaf, key
-    return None, ""
-
-
-def _read(model: type[Settings], typed: Layer, source_of: Callable[[dict[str, str]], Callable[[], Any]]) -> Layer:
-    known = leaves(model)
-    texts = {name: known[name].spell(given.value) for name, given in typed.items() if name in known}
-    values = dict(_flat(source_of(texts)(), known))
-    return {name: Given(values.get(name, given.value), given.source) for name, given in typed.items()}
-
-
-class _Texts(EnvSettingsSource):
-    """Variables or flags by the dotted names of their settings, which `_typed` has found whatever their spelling.
-
-    Lists and mappings also in our short form. The library's own source of flags adds each setting to a parser first,
-    for 0.09 s of every command.
-    """
-
-    def __init__(self, model: type[Settings], texts: Mapping[str, str]) -> None:
-        self._texts = {f"{ENV_PREFIX}{name.replace('.', '__')}".lower(): text for name, text in texts.items()}
-        super().__init__(model)
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        return {name: EnvNoneType(text) if text == _NONE else text for name, text in self._texts.items()}
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        return Leaf(field_name, field).decode(value)
 
 
 class FlagSource(CliSettingsSource[ArgumentParser]):

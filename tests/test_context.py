@@ -156,7 +156,7 @@ def test_events_are_still_sent_after_the_stop_signal(tmp_path: Path, monkeypatch
     stop, stops = StopSignal(), list[StopSignal]()
 
     class Log(NoEvents):
-        def __init__(self, storage: Storage, key: str, *, scratch: Path, writer: str) -> None:
+        def __init__(self, storage: Storage, key: str, *, writer: str) -> None:
             stops.append(storage.stop)
 
     monkeypatch.setattr("pipeline.context.EventLog", Log)

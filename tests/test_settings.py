@@ -310,11 +310,10 @@ def test_the_heads_of_a_modernbert_are_of_even_width() -> None:
 
 
 def test_mined_negatives_without_a_loss_that_learns_of_them_are_refused() -> None:
-    flags = [("--train.mined-per-query", "2"), ("--train.loss.purpose", "ranking")]
-    with pytest.raises(ConfigError, match="mined_per_query 2 without a contrastive or a listwise loss"):
+    flags = [("--train.mined-per-query", "2"), ("--train.loss.contrastive-weight", "0")]
+    with pytest.raises(ConfigError, match="mined_per_query 2 without a contrastive loss"):
         with_flags(*flags)
     assert with_flags(flags[0]).train.mined_per_query == 2
-    assert with_flags(*flags, ("--train.loss.listwise-weight", "1")).train.loss.contrastive_weight == 0
 
 
 def test_a_deadline_is_a_time_of_toml_or_a_text_and_no_number(tmp_path: Path) -> None:
@@ -398,7 +397,7 @@ NOT_HASHED = frozenset(
             "storage",
             "log",
         ),
-        *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
+        *("report", "data.num_workers", "data.workers", "train.deadline", "train.collective_timeout_s"),
         *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason"),
         *(
             "mine.workers",
@@ -406,7 +405,6 @@ NOT_HASHED = frozenset(
             "embed.worker",
             "embed.workers",
         ),
-        *("embed.tokenise_processes", "embed.verify"),
     }
 )
 """Settings, and whole sections, that change where, when and how fast a cycle runs, and not what it makes."""

@@ -38,7 +38,6 @@ def _values(name: str, flag: str, *found: str, also: tuple[str, ...] = ()) -> It
         yield Change(f"{name}-{value}", (flag, value, *also))
 
 
-MEMORY = ("--train.loss.memory-batches", "8", "--train.loss.graded-weight", "3")
 WITHOUT_LINKS = ("--train.link-queries", "false")
 CHANGES = (
     *_values("contrastive", "--train.loss.contrastive-weight", "0.2", "1", "2"),
@@ -47,30 +46,12 @@ CHANGES = (
     *_values("topic", "--train.queries-per-topic", "1", "4", "8", "16"),
     *_values("match", "--model.token-match", "false"),
     *_values("head-rate", "--train.optimizer.head-rate", "1", "10", "20"),
-    *_values("head-gradient", "--train.loss.head-gradient", "0.3"),
     *_values("rate", "--train.optimizer.learning-rate", "5e-5", "1e-4", "2e-4", "4e-4"),
     *_values("temperature", "--train.loss.temperature", "0.02", "0.03", "0.05"),
-    *_values("symmetric", "--train.loss.symmetric-share", "0.5"),
-    *_values("listwise", "--train.loss.listwise-weight", "0.5"),
-    *_values("average", "--train.average-decay", "0.99", "0.999"),
     *_values("lexical", "--data.lexical", "false"),
     *_values("split-digits", "--data.tokenizer.split-digits", "false"),
-    *_values("margin", "--train.loss.false-negative-margin", "0", "0.05"),
-    *_values("memory", "--train.loss.memory-batches", "0", "8", "32"),
-    Change("memory-8-graded-3", MEMORY),
-    Change("memory-8-graded-3-split-digits-false", (*MEMORY, "--data.tokenizer.split-digits", "false")),
-    Change("memory-8-graded-3-margin-0", (*MEMORY, "--train.loss.false-negative-margin", "0")),
     Change("link-queries-false", WITHOUT_LINKS),
     Change("split-digits-false-link-queries-false", ("--data.tokenizer.split-digits", "false", *WITHOUT_LINKS)),
-    Change(
-        "memory-8-graded-3-split-digits-false-link-queries-false",
-        (*MEMORY, "--data.tokenizer.split-digits", "false", *WITHOUT_LINKS),
-    ),
-    Change(
-        "memory-8-graded-3-margin-0-link-queries-false",
-        (*MEMORY, "--train.loss.false-negative-margin", "0", *WITHOUT_LINKS),
-    ),
-    Change("margin-0-link-queries-false", ("--train.loss.false-negative-margin", "0", *WITHOUT_LINKS)),
     *_values("unclipped", "--train.optimizer.max-grad-norm", "100"),
     *_values("dropout", "--model.dropout", "0.1"),
     *_values("mined", ours.MINED, "1", "2", also=("--mine.enabled", "true")),

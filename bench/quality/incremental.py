@@ -172,7 +172,7 @@ class Chain:
         """The quickstart; its rows have no split, so a choice on valid is made without a test split."""
         flags = ["--config", str(QUICKSTART), "--workspace", str(workspace), "--backend", self.device]
         flags += ["--data.synthetic.num-queries", str(self.queries_per_day), "--data.synthetic.num-days", str(day)]
-        flags += ["--data.synthetic.first-day", str(_FIRST_DAY), "--train.max-steps", str(steps)]
+        flags += ["--train.max-steps", str(steps)]
         flags += ["--train.seed", str(self.seed), "--train.precision", self.precision, "--train.evaluate-every", "0"]
         flags += ["--train.global-batch-size", str(self.batch), "--train.micro-batch-size", str(self.batch)]
         flags += ["--evaluate.split", self.split]

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from jobs.commands.again import begin_again, ended_line, is_run, refuse_other, script_digest, unused_settings
-from jobs.commands.notify import make_messages, send_messages
+from jobs.commands.notify import queue_messages, send_messages
 from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState
@@ -20,9 +20,13 @@ from jobs.plan.script import RUN_PREFIX
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.limits import check_plan
+from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
+
+BLOCKED_DWELL_S = 900.0
+"""How long a queue may stay blocked before a job that waits in it is ended."""
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
@@ -85,9 +89,7 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool =
     if target_name == "batch":
         check_plan(plan)
     elif target_name == "sagemaker":
-        from jobs.targets.sagemaker import limits  # botocore takes a while to import
-
-        limits.check_plan(plan)
+        check_training_jobs(plan)
     open_target(cycle, target_name).check(plan)
     if again:
         begin_again(cycle, plan, target_name)
@@ -214,7 +216,7 @@ def close_cycle(cycle: OpenCycle) -> None:
     cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
-    for line in target.check_blocked(records, dwell_s=cycle.settings.jobs.blocked_dwell_s):
+    for line in target.check_blocked(records, dwell_s=BLOCKED_DWELL_S):
         cycle.say(line)
     finish(cycle, plan, records)
     cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))
@@ -241,7 +243,7 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         standing = cycle.standing()
         look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
         say(f"cycle {store.cycle}: {standing}{look}")
-        make_messages(cycle, plan, records, None)
+        queue_messages(cycle, plan, records, None)
         send_messages(cycle)
         return EXIT_OK
     if store.closed() != closed:
@@ -257,7 +259,7 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
             )
         else:
             say(f"report: {store.storage.uri(report_key(store.cycle))}")
-        make_messages(cycle, plan, records, closed)
+        queue_messages(cycle, plan, records, closed)
         store.close(closed)
     send_messages(cycle)
     say(f"cycle {store.cycle}: {closed.text}")

@@ -23,8 +23,16 @@ from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import Storage
-from pipeline.parallel.network import MASTER_PORT
-from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES, node_from_env
+from pipeline.parallel.world import (
+    ARRAY_INDEX,
+    ATTEMPT,
+    JOB_ID,
+    MAIN_ADDRESS,
+    MASTER_PORT,
+    NODE,
+    NUM_NODES,
+    node_from_env,
+)
 from pipeline.proc.children import COMMAND_S
 
 ROUND = "TRNJOBS_ROUND"

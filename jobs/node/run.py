@@ -23,7 +23,7 @@ from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError, error_in_log, headline
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
-from pipeline.parallel.network import gang_variables, has_efa, own_interface
+from pipeline.parallel.world import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
 from pipeline.proc.cleanup import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
@@ -38,7 +38,8 @@ LINGER_S = 1.0
 def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """Run a command as this node's part of the job; the exit code. Raises ConfigError for a broken environment.
 
-    Whatever it has started is gone when this returns, or when this process is killed.
+    Whatever it has started is gone when this returns. When this process is killed, its container ends the rest, or the
+    keeper of the local target.
     """
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)

@@ -3,6 +3,9 @@
 A plan holds the placement of every job, whatever target it is given to, so that its id is the same on all of them.
 """
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from pydantic import Field
 
 from jobs.config import JobsConfig
@@ -12,6 +15,8 @@ from pipeline.core.record import Record
 
 SAGEMAKER = "sagemaker"
 """Key of its placement within that of a job; plans of settings without `[jobs.sagemaker]` have none."""
+SPOT_WAIT_S = 6 * 3600
+"""Seconds that a job may wait for Spot capacity beyond its timeout."""
 
 
 class BatchPlacement(Record):
@@ -27,12 +32,11 @@ class BatchPlacement(Record):
 class SageMakerPlacement(Record):
     """As CreateTrainingJob needs it; the role is that of the placement in AWS Batch."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"output": "", "infra_check": True}
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
     volume_gib: int = 100
-    output: str = ""
-    spot_wait_s: int = 0
-    infra_check: bool = True
+    spot_wait_s: int = Field(0, description="Seconds that a job may wait for Spot capacity; 0: on demand")
     keep_alive_s: int = 0
     queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
 
@@ -62,11 +66,11 @@ def with_placements(plan: Plan, jobs: JobsConfig) -> Plan:
         ).model_dump()
         said = where.model_copy(
             update={  # warm pools know no Spot capacity
-                "spot_wait_s": wanted.spot_wait_s if wanted.spot else 0,
+                "spot_wait_s": SPOT_WAIT_S if wanted.spot else 0,
                 "keep_alive_s": wanted.keep_alive_s if not wanted.spot and job.name in is_followed else 0,
             }
         ).model_dump(mode="json", exclude_defaults=True)
-        if said:  # what only a follower reads, such as poll_s, does not make another plan
+        if said:
             placements[job.name][SAGEMAKER] = said
     return plan.model_copy(update={"placements": placements})
 

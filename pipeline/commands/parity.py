@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.backends import NAMES
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
-from pipeline.compile.neuron_tool import use_neuron_cache
+from pipeline.compile.neuron import use_neuron_cache
 from pipeline.context import StageContext, open_context, share_tokens
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, GateRefused
 from pipeline.core.fingerprint import fingerprint
@@ -35,7 +35,7 @@ from pipeline.evaluate.scores import load_arrays, save_arrays
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang, open_device
@@ -46,10 +46,10 @@ from pipeline.settings import Settings, settings_hash
 from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, code_version, read_events
-from pipeline.train.build import open_run
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig
 from pipeline.train.inputs import RunInputs, gather_inputs, identity_parts
-from pipeline.train.run import train
+from pipeline.train.loop import train
 
 BACKENDS = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -291,14 +291,7 @@ def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSi
     with torch.device("meta"):
         model = RelevanceModel(task.settings.model, state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
-    program = ScoreProgram(
-        model,
-        backend,
-        settings.precision,
-        rows.buckets,
-        chunk_mib=settings.chunk_mib,
-        by_layer=settings.optimizer.by_layer,
-    )
+    program = ScoreProgram(model, backend, settings.precision, rows.buckets)
     program.load(weights)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -324,7 +317,7 @@ def _train(
     """Run the ordinary training, with its checkpoints below the record. Return its events."""
     settings = task.settings
     after_stop = open_storage(f"{task.place.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
-    events = EventLog(after_stop, EVENTS, scratch=task.scratch)
+    events = EventLog(after_stop, EVENTS)
     ctx = StageContext(
         settings=settings,
         workspace=workspace,
@@ -339,7 +332,10 @@ def _train(
         code_version=code_version(),
     )
     try:
-        with open_run(settings, ctx, inputs, workspace.read_bytes(f"{task.tokenizer}/tokenizer.json")) as opened:
+        config = RunConfig(
+            settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
+        )
+        with open_run(config, ctx, inputs, workspace.read_bytes(f"{task.tokenizer}/tokenizer.json")) as opened:
             train(opened)
     finally:
         events.close()

@@ -7,9 +7,10 @@ from importlib import metadata
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
-from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard
+from pipeline.compile.watch import COMPILE, GraphWatch, Guard, Tracer
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import with_retired
 from pipeline.embed.config import GRAPH_FIELDS, EmbedConfig
 from pipeline.io.storage import Storage
 from pipeline.model.config import ENCODER_FIELDS, EncoderSize, InputSpec, ModelConfig
@@ -35,6 +36,8 @@ _NOT_IN_GRAPHS = {
     "parallel",  # see graph_plan
 }
 
+_OF_THE_RATE = {"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
+
 
 def graph_plan(
     settings: Settings, spec: InputSpec, buckets: Sequence[Bucket], share: RankShare, device: str
@@ -54,15 +57,14 @@ def evaluation_plan(
 ) -> dict[str, PlanValue]:
     """What of it decides the graphs of evaluation: not how ranks share a step."""
     train, model = settings.train, settings.model
-    fields = train.model_dump(mode="json", exclude=_NOT_IN_GRAPHS | {"optimizer", "loss", "guard"})
-    plan: dict[str, PlanValue] = {f"train.{name}": value for name, value in fields.items()}
-    optimizer = train.optimizer.model_dump(
-        mode="json", exclude={"learning_rate", "warmup_fraction", "schedule", "final_fraction"}
-    )
-    plan |= {f"train.optimizer.{name}": value for name, value in optimizer.items()}
-    plan |= {f"train.loss.{name}": value for name, value in train.loss.used_fields().items()}
-    guard = train.guard.model_dump(mode="json", exclude={"patience"})
-    plan |= {f"train.guard.{name}": value for name, value in guard.items()}
+    plan: dict[str, PlanValue] = {}
+    for prefix, fields, left_out in (
+        ("train", with_retired(train), {*_NOT_IN_GRAPHS, "optimizer", "loss", "guard"}),
+        ("train.optimizer", with_retired(train.optimizer), _OF_THE_RATE),
+        ("train.loss", train.loss.used_fields(), ()),
+        ("train.guard", with_retired(train.guard), {"patience"}),
+    ):
+        plan |= {f"{prefix}.{name}": value for name, value in fields.items() if name not in left_out}
     plan |= {f"model.{name}": value for name, value in model.shape().items() if name not in ("preset", "init_from")}
     plan |= embed_plan(model, settings.embed, settings.compile, spec, device, world_size)
     return plan | {
@@ -102,34 +104,30 @@ def embed_plan(
     }
 
 
-# The guard of a run: the manifest of exactly this way of running, or what is missing.
+def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:
+    """Watch a run against the manifest of exactly its plan.
 
-
-def open_guard(
-    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
-) -> GraphWatch:
-    """Watch a run against its manifest. Raises ConfigError before anything is traced when it was never compiled.
-
-    A workspace in which nothing was ever compiled ahead of time is told so once and not watched.
+    Warns once if nothing of the workspace was compiled ahead of time. Raises ConfigError, before anything is traced, if
+    only other plans were.
     """
     manifest = load_manifest(workspace, plan)
     if manifest is not None:
-        return _guard(manifest, counters, config, console)
+        return _guard(manifest, tracer, config, console)
     return _unguarded(workspace, plan, load_manifests(workspace), config, console)
 
 
 def open_part_guard(
-    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
+    workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console
 ) -> GraphWatch:
-    """The same for evaluation and embedding, whose part of the plan several ways of training may share.
+    """Watch evaluation or embedding, whose part of the plan several ways of training may share.
 
-    On devices they share them at one number of ranks. They may run on CPU machines while training runs on Trainium:
-    XLA:CPU compiles in seconds, so it is bound only by what was compiled for it, of this very model.
+    On devices they share it at one number of ranks. They may run on CPU machines while training runs on Trainium:
+    XLA:CPU compiles in seconds, so only what was compiled for it, of this very model, binds it.
     """
     manifests = load_manifests(workspace)
     for manifest in manifests:
         if plan.items() <= manifest.plan.items():
-            return _guard(manifest, counters, config, console)
+            return _guard(manifest, tracer, config, console)
     if is_lazy_host(str(plan["device"])):
         names = [name for name in plan if name in ("device", "data.vocab_size") or name.startswith("model.")]
         manifests = [one for one in manifests if all(one.plan.get(name) == plan[name] for name in names)]
@@ -137,9 +135,9 @@ def open_part_guard(
     return _unguarded(workspace, plan, parts, config, console)
 
 
-def _guard(manifest: GraphManifest, counters: Counters, config: CompileConfig, console: Console) -> GraphWatch:
+def _guard(manifest: GraphManifest, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:
     console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
-    return Guard(counters, manifest, config.on_unknown_graph, console.warn)
+    return Guard(tracer, manifest, config.on_unknown_graph, console.warn)
 
 
 def _unguarded(

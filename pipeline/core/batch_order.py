@@ -73,14 +73,14 @@ def assign_buckets(
     return np.minimum(np.maximum(query_index, product_index), len(buckets) - 1)
 
 
-def row_lengths(buckets: Sequence[Bucket], products: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
+def row_lengths(buckets: Sequence[Bucket], products: int) -> tuple[int, ...]:
     """Lengths of the rows of training, ascending. A row holds a query and `products` products, one after the other.
 
-    The last length holds the largest bucket's texts in full. `wanted`: those before it; none: one for each bucket, for
-    texts that fill five eighths of it (titles fill a little less), in multiples of 8.
+    The last length holds the largest bucket's texts in full. Before it is one for each bucket, for texts that fill five
+    eighths of it (titles fill a little less), in multiples of 8.
     """
     full = [bucket.query_tokens + products * bucket.product_tokens for bucket in buckets]
-    shorter = wanted or [-(-size * 5 // 64) * 8 for size in full]
+    shorter = [-(-size * 5 // 64) * 8 for size in full]
     return (*sorted({length for length in shorter if length < full[-1]}), full[-1])
 
 

@@ -91,7 +91,6 @@ class Workload:
     accumulation: int = 1
     precision: Precision = "fp32"
     dropout: bool = False
-    moments: int = 2
     """fp32 tensors that the optimizer keeps for each parameter (AdamW: 2)."""
     contrastive: ContrastiveBatch | None = None
     """None: off."""
@@ -114,7 +113,6 @@ class Workload:
         accumulation: int = 1,
         precision: Precision = "fp32",
         dropout: bool = False,
-        moments: int = 2,
         contrastive: ContrastiveBatch | None = None,
         recompute: bool = False,
         shards: int = 1,
@@ -129,9 +127,7 @@ class Workload:
         passes = (EncoderPass(groups, row_tokens),)
         samples += groups * mined
         match_bytes = 4 * (samples + groups) * row_tokens**2 if token_match else 0
-        return Workload(
-            passes, samples, accumulation, precision, dropout, moments, contrastive, recompute, shards, match_bytes
-        )
+        return Workload(passes, samples, accumulation, precision, dropout, contrastive, recompute, shards, match_bytes)
 
 
 @dataclass(frozen=True)
@@ -208,13 +204,12 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
             waiting = 4 * encoder.width * embeddings  # their gradients, fp32, for the second pass
             contrastive_bytes = waiting + max(0, contrastive_bytes - activations - workspace)
     compute = 2 * parameters if low else 0
-    whole = 0 if workload.shards == 1 else max(0, workload.moments - 2) * 4 * parameters  # an average of the weights
-    if workload.shards > 1 and (whole or workload.precision != "bf16"):
+    if workload.shards > 1 and workload.precision != "bf16":
         compute += 4 * parameters
     return Footprint(
         master_bytes=4 * parameters // workload.shards,
         compute_bytes=compute,
-        optimizer_bytes=(4 * workload.moments * parameters - whole) // workload.shards + whole,
+        optimizer_bytes=8 * parameters // workload.shards,
         gradient_bytes=gradients,
         activation_bytes=activations,
         workspace_bytes=workspace,

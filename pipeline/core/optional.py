@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pipeline.core.errors import ConfigError, first_line
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "apprise": ("apprise>=1.9",),
     "lightning": ("lightning>=2.6.6",),
     "optuna": ("optuna>=4",),
     "sklearn": ("scikit-learn>=1.7",),

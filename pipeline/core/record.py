@@ -37,6 +37,15 @@ def without_retired(retired: Mapping[str, Any], value: Any) -> Any:
     return {name: item for name, item in value.items() if name not in retired}
 
 
+def with_retired(record: Record) -> dict[str, Any]:
+    """Return the fields for JSON, retired ones at their neutral values: what is hashed of them stays as it was."""
+    found = {name: value for name, value in record.retired.items() if value is not ...}
+    for name, value in record.model_dump(mode="json").items():
+        inner = getattr(record, name)
+        found[name] = with_retired(inner) if isinstance(inner, Record) else value
+    return found
+
+
 def is_neutral(neutral: Any, value: Any) -> bool:
     """Return whether a retired field may be dropped: its value, or the text of it, is the neutral one."""
     return neutral is ... or value == neutral or (isinstance(value, str) and value == _as_text(neutral))

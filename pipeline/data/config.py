@@ -1,9 +1,9 @@
 """Settings of the data side: where rows come from, what they are called, how they become shards."""
 
-from datetime import date, timedelta
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from pipeline.core.batch_order import Bucket, check_buckets
 from pipeline.core.record import Record
@@ -35,30 +35,19 @@ class CategoricalFeature(Record):
 class SyntheticConfig(Record):
     """The built-in deterministic catalogue, used when no input is given."""
 
-    num_queries: int = Field(1500, ge=10, description="Queries of a day")
-    candidates_per_query: int = Field(12, ge=4, description="Products judged for each query")
+    retired: ClassVar[Mapping[str, Any]] = {"candidates_per_query": 12, "first_day": "2026-01-01", "seed": 17}
+    num_queries: int = Field(1500, ge=10, description="Queries of a day, each with 12 judged products")
     num_days: int = Field(
         1, ge=1, le=366, description="dt= partitions; one more is a new day, and leaves the others as they are"
     )
-    first_day: str = Field("2026-01-01", pattern=r"^\d{4}-\d{2}-\d{2}$", description="First partition")
-    seed: int = Field(17, ge=0, description="Seed of the generator")
-
-    @model_validator(mode="after")
-    def _has_days(self) -> Self:
-        try:
-            date.fromisoformat(self.first_day) + timedelta(days=self.num_days - 1)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"first_day {self.first_day}, num_days {self.num_days}: {error}") from error
-        return self
 
 
 class TokenizerConfig(Record):
-    """A given tokenizer.json, or a WordPiece trained on the corpus."""
+    """A given tokenizer.json, or a lower-case WordPiece trained on the corpus."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"train_rows": 1_000_000, "lowercase": True}
     path: str | None = Field(None, description="URI of a tokenizer.json (default: the parent's, else train one)")
     vocab_size: int = Field(8192, ge=256, le=250_000, description="Entries of a trained vocabulary")
-    train_rows: int = Field(1_000_000, ge=100, description="Rows read, spread over the input, to train it")
-    lowercase: bool = Field(True, description="Lower-case and strip accents before training")
     split_digits: bool = Field(
         False,
         description="Cut words where letters and digits meet, so that tp1724 and tp 1724 are the same tokens; "
@@ -69,16 +58,16 @@ class TokenizerConfig(Record):
 class DataConfig(Record):
     """Input and its preparation."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"esci_locale": None, "quarantine_rows": 1000, "worker": None}
     name: str = Field("catalogue", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Dataset name in the workspace")
     path: str | None = Field(None, description="File or folder (file:// or s3://); none: the synthetic catalogue")
     format: Literal["auto", "parquet", "csv", "jsonl", "esci"] = Field(
         "auto", description="Input layout; auto: by suffix"
     )
-    esci_locale: str | None = Field(None, description="ESCI: keep one product_locale only (us, es, jp)")
     columns: ColumnMapping = ColumnMapping()
     labels: tuple[str, ...] = Field(
         (),
-        description="Class names from least to most relevant; empty: from the data, by mean gain or a known vocabulary",
+        description="Class names from least to most relevant; empty: from the data, by mean gain or as grades",
     )
     numeric: tuple[str, ...] = Field((), description="Numeric feature columns")
     categorical: tuple[CategoricalFeature, ...] = Field((), description="Categorical feature columns")
@@ -96,14 +85,10 @@ class DataConfig(Record):
         0.05, ge=0, lt=0.5, description="Queries held out for test when there is no split column"
     )
     max_bad_fraction: float = Field(0.05, ge=0, le=1, description="Share of bad rows above which the input is refused")
-    quarantine_rows: int = Field(1000, ge=1, description="Bad rows kept, with reasons, per partition")
     buckets: tuple[str, ...] = Field(("16x16", "16x32", "64x64"), description="Static shapes, QUERYxPRODUCT tokens")
     rows_per_chunk: int = Field(50_000, ge=100, description="Rows tokenised at a time by one worker (bounds memory)")
     num_workers: int = Field(0, ge=0, description="Tokenising processes; 0: one per core")
-    workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the preparing, such as the size of an array")
-    worker: int | None = Field(
-        None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
-    )
+    workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the partitions, such as the size of an array")
     tokenizer: TokenizerConfig = TokenizerConfig()
     query_prefix: str = Field(
         "", max_length=200, description="Put before every query, as its encoder was trained: 'query: ' for e5"

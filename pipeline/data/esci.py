@@ -1,52 +1,130 @@
-"""The products of the Amazon Shopping Queries (ESCI) layout, with which its examples are joined.
+"""The Amazon Shopping Queries (ESCI) layout: a file of examples, joined with a file of products on id and locale.
 
 Memory: 24 bytes per product for the index (44 MB for the 1.8 M products of the full set), three times that while it is
-built. The product texts lie in one file below scratch and are looked up through a memory map, so the operating system
-may drop them.
+built. The texts are in one file below scratch and are read through a memory map.
 """
 
 import mmap
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import xxhash
 
 from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
-from pipeline.data.readers import read_file
-from pipeline.data.rows import ColumnPlan
+from pipeline.data.config import DataConfig
+from pipeline.data.input_files import Files, InputFile, Listing, Partition, group_by_day, input_warnings, names_of
+from pipeline.data.readers import parquet_rows, read_file, suffix_format
+from pipeline.data.rows import BadRow, ColumnPlan, RawBatch, batch_rows, feature_pairs, text_characters
+from pipeline.data.validate import filter_mask
 from pipeline.io import atomic
 from pipeline.io.storage import Storage, os_errors
 
 EXAMPLES = "shopping_queries_dataset_examples.parquet"
 PRODUCTS = "shopping_queries_dataset_products.parquet"
 SOURCES = "shopping_queries_dataset_sources.csv"
-"""Of the queries; beside the two in the published folder, and not read."""
+"""Third file of the published folder, which is not read."""
 GAINS = {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}
 """Gains of the four judgements, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
 NO_PRODUCT = "product not among the products"
-FIELDS = {
+LOCALE = "product_locale"
+_FIELDS = {
     "query": "query",
     "label": "esci_label",
     "query_id": "query_id",
     "product_id": "product_id",
     "split": "split",
+    "locale": LOCALE,
 }
-LOCALE = "product_locale"
 _TEXT_COLUMNS = ("product_brand", "product_color", "product_bullet_point", "product_description")
 
 
-def checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
-    if missing := [column for column in plan.inputs if column not in names]:
+def open_esci(config: DataConfig, listing: Listing, scratch: Path) -> "EsciSource":
+    """Find both files. Raises DataError if one is missing, or if other files hold rows."""
+    storage, stats, path = listing.storage, listing.stats, str(config.path)
+    names = [stat.key.rpartition("/")[2] for stat in stats]
+    examples = [stat for stat, name in zip(stats, names, strict=True) if name == EXAMPLES]
+    products = [stat for stat, name in zip(stats, names, strict=True) if name == PRODUCTS]
+    if not examples and len(stats) == 1:
+        examples = list(stats)
+    others = [stat.key for stat in stats if stat not in (*examples, *products)]
+    if not products and (neighbour := storage.stat(PRODUCTS)):
+        products = [neighbour]
+    unread = [key for key in others if suffix_format(key) and not key.endswith(SOURCES)]
+    if not examples or len(products) != 1 or unread:
+        seen = f"{len(examples)} ESCI example files and {len(products)} product files"
         raise DataError(
-            f"{uri} has no column {', '.join(map(repr, missing))}",
-            expected="the ESCI columns; seen: " + ", ".join(names),
-            next_command="download the file again, or set --data.format parquet",
+            f"{path} holds {seen}" + (f", and others with rows: {names_of(unread)}" if unread else ""),
+            expected=f"{EXAMPLES} (also in dt= folders) and one {PRODUCTS}, nothing else with rows",
+            next_command="set --data.path to the folder with these files alone",
         )
-    return plan
+    *files, product = Files(storage, tuple((stat, "parquet") for stat in (*examples, *products))).inputs
+    passed_over = (*listing.passed_over, *others)
+    partitions = group_by_day(files, path, (product.content_id,))
+    warnings = input_warnings(files, passed_over, path)
+    return EsciSource(config, storage, partitions, product, scratch / "esci", passed_over, warnings)
+
+
+class EsciSource:
+    """Examples with their products' titles. `text` is brand, colour, bullet points and description, in this order."""
+
+    fixed_labels: Mapping[str, float] = GAINS
+
+    def __init__(
+        self,
+        config: DataConfig,
+        storage: Storage,
+        partitions: tuple[Partition, ...],
+        products: InputFile,
+        folder: Path,
+        passed_over: tuple[str, ...],
+        warnings: tuple[str, ...],
+    ) -> None:
+        self._config, self._storage, self.partitions = config, storage, partitions
+        self._product_file, self._folder = products, folder
+        self.passed_over, self.warnings = passed_over, warnings
+
+    def num_rows(self) -> int | None:
+        return sum(parquet_rows(self._storage, file.key) for part in self.partitions for file in part.files)
+
+    @cached_property
+    def _products(self) -> "ProductIndex":
+        """The index is built in a folder by one process at a time; `index.npz` appears last."""
+        file = self._product_file
+        limit = 4 * text_characters(self._config.bucket_shapes)  # a character has at most 4 bytes
+        folder = self._folder / fingerprint([file.content_id, None, limit])
+        with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self._storage.stop):
+            if not (folder / "index.npz").exists():
+                _index_products(self._storage, file, folder, limit)
+        return ProductIndex(folder)
+
+    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
+        """Yield rows with title and text; rows without a product are bad."""
+        plan = ColumnPlan((*_FIELDS.items(), *feature_pairs(self._config)))
+        plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
+        uri, num_rows = self._storage.uri(file.key), batch_rows(self._config.rows_per_chunk)
+        for batch in read_file(
+            self._storage, file.key, "parquet", lambda names: _checked(plan, names, uri), num_rows, file.version
+        ):
+            self._storage.stop.raise_if_set(f"reading {uri}")
+            columns = batch.columns
+            ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
+            titles, texts, found = self._products.look_up(ids, locales)
+            columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
+            columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
+            is_bad = ~found & filter_mask(columns, self._config.filter)
+            bad = tuple(
+                BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
+                for i in np.flatnonzero(is_bad)
+            )
+            columns = columns.filter(pa.array(~is_bad)).drop_columns(["locale"])
+            yield replace(batch, columns=columns, rows=batch.rows[~is_bad], bad=bad)
 
 
 class ProductIndex:
@@ -57,13 +135,13 @@ class ProductIndex:
             self._keys, self._starts = arrays["keys"], arrays["starts"]
             self._title_sizes, self._text_sizes = arrays["title_sizes"], arrays["text_sizes"]
         with (folder / "texts.bin").open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            self._texts: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            is_empty = not file.read(1)
+            self._texts: mmap.mmap | bytes = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def look_up(
         self, ids: Sequence[bytes | None], locales: Sequence[bytes | None]
     ) -> tuple[list[bytes | None], list[bytes | None], npt.NDArray[np.bool_]]:
-        """Titles, texts and whether the product exists, each of length N."""
+        """Return titles, texts and whether the product exists, each of length N."""
         keys = np.array([_key(*pair) for pair in zip(ids, locales, strict=True)], dtype=np.uint64)
         if not len(self._keys):
             return [None] * len(ids), [None] * len(ids), np.zeros(len(ids), dtype=np.bool_)
@@ -78,63 +156,48 @@ class ProductIndex:
         return titles, texts, found
 
 
-def open_products(
-    storage: Storage, key: str, folder: Path, locale: str | None, limit: int, version: str | None = None
-) -> ProductIndex:
-    """The index of a file of products, of one locale (None: all), with texts cut to `limit` bytes.
-
-    It is built in `folder` unless it is there, by one process at a time; `index.npz` appears last, so that a half-built
-    index is never used, nor one of a file that is no longer of this `version`. Raises what read_file() raises, and
-    DiskFull.
-    """
-    if not (folder / "index.npz").exists():
-        with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", storage.stop):
-            if not (folder / "index.npz").exists():
-                _index_products(storage, key, folder, locale, limit, version)
-    return ProductIndex(folder)
-
-
-def _index_products(
-    storage: Storage, key: str, folder: Path, locale: str | None, limit: int, version: str | None
-) -> None:
+def _index_products(storage: Storage, products: InputFile, folder: Path, limit: int) -> None:
+    """Write titles, and texts cut to `limit` bytes, then the index. Raises what read_file() raises, and DiskFull."""
     all_keys: list[int] = []
     all_sizes: list[tuple[int, int]] = []
-    uri = storage.uri(key)
-    stat = storage.stat(key)
+    uri = storage.uri(products.key)
 
     def plan(names: Sequence[str]) -> ColumnPlan:
         wanted = ("product_id", LOCALE, "product_title", *(column for column in _TEXT_COLUMNS if column in names))
-        return checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
+        return _checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
 
     with (
         (folder / "texts.bin").open("wb") as file,
-        progress("indexing products", stat.size_bytes if stat else None, "bytes") as advance,
+        progress("indexing products", products.size_bytes or None, "bytes") as advance,
     ):
-        for batch in read_file(storage, key, "parquet", plan, 4096, version):
+        for batch in read_file(storage, products.key, "parquet", plan, 4096, products.version):
             storage.stop.raise_if_set(f"indexing {uri}")
             advance(batch.input_bytes)
             columns = batch.columns.to_pydict()
-            text_columns = [column for column in _TEXT_COLUMNS if column in columns]
+            text_columns = [columns[column] for column in _TEXT_COLUMNS if column in columns]
             for row in range(len(batch.rows)):
-                if locale and columns[LOCALE][row] != locale.encode():
-                    continue
                 title = columns["product_title"][row] or b""
-                text = cut_utf8(b" ".join(filter(None, (columns[c][row] for c in text_columns))), limit)
+                text = cut_utf8(b" ".join(filter(None, (column[row] for column in text_columns))), limit)
                 all_keys.append(_key(columns["product_id"][row], columns[LOCALE][row]))
                 all_sizes.append((len(title), len(text)))
                 file.write(title + text)
     sizes = np.array(all_sizes, dtype=np.int32).reshape(-1, 2)
     ends = np.cumsum(sizes.sum(axis=1, dtype=np.int64))
     unique, first = np.unique(np.array(all_keys, dtype=np.uint64), return_index=True)  # the first of equal ones wins
+    starts = (ends - sizes.sum(axis=1))[first]
     with (folder / "index.tmp").open("wb") as file:
-        np.savez(
-            file,
-            keys=unique,
-            starts=(ends - sizes.sum(axis=1))[first],
-            title_sizes=sizes[first, 0],
-            text_sizes=sizes[first, 1],
-        )
+        np.savez(file, keys=unique, starts=starts, title_sizes=sizes[first, 0], text_sizes=sizes[first, 1])
     (folder / "index.tmp").replace(folder / "index.npz")
+
+
+def _checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
+    if missing := [column for column in plan.inputs if column not in names]:
+        raise DataError(
+            f"{uri} has no column {', '.join(map(repr, missing))}",
+            expected="the ESCI columns; seen: " + ", ".join(names),
+            next_command="download the file again, or set --data.format parquet",
+        )
+    return plan
 
 
 def _key(product_id: bytes | None, locale: bytes | None) -> int:
@@ -142,7 +205,7 @@ def _key(product_id: bytes | None, locale: bytes | None) -> int:
 
 
 def cut_utf8(data: bytes, limit: int) -> bytes:
-    """At most `limit` bytes, never cut inside a character."""
+    """Return at most `limit` bytes, never cut inside a character."""
     if len(data) <= limit:
         return data
     while limit and data[limit] & 0xC0 == 0x80:

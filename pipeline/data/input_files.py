@@ -1,11 +1,10 @@
-"""The files that a path in the settings names: which are read, as what, which are not, and the days they belong to.
+"""The files that a path in the settings names: which are read, as what format, and the days they belong to.
 
-Nothing below the path is left out unsaid: a file is read, passed over and named, or the input is refused.
+Nothing below the path is left out in silence: a file is read, passed over and named, or the input is refused.
 """
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -19,12 +18,9 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import (
-    HEAD_BYTES,
-    PARQUET,
     Planner,
     object_version,
     read_file,
-    refuse_other_content,
     suffix_format,
     version_of,
 )
@@ -40,9 +36,9 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read; `key` is relative to the input's root. `content_id` changes when its content does.
+    """A file to read; `key` is relative to the input's root. `content_id` changes with the content of the file.
 
-    `version` tells that without reading it, but only since it was listed.
+    `version` shows a change since the file was listed without reading it.
     """
 
     key: str
@@ -54,17 +50,14 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a table and the format of each. The one reader of what a path in the settings names.
-
-    `passed_over`: keys of files that lie there and hold no rows of it.
-    """
+    """The files of a table and the format of each. `passed_over`: keys of files that hold no rows of it."""
 
     storage: Storage
     found: tuple[tuple[ObjectStat, str], ...]
     passed_over: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises DataError for a name that is not UTF-8: it could not stand in what is stored of a file."""
+        """Raises DataError for a name that is not UTF-8, because names are stored with what is made of a file."""
         for stat, _ in self.found:
             try:
                 stat.key.encode()
@@ -77,9 +70,9 @@ class Files:
 
     @cached_property
     def inputs(self) -> tuple[InputFile, ...]:
-        """The files with what names their content: the xxh3 of a local one (times lie), ETag and size on S3.
+        """The files with the xxh3 of a local file (times are unreliable), or with ETag and size on S3.
 
-        The version of the readers is in it, as it decides what is made of the content.
+        The version of the readers is part of the content id, because it decides what is made of the content.
         """
         storage, inputs = self.storage, list[InputFile]()
         size_bytes = sum(stat.size_bytes for stat, _ in self.found)
@@ -95,7 +88,7 @@ class Files:
         return tuple(inputs)
 
     def read(self, plan: Callable[[str], Planner], num_rows: int, doing: str) -> Iterator[RawBatch]:
-        """All rows, at most `num_rows` at a time. `plan`: given the URI of a file, what is read of it."""
+        """Yield all rows, at most `num_rows` at a time. `plan` returns what to read of a file by its URI."""
         with progress(doing, sum(stat.size_bytes for stat, _ in self.found), "bytes") as advance:
             for stat, name in self.found:
                 uri = self.storage.uri(stat.key)
@@ -106,17 +99,17 @@ class Files:
 
 
 def names_of(keys: Sequence[str]) -> str:
-    """The first of some keys for a message."""
+    """Return the first of some keys for a message."""
     more = f" and {len(keys) - _MAX_NAMES} more" if len(keys) > _MAX_NAMES else ""
     return ", ".join(map(shorten, keys[:_MAX_NAMES])) + more
 
 
-# Which files there are.
+# Listing.
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a path that may hold rows, and the keys of those that do not: hidden ones and documents."""
+    """The files below a path that may hold rows, and the keys of hidden files and documents."""
 
     storage: Storage
     stats: tuple[ObjectStat, ...]
@@ -131,7 +124,7 @@ _DOCUMENT = re.compile(
 
 
 def _is_hidden(part: str) -> bool:
-    """As Hadoop has it, but that a folder for a column that begins with _ is none."""
+    """Return whether a name is hidden as in Hadoop, except folders of a column that begins with _."""
     return part.startswith(".") or (part.startswith("_") and "=" not in part)
 
 
@@ -141,7 +134,7 @@ def _holds_rows(stat: ObjectStat) -> bool:
 
 
 def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None) -> Listing:
-    """What lies at a path: the file it names, or all below it.
+    """List a path: the file it names, or all files below it.
 
     Raises DataError, naming the `setting`, for a path that does not exist or is ambiguous, and for a broken link.
     """
@@ -194,7 +187,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
 
 
 def _no_files(folder: Path) -> list[str]:
-    """Broken links, pipes and sockets."""
+    """Return the names of broken links, pipes and sockets."""
     found = [Path(root, name) for root, _, names in os.walk(folder) for name in names]
     keys = [(path, str(path.relative_to(folder))) for path in found if not path.is_file()]
     return sorted(key for _, key in keys if not any(map(_is_hidden, key.split("/"))))
@@ -203,15 +196,15 @@ def _no_files(folder: Path) -> list[str]:
 def open_files(
     path: str, wanted: str, stop: StopSignal, setting: str = "--data.path", retry: RetryPolicy | None = None
 ) -> Files:
-    """The files below a path, each as its suffix says or (without a known one) as the `wanted` format.
+    """Return the files below a path. A file without a known suffix has the `wanted` format.
 
-    Raises DataError, naming the `setting`, when there is none, or one that nothing says how to read.
+    Raises DataError, naming the `setting`, if there is no file, or one of unknown format.
     """
     return choose_files(find_files(path, stop, setting, retry), wanted, path, setting)
 
 
 def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--data.path") -> Files:
-    """The format of each file. Raises DataError as open_files() does; empty files without a suffix are passed over."""
+    """Return the files with their formats; empty ones without a suffix are passed over. Raises as open_files()."""
     found, unknown, empty = list[tuple[ObjectStat, str]](), list[str](), list[str]()
     for stat in listing.stats:
         name = suffix_format(stat.key)
@@ -221,16 +214,13 @@ def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--dat
             found.append((stat, name))
         else:
             (unknown if stat.size_bytes else empty).append(stat.key)
-    option = f"{setting.rpartition('.')[0]}.format"
     if unknown:
-        head = listing.storage.read_range(unknown[0], 0, HEAD_BYTES)
-        refuse_other_content(listing.storage.uri(unknown[0]), head, "parquet" if head.startswith(PARQUET) else "text")
-        guess = Counter(name for _, name in found).most_common(1)[0][0] if found else _format_of(head)
         raise DataError(
-            f"{len(unknown)} of {len(listing.stats)} files of {path} have no suffix that says how to read them: "
+            f"{len(unknown)} of {len(listing.stats)} files of {path} have no suffix of a known format: "
             + names_of(unknown),
-            expected="*.parquet, *.csv, *.tsv or *.jsonl files, also with .gz: none is left out unsaid",
-            next_command=f"{option} {guess} (or another format) reads them too; else move them out of the input",
+            expected="*.parquet, *.csv, *.tsv or *.jsonl files, also with .gz",
+            next_command=f"move them out of the input, or {setting.rpartition('.')[0]}.format csv (parquet, jsonl)"
+            " reads them too",
         )
     if not found:
         seen = names_of([*empty, *listing.passed_over])
@@ -242,30 +232,21 @@ def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--dat
     return Files(listing.storage, tuple(found), (*listing.passed_over, *empty))
 
 
-def _format_of(head: bytes) -> str:
-    """The format that the beginning of a file looks like."""
-    return "parquet" if head.startswith(PARQUET) else "jsonl" if head.lstrip().startswith(b"{") else "csv"
-
-
-# The days of an input of training.
+# Days.
 
 _DAY = re.compile(r"dt=(\d{4}-\d{2}-\d{2})")
-_YEAR, _MONTH_OF_YEAR, _DAY_OF_MONTH = r"(?:19|20)\d\d", r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
-_LIKE_A_DATE = re.compile(
-    rf"(?P<year>{_YEAR})(?:[-_.](?P<month>{_MONTH_OF_YEAR})(?:[-_.](?P<day>{_DAY_OF_MONTH}))?"
-    r"|(?P<month8>0[1-9]|1[0-2])(?P<day8>0[1-9]|[12]\d|3[01]))(?:\D.*)?"
+_LIKE_A_DAY = re.compile(
+    r"(?i)(?<!\d)(?:19|20)\d\d([-_.]?)(?:0[1-9]|1[0-2])\1(?:[0-2]\d|3[01])(?!\.?\d)"  # 2026-11-19, 20261119
+    r"|(?<!\d)[0-3]?\d([-_.])[0-3]?\d\2(?:19|20)\d\d(?!\.?\d)|(?:19|20)\d\d[-_]?w[0-5]\d"  # 19.11.2026, 2026-W47
+    r"|(?:^|/)(?:19|20)\d\d/(?:0?[1-9]|1[0-2])(?:/|$)"  # 2026/11
+    r"|(?:^|/)(?:dt|ds|date|day|week|year|month|yyyy|yy|mm|dd)="
 )
-_HOLDS_A_DATE = re.compile(
-    rf"(?<!\d)(?:{_YEAR}([-_.]){_MONTH_OF_YEAR}\1{_DAY_OF_MONTH}|{_YEAR}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])"
-    rf"|{_DAY_OF_MONTH}([-_.]){_DAY_OF_MONTH}\2{_YEAR}|{_YEAR}[-_]?W[0-5]\d)(?!\.?\d)"
-)
-"""A day anywhere in a name, also with the year last (19-11-2026), or a week (2026-W47)."""
-_LIKE_A_DAY_COLUMN = re.compile(r"(?i)(dt|ds|date|day|week|year|month|yyyy|yy|mm|dd)=.*")
+"""Names of folders that look like a day."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The files of one day (`dt=YYYY-MM-DD`), or of a flat input. `extra_ids`: contents joined to every row."""
+    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input. `extra_ids`: contents joined to every row."""
 
     name: str
     files: tuple[InputFile, ...]
@@ -277,14 +258,14 @@ class Partition:
 
     @property
     def content_id(self) -> str:
-        """One name for the content of all files (and for their names, since sample ids contain them)."""
+        """Fingerprint of the content of all files, and of their names, which are part of sample ids."""
         return fingerprint([self.name, [[file.key, file.content_id] for file in self.files], list(self.extra_ids)])
 
 
 def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[Partition, ...]:
-    """Partitions in order of date, or the one called `flat`. A day is a folder `dt=YYYY-MM-DD`, at any level.
+    """Return the partitions in order of date, or the one called `flat`. A day is a folder `dt=YYYY-MM-DD` at any level.
 
-    Raises DataError when days and other files are mixed, for no date, and for folders that are days by another name.
+    Raises DataError if days and other files are mixed, and for folders with invalid days or days by another name.
     """
     days: dict[str, list[InputFile]] = {}
     for file in files:
@@ -308,8 +289,8 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
 
 
 def _day_of(key: str, path: str) -> str:
-    """The day of a file, or `flat`. Raises DataError where its folders say something else that looks like a day."""
-    *folders, _ = key.split("/")
+    """Return the day of a file, or `flat`. Raises DataError if its folders look like something else that is a day."""
+    folders = key.split("/")[:-1]
     days = {part for part in folders if _DAY.fullmatch(part)}
     if len(days) > 1:
         raise DataError(
@@ -317,78 +298,41 @@ def _day_of(key: str, path: str) -> str:
             expected="one dt=YYYY-MM-DD folder above each file",
             next_command="move it into the folder of its day",
         )
-    if days:
-        return days.pop()
-    if nearly := _like_a_day(folders):
+    if not days and _LIKE_A_DAY.search(unquote("/".join(folders))):
         raise DataError(
-            f"{path} holds {nearly}/ ({key}), which looks like a day by another name",
-            expected="folders named dt=YYYY-MM-DD, at any level, for the days; none with other dates",
-            next_command=f"rename {nearly} to {_as_day(nearly)}; or name a single such folder with --data.path",
+            f"{path} holds {key}, whose folders look like a day by another name",
+            expected="folders named dt=YYYY-MM-DD, at any level, for the days, and none with other dates",
+            next_command="rename the folder of each day to dt=YYYY-MM-DD, or name a single one with --data.path",
         )
-    return FLAT
+    return days.pop() if days else FLAT
 
 
-def _like_a_day(folders: Sequence[str]) -> str:
-    """The part of a path that tells a date in another way than dt=YYYY-MM-DD, empty for none."""
-    plain = [unquote(part) for part in folders]
-    for place, part in enumerate(plain):
-        if _LIKE_A_DATE.fullmatch(part.rpartition("=")[2]) or _HOLDS_A_DATE.search(part):
-            return folders[place]
-        if _LIKE_A_DAY_COLUMN.fullmatch(part):
-            end = place + 1
-            while end < len(plain) and _LIKE_A_DAY_COLUMN.fullmatch(plain[end]):
-                end += 1
-            return "/".join(folders[place:end])
-        months_and_days = plain[place + 1 : place + 3]
-        if re.fullmatch(_YEAR, part) and months_and_days and re.fullmatch(_MONTH_OF_YEAR, months_and_days[0]):
-            is_day = len(months_and_days) > 1 and re.fullmatch(_DAY_OF_MONTH, months_and_days[1])
-            return "/".join(folders[place : place + (3 if is_day else 2)])
-    return ""
-
-
-def _as_day(folders: str) -> str:
-    values = "-".join(part.rpartition("=")[2] for part in unquote(folders).split("/"))
-    found = _LIKE_A_DATE.fullmatch(values)
-    month, day = (found["month"] or found["month8"], found["day"] or found["day8"]) if found else (None, None)
-    return f"dt={found['year']}-{month:0>2}-{day:0>2}" if found and month and day else "dt=YYYY-MM-DD"
-
-
-_TOOLS = re.compile(
-    r"_temporary|_spark_metadata|_delta_log|__MACOSX|\._.*|\.(git|hoodie|cache|ipynb_checkpoints|hive-.*)"
-)
-
-
+_TOOLS = re.compile(r"(^|/)(_temporary|_spark_metadata|_delta_log|__MACOSX|\._|\.(git|hoodie|cache|ipynb_che|hive-))")
 _MORE_THAN_A_HEADER_BYTES = 2048
 
 
 def input_warnings(files: Sequence[InputFile], passed_over: Sequence[str], path: str) -> tuple[str, ...]:
-    """What a person should know of an input that is read all the same."""
-    warnings, parts_of = list[str](), {key: key.split("/") for key in passed_over}
-    if hidden := [
-        key
-        for key, parts in parts_of.items()
-        if _ROWS_SUFFIX.fullmatch(key) and any(map(_is_hidden, parts)) and not any(map(_TOOLS.fullmatch, parts))
-    ]:
+    """Return warnings about an input that is read all the same."""
+    warnings, keys = list[str](), [file.key for file in files]
+    if hidden := [key for key in passed_over if _ROWS_SUFFIX.fullmatch(key) and not _TOOLS.search(key)]:
         warnings.append(
             f"{len(hidden)} file(s) with rows were not read, as names that begin with _ or . are hidden: "
             + names_of(hidden)
         )
-    if any(part in ("_delta_log", ".hoodie") for parts in parts_of.values() for part in parts):
+    if any(part in ("_delta_log", ".hoodie") for key in passed_over for part in key.split("/")):
         warnings.append(
-            f"{path} is a Delta or Hudi table, and its files are read as they lie there: also rows that the table has"
+            f"{path} is a Delta or Hudi table, and its files are read as they are: also rows that the table has"
             " replaced or deleted; export a snapshot of it"
         )
-    folders = {part for file in files for part in file.key.split("/")[:-1] if "=" in part and not _DAY.fullmatch(part)}
+    folders = {part for key in keys for part in key.split("/")[:-1] if "=" in part and not _DAY.fullmatch(part)}
     if folders:
         warnings.append(f"the names of folders are no columns of the rows in them: {names_of(sorted(folders))}")
-    if _DAY.search(path) and not any(_DAY.search(file.key) for file in files):
-        warnings.append(f"{path} names one day: its rows have no date; --data.path with the folder above has days")
-    dated = [file.key for file in files if _HOLDS_A_DATE.search(file.key.rpartition("/")[2])]
-    in_days = any(map(_DAY.fullmatch, [part for file in files for part in file.key.split("/")[:-1]]))
-    if len(dated) > 1 and not in_days and not _DAY.search(path):
+    is_dated = any(_DAY.fullmatch(part) for key in keys for part in key.split("/")[:-1])
+    named = [key for key in keys if _LIKE_A_DAY.search(key.rpartition("/")[2])]
+    if not is_dated and (_DAY.search(path) or len(named) > 1):
         warnings.append(
-            f"{len(dated)} files have a date in their names, which says nothing of their days: {names_of(dated)}; put"
-            " them into folders dt=YYYY-MM-DD to train the new days only"
+            f"the rows of {path} have no day, though names have one: put files into folders dt=YYYY-MM-DD, and name"
+            " the folder above with --data.path, to train the new days only"
         )
     first: dict[str, str] = {}
     large = [file for file in files if file.size_bytes >= _MORE_THAN_A_HEADER_BYTES]

@@ -2,62 +2,70 @@
 
 Order: open the input, look at its labels and find or train the tokenizer, name each partition by fingerprint, reuse
 what is committed, tokenise the rest chunk by chunk in worker processes, commit a partition when its last chunk is done.
-Memory: a chunk (64 MiB of columns at most) per worker, and two in the parent. Killed anywhere and run again, it skips
+Memory: a chunk (64 MiB of columns at most) per process, and two in the parent. Killed anywhere and run again, it skips
 finished chunks and writes the same bytes.
+
+Of several workers (an array of jobs) each prepares every n-th partition. They agree without a word: labels, tokenizer
+and names depend on the input and the settings alone. The last one to finish finds all partitions committed.
 """
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.core.errors import DataError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
-from pipeline.data.chunks import ChunkRecord, ChunkTask, EncodeSettings, Staging, chunk_name, encode_chunk
 from pipeline.data.config import DataConfig
-from pipeline.data.input_files import InputFile, Partition
-from pipeline.data.judgements import count_judgements, count_texts_of_several_ids
-from pipeline.data.lexical import LEXICAL_NAMES
-from pipeline.data.row_counts import (
-    Encoding,
-    FileCount,
-    NamedPartition,
-    describe_partition,
-    first_bad,
-    refuse_bad_share,
-    shards_by_split,
-)
+from pipeline.data.encode import ChunkRecord, ChunkTask, EncodeSettings, Staging, encode_chunk
+from pipeline.data.input_files import Partition
+from pipeline.data.judgements import count_judgements
+from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
-from pipeline.data.sources import Source, open_source, reading_progress
-from pipeline.data.survey import Survey, decide_labels, nothing_kept, survey
-from pipeline.data.token_sets import FORMAT_VERSION, KIND, QUARANTINE, CategoricalInfo, TokenSetInfo
+from pipeline.data.sources import Source, list_input_objects, open_source, reading_progress
+from pipeline.data.survey import LabelSet, TextSample, decide_labels, nothing_kept, survey
+from pipeline.data.token_sets import (
+    FORMAT_VERSION,
+    KIND,
+    QUARANTINE,
+    QUARANTINE_ROWS,
+    SPLITS,
+    CategoricalInfo,
+    FileRows,
+    QuarantinedRow,
+    ShardInfo,
+    SliceInfo,
+    Split,
+    TokenSetInfo,
+)
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
-from pipeline.data.validate import RowRules
+from pipeline.data.validate import RowRules, merge_names
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, os_errors
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
-Tell = Callable[[RawBatch | None], None]
 Emit = Callable[..., object]
 """Writes one event: its name, and its fields by keyword."""
-Look = Callable[[bool, bool], Survey]
+_TOP_REASONS = 3
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What prepare left in the workspace. Prefixes are keys, in the order of partitions; counts cover all of them.
+    """All partitions that are in the workspace, in their order. Prefixes are keys.
 
-    `prepared` and `rows_prepared` (good and bad ones) are those of this time. `rows` are in shards; they, `rows_bad`
-    and `rows_filtered` are all rows of the input. `splits_digits`: the tokenizer does. `vocabulary`: the known one that
-    ordered the labels, if it was one. `infos`: what each partition says of itself. `passed_over`: keys of files below
-    the path that were not read.
+    `prepared` and `rows_prepared` (good and bad rows) count this run alone. `rows` are in shards; they, `rows_bad` and
+    `rows_filtered` are all rows of the input. `missing`: partitions that other workers still prepare. `passed_over`:
+    keys of files below the path that were not read.
     """
 
     token_set_prefixes: list[str]
+    infos: tuple[TokenSetInfo, ...]
+    missing: int
     tokenizer_prefix: str
     tokenizer_fingerprint: str
     splits_digits: bool
@@ -69,37 +77,57 @@ class PreparedData:
     rows_filtered: int
     rows_blank: int
     labels: tuple[str, ...]
-    vocabulary: str
-    infos: tuple[TokenSetInfo, ...]
     passed_over: tuple[str, ...]
     input_warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """What decides how rows are encoded, the same for all partitions."""
+
+    config: DataConfig
+    tokenizer: TextTokenizer
+    labels: LabelSet
+
+
+@dataclass
+class FileCount:
+    """Rows and blank lines of one file, counted before any of it is encoded."""
+
+    rows: int = 0
+    blank: int = 0
+
+
 @dataclass
 class _Work:
-    """A partition on its way: chunks announced so far, and those done.
+    """A partition to prepare. `prefix` ends in the fingerprint of everything that its bytes depend on.
 
-    `with_bad`: which of those hold bad rows that may be kept of the partition. Other chunks hold none: memory stays
-    bounded.
+    `read`: counts by file. `done`: records of finished chunks. `num_chunks`: known once all files are read.
     """
 
-    named: NamedPartition
+    partition: Partition
+    prefix: str
+    settings: EncodeSettings
     staging: Staging
-    done: dict[int, ChunkRecord] = field(default_factory=dict)
     read: dict[str, FileCount] = field(default_factory=dict)
+    done: dict[int, ChunkRecord] = field(default_factory=dict)
     num_chunks: int | None = None
-    with_bad: list[int] = field(default_factory=list)
 
     def note(self, index: int, record: ChunkRecord) -> None:
-        """A chunk is done. Of the bad rows only those are held that are among the first by now."""
-        self.done[index] = record
-        room, found = self.named.settings.quarantine_rows, sorted({*self.with_bad, index})
-        for number in found:
-            record = self.done[number]
-            bad = record.quarantined[:room]
-            room -= len(bad)
-            self.done[number] = record.model_copy(update={"quarantined": bad})
-        self.with_bad = [number for number in found if self.done[number].quarantined]
+        """Keep the record of a finished chunk without its bad rows, which stay in the staging folder."""
+        self.done[index] = record.model_copy(update={"quarantined": ()})
+
+    def records(self) -> list[ChunkRecord]:
+        return [self.done[index] for index in range(len(self.done))]
+
+    def first_bad(self) -> list[QuarantinedRow]:
+        """Return the bad rows to keep, of as few chunks as have so many."""
+        found: list[QuarantinedRow] = []
+        for index, record in enumerate(self.records()):
+            if record.rows_bad and len(found) < QUARANTINE_ROWS:
+                text = self.staging.record_path(index).read_bytes()
+                found += ChunkRecord.model_validate_json(text).quarantined
+        return found[:QUARANTINE_ROWS]
 
 
 def prepare(
@@ -108,6 +136,7 @@ def prepare(
     *,
     scratch: Path,
     tokenizer: bytes | None = None,
+    worker: int = 0,
     events: Emit,
     stop: StopSignal,
 ) -> PreparedData:
@@ -115,174 +144,156 @@ def prepare(
 
     Args:
         scratch: a local folder that a rerun finds again; staging for chunks, not needed once prepare has returned.
-        tokenizer: tokenizer.json of the model to go on training; `config.tokenizer.path` comes first.
-    Raises DataError, ConfigError, TransientError, Preempted.
+        tokenizer: tokenizer.json of the parent model; `config.tokenizer.path` takes precedence.
+        worker: which of `config.workers` this is.
+    Raises DataError, ConfigError, Preempted, and TransientError, also if workers have seen different inputs.
     """
+    listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
     source = open_source(config, scratch=scratch, stop=stop)
-
-    def look(want_labels: bool, want_sample: bool) -> Survey:
-        return survey(source, config, want_labels=want_labels, want_sample=want_sample, stop=stop)
-
-    encoding, tokenizer_prefix = decide_labels_and_tokenizer(
-        config, source, workspace, scratch, tokenizer, look, events, stop
-    )
-    named = name_partitions(encoding, source)
+    encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
     infos: dict[str, TokenSetInfo] = {}
-    works: list[_Work] = []
-    for one in named:
-        staging = Staging(scratch / "tokens" / one.fingerprint)
-        if (info := committed_info(encoding, one, workspace, events)) is None:
-            works.append(_Work(one, staging))
-            continue
-        # What a try killed at the end of its commit left: were the folder ever deleted for damage, these are its files.
-        shutil.rmtree(staging.folder, ignore_errors=True)
-        infos[one.prefix] = info
-    infos |= _encode_all(encoding, workspace, source, works, events, stop)
-    return prepared_data_of(
-        encoding, tokenizer_prefix, source, named, infos, prepared=[work.named.prefix for work in works]
-    )
-
-
-def committed_info(encoding: Encoding, named: NamedPartition, workspace: Storage, events: Emit) -> TokenSetInfo | None:
-    """What a partition says of itself that is there already. Raises DataError above the share of bad rows."""
-    manifest = read_manifest(workspace, named.prefix)
-    if manifest is None:
-        return None
-    info = TokenSetInfo.model_validate(manifest.fields)
-    refuse_bad_share(encoding.config, info, [], workspace)
-    events(EventName.PARTITION_REUSED, partition=info.partition, prefix=named.prefix, rows=info.rows)
-    return info
-
-
-def prepared_data_of(
-    encoding: Encoding,
-    tokenizer_prefix: str,
-    source: Source,
-    named: Sequence[NamedPartition],
-    infos: Mapping[str, TokenSetInfo],
-    *,
-    prepared: Collection[str],
-) -> PreparedData:
-    """What all partitions are together, by what each says of itself. Raises DataError when none has a usable row."""
-    config, result = encoding.config, [infos[one.prefix] for one in named]
-    files = [file for info in result for file in info.files]
-    if not sum(info.rows for info in result):
+    works, prefixes = list[_Work](), list[str]()
+    for number, partition in enumerate(source.partitions):
+        prefix, settings = name_partition(encoding, partition, carve_valid=bool(source.fixed_labels))
+        prefixes.append(prefix)
+        staging = Staging(scratch / "tokens" / prefix.rpartition("/")[2])
+        if info := _committed(encoding, prefix, workspace):
+            events(EventName.PARTITION_REUSED, partition=info.partition, prefix=prefix, rows=info.rows)
+            # An attempt killed at the end of its commit has left these. They would prove files that are gone if the
+            # token set were ever deleted for damage.
+            shutil.rmtree(staging.folder, ignore_errors=True)
+            infos[prefix] = info
+        elif number % config.workers == worker:
+            works.append(_Work(partition, prefix, settings, staging))
+    infos |= (prepared := _encode_all(encoding, workspace, source, works, events, stop))
+    for prefix in prefixes:
+        if prefix not in infos and (info := _committed(encoding, prefix, workspace)):  # by another worker
+            infos[prefix] = info
+    if len(infos) < len(prefixes) and list_input_objects(config, stop) != listed:
+        raise TransientError(
+            f"{config.path} has changed since worker {worker} of {config.workers} looked at it",
+            expected="one input for all workers",
+            next_command="the same command again: it finds what is done and prepares the rest",
+        )
+    there = {prefix: infos[prefix] for prefix in prefixes if prefix in infos}
+    files = [file for info in there.values() for file in info.files]
+    if len(there) == len(prefixes) and not sum(info.rows for info in there.values()):
         if sum(file.rows for file in files) == sum(file.filtered for file in files) > 0:
             raise nothing_kept(config)
         raise DataError(
-            f"{config.path or 'the synthetic catalogue'} has no usable rows ({len(result)} partitions read)",
+            f"{config.path or 'the synthetic catalogue'} has no usable rows ({len(there)} partitions read)",
             expected="rows with a query and a title",
-            next_command="check --data.path" + (f" and --data.filter {dict(config.filter)}" if config.filter else ""),
+            next_command="check --data.path and --data.filter",
         )
     return PreparedData(
-        token_set_prefixes=[one.prefix for one in named],
+        token_set_prefixes=[*there],
+        infos=tuple(there.values()),
+        missing=len(prefixes) - len(there),
         tokenizer_prefix=tokenizer_prefix,
         tokenizer_fingerprint=encoding.tokenizer.fingerprint,
         splits_digits=encoding.tokenizer.splits_digits,
-        reused=len(named) - len(prepared),
+        reused=len(there) - len(prepared),
         prepared=len(prepared),
-        rows_prepared=sum(infos[prefix].rows + infos[prefix].rows_bad for prefix in prepared),
-        rows=sum(info.rows for info in result),
-        rows_bad=sum(info.rows_bad for info in result),
+        rows_prepared=sum(info.rows + info.rows_bad for info in prepared.values()),
+        rows=sum(info.rows for info in there.values()),
+        rows_bad=sum(info.rows_bad for info in there.values()),
         rows_filtered=sum(file.filtered for file in files),
         rows_blank=sum(file.blank for file in files),
         labels=tuple(encoding.labels.gains),
-        vocabulary=encoding.labels.vocabulary,
-        infos=tuple(result),
         passed_over=source.passed_over,
         input_warnings=source.warnings,
     )
 
 
+def _committed(encoding: Encoding, prefix: str, workspace: Storage) -> TokenSetInfo | None:
+    """Return the account of a committed partition. Raises DataError if too many of its rows are bad."""
+    manifest = read_manifest(workspace, prefix)
+    if manifest is None:
+        return None
+    info = TokenSetInfo.model_validate(manifest.fields)
+    _refuse_bad_share(encoding.config, info, [], workspace)
+    return info
+
+
 # What decides the bytes of the shards, and the names of partitions that follow from it.
 
 
-def decide_labels_and_tokenizer(
+def _labels_and_tokenizer(
     config: DataConfig,
     source: Source,
     workspace: Storage,
     scratch: Path,
     given: bytes | None,
-    look: Look,
     events: Emit,
     stop: StopSignal,
 ) -> tuple[Encoding, str]:
-    """Labels and tokenizer, and the prefix of the tokenizer. Both need a look at all rows, unless given; they share it.
-
-    `look`: the survey of all rows, given whether labels and whether texts are wanted.
-    """
+    """Return labels and tokenizer, and the prefix of the tokenizer. Unless given, both need one look at all rows."""
     found = given_tokenizer(config, given, stop)
     if found is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
         found = found.with_split_digits()
-    trained_on = None
-    if found is None:
-        trained_on = source.partitions
-        found = find_tokenizer(config, source, workspace)
+    trained_on = source.partitions if found is None else None
+    found = found or find_tokenizer(config, source, workspace)
     want_labels = not config.labels and not source.fixed_labels
-    seen = look(want_labels, found is None) if want_labels or found is None else None
-    labels = decide_labels(config, source, seen)
-    if found is None:  # unless another worker has trained it meanwhile
-        found = find_tokenizer(config, source, workspace)
+    seen = None
+    if want_labels or found is None:
+        seen = survey(source, config, want_labels=want_labels, want_sample=found is None, stop=stop)
+    labels = decide_labels(config, source.fixed_labels, seen)
     if found is None:
-        found = train_in_worker(config, list(seen.sample.texts() if seen else ()), stop)
-        events(EventName.TOKENIZER_TRAINED, rows=len(seen.sample.held) if seen else 0, fingerprint=found.fingerprint)
+        sample = seen.sample if seen else TextSample()
+        found = train_in_worker(config, list(sample.texts()), stop)
+        events(EventName.TOKENIZER_TRAINED, rows=len(sample.held), fingerprint=found.fingerprint)
     return Encoding(config, found, labels), store_tokenizer(config, trained_on, workspace, found, scratch)
 
 
-def name_partitions(encoding: Encoding, source: Source) -> list[NamedPartition]:
-    """Every partition of the input, in order, with the name that its shards have or will have."""
-    config, labels, named = encoding.config, encoding.labels, list[NamedPartition]()
-    for partition in source.partitions:
-        rules = RowRules(
-            partition=partition.name,
-            labels=tuple(labels.gains),
-            label_gains=labels.row_gains,
-            numeric=config.numeric,
-            categorical=tuple(CategoricalInfo(column=f.column, num_ids=f.num_ids) for f in config.categorical),
-            filter=config.filter,
-            valid_fraction=config.valid_fraction,
-            test_fraction=config.test_fraction,
-            carve_valid=bool(source.fixed_labels),
-            slices=config.slices,
-        )
-        name = _token_set_fingerprint(config, partition, rules, encoding.tokenizer)
-        settings = EncodeSettings(
-            rules=rules,
-            buckets=config.bucket_shapes,
-            lexical=config.lexical,
-            query_prefix=config.query_prefix,
-            product_prefix=config.product_prefix,
-            quarantine_rows=config.quarantine_rows,
-        )
-        named.append(NamedPartition(partition, f"tokens/{config.name}/{name}", settings))
-    return named
-
-
-def _token_set_fingerprint(config: DataConfig, partition: Partition, rules: RowRules, tokenizer: TextTokenizer) -> str:
-    """Everything the bytes of the shards depend on."""
-    # Only when set: data prepared before there were such settings keeps its name.
-    prefixes = {"query_prefix": config.query_prefix, "product_prefix": config.product_prefix}
-    later = {"slices": list(config.slices), **prefixes}
-    return fingerprint(
+def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: bool) -> tuple[str, EncodeSettings]:
+    """Return the prefix of a partition's token set, which names all that its bytes depend on, and how to encode it."""
+    config, labels = encoding.config, encoding.labels
+    rules = RowRules(
+        partition=partition.name,
+        labels=tuple(labels.gains),
+        label_gains=labels.row_gains,
+        numeric=config.numeric,
+        categorical=tuple(CategoricalInfo(column=f.column, num_ids=f.num_ids) for f in config.categorical),
+        filter=config.filter,
+        valid_fraction=config.valid_fraction,
+        test_fraction=config.test_fraction,
+        carve_valid=carve_valid,
+        slices=config.slices,
+    )
+    # Only if set: data prepared before these settings existed keeps its name.
+    later = {
+        "slices": list(config.slices),
+        "query_prefix": config.query_prefix,
+        "product_prefix": config.product_prefix,
+    }
+    name = fingerprint(
         {
             **{name: value for name, value in later.items() if value},
             "format": FORMAT_VERSION,
             "content": partition.content_id,
-            "tokenizer": tokenizer.fingerprint,
+            "tokenizer": encoding.tokenizer.fingerprint,
             "labels": list(rules.labels),
             "row_gains": list(rules.label_gains),
             "columns": config.columns.model_dump(),
-            "esci_locale": config.esci_locale,
+            "esci_locale": None,  # a setting of earlier versions
             "numeric": list(config.numeric),
             "categorical": [feature.model_dump() for feature in config.categorical],
             "lexical": list(LEXICAL_NAMES) if config.lexical else [],
             "filter": dict(config.filter),
             "fractions": [config.valid_fraction, config.test_fraction],
             "buckets": list(config.buckets),
-            "quarantine_rows": config.quarantine_rows,
+            "quarantine_rows": QUARANTINE_ROWS,
             "rows_per_chunk": config.rows_per_chunk,
         }
     )
+    settings = EncodeSettings(
+        rules=rules,
+        buckets=config.bucket_shapes,
+        lexical=config.lexical,
+        query_prefix=config.query_prefix,
+        product_prefix=config.product_prefix,
+    )
+    return f"tokens/{config.name}/{name}", settings
 
 
 # Tokenise the chunks of all partitions in one stream, and commit each partition as it completes.
@@ -291,16 +302,16 @@ def _token_set_fingerprint(config: DataConfig, partition: Partition, rules: RowR
 def _encode_all(
     encoding: Encoding, workspace: Storage, source: Source, works: list[_Work], events: Emit, stop: StopSignal
 ) -> dict[str, TokenSetInfo]:
-    by_name = {work.named.partition.name: work for work in works}
+    by_name = {work.partition.name: work for work in works}
     waiting, infos = list(works), dict[str, TokenSetInfo]()
 
     def commit_complete() -> None:
         for work in [work for work in waiting if work.num_chunks == len(work.done)]:
-            infos[work.named.prefix] = _commit(encoding, workspace, work, events)
+            infos[work.prefix] = _commit(encoding, workspace, work, events)
             waiting.remove(work)
             work.done.clear()
 
-    files = [file for work in works for file in work.named.partition.files]
+    files = [file for work in works for file in work.partition.files]
     if not files:
         return {}
     with reading_progress("tokenising", source, files) as tell:  # workers are at most a chunk each behind
@@ -321,58 +332,140 @@ def _encode_all(
     return infos
 
 
-def _tasks(config: DataConfig, source: Source, works: list[_Work], tell: Tell, stop: StopSignal) -> Iterator[ChunkTask]:
-    """The chunks that still have to be encoded; those a killed run finished are noted as done."""
+def _tasks(
+    config: DataConfig,
+    source: Source,
+    works: list[_Work],
+    tell: Callable[[RawBatch | None], None],
+    stop: StopSignal,
+) -> Iterator[ChunkTask]:
+    """Yield the chunks that still have to be encoded; those that a killed run has finished are noted as done."""
     for work in works:
         work.staging.create()
-        partition, index = work.named.partition, 0
-        for number, file in enumerate(partition.files):
-
-            def counted(count: FileCount, file: InputFile = file, work: _Work = work) -> None:
-                work.read[file.key] = count
-
-            batches = count_rows(source.read(file), counted, tell)
+        index = 0
+        for number, file in enumerate(work.partition.files):
+            count = work.read[file.key] = FileCount()
+            batches = _counted(source.read(file), count, tell)
             for place, chunk in enumerate(cut_chunks(file.key, batches, config.rows_per_chunk)):
                 stop.raise_if_set("preparing data")
                 if record := work.staging.finished(index):
                     work.note(index, record)
                 else:
-                    name = chunk_name(number, place)
-                    yield ChunkTask(partition.name, index, name, chunk, work.named.settings, work.staging)
+                    name = f"{number:05d}-{place:05d}"
+                    yield ChunkTask(work.partition.name, index, name, chunk, work.settings, work.staging)
                 index += 1
         work.num_chunks = index
 
 
-def count_rows(batches: Iterable[RawBatch], counted: Callable[[FileCount], None], tell: Tell) -> Iterator[RawBatch]:
-    """The batches of one file; behind the last one `counted` is told what there was in it."""
-    count = FileCount()
+def _counted(
+    batches: Iterable[RawBatch], count: FileCount, tell: Callable[[RawBatch | None], None]
+) -> Iterator[RawBatch]:
     for batch in batches:
-        count = count.plus(batch)
+        count.rows += len(batch.rows) + sum(row.count for row in batch.bad)
+        count.blank += batch.blank
         tell(batch)
         yield batch
-    counted(count)
 
 
 def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -> TokenSetInfo:
-    """Publish the shards of all chunks with their manifest. Raises DataError above the share of bad rows."""
-    records, staging = [work.done[index] for index in range(len(work.done))], work.staging
+    """Publish the shards of all chunks with their manifest. Raises DataError if too many rows are bad."""
+    staging = work.staging
     with os_errors("reading", f"file://{staging.files}"):
-        num_labels = len(encoding.labels.gains)
-        shards = shards_by_split(records)
-        judged = count_judgements(staging.files, shards, num_labels, workspace.stop)
-        ambiguous = count_texts_of_several_ids(staging.files, shards, encoding.tokenizer.pad_id, workspace.stop)
-    info = describe_partition(encoding, work.named, work.read, records, judged, ambiguous)
-    bad = first_bad(encoding.config, records)
-    refuse_bad_share(encoding.config, info, bad, workspace)
+        info, bad = _describe(encoding, work, workspace.stop), work.first_bad()
+    _refuse_bad_share(encoding.config, info, bad, workspace)
     with os_errors("writing", f"file://{staging.files}"):
         write_bytes_atomic(staging.files / QUARANTINE, quarantine_lines(bad))
-    commit_dir(workspace, staging.files, work.named.prefix, kind=KIND, fields=info.model_dump(mode="json"))
+    commit_dir(workspace, staging.files, work.prefix, kind=KIND, fields=info.model_dump(mode="json"))
     shutil.rmtree(staging.folder, ignore_errors=True)
-    tell_prepared(work.named, info, events)
+    if info.rows_bad:
+        events(EventName.ROWS_QUARANTINED, partition=info.partition, rows=info.rows_bad, reasons=info.reasons)
+    events(EventName.PARTITION_PREPARED, partition=info.partition, prefix=work.prefix, rows=info.rows)
     return info
 
 
-def tell_prepared(named: NamedPartition, info: TokenSetInfo, events: Emit) -> None:
-    if info.rows_bad:
-        events(EventName.ROWS_QUARANTINED, partition=info.partition, rows=info.rows_bad, reasons=info.reasons)
-    events(EventName.PARTITION_PREPARED, partition=info.partition, prefix=named.prefix, rows=info.rows)
+# The account of the rows that is stored with the shards.
+
+
+def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo:
+    config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
+    records, categorical = work.records(), work.settings.rules.categorical
+    shards = shards_by_split(records)
+    reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
+    names = merge_names(record.slices for record in records)
+    is_counted = all(len(record.without_category) == len(categorical) for record in records)
+    return TokenSetInfo(
+        dataset=config.name,
+        partition=work.partition.name,
+        watermark=work.partition.watermark,
+        fingerprint=work.prefix.rpartition("/")[2],
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        query_prefix=config.query_prefix,
+        product_prefix=config.product_prefix,
+        buckets=config.buckets,
+        labels=tuple(labels.gains),
+        label_gains=tuple(labels.gains.values()),
+        numeric=numeric_names(config),
+        categorical=categorical,
+        splits=shards,
+        rows_read=sum(record.rows_read for record in records),
+        rows_bad=sum(record.rows_bad for record in records),
+        reasons=dict(sorted(reasons.items())),
+        truncated_rows=sum(record.truncated_rows for record in records),
+        tokens=sum(record.tokens for record in records),
+        slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in config.slices),
+        files=tuple(_file_rows(file, count, records) for file, count in work.read.items()),
+        judged=count_judgements(work.staging.files, shards, len(labels.gains), stop),
+        without_category={
+            info.column: sum(record.without_category[i] for record in records)
+            for i, info in enumerate(categorical if is_counted else ())
+        },
+    )
+
+
+def shards_by_split(records: Sequence[ChunkRecord]) -> dict[Split, tuple[ShardInfo, ...]]:
+    """Return the shards of each split that has rows, in the order of the chunks."""
+    found = {split: tuple(record.shards[split] for record in records if split in record.shards) for split in SPLITS}
+    return {split: shards for split, shards in found.items() if shards}
+
+
+def _file_rows(file: str, count: FileCount, records: Sequence[ChunkRecord]) -> FileRows:
+    """Account for every row of a file. Raises RuntimeError (a bug) if one is neither in a shard nor counted."""
+    records = [record for record in records if record.file == file]
+    rows = FileRows(
+        file=file,
+        rows=count.rows,
+        good=sum(sum(shard.rows) for record in records for shard in record.shards.values()),
+        bad=sum(record.rows_bad for record in records),
+        filtered=sum(record.rows_filtered for record in records),
+        blank=count.blank,
+    )
+    if rows.rows != rows.good + rows.bad + rows.filtered:
+        raise RuntimeError(
+            f"{file}: of {rows.rows} rows {rows.good} are good, {rows.bad} bad and {rows.filtered} filtered out: "
+            f"{rows.rows - rows.good - rows.bad - rows.filtered} are lost"
+        )
+    return rows
+
+
+def _refuse_bad_share(
+    config: DataConfig, info: TokenSetInfo, bad: Sequence[QuarantinedRow], workspace: Storage
+) -> None:
+    """Raise DataError with the top reasons if too many rows are bad; the sample is kept where it can be read."""
+    if info.rows_bad <= config.max_bad_fraction * info.rows_read:
+        return
+    sample, first = f"tokens/{config.name}/{info.fingerprint}/{QUARANTINE}", ""
+    if bad:
+        sample = f"tokens/{config.name}/refused/{info.fingerprint}.jsonl"
+        workspace.write_bytes(sample, quarantine_lines(bad))
+        place = f"line {bad[0].line}" if bad[0].line else f"row {bad[0].row}"
+        first = f"; the first in {bad[0].file}, {place}: {bad[0].reason}"
+    top = ", ".join(f"{reason} ({count})" for reason, count in Counter(info.reasons).most_common(_TOP_REASONS))
+    raise DataError(
+        f"{info.partition}: {info.rows_bad} of {info.rows_read} rows are bad "
+        f"({info.rows_bad / info.rows_read:.1%}): {top}{first}",
+        expected=f"at most {config.max_bad_fraction:.1%} (data.max_bad_fraction)",
+        next_command=f"look at {workspace.uri(sample)}; "
+        "repair the input, correct --data.columns / --data.labels, or raise --data.max-bad-fraction",
+    )

@@ -1,10 +1,10 @@
 """Readers of one file each: Parquet, CSV and JSON lines, streamed in batches of bounded size.
 
-CSV and JSON lines go through Python's own parsers, because those survive row by row what real exports contain (invalid
-bytes, broken lines); pyarrow's fail the whole block.
+CSV and JSON lines are parsed by Python, row by row, because pyarrow's parsers fail a whole block for what real exports
+contain: invalid bytes and broken lines.
 
-Every row that the format counts (of the Parquet footer, a CSV record, a line of JSON) comes out once, good or bad;
-`read_file` counts both sides and does not end quietly when they differ.
+Every row that the format counts (in the Parquet footer, a CSV record, a line of JSON) comes out once, good or bad;
+`read_file` counts both sides and fails if they differ.
 """
 
 import codecs
@@ -14,7 +14,6 @@ import io
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +27,11 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.csv_records import CsvRecords, Malformed
 from pipeline.data.rows import JOINED_FIELDS, BadRow, ColumnPlan, RawBatch, join_texts, shorten, to_fields
-from pipeline.io.storage import ObjectStat, Storage, is_lfs_pointer, os_errors
+from pipeline.io.downloads import check_downloaded
+from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 NOT_AN_OBJECT = "malformed row: not a JSON object"
-KEY_TWICE = "malformed row: a key that is read occurs twice"
+KEY_TWICE = "malformed row: a key occurs twice"
 _PARQUET_BUFFER_BYTES = 8 * 2**20
 _BATCH_BYTES = 8 * 2**20
 _LINE_BYTES = 16 * 2**20
@@ -43,21 +43,31 @@ _SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
 _FOREIGN_COMPRESSION = (".bz2", ".lz4", ".snappy", ".xz", ".z", ".zip", ".zst", ".zstd")
-HEAD_BYTES = 64
-_GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
-_OTHER_ENCODINGS = {
-    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # before UTF-16: its mark begins with that of UTF-16
-    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+HEAD_BYTES = 512
+_GZIP = b"\x1f\x8b"
+_PARQUET = b"PAR1"
+_OTHER_CONTENTS = {
+    _PARQUET: "a Parquet file",
+    _GZIP: "compressed with gzip",
+    b"PK\x03\x04": "a zip archive",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ": "compressed with xz",
+    b"Obj\x01": "an Avro file",
+    b"ORC\n": "an ORC file",
+    b"ORC\x08": "an ORC file",
+    b"ARROW1\0": "an Arrow file",
 }
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 Planner = Callable[[list[str]], ColumnPlan]
-"""Given the columns of the file, which to read (raises DataError)."""
+"""Returns what to read of a file with these columns. Raises DataError."""
 
 
 def suffix_format(name: str) -> str | None:
-    """`parquet`, `csv` or `jsonl` by file name; None for anything else.
+    """Return `parquet`, `csv` or `jsonl` by file name, or None.
 
-    Raises DataError for such a file in a compression that no reader knows: to leave it out would lose its rows.
+    Raises DataError for such a file in a compression that no reader knows, because leaving it out would lose its rows.
     """
     lower = name.lower()
     stem = lower.removesuffix(".gz")
@@ -73,7 +83,7 @@ def suffix_format(name: str) -> str | None:
 
 @dataclass
 class _Source:
-    """One file being read, and what its format has counted in it so far, whatever becomes of the rows."""
+    """One file being read, and the rows and blank lines that its format has counted so far."""
 
     storage: Storage
     key: str
@@ -84,12 +94,12 @@ class _Source:
 
 
 def object_version(stat: ObjectStat) -> str:
-    """Changes with the content of an object on S3."""
+    """Return a text that changes with the content of an object on S3."""
     return f"{stat.etag}-{stat.size_bytes}"
 
 
 def version_of(storage: Storage, key: str) -> str:
-    """Changes when a file is written again; empty when it is gone. Of a local file by its inode, without reading it."""
+    """Return a text that changes when a file is written again, without reading it; empty if the file is gone."""
     path = storage.local_path(key)
     if path is None:
         stat = storage.stat(key)
@@ -105,10 +115,10 @@ def version_of(storage: Storage, key: str) -> str:
 def read_file(
     storage: Storage, key: str, format_name: str, planner: Planner, num_rows: int, version: str | None = None
 ) -> Iterator[RawBatch]:
-    """The rows of one file, at most `num_rows` and about 8 MiB at a time, in file order.
+    """Yield the rows of one file in file order, at most `num_rows` and about 8 MiB at a time.
 
-    `version`: as version_of() said before; nothing is given of another one. Raises DataError when the file cannot be
-    read at all or lacks a column, TransientError when it was changed.
+    `version`: of version_of() when the file was listed. Raises DataError if the file cannot be read at all or lacks a
+    column, TransientError if it has changed since.
     """
     readers = {"parquet": _read_parquet, "csv": _read_csv, "jsonl": _read_jsonl}
     source, given, checked = _Source(storage, key, planner, num_rows), 0, False
@@ -120,7 +130,7 @@ def read_file(
             raise TransientError(
                 f"{storage.uri(key)} " + ("was changed while it was read" if seen else "is gone since it was listed"),
                 expected="files that stay as they are while they are read",
-                next_command="the same command again, once nothing writes there: it looks at the files anew",
+                next_command="the same command again, once nothing writes there",
             )
 
     try:
@@ -147,41 +157,23 @@ def read_file(
         raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, its reader gave {given}")
 
 
-_OTHER_CONTENTS = {
-    rb"PK\x03\x04": "a zip archive",
-    rb"\x28\xb5\x2f\xfd": "compressed with zstd",
-    rb"BZh\d1AY&SY": "compressed with bzip2",
-    rb"\xfd7zXZ": "compressed with xz",
-    rb"\x04\x22\x4d\x18": "compressed with lz4",
-    rb"Obj\x01": "an Avro file",
-    rb"SQLite format": "a SQLite database",
-    rb"ORC[\s\S]{0,5}[\x00-\x08]": "an ORC file",
-    rb"\xff\xff\xff\xff|(ARROW1|FEA1)\x00": "an Arrow file",
-    rb"\xd0\xcf\x11\xe0": "an old Excel file",
-    rb"%PDF-": "a PDF document",
-    rb"\s*(?i:<!doctype|<html)": "an HTML page, such as one for errors or to sign in",
-    rb"\s*(?i:<\?xml|<error>)": "an XML document, such as an error of S3",
-}
-
-
-def refuse_other_content(uri: str, head: bytes, wanted: str) -> None:
-    """Raise DataError when a file that begins with `head` is known to hold something else than `wanted`.
-
-    `wanted`: parquet, or any format of text.
-    """
-    if is_lfs_pointer(head):
+def refuse_unreadable(storage: Storage, key: str, wanted: str) -> None:
+    """Raise DataError if the start of a file shows that it is not `wanted` (parquet, or a text format), or is cut."""
+    uri, head = storage.uri(key), storage.read_range(key, 0, HEAD_BYTES)
+    _refuse_other_content(uri, head, _PARQUET if wanted == "parquet" else _GZIP)
+    stat = storage.stat(key)
+    if head.startswith(_PARQUET) and storage.read_range(key, (stat.size_bytes if stat else 0) - 4, 4) != _PARQUET:
         raise DataError(
-            f"{uri} is a Git LFS pointer, not the file itself",
-            expected="the content of the file",
-            next_command="git lfs pull, in the clone that holds it",
+            f"{uri} is cut short: it begins as Parquet and does not end so",
+            expected="a whole Parquet file",
+            next_command="write or copy the file again",
         )
-    seen = next((name for start, name in _OTHER_CONTENTS.items() if re.match(start, head)), "")
-    if wanted != "parquet" and head.startswith(PARQUET):
-        seen = "a Parquet file"
-    elif wanted == "parquet" and head.startswith(_GZIP):
-        seen = "compressed with gzip"
-    elif wanted == "csv" and re.match(rb'\s*[\[{]\s*["{]', head):
-        seen = "JSON"
+
+
+def _refuse_other_content(uri: str, head: bytes, allowed: bytes = b"\n") -> None:
+    if head:
+        check_downloaded(head, uri, DataError)
+    seen = next((name for start, name in _OTHER_CONTENTS.items() if head.startswith(start) and start != allowed), "")
     if seen:
         raise DataError(
             f"{uri} is {seen}",
@@ -190,29 +182,15 @@ def refuse_other_content(uri: str, head: bytes, wanted: str) -> None:
         )
 
 
-def refuse_unreadable(storage: Storage, key: str, wanted: str) -> None:
-    """Raise DataError when a file that cannot be read as `wanted` shows why: other content, or a cut."""
-    head = storage.read_range(key, 0, HEAD_BYTES)
-    refuse_other_content(storage.uri(key), head, wanted)
-    stat = storage.stat(key)
-    size_bytes = stat.size_bytes if stat else 0
-    if wanted == "parquet" and head.startswith(PARQUET) and storage.read_range(key, size_bytes - 4, 4) != PARQUET:
-        raise DataError(
-            f"{storage.uri(key)} is cut short: it begins as Parquet and does not end so",
-            expected="a whole Parquet file",
-            next_command="write or copy the file again",
-        )
-
-
 def open_parquet(storage: Storage, key: str) -> pq.ParquetFile:
-    """A Parquet file on either storage; S3 reads are ranged and buffered per column."""
+    """Open a Parquet file on either storage; S3 reads are ranged and buffered per column."""
     local = storage.local_path(key)
     source = pa.OSFile(str(local)) if local else pa.PythonFile(storage.open_read(key), mode="r")
     return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PARQUET_BUFFER_BYTES)
 
 
 def parquet_rows(storage: Storage, key: str) -> int:
-    """Rows by the footer; 0 when the footer cannot be read (reading will say why)."""
+    """Return the rows by the footer; 0 if the footer cannot be read (reading the file will raise)."""
     try:
         with open_parquet(storage, key) as file:
             return int(file.metadata.num_rows)
@@ -250,7 +228,7 @@ _Parsed = tuple[int, list[bytes | None] | Malformed]
 def _batches(
     source: _Source, plan: ColumnPlan, position: Callable[[], int], rows: Iterable[_Parsed]
 ) -> Iterator[RawBatch]:
-    """The rows of a text format in batches. `position`: bytes of the file that were read."""
+    """Yield the rows of a text format in batches. `position` returns the bytes of the file that were read."""
     columns, numbers, bad = [list[bytes | None]() for _ in plan.inputs], list[int](), list[BadRow]()
     lines = list[int]()
     size = told_blank = told_bytes = 0
@@ -284,32 +262,20 @@ def _batches(
 
 @contextmanager
 def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """UTF-8 bytes after a byte order mark, decompressed by content, and the position in the file as it is stored."""
+    """Open UTF-8 text after its byte order mark, decompressed by content, with its position in the stored file."""
     with source.storage.open_read(source.key) as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
         if source.key.lower().endswith(".gz") and not is_gzip and file.tell():
             raise gzip.BadGzipFile("its name ends in .gz, its content is not gzip")
         file.seek(0)
         raw = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=file))) if is_gzip else file
-        mark = raw.read(HEAD_BYTES)
-        refuse_other_content(source.storage.uri(source.key), mark, "text")
-        for encoding, marks in _OTHER_ENCODINGS.items():
-            if mark.startswith(marks):
-                raise DataError(
-                    f"{source.storage.uri(source.key)} is {encoding} by its byte order mark",
-                    expected="UTF-8",
-                    next_command=f"iconv -f {encoding} -t UTF-8, and read that file",
-                )
-        if b"\0" in re.split(rb"[\r\n]", mark)[0]:
-            zeros = mark[::2].count(0), mark[1::2].count(0)
-            encoding = "UTF-16LE" if zeros[1] > 3 * zeros[0] else "UTF-16BE" if zeros[0] > 3 * zeros[1] else ""
+        mark, uri = raw.read(HEAD_BYTES), source.storage.uri(source.key)
+        _refuse_other_content(uri, mark)
+        if mark.startswith(_BYTE_ORDER_MARKS) or b"\0" in re.split(rb"[\r\n]", mark)[0]:
             raise DataError(
-                f"{source.storage.uri(source.key)} is "
-                + (f"{encoding} by its zero bytes" if encoding else "no text: its first line has zero bytes"),
+                f"{uri} is not UTF-8: it has a byte order mark or zero bytes of another encoding in its first line",
                 expected="UTF-8",
-                next_command=f"iconv -f {encoding} -t UTF-8, and read that file"
-                if encoding
-                else "write the file again as CSV, JSON lines or Parquet",
+                next_command="iconv -f UTF-16 (or UTF-32) -t UTF-8, and read that file",
             )
         raw.seek(len(codecs.BOM_UTF8) if mark.startswith(codecs.BOM_UTF8) else 0)
         yield raw, file.tell
@@ -345,38 +311,23 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
         if not head:
             return
         uri = source.storage.uri(source.key)
-        first = head[0][1].strip()
         records = [_parse(line) for _, line in head]
-        if first.startswith(b"[") or not any(record is not None for record in records):
-            if not re.match(rb'\[|\{\s*("|$)', first):
-                raise DataError(
-                    f"{uri} has no JSON object in its first {len(head)} lines; the first is {shorten(first[:100])!r}",
-                    expected="JSON lines: one object a line",
-                    next_command="rename it with the suffix of the format that it has, or write it again",
-                )
-            seen, program = (
-                ("an array", ".[]")
-                if first.startswith(b"[")
-                else ("an object of several lines, or several in one line", ".")
-            )
-            command = "sed 's/,\\s*$//'" if first.endswith(b"},") else f"jq -c '{program}'"
+        first = head[0][1].strip()
+        if first.startswith(b"[") or not any(isinstance(record, dict) for record in records):
             raise DataError(
-                f"{uri} is JSON, {seen}",
+                f"{uri} has no JSON object on a line of its own; the first line is {shorten(first[:100])!r}",
                 expected="JSON lines: one object a line, without brackets or commas around them",
-                next_command=f"{command} FILE > rows.jsonl, and read that file",
+                next_command="jq -c '.[]' FILE > rows.jsonl for an array, jq -c . FILE for objects of several lines",
             )
-        names = dict.fromkeys(name for record in records for name in record or {})
+        names = dict.fromkeys(name for record in records if isinstance(record, dict) for name in record)
         plan = source.planner(list(names))
         joined = [all(field in JOINED_FIELDS for field, name in plan.pairs if name == column) for column in plan.inputs]
 
         def rows() -> Iterator[_Parsed]:
             for row, (number, line) in enumerate(chain(head, lines)):
                 record = _parse(line)
-                if record is None:
-                    yield number, Malformed(NOT_AN_OBJECT, shorten(line))
-                    continue
-                if isinstance(record, _Ambiguous) and not record.twice.isdisjoint(plan.inputs):
-                    yield number, Malformed(KEY_TWICE, shorten(line))
+                if isinstance(record, str):
+                    yield number, Malformed(record, shorten(line))
                     continue
                 if late := [name for name in record if name not in names]:
                     names.update(dict.fromkeys(late))
@@ -399,7 +350,7 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
 
 
 def _no_text(seen: str) -> DataError:
-    """The error for a column of values that are neither texts nor numbers, in any format."""
+    """Return the error for a column of values that are neither texts nor numbers."""
     return DataError(
         seen,
         expected="text, bytes, numbers or dates; in columns of the query, title and text also lists of texts",
@@ -408,10 +359,7 @@ def _no_text(seen: str) -> DataError:
 
 
 def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1.
-
-    Of one longer than 16 MiB only the start, which is malformed: memory stays bounded.
-    """
+    """Yield lines that are not blank, with their numbers from 1. A line over 16 MiB is replaced by a malformed one."""
     number = 0
     while line := raw.readline(_LINE_BYTES):
         number += 1
@@ -426,33 +374,36 @@ def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:
             source.blank += 1
 
 
-class _Ambiguous(dict[str, Any]):
-    """An object with keys that it has more than once."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        self.twice = {key for key, count in Counter(key for key, _ in pairs).items() if count > 1}
+class _KeyTwice(ValueError):
+    """An object has a key twice."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
-    return record if len(record) == len(pairs) else _Ambiguous(pairs)
+    if len(record) < len(pairs):
+        raise _KeyTwice
+    return record
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The object on a line. Bytes that are not UTF-8 survive as surrogates and are judged later, per field."""
+def _parse(line: bytes) -> dict[str, Any] | str:
+    """Return the object on a line, or the reason why it is malformed.
+
+    Bytes that are not UTF-8 survive as surrogates and are judged later, per field.
+    """
     try:
         record = _DECODER.decode(line.decode("utf-8", "surrogateescape"))
+    except _KeyTwice:
+        return KEY_TWICE
     except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        return NOT_AN_OBJECT
+    return record if isinstance(record, dict) else NOT_AN_OBJECT
 
 
 def _json_bytes(value: Any, may_join: bool) -> bytes | None:
-    """The bytes of a value: numbers and truth values as Arrow's become text. Raises TypeError for lists and objects."""
+    """Return the bytes of a value. Numbers and booleans become text. Raises TypeError for lists and objects."""
     if isinstance(value, dict) or (isinstance(value, list) and not may_join):
         raise TypeError("neither text nor number")
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Rows on their way from a reader to a worker: batches, bad rows, and chunks of bounded size."""
+"""Rows between a reader and a worker: batches, bad rows, chunks of bounded size, and the plan of columns."""
 
 import difflib
 import math
@@ -27,9 +27,9 @@ _CONTENT_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used. `count` > 1 when one defect swallowed several lines (an unclosed CSV quote).
+    """A row that cannot be used. `count` > 1 if one defect swallowed several lines (an unclosed CSV quote).
 
-    `line`: number of its first line in a text file, from 1; 0 where a file has no lines.
+    `line`: number of its first line in a text file, from 1; 0 in other files.
     """
 
     file: str
@@ -55,8 +55,8 @@ def quarantine_lines(rows: Iterable[QuarantinedRow]) -> bytes:
 class RawBatch:
     """Some rows of one file: field columns of equal length N (text as large_binary), row numbers [N], and bad rows.
 
-    Beside them, since the batch before: `blank` lines, rows `left_out` because they are not asked for (another locale),
-    and the bytes of the file that were read. `lines` [N]: of a text file, the number of each row's first line, from 1.
+    `lines` [N]: the number of each row's first line in a text file, from 1. `blank` lines and `input_bytes` count what
+    was read since the batch before.
     """
 
     columns: pa.RecordBatch
@@ -64,7 +64,6 @@ class RawBatch:
     bad: tuple[BadRow, ...] = ()
     lines: Int64s | None = None
     blank: int = 0
-    left_out: int = 0
     input_bytes: int = 0
 
     @property
@@ -84,7 +83,7 @@ class Chunk:
 
     @property
     def num_rows(self) -> int:
-        """Good and bad ones, with all that a bad one swallowed."""
+        """Good and bad rows, with all lines that a bad one swallowed."""
         return len(self.rows) + sum(row.count for row in self.bad)
 
     def table(self) -> pa.Table:
@@ -92,14 +91,14 @@ class Chunk:
 
 
 def batch_rows(rows_per_chunk: int) -> int:
-    """Rows a reader should yield at a time: a whole number of batches fills a chunk (nearly) exactly."""
+    """Return the rows a reader should yield at a time, so that whole batches fill a chunk (nearly) exactly."""
     return rows_per_chunk // -(-rows_per_chunk // _BATCH_ROWS)
 
 
 def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> Iterator[Chunk]:
     """Group the batches of one file into chunks of at most `rows_per_chunk` rows and about CHUNK_BYTES.
 
-    Where a chunk ends depends on the file and the settings only, which makes chunk-level resume exact.
+    The end of a chunk depends on the file and the settings alone, which makes resume by chunk exact.
     """
     held: list[RawBatch] = []
     rows = size = 0
@@ -132,7 +131,7 @@ def _chunk(file: str, held: list[RawBatch]) -> Chunk:
 
 
 def shorten(content: str | bytes) -> str:
-    """Row content for the quarantine file: valid text of a few hundred characters."""
+    """Return row content for the quarantine file: valid text of a few hundred characters."""
     text = content.decode("utf-8", "backslashreplace") if isinstance(content, bytes) else content
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _CONTENT_CHARACTERS else text[:_CONTENT_CHARACTERS] + "..."
@@ -155,16 +154,16 @@ def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
 # What the encoder reads of a product.
 
 CHARACTERS_PER_TOKEN = 16
-"""Characters worth tokenising for each token there is room for: no text of real words needs more."""
+"""Characters worth tokenising for each token of a bucket: no text of real words needs more."""
 
 
 def text_characters(buckets: Sequence[Bucket]) -> int:
-    """Characters of a text worth tokenising to fill the largest bucket."""
+    """Return the characters of a text that are worth tokenising to fill the largest bucket."""
     return CHARACTERS_PER_TOKEN * buckets[-1].product_tokens
 
 
 def product_text(title: str, text: str, limit: int) -> str:
-    """The title, then the longer text, cut to `limit` characters. Either may be empty."""
+    """Return the title, then the longer text, cut to `limit` characters. Either may be empty."""
     return (f"{title} {text}" if title and text else title or text)[:limit]
 
 
@@ -186,7 +185,7 @@ class ColumnPlan:
         return list(dict.fromkeys(column for _, column in self.pairs))
 
     def only(self, fields: Sequence[str] | None) -> "ColumnPlan":
-        """The plan cut down to some fields (None: all); the filter's columns stay."""
+        """Return the plan of some fields (None: all) and of the filter."""
         if fields is None:
             return self
         return ColumnPlan(tuple(p for p in self.pairs if p[0] in fields or p[0].startswith(FILTER)))
@@ -195,9 +194,7 @@ class ColumnPlan:
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
     """Match the wanted fields with the columns of one file.
 
-    Query and title are required, and label or gain. So is an optional column that was renamed: an explicitly
-    configured column must exist.
-    Raises DataError listing the columns there are.
+    Query and title are required, label or gain, and every explicitly configured column. Raises DataError.
     """
     mapping, there = config.columns, set(available)
     pairs = [("query", mapping.query), ("title", mapping.title)]
@@ -209,7 +206,7 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
 
 
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
-    """Fields of features, slices and the filter with their columns."""
+    """Return the fields of features, slices and the filter with their columns."""
     return [
         *((NUMERIC + column, column) for column in config.numeric),
         *((CATEGORICAL + feature.column, feature.column) for feature in config.categorical),
@@ -241,77 +238,24 @@ def match_columns(
                 next_command=f"rename the others, or name another column with {setting(field)}",
             )
     if missing:
-        free = [name for name in available if name not in {column for _, column in pairs}]
-        named, lists = list[str](), list[str]()
+        spelled = {name.strip().lower(): name for name in reversed(available)}
+        flags, lists = list[str](), list[str]()
         for field, column in missing:
-            if guess := _likely_column(field, column, free):
-                free.remove(guess)
+            close = difflib.get_close_matches(column.lower(), spelled, n=1)
             if "." in field:  # one of a list of columns
-                lists.append(f"correct {column!r} in {setting(field)}" + (f" ({guess!r}?)" if guess else ""))
+                lists.append(f"correct {column!r} in {setting(field)}")
             else:
-                named.append(f"{setting(field)} {shlex.quote(guess or 'COLUMN')}")
+                flags.append(f"{setting(field)} {shlex.quote(spelled[close[0]]) if close else 'COLUMN'}")
         raise DataError(
             f"{file} has no column " + ", ".join(f"{column!r} (for {field})" for field, column in missing),
             expected="columns among " + ", ".join(name if name.isprintable() else repr(name) for name in available),
-            next_command="; ".join([*filter(None, [" ".join(named)]), *lists]),
+            next_command="; ".join(filter(None, [" ".join(flags), *lists])),
         )
     return ColumnPlan(tuple(pairs))
 
 
-_USUAL_NAMES = {
-    "query": (
-        "query_text",
-        "search_query",
-        "search_term",
-        "search_terms",
-        "search",
-        "keyword",
-        "keywords",
-        "q",
-        "term",
-    ),
-    "title": (
-        "product_title",
-        "item_title",
-        "product_name",
-        "item_name",
-        "name",
-        "product",
-        "item",
-        "document",
-        "passage",
-    ),
-    "label": (
-        "grade",
-        "relevance",
-        "relevance_label",
-        "rating",
-        "judgement",
-        "judgment",
-        "esci_label",
-        "class",
-        "target",
-    ),
-    "gain": ("score", "relevance_score", "relevance", "weight"),
-    "text": ("description", "body", "product_description", "item_description"),
-    "query_id": ("qid", "search_id"),
-    "product_id": ("item_id", "sku", "asin", "doc_id", "id"),
-    "id": ("product_id", "item_id", "sku", "asin", "doc_id"),
-    "split": ("fold", "set", "subset"),
-}
-
-
-def _likely_column(field: str, column: str, available: Sequence[str]) -> str | None:
-    """Return the column that people usually give to a field, else one spelled much like `column`, else None."""
-    spelled = {re.sub(r"[^a-z0-9]+", "_", name.strip().lower()).strip("_"): name for name in reversed(available)}
-    for usual in (column.lower(), field, *_USUAL_NAMES.get(field, ())):
-        if usual in spelled:
-            return spelled[usual]
-    return next((spelled[name] for name in difflib.get_close_matches(column.lower(), list(spelled), n=1)), None)
-
-
 def _setting(field: str) -> str:
-    """The setting that names the column of a field."""
+    """Return the setting that names the column of a field."""
     kind = field.split(".")[0]
     if kind == field:
         return f"--data.columns.{kind}"
@@ -321,10 +265,9 @@ def _setting(field: str) -> str:
 # One text for a value, whichever format holds it.
 
 READER_VERSION = 2
-"""Of the texts that are read from files: they name what is made of them (prepared data, gathered catalogues). From 2 on
-a number or truth value has one text, a missing number none, a TSV no quotes, and Spark's CSV its backslashes."""
+"""Part of the names of prepared data and gathered catalogues: raised if readers make other texts of the same file."""
 JOINED_FIELDS = frozenset({"query", "title", "text"})
-"""A list of texts in one of these is the text of all of them, joined by a space."""
+"""Fields in which a list of texts is joined by spaces."""
 _WHOLE = r"-?(?:0|[1-9][0-9]*)\.0+"
 _SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # a point or a plus: 1e3 may be the name of a product
 _TRUTH = "True|TRUE|False|FALSE"
@@ -341,9 +284,9 @@ _BYTES = (
 
 
 def canonical_text(text: str) -> str:
-    """The one text of a value that programs write in several ways; any other text as it is.
+    """Return one text for a value that programs write in several ways; any other text as it is.
 
-    The digits of a whole number (7.0, 4.006381333007E12), and true or false in small letters (Python writes True).
+    A whole number (7.0, 4.006381333007E12) becomes its digits, a boolean true or false (Python writes True).
     """
     if not re.match(_VARIANT, text, re.ASCII):
         return text
@@ -356,7 +299,7 @@ def canonical_text(text: str) -> str:
 
 
 def join_texts(values: list[Any] | None) -> str | None:
-    """The text of a list of texts. Raises TypeError when it holds anything else."""
+    """Join a list of texts. Raises TypeError if it holds anything else."""
     if values is None:
         return None
     if not all(value is None or isinstance(value, str) for value in values):
@@ -365,7 +308,7 @@ def join_texts(values: list[Any] | None) -> str | None:
 
 
 def is_text_list(kind: pa.DataType) -> bool:
-    """Whether the values of an Arrow type are lists of texts."""
+    """Return whether the values of an Arrow type are lists of texts."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return False
     value = kind.value_type
@@ -373,11 +316,10 @@ def is_text_list(kind: pa.DataType) -> bool:
 
 
 def as_field(array: pa.Array, field: str) -> pa.Array:
-    """An input column in the one type its field has: float64 for numbers in number fields, else large_binary.
+    """Convert an input column to the type of its field: float64 for numbers in number fields, else large_binary.
 
-    Whole numbers beyond 2^53 are rounded in number fields, as those of text formats are; as texts they have all their
-    digits, and no fraction. NaN is no value. A UUID becomes its text. Bytes are not checked here: whether they are
-    UTF-8 is judged per row. Raises pa.ArrowException for nested types, lists of texts in JOINED_FIELDS aside.
+    Whole numbers beyond 2^53 are rounded in number fields; as texts they keep all digits. NaN is no value. That bytes
+    are UTF-8 is judged per row. Raises pa.ArrowException for nested types except lists of texts in JOINED_FIELDS.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()

@@ -4,92 +4,55 @@ Why it is not trivial: accessories carry the full name of the product they fit (
 from the wanted product in one number or the brand, and the wanted one may be listed under a synonym or in other units.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pyarrow as pa
 
 from pipeline.data.config import SyntheticConfig
 
-# The vocabulary of the synthetic catalogue: invented brands, real kinds of products, and how people misname them.
-
 
 @dataclass(frozen=True)
 class Attribute:
-    """A property with its values; `styles` are the ways a value is written (`{}` is the value)."""
+    """A property with its values; `styles` are the ways in which a value is written (`{}` is the value)."""
 
-    values: tuple[str, ...]
-    styles: tuple[str, ...] = ("{}",)
+    values: Sequence[str]
+    styles: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of product. `names[0]` is the usual name, the rest are synonyms; complements are bought with it."""
 
-    names: tuple[str, ...]
-    series: tuple[str, ...]
-    attributes: tuple[Attribute, ...]
-    complements: tuple[str, ...]
+    names: Sequence[str]
+    series: Sequence[str]
+    attributes: Sequence[Attribute]
+    complements: Sequence[str]
     price: float
 
 
-_STORAGE = Attribute(("64", "128", "256", "512"), ("{}gb", "{} gb", "{} gigabyte"))
-_DISK = Attribute(("256", "512", "1024", "2048"), ("{}gb ssd", "{} gb solid state", "{}gb drive"))
-_MEMORY = Attribute(("8", "16", "32", "64"), ("{}gb ram", "{} gb memory"))
-_SCREEN = Attribute(("24", "27", "32", "43", "55"), ('{}"', "{} inch", "{}in"))
-_LAPTOP = Attribute(("13.3", "14", "15.6", "17.3"), ('{}"', "{} inch", "{}in"))
-_LITRES = Attribute(("17", "20", "25", "30"), ("{}l", "{} litre", "{} liters"))
-_DRUM = Attribute(("6", "7", "8", "9", "10"), ("{}kg", "{} kg", "{} kilo"))
-_SPIN = Attribute(("1200", "1400", "1600"), ("{}rpm", "{} rpm", "{} spin"))
-_POWER = Attribute(("600", "700", "800", "1000", "1200"), ("{}w", "{} watt", "{} watts"))
-_PIXELS = Attribute(("16", "20", "24", "45"), ("{}mp", "{} megapixel", "{} mpix"))
-_COLOUR = Attribute(("black", "white", "silver", "blue", "red", "green"))
-_SIZE = Attribute(("38", "39", "40", "41", "42", "43", "44"), ("size {}", "eu {}", "sz {}"))
-_VOLTS = Attribute(("12", "18", "20", "36"), ("{}v", "{} volt"))
-_CUPS = Attribute(("6", "10", "12"), ("{} cup", "{} cups", "{}-cup"))
+def _kind(table: dict[str, Any]) -> Kind:
+    attributes = [_TABLES["attributes"][name] for name in table["attributes"]]
+    return Kind(**table | {"attributes": [Attribute(**attribute) for attribute in attributes]})
 
-KINDS: tuple[Kind, ...] = (
-    Kind(("smartphone", "mobile phone", "cell phone"), ("nova", "edge", "pixelon", "mira"), (_STORAGE, _COLOUR),
-         ("case", "screen protector", "usb c charger"), 480),
-    Kind(("laptop", "notebook", "portable computer"), ("swift", "probook", "zen", "airlite"), (_LAPTOP, _MEMORY, _DISK),
-         ("sleeve", "docking station", "power adapter"), 900),
-    Kind(("television", "tv", "smart tv"), ("vista", "oled one", "crystal"), (_SCREEN, _COLOUR),
-         ("wall mount", "remote control", "soundbar stand"), 620),
-    Kind(("monitor", "display", "computer screen"), ("ultra", "proart", "sharp"), (_SCREEN, _COLOUR),
-         ("monitor arm", "hdmi cable", "screen cleaning kit"), 260),
-    Kind(("microwave", "microwave oven"), ("solo", "combi", "quick"), (_LITRES, _POWER, _COLOUR),
-         ("turntable plate", "plate cover", "wall bracket"), 110),
-    Kind(("washing machine", "washer", "laundry machine"), ("aqua", "eco", "perfect"), (_DRUM, _SPIN, _COLOUR),
-         ("drain hose", "stacking kit", "descaler"), 430),
-    Kind(("camera", "digital camera", "compact cam"), ("shot", "lumo", "alpha"), (_PIXELS, _COLOUR),
-         ("camera bag", "spare battery", "tripod plate"), 540),
-    Kind(("running shoes", "trainers", "jogging sneakers"), ("glide", "pace", "cloud"), (_SIZE, _COLOUR),
-         ("insoles", "shoe laces", "shoe cleaner"), 95),
-    Kind(("cordless drill", "drill driver", "power drill"), ("impact", "core", "max"), (_VOLTS, _COLOUR),
-         ("drill bit set", "battery pack", "carry case"), 130),
-    Kind(("vacuum cleaner", "hoover", "vac"), ("cyclone", "silent", "turbo"), (_POWER, _COLOUR),
-         ("dust bags", "crevice tool", "hepa filter"), 170),
-    Kind(("coffee maker", "coffee machine", "filter brewer"), ("aroma", "barista", "morning"), (_CUPS, _POWER, _COLOUR),
-         ("paper filters", "glass carafe", "descaling tablets"), 75),
-    Kind(("headphones", "headset", "over ear cans"), ("bass", "studio", "quiet"), (_COLOUR,),
-         ("ear pads", "audio cable", "headphone stand"), 120),
-)  # fmt: skip
 
-BRANDS: tuple[str, ...] = (
-    "Acoma", "Belvor", "Cintra", "Dorvak", "Elmaro", "Fenwick", "Gorlan", "Hestia", "Ikaro", "Jovitel",
-    "Kastor", "Lumetra", "Mardek", "Norvane", "Ostrava", "Pelion", "Quintel", "Rovanta", "Solvey", "Tremaine",
-)  # fmt: skip
-FILLERS: tuple[str, ...] = (
-    "new", "2024 model", "official", "boxed", "free delivery", "uk plug", "best price", "sealed",
-)  # fmt: skip
-WISHES: tuple[str, ...] = ("cheap", "best", "buy", "for home", "deal", "good")
-
+_TABLES: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_bytes())
+"""The vocabulary: invented brands, real kinds of products, and how people misname them."""
+KINDS = [_kind(table) for table in _TABLES["kinds"]]
+BRANDS: Sequence[str] = _TABLES["brands"]
+FILLERS: Sequence[str] = _TABLES["fillers"]
+WISHES: Sequence[str] = _TABLES["wishes"]
 
 GENERATOR_VERSION = 1
+SEED = 17
+FIRST_DAY = date(2026, 1, 1)
 GAINS = {"exact": 1.0, "substitute": 0.1, "complement": 0.01, "irrelevant": 0.0}
-_GRADES = ("exact",) * 3 + ("substitute",) * 5 + ("complement",) * 2 + ("irrelevant",) * 2
+GRADES = ("exact",) * 3 + ("substitute",) * 5 + ("complement",) * 2 + ("irrelevant",) * 2
 _TYPO_SHARE = 0.08
 _LABEL_NOISE = 0.02
 _QUERIES_PER_BATCH = 256
@@ -111,7 +74,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Product:
-    """One thing that can be wanted: its kind, brand, series, model number and one value per attribute of the kind."""
+    """A product: its kind, brand, series, model number and one value for each attribute of the kind."""
 
     kind: Kind
     brand: str
@@ -121,32 +84,30 @@ class Product:
 
 
 def partitions(config: SyntheticConfig) -> list[str]:
-    """Names of the dt= partitions, in order."""
-    first = date.fromisoformat(config.first_day)
-    return [f"dt={first + timedelta(days=day)}" for day in range(config.num_days)]
+    """Return the names of the dt= partitions, in order."""
+    return [f"dt={FIRST_DAY + timedelta(days=day)}" for day in range(config.num_days)]
 
 
 def generate(config: SyntheticConfig, partition: str) -> Iterator[pa.RecordBatch]:
-    """The rows of one day (schema SCHEMA), the same however many days there are."""
+    """Yield the rows of one day (schema SCHEMA), the same for any number of days."""
     day = partitions(config).index(partition)
     rows: list[dict[str, object]] = []
     for number in range(day * config.num_queries, (day + 1) * config.num_queries):
-        rows += _judged_query(config, number)
-        if len(rows) >= _QUERIES_PER_BATCH * config.candidates_per_query:
+        rows += _judged_query(number)
+        if len(rows) >= _QUERIES_PER_BATCH * len(GRADES):
             yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
             rows = []
     if rows:
         yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
 
 
-def _judged_query(config: SyntheticConfig, number: int) -> list[dict[str, object]]:
-    """One query with its candidates. A stream of its own per query: query 7 is the same however many there are."""
-    random = Random(f"{config.seed}|query|{number}")
+def _judged_query(number: int) -> list[dict[str, object]]:
+    """Return one query with its candidates. Each query has its own random stream, so it does not depend on others."""
+    random = Random(f"{SEED}|query|{number}")
     wanted = _product(random, random.choice(KINDS))
     query = _query(random, wanted)
     rows: list[dict[str, object]] = []
-    for place in range(config.candidates_per_query):
-        grade = _GRADES[place % len(_GRADES)]
+    for place, grade in enumerate(GRADES):
         title, product = _candidate(random, wanted, query, grade)
         if random.random() < _LABEL_NOISE:
             grade = random.choice(tuple(GAINS))
@@ -177,7 +138,7 @@ def _product(random: Random, kind: Kind) -> Product:
 
 
 def _candidate(random: Random, wanted: Product, query: str, grade: str) -> tuple[str, Product]:
-    """A listing of this grade and the product it is for."""
+    """Return the title of a listing of this grade, and the product it is for."""
     if grade == "exact":
         return _title(random, wanted), wanted
     if grade == "complement":
@@ -198,9 +159,9 @@ def _candidate(random: Random, wanted: Product, query: str, grade: str) -> tuple
 
 
 def _substitute(random: Random, wanted: Product, *, brand_asked: bool) -> Product:
-    """The same kind of product with another attribute value (a near miss), another model, or another brand.
+    """Return the same kind of product with another attribute value (a near miss), another model, or another brand.
 
-    Another brand is only a substitute when the query asked for one.
+    Another brand is only a substitute if the query asked for a brand.
     """
     other = _product(random, wanted.kind)
     case = random.random()
@@ -227,15 +188,15 @@ def _title(random: Random, product: Product) -> str:
 
 
 def _written(random: Random, product: Product) -> list[str]:
-    """Attribute values, each in one of its styles."""
+    """Return the attribute values, each in one of its styles."""
     pairs = zip(product.kind.attributes, product.values, strict=True)
     return [random.choice(attribute.styles).format(value) for attribute, value in pairs]
 
 
 def _query(random: Random, wanted: Product) -> str:
-    """What a hurried person types: parts left out, a synonym, a typo.
+    """Return what a hurried person types: parts left out, a synonym, a typo.
 
-    The attribute values always appear: an omitted one could not tell a near miss from the wanted product.
+    All attribute values appear, because a query without one could not distinguish a near miss.
     """
     parts = [random.choice(wanted.kind.names)]
     if random.random() < 0.85:
@@ -252,7 +213,7 @@ def _query(random: Random, wanted: Product) -> str:
 
 
 def _typo(random: Random, word: str) -> str:
-    """One slip in a word of letters: two letters swapped, one dropped, or one doubled. Numbers stay."""
+    """Return a word of letters with two letters swapped, one dropped, or one doubled. Numbers stay."""
     if len(word) < 4 or not word.isalpha():
         return word
     place = random.randrange(1, len(word) - 1)

@@ -25,7 +25,7 @@ from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig, difference_of
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.registry.checkpoints import locate
@@ -255,8 +255,6 @@ class ModelScorer:
                 self.settings.train.precision,
                 holdout.rows.buckets,
                 self._watch(checkpoint, holdout),
-                chunk_mib=self.settings.train.chunk_mib,
-                by_layer=self.settings.train.optimizer.by_layer,
             )
         self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
         return self._programs[name]

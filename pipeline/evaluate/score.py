@@ -56,17 +56,11 @@ class ScoreProgram:
         precision: Precision,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
-        *,
-        chunk_mib: float,
-        by_layer: bool = False,
     ) -> None:
-        """Takes the model over: only its structure stays. Load weights before scoring.
-
-        `chunk_mib`, `by_layer`: as in training.
-        """
+        """Takes the model over: only its structure stays. Load weights before scoring."""
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
-        self._layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
+        self._layout = FlatLayout.of(model)
         self._model = structure(model.eval(), backend)
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self._watch: GraphWatch = watch or GraphWatch()
@@ -97,7 +91,7 @@ class ScoreProgram:
         outputs = RelevanceOutputs(*(tensor.float() for tensor in found))
         del found  # what is alive at the end of a graph is an output of it
         place = Place(PHASE, Bucket(*shape).name, rows)
-        self._watch.before(place, lambda: self.backend.hlo_text(outputs))
+        self._watch.before(place, outputs)
         self.backend.step_boundary(outputs)
         self._watch.after(place)
         return outputs

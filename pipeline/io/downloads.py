@@ -19,4 +19,4 @@ def check_downloaded(head: bytes, where: str, error: type[TrnpipeError]) -> None
             "download the file itself: on Hugging Face its address has /resolve/, not /blob/",
         )
     if seen:
-        raise error(f"{where} {seen}", expected="the file of the model", next_command=remedy)
+        raise error(f"{where} {seen}", expected="the content of the file", next_command=remedy)

@@ -3,16 +3,17 @@
 import json
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from pipeline.core.errors import ConfigError
-from pipeline.core.record import Record
+from pipeline.core.record import Record, with_retired
 
 Architecture = Literal["bert", "mpnet", "modernbert"]
 Pooling = Literal["mean", "cls", "last"]
 _OF_MODERNBERT = frozenset({"global_attention_every", "local_attention", "global_rope_theta", "local_rope_theta"})
+"""Retired: every published ModernBERT has these values (model/encoder.py)."""
 _OF_FACTORY = frozenset({"factory", "factory_options"})
 _OF_OURS = frozenset(
     {"preset", "architecture", "num_layers", "num_heads", "intermediate_size", "layer_norm_eps", "dropout"}
@@ -23,8 +24,8 @@ ENCODER_FIELDS = (
 )
 """What decides the encoder, beside its sizes."""
 MOST_POSITIONS = 8192
-LOWEST_TEMPERATURE = 0.01
-"""Of a temperature that is learnt."""
+MPNET_PAD = 1
+"""Padding of every MPNet: its code counts positions from this token, whatever its settings say."""
 
 
 class EncoderSize(Record):
@@ -48,6 +49,14 @@ PRESETS: dict[str, EncoderSize] = {
 class ModelConfig(Record):
     """A text encoder shared by query and product, interactions over both embeddings, and a relevance head."""
 
+    retired: ClassVar[Mapping[str, Any]] = {
+        "global_attention_every": 3,
+        "local_attention": 128,
+        "global_rope_theta": 160_000.0,
+        "local_rope_theta": 10_000.0,
+        "interactions": "both",
+        "categorical_size": 16,
+    }
     preset: Literal["tiny", "small", "base", "large"] = Field(
         "tiny", description="Encoder sizes: 128x2, 384x6, 768x12, 1024x24"
     )
@@ -75,19 +84,6 @@ class ModelConfig(Record):
     layer_norm_eps: float = Field(1e-12, gt=0, description="Layer-norm epsilon of the encoder (BERT: 1e-12)")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the encoder (0: off; very slow on XLA:CPU)")
     pooling: Pooling = Field("mean", description="Text embedding from token states: their mean, the first or the last")
-    global_attention_every: int = Field(
-        3,
-        ge=1,
-        description="Of modernbert: layers of which the first sees the whole text, the others their surroundings",
-    )
-    local_attention: int = Field(
-        128, ge=2, description="Of modernbert: tokens that the other layers see, half of them to either side"
-    )
-    global_rope_theta: float = Field(160_000.0, gt=1, description="Of modernbert: base of rotary angles, whole text")
-    local_rope_theta: float = Field(10_000.0, gt=1, description="Of modernbert: base of rotary angles, surroundings")
-    interactions: Literal["explicit", "implicit", "both"] = Field(
-        "both", description="explicit: product, difference, DCN-v2 cross; implicit: deep MLP"
-    )
     interaction_size: int = Field(
         128, ge=4, description="Width each text embedding is projected to for the interactions"
     )
@@ -101,7 +97,6 @@ class ModelConfig(Record):
     feature_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (64, 64), description="Widths of the MLP over numeric and categorical features"
     )
-    categorical_size: int = Field(16, ge=1, description="Embedding width of each categorical feature")
     init_from: str | None = Field(
         None,
         description="URI of a Hugging Face folder to start the encoder from, of the architecture above or of the"
@@ -130,10 +125,10 @@ class ModelConfig(Record):
         return self
 
     def used_fields(self) -> dict[str, Any]:
-        """Fields that say something about this architecture, for JSON.
+        """Return the fields that say something about this architecture, for JSON.
 
-        BERT has none of those that came with others, so that identities of runs and names of graphs stay what they were
-        before there were others.
+        BERT has none of those that came with others, and retired ones have their neutral values, so that identities of
+        runs and names of graphs stay what they were.
         """
         unused = set[str]() if self.architecture == "modernbert" else set(_OF_MODERNBERT)
         if not self.token_match:
@@ -144,7 +139,7 @@ class ModelConfig(Record):
             unused |= _OF_FACTORY
             if self.architecture == "bert":
                 unused.add("architecture")
-        return self.model_dump(mode="json", exclude=unused)
+        return {name: value for name, value in with_retired(self).items() if name not in unused}
 
     def shape(self) -> dict[str, Any]:
         """The fields above with the sizes of the encoder; of one that a factory builds its width, options as text."""
@@ -179,101 +174,48 @@ class ModelConfig(Record):
 class LossConfig(Record):
     """What the model is trained for: grades of pairs, vectors that find products, or both."""
 
-    purpose: Literal["both", "retrieval", "ranking"] = Field(
-        "both",
-        description="both: every term by its weight; retrieval: vectors alone, graded_weight is 0 and the relevance"
-        " head is not trained; ranking: scores of pairs, contrastive_weight is 0",
+    retired: ClassVar[Mapping[str, Any]] = {
+        "purpose": "both",
+        "listwise_weight": 0.0,
+        "head_gradient": 1.0,
+        "learn_temperature": False,
+        "memory_batches": 0,
+        "symmetric_share": 0.0,
+        "false_negative_margin": None,
+    }
+    graded_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Weight of the cross entropy over relevance classes; 0: the relevance head is not trained",
     )
-    graded_weight: float = Field(1.0, ge=0, description="Weight of the cross entropy over relevance classes; 0: off")
     contrastive_weight: float = Field(
         1.0, ge=0, description="Weight of the contrastive loss over the products of the whole global batch; 0: off"
     )
-    listwise_weight: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the cross entropy between the gains and the similarities of a query's products",
-    )
-    head_gradient: float = Field(
-        1.0, ge=0, le=1, description="Share of the graded loss's gradient that reaches the encoder; 0: the head alone"
-    )
     temperature: float = Field(0.05, ge=0.001, description="Divides the cosine similarities")
-    learn_temperature: bool = Field(
-        False,
-        description="Learn the temperature with the weights, at head_rate, from the parent's or else from temperature"
-        " on; it stays at 0.01 or above",
-    )
     matryoshka_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (),
-        description="Widths below the model's, rising: the contrastive and the listwise loss are the mean over the"
-        " first so many dimensions of the vectors and over all, so that vectors may be cut (embed.output.dimensions)",
-    )
-    memory_batches: int = Field(
-        0,
-        ge=0,
-        le=4096,
-        description="Global batches whose products stay, as they were, as further negatives of the contrastive loss; 0:"
-        " none. An accelerator holds their vectors, a checkpoint too",
-    )
-    symmetric_share: float = Field(
-        0.0, ge=0, le=1, description="Share of the contrastive loss that asks from product to query"
+        description="Widths below the model's, rising: the contrastive loss is the mean over the first so many"
+        " dimensions of the vectors and over all, so that vectors may be cut (embed.output.dimensions)",
     )
     positive_gain: float = Field(
         0.99, ge=0, le=1, description="Pairs with at least this gain are contrastive positives"
     )
-    false_negative_margin: float | None = Field(
-        None,
-        ge=-2,
-        le=2,
-        description="Leave out negatives whose cosine exceeds that of the best positive less this (default: none)",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_the_other_term(cls, values: Any) -> Any:
-        """A purpose turns off the term that is not of it, where no weight is given."""
-        if not isinstance(values, Mapping):
-            return values
-        off = {"retrieval": "graded_weight", "ranking": "contrastive_weight"}.get(str(values.get("purpose")))
-        return {off: 0.0, **values} if off else values
 
     @model_validator(mode="after")
     def _terms_fit(self) -> Self:
-        of_vectors = self.contrastive_weight or self.listwise_weight
-        if self.purpose == "retrieval" and self.graded_weight:
-            raise ValueError(
-                f"graded_weight {self.graded_weight:g} with purpose retrieval: expected graded_weight 0, or"
-                " purpose both"
-            )
-        if self.purpose == "ranking" and (self.contrastive_weight or not self.graded_weight):
-            raise ValueError(
-                f"contrastive_weight {self.contrastive_weight:g} and graded_weight {self.graded_weight:g} with purpose"
-                " ranking: expected contrastive_weight 0 and graded_weight above 0, or purpose both"
-            )
-        if not self.graded_weight and not of_vectors:
-            raise ValueError(
-                "no term of the loss has a weight: expected one of graded, contrastive or listwise above 0"
-            )
-        if self.learn_temperature and not of_vectors:
-            raise ValueError("learn_temperature without a contrastive or a listwise loss: nothing has a temperature")
-        if self.learn_temperature and self.temperature < LOWEST_TEMPERATURE:
-            raise ValueError(
-                f"learn_temperature from temperature {self.temperature:g}: expected {LOWEST_TEMPERATURE:g} or above"
-            )
-        if self.memory_batches and not self.contrastive_weight:
-            raise ValueError(
-                f"memory_batches {self.memory_batches} without a contrastive loss: expected contrastive_weight above 0"
-            )
+        if not self.graded_weight and not self.contrastive_weight:
+            raise ValueError("no term of the loss has a weight: expected graded_weight or contrastive_weight above 0")
         if any(narrow >= wide for narrow, wide in pairwise(self.matryoshka_sizes)):
             raise ValueError(f"matryoshka_sizes {self.matryoshka_sizes}: expected rising widths")
-        if self.matryoshka_sizes and not of_vectors:
-            raise ValueError("matryoshka_sizes without a contrastive or a listwise loss: nothing is learnt of vectors")
+        if self.matryoshka_sizes and not self.contrastive_weight:
+            raise ValueError("matryoshka_sizes without a contrastive loss: nothing is learnt of vectors")
         return self
 
     def used_fields(self) -> dict[str, Any]:
-        """Fields for JSON, without one that came later where it changes nothing: identities of runs and names of graphs
-        stay what they were.
-        """
-        return self.model_dump(mode="json", exclude=set() if self.memory_batches else {"memory_batches"})
+        """Return the fields for JSON as hashes have them: those of the first version, its defaults for retired ones."""
+        fields = with_retired(self)
+        del fields["memory_batches"]  # came later, and was left out where it was off
+        return fields
 
     @property
     def trains_head(self) -> bool:
@@ -329,8 +271,6 @@ def difference_of(ours: object, theirs: object) -> str:
 def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
     """Raises ConfigError naming the first field in which two models differ in shape."""
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
-    if found.architecture != "modernbert":
-        ignored |= _OF_MODERNBERT
     sizes = None
     if found.factory is not None and ours.factory is not None:
         ignored |= _OF_OURS

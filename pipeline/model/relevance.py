@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from pipeline.core.errors import ConfigError
 from pipeline.model import encoder, interactions
-from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.config import MPNET_PAD, InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder, ModernBertEncoder, MPNetEncoder, TextEncoder
 from pipeline.model.factory import FactoryEncoder
-from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.interactions import Interactions
 
 _ENCODERS: Mapping[str, Callable[[ModelConfig, int, int], TextEncoder]] = {
@@ -76,21 +75,15 @@ class RelevanceModel(nn.Module):
         self.interactions = Interactions(config, spec)
         self.head = nn.Linear(self.interactions.width, spec.num_classes)
 
-    def forward(self, inputs: RelevanceInputs | GroupInputs, *, head_gradient: float = 1.0) -> RelevanceOutputs:
-        """Embeddings and scores. `head_gradient` scales what the encoder hears of the head's gradient, no value."""
-        query, product, match = self._embedded(inputs, head_gradient)
-        scored = [_scale_gradient(side, head_gradient) for side in (query, product)]
-        scored[0] = _for_each(scored[0], product.shape[0])
-        mixed = self.interactions(*scored, inputs.numeric.to(query.dtype), inputs.categorical, match)
+    def forward(self, inputs: RelevanceInputs | GroupInputs) -> RelevanceOutputs:
+        """Compute embeddings and scores."""
+        query, product, match = self._embedded(inputs)
+        asking = _for_each(query, product.shape[0])
+        mixed = self.interactions(asking, product, inputs.numeric.to(query.dtype), inputs.categorical, match)
         return RelevanceOutputs(self.head(mixed), query, product)
 
-    def _embedded(
-        self, inputs: RelevanceInputs | GroupInputs, head_gradient: float
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Embeddings of queries [Q, D] and products [Q S, D], and how the tokens of both match [Q S, M], if asked.
-
-        `head_gradient` scales what the states of tokens hear of the match, whose own weights learn as the head does.
-        """
+    def _embedded(self, inputs: RelevanceInputs | GroupInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return embeddings of queries [Q, D] and products [Q S, D], and with token_match how tokens match [Q S, M]."""
         match, matched = self.interactions.match, None
         if isinstance(inputs, GroupInputs):
             tokens, positions, segments = inputs.tokens, inputs.positions, inputs.segments
@@ -102,8 +95,7 @@ class RelevanceModel(nn.Module):
                 found = self.encoder.pool_rows(hidden, positions, segments, texts)
                 numbers = torch.arange(1, texts + 1, dtype=torch.int32, device=tokens.device)
                 members = (segments[:, None, :] == numbers[:, None]).float()  # [Q, 1 + S, T]
-                heard = _scale_gradient(hidden, head_gradient)
-                matched = match(heard, members[:, 0], heard, members[:, 1:])
+                matched = match(hidden, members[:, 0], hidden, members[:, 1:])
             found = found.to(self.head.weight.dtype)  # bf16, where weights are
             return found[:, 0], found[:, 1:].flatten(0, 1), matched
         query, product = inputs.query, inputs.product
@@ -115,9 +107,8 @@ class RelevanceModel(nn.Module):
         embedded = [self.encoder.pool(hidden, tokens) for hidden, tokens in zip(states, (query, product), strict=True)]
         if match is not None:
             is_query, is_product = ((tokens != self.encoder.pad_id).float() for tokens in (query, product))
-            of_query, of_product = (_scale_gradient(hidden, head_gradient) for hidden in states)
-            asking = (_for_each(one, len(product)) for one in (of_query, is_query))
-            matched = match(*asking, of_product, is_product[:, None])
+            asking = (_for_each(one, len(product)) for one in (states[0], is_query))
+            matched = match(*asking, states[1], is_product[:, None])
         return embedded[0], embedded[1], matched
 
 
@@ -127,14 +118,6 @@ def _for_each(values: Tensor, products: int) -> Tensor:
     if slots == 1:
         return values
     return values[:, None].expand(-1, slots, *values.shape[1:]).reshape(products, *values.shape[1:])
-
-
-def _scale_gradient(values: Tensor, scale: float) -> Tensor:
-    """The same values to the last bit; their gradient times `scale`."""
-    if scale == 1.0:
-        return values
-    fixed = values.detach()
-    return fixed if scale == 0.0 else fixed + (values - fixed) * scale
 
 
 def build_model(config: ModelConfig, spec: InputSpec, seed: int) -> RelevanceModel:

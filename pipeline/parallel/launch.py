@@ -14,8 +14,7 @@ from pathlib import Path
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.paths import temporary_folder
-from pipeline.parallel.network import torchrun_arguments
-from pipeline.parallel.world import NUM_NODES
+from pipeline.parallel.world import NUM_NODES, torchrun_arguments
 
 EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 

@@ -1,7 +1,6 @@
 """Child processes: how long each gets, whose they are, and how the last of them ends.
 
-The standard library alone: node_keeper.py of the local target imports it in a bare interpreter, and it is a program
-itself, `python -I -S children.py FOLDER NAME MARK`, the guardian that clears up after its owner (see cleanup.py).
+The standard library alone: node_keeper.py of the local target imports it in a bare interpreter.
 """
 # pathlib and shutil would double the start-up time of a keeper.
 # ruff: noqa: PTH112, PTH115, PTH123, PTH208
@@ -25,7 +24,6 @@ RANK_S = LAUNCHER_S - LAST_HOOK_S - 1.0  # a rank: saves its state and ends
 TOOL_S = 8.0  # a tool that a rank runs, with the repair of what it leaves behind it
 
 PAUSE_S = 0.02
-LOOK_S = 1.0  # what the owner was just starting when it was killed shows its mark a little later
 SETTLE_S = 0.5  # for what is being started: /proc shows an empty environment until it has one
 LIMIT_S = 5.0  # for those that SIGKILL does not end, as one stuck in a driver
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -102,25 +100,3 @@ def kills_for_memory(files: Sequence[str] = OF_CONTAINER) -> int | None:
         except (OSError, ValueError, StopIteration):
             continue
     return None
-
-
-def guard(folder: str, name: str, mark: str) -> None:
-    """Wait at a pipe, the standard input, which the kernel closes when the owner is gone; then kill whoever carries the
-    mark, and remove the folder.
-
-    Nobody's child and in no terminal's group: what ends the owner's whole family does not reach it.
-    """
-    import shutil
-
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    leaves_in_order = bool(os.read(0, 1))
-    end_marked(name, mark.__eq__, 0.0 if leaves_in_order else LOOK_S)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    guard(*sys.argv[1:])

@@ -1,22 +1,18 @@
 """The prepare stage: new input partitions become committed token shards; what is there already is reused.
 
-An array of workers shares the chunks of all partitions; the last one stores the result.
+In an array of workers each prepares every n-th partition; the last one to finish stores the result.
 """
 
 import os
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TypedDict
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.core.stop import StopSignal
 from pipeline.data.digest import store_digest
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import judgements_of, prepared_warnings
-from pipeline.data.prepare import Emit, PreparedData, prepare
-from pipeline.data.shared_prepare import prepare_share
+from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE
 from pipeline.evaluate.split_size import count_queries, figure_name, size_advice
 from pipeline.parallel.world import job_index
@@ -38,19 +34,20 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     says the same, that result is returned as already done. Raises DataError for input that cannot be used.
     """
     started, config = datetime.now(UTC), settings.data
-    worker = job_index(config.workers, os.environ, "data", config.worker)
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
-    place: _Place = {"scratch": ctx.scratch, "tokenizer": tokenizer, "events": ctx.events.emit, "stop": ctx.stop}
-    if config.workers == 1:
-        data = prepare(config, ctx.workspace, **place)
-    else:
-        share = prepare_share(config, ctx.workspace, worker=worker, workers=config.workers, **place)
-        if isinstance(share, int):
-            who = f"worker {worker} of {config.workers}"
-            ctx.console.info(f"prepare: {who} is done, the others have {share} partition(s) to finish")
-            return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": share})
-        data = share
+    data = prepare(
+        config,
+        ctx.workspace,
+        scratch=ctx.scratch,
+        tokenizer=tokenizer,
+        worker=job_index(config.workers, os.environ, "data"),
+        events=ctx.events.emit,
+        stop=ctx.stop,
+    )
     ctx.console.info(summary(data))
+    if data.missing:
+        ctx.console.info(f"prepare: {data.missing} partition(s) are left to other workers")
+        return ctx.finish(NAME, started, inputs={}, outputs={}, figures={"partitions_missing": data.missing})
     with_bad = [prefix for prefix, info in zip(data.token_set_prefixes, data.infos, strict=True) if info.rows_bad]
     if with_bad:
         others = f", and of {len(with_bad) - 1} other partition(s) beside it" if len(with_bad) > 1 else ""
@@ -93,15 +90,6 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     return store_result(ctx.workspace, result)
 
 
-class _Place(TypedDict):
-    """What both ways to prepare are given alike."""
-
-    scratch: Path
-    tokenizer: bytes | None
-    events: Emit
-    stop: StopSignal
-
-
 def summary(data: PreparedData) -> str:
     """Return one line: what was made, what was reused, and why rows are bad."""
     bad = ""
@@ -110,10 +98,9 @@ def summary(data: PreparedData) -> str:
         shown = [f"{rows:,} {reason}" for reason, rows in reasons[:_MAX_REASONS]]
         shown += [f"{len(reasons) - _MAX_REASONS} other reasons"] if len(reasons) > _MAX_REASONS else []
         bad = f", {data.rows_bad:,} bad: {', '.join(shown)}"
-    known = f" (known vocabulary {data.vocabulary})" if data.vocabulary else ""
     return (
         f"prepare: {data.prepared} partition(s) prepared, {data.reused} reused | "
-        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}{known}"
+        f"{data.rows:,} rows{bad} | labels {' < '.join(data.labels)}"
     )
 
 
@@ -126,8 +113,8 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
         not_read = {"files_not_read": len(data.passed_over), "not_read": names_of(data.passed_over)}
     if judged is not None:
         queries = {
-            "rows_train": sum(judged.rows),
-            "positives_train": sum(judged.positives),
+            "rows_train": judged.rows,
+            "positives_train": judged.positives,
             "queries_train": judged.queries,
             "queries_without_positive": judged.queries_without_positive,
             "queries_without_negative": judged.queries_without_negative,

@@ -1,17 +1,22 @@
 """The train stage: from prepared partitions and a parent to a verified checkpoint."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
+from pipeline.backends import Backend
 from pipeline.checkpoint.store import PublishedWeights
+from pipeline.compile.plan import graph_plan, open_guard
+from pipeline.compile.watch import GraphWatch
 from pipeline.context import Figure, StageContext, StageResult, store_result
+from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.format import format_duration
 from pipeline.registry.checkpoints import key_in
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_parent, load_prepared, mined_negatives
-from pipeline.train.build import open_run
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.inputs import RunInputs, check_identity, gather_inputs
-from pipeline.train.run import Outcome, train
+from pipeline.train.loop import Outcome, train
 
 NAME = "train"
 _WITHOUT_SCORES = {"rows", "retrieval_ndcg"}
@@ -38,7 +43,18 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"train: no new partition since the parent, which stays the candidate: {parent.uri}")
         return result
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
-    with open_run(settings, ctx, inputs, tokenizer) as opened:
+    config = RunConfig(
+        settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
+    )
+
+    def open_watch(buckets: Sequence[Bucket], share: RankShare, backend: Backend) -> GraphWatch:
+        """Hold graphs against the manifest of this way of running, where the device has graphs."""
+        if not (backend.is_lazy or backend.compiles_steps):
+            return GraphWatch()
+        graphs = graph_plan(settings, inputs.spec, buckets, share, backend.device_name())
+        return open_guard(ctx.workspace, graphs, backend, settings.compile, ctx.console)
+
+    with open_run(config, ctx, inputs, tokenizer, open_watch) as opened:
         outcome = train(opened)
     with_scores = settings.train.loss.trains_head
     figures = _figures(outcome, with_scores) | _start(opened.saver.base.published)

@@ -1,18 +1,17 @@
 """The event log of a cycle: one JSON line per event, readable after kill -9 at any byte.
 
-On file:// all writers append to one file. S3 cannot append, so there every writer (an attempt of a stage) has objects
-of its own, in segments: `cycles/c/events.jsonl` becomes `cycles/c/events/<start>-<stage>-<attempt>-<random>-<n>.jsonl`.
-Readers take the file and the segments, so a workspace that has both, or was copied from S3 to a disk, is read whole.
+On file:// all writers append to one file. S3 cannot append, so every writer there (an attempt of a stage) has its own
+objects: `cycles/c/events.jsonl` becomes `cycles/c/events/<start>-<stage>-<attempt>-<random>-<n>.jsonl`. Readers take
+the file and the objects, so a workspace that has both, or was copied from S3 to a disk, is read whole.
 
-Requests: a flush is one PUT of at most 64 KiB and the lines since the last flush, at most every 30 s and whenever it is
-asked to be durable. A segment that has reached 64 KiB is followed by a new one. So n flushes of b bytes of lines put at
-most n * 64 KiB + b bytes, into at most b / 64 KiB + 1 objects. Reading takes one HEAD, one LIST for each 1,000
-segments, and one GET for each segment, 8 at once.
+Requests: a put writes the current object, at most 64 KiB and the lines since the last put, at most every 30 s and for
+every durable flush. An object that has reached 64 KiB is followed by a new one. So n puts of b bytes of lines write at
+most n * 64 KiB + b bytes, into at most b / 64 KiB + 1 objects. Reading takes one HEAD, one LIST for each 1,000 objects,
+and one GET for each object, 8 at once.
 """
 
 import contextlib
 import errno
-import fcntl
 import heapq
 import json
 import math
@@ -21,23 +20,22 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import xxhash
+from typing import Any
 
 import pipeline
-from pipeline.io.atomic import fsync_path, make_dirs, sweep_temps, temp_beside
+from pipeline.io.atomic import fsync_path, make_dirs
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import DiskFull, ObjectStat, Storage, os_errors
 
 RESERVED = frozenset({"time", "event"})
 PUT_INTERVAL_S = 30.0
-SEGMENT_BYTES = BLOCK_BYTES = 64 * 1024
+SEGMENT_BYTES = 64 * 1024
 NUM_READ_THREADS = 8
 MAX_LAST_SEGMENTS = 16  # to read the end of a log
 
@@ -72,216 +70,97 @@ class EventName(StrEnum):
 
 
 class EventLog:
-    """Appends events to `key` of a storage. Thread-safe. Writers, also of one `scratch`, never meet in an object.
+    """Appends events to `key` of a storage. Thread-safe; writers never share an object.
 
-    On file:// a line is written to the file at once. Elsewhere the lines of a segment are kept in a journal below
-    `scratch`, and flush() puts the whole of it. After kill -9 the next EventLog with the same scratch folder puts what
-    was left, under the name of the dead writer; without that folder the lines since the last put are lost. While a disk
-    is full, lines wait in memory: emit() goes on, a durable flush raises DiskFull. `writer` goes into names.
+    On file:// a line is written to the file at once. While the disk is full, lines wait in memory: emit() goes on, a
+    durable flush raises DiskFull. Elsewhere lines wait for the next put, at most 30 s, and kill -9 loses them.
+    `writer` goes into the names of objects.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        key: str,
-        *,
-        scratch: Path,
-        writer: str = "log",
-        clock: Callable[[], float] = time.time,
+        self, storage: Storage, key: str, *, writer: str = "log", clock: Callable[[], float] = time.time
     ) -> None:
-        self._clock = clock
+        self._storage, self._clock = storage, clock
         self._lock = threading.RLock()
+        self._waiting = bytearray()  # whole lines
+        path = storage.local_path(key)
+        self._file = None if path is None else _open_to_append(path)
+        start = datetime.fromtimestamp(clock(), UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+        self._prefix = f"{_segments_of(key)}/{start}-{writer}-{secrets.token_hex(4)}"
+        self._segment, self._num_full = b"", 0
         self._last_put_s = clock()
-        self._unwritten = bytearray()
-        real = storage.local_path(key)
-        self._log: _Journal | _Segments
-        if real is None:
-            start = datetime.fromtimestamp(clock(), UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-            self._log = _Segments(storage, key, scratch, f"{start}-{writer}-{secrets.token_hex(4)}")
-        else:
-            with os_errors("opening", f"file://{real}"):
-                make_dirs(real.parent)
-                self._log = _Journal(real, real.open("a+b", buffering=0), shared=True)
-                fsync_path(real.parent)
 
     def emit(self, event: EventName, /, **fields: object) -> None:
         """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings.
 
-        A full disk is no reason to stop what the event tells of: the line is kept for the next call.
+        A full disk does not stop the run: the line is kept for the next call.
         """
         if clash := RESERVED & fields.keys():
             raise ValueError(f"event fields {sorted(clash)} are reserved")
         with self._lock:
             stamp = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
             record = {"time": stamp, "event": str(event)} | {name: _plain(value) for name, value in fields.items()}
-            self._unwritten += json.dumps(record, allow_nan=False, default=str).encode() + b"\n"
-            with contextlib.suppress(DiskFull):
-                self._append()
+            self._waiting += json.dumps(record, allow_nan=False, default=str).encode() + b"\n"
+            if self._file is not None:
+                with contextlib.suppress(DiskFull):
+                    self._append(self._file)
 
     def flush(self, durable: bool = False) -> None:
-        """`durable`: on the device, and on S3, when this returns. Else S3 is put at most every 30 s."""
+        """`durable`: on the device, or on S3, when this returns. Otherwise S3 gets a put at most every 30 s."""
         with self._lock:
-            if durable:
-                self._append()
-                self._journal.sync()
-            if isinstance(self._log, _Segments) and (durable or self._clock() - self._last_put_s >= PUT_INTERVAL_S):
-                self._log.put()
-                self._last_put_s = self._clock()
+            if self._file is None:
+                if self._waiting and (durable or self._clock() - self._last_put_s >= PUT_INTERVAL_S):
+                    self._put()
+            elif durable:
+                self._append(self._file)
+                with os_errors("writing", f"file://{self._file.name}"):
+                    os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flush durably and close. Twice is fine."""
         with self._lock:
-            if not self._journal.file.closed:
+            if self._file is None:
+                self.flush(durable=True)
+            elif not self._file.closed:
                 try:
                     self.flush(durable=True)
                 finally:
-                    self._log.close()
+                    self._file.close()
 
-    @property
-    def _journal(self) -> "_Journal":
-        return self._log.journal if isinstance(self._log, _Segments) else self._log
-
-    def _append(self) -> None:
-        """One write of what waits, so that a reader never meets a half line."""
-        if self._unwritten:
-            self._journal.append(self._unwritten)
-            self._unwritten.clear()
-
-
-class _Journal:
-    """A local file that whole lines are appended to. `shared`: by several processes."""
-
-    def __init__(self, path: Path, file: BinaryIO, *, shared: bool = False) -> None:
-        self.path, self.file, self._shared = path, file, shared
-        with self._alone():
-            end = size = os.fstat(file.fileno()).st_size
-            while end > 0:  # after the last newline a writer was killed
-                start = max(0, end - BLOCK_BYTES)
-                newline = os.pread(file.fileno(), end - start, start).rfind(b"\n")
-                if newline >= 0:
-                    end = start + newline + 1
-                    break
-                end = start
-            if end < size:
-                os.ftruncate(file.fileno(), end)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Nobody may take a line that another is writing for one that was cut when its writer was killed."""
-        if not self._shared:
-            yield
+    def _append(self, file: FileIO) -> None:
+        """Write the waiting lines in one call. A line that a full disk cuts in two is written again later."""
+        if not self._waiting:
             return
-        for _ in range(100):
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # for a second; then a writer hangs, and rather its line is lost than that all stop
-                time.sleep(0.01)
-                continue
-            except OSError:  # a file system without locks
-                pass
-            break
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self.file, fcntl.LOCK_UN)
+        with os_errors("writing", f"file://{file.name}"):
+            written = os.write(file.fileno(), self._waiting)
+            if written == len(self._waiting):
+                self._waiting.clear()
+                return
+            del self._waiting[: self._waiting.rfind(b"\n", 0, written) + 1]
+            self._waiting[:0] = b"\n"
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def append(self, lines: bytes | bytearray) -> None:
-        """What a full disk cuts is taken back."""
-        with os_errors("writing", f"file://{self.path}"), self._alone():
-            end = os.fstat(self.file.fileno()).st_size
-            if os.write(self.file.fileno(), lines) != len(lines):
-                os.ftruncate(self.file.fileno(), end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def sync(self) -> None:
-        with os_errors("writing", f"file://{self.path}"):
-            os.fsync(self.file.fileno())
-
-    def read(self) -> bytes:
-        with os_errors("reading", f"file://{self.path}"):
-            return self.path.read_bytes()
-
-    def close(self) -> None:
-        self.file.close()
-
-    def drop(self) -> None:
-        """Remove it, after its lines were put."""
-        with os_errors("removing", f"file://{self.path}"):
-            self.path.unlink(missing_ok=True)
-        self.close()
-
-
-class _Segments:
-    """The objects of one writer, each with a journal of the same name, which is locked while its writer lives.
-
-    An object is the journal as it was at some time, so it can be put again by anyone, any number of times.
-    """
-
-    def __init__(self, storage: Storage, key: str, scratch: Path, writer: str) -> None:
-        self._storage, self._prefix, self._writer, self._count = storage, _segments_of(key), writer, 0
-        self._folder = scratch / f"events-{xxhash.xxh3_64_hexdigest(storage.uri(key).encode())}"
-        self._put_bytes = 0
-        with os_errors("opening", f"file://{self._folder}"):
-            make_dirs(self._folder)
-            sweep_temps(self._folder)
-            self._left = [left for path in sorted(self._folder.glob("*.jsonl")) if (left := _of_the_dead(path))]
-            self.journal = self._begin()
-
-    def put(self) -> None:
-        """Send what dead writers have left, and what is new; begin another segment when this one is full."""
-        while self._left:
-            self._send(self._left[0], self._left[0].read())
-            self._left.pop(0).drop()
-        content = self.journal.read()
-        if len(content) == self._put_bytes:
-            return
-        self._send(self.journal, content)
-        self._put_bytes = len(content)
+    def _put(self) -> None:
+        """Write the current object anew with the waiting lines, which may be done again after a failure."""
+        content = self._segment + self._waiting
+        self._storage.write_bytes(f"{self._prefix}-{self._num_full:05d}.jsonl", content)
+        self._segment = content
+        self._waiting.clear()
+        self._last_put_s = self._clock()
         if len(content) >= SEGMENT_BYTES:
-            full = self.journal
-            with contextlib.suppress(DiskFull):  # this one grows on until there is room for another
-                with os_errors("opening", f"file://{self._folder}"):
-                    self.journal = self._begin()
-                self._put_bytes = 0
-                full.drop()
-
-    def close(self) -> None:
-        """Keep the journals that were not put in full, for the next writer to find."""
-        if os.fstat(self.journal.file.fileno()).st_size == self._put_bytes:
-            self.journal.drop()
-        for journal in (*self._left, self.journal):
-            journal.close()
-
-    def _begin(self) -> _Journal:
-        """Locked before it has its name: nobody takes it for that of a dead writer."""
-        path = self._folder / f"{self._writer}-{self._count:05d}.jsonl"
-        temp = temp_beside(path)
-        file = temp.open("a+b", buffering=0)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody there takes anything over
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        temp.rename(path)
-        fsync_path(self._folder)
-        self._count += 1
-        return _Journal(path, file)
-
-    def _send(self, journal: _Journal, content: bytes) -> None:
-        if content:
-            self._storage.write_bytes(f"{self._prefix}/{journal.path.name}", content)
+            self._segment, self._num_full = b"", self._num_full + 1
 
 
-def _of_the_dead(path: Path) -> _Journal | None:
-    """The journal of a writer that has died, locked; None for that of a living one, or one that is gone meanwhile."""
-    try:
-        file = path.open("r+b", buffering=0)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return _Journal(path, file)
+def _open_to_append(path: Path) -> FileIO:
+    """Open a log; the next line begins a line of its own also where a killed writer left half of one."""
+    with os_errors("opening", f"file://{path}"):
+        make_dirs(path.parent)
+        file = FileIO(path, "a+b")
+        size = os.fstat(file.fileno()).st_size
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            os.write(file.fileno(), b"\n")
+        fsync_path(path.parent)
+    return file
 
 
 def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) -> list[dict[str, Any]]:

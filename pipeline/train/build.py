@@ -1,9 +1,9 @@
 """Everything a training run is made of, in the order it is made: ranks and device, rows, model, program, checkpoints.
 
-Read on in `run`, which trains it, then `loop`, `step` and `optimizer`.
+Read on in `loop`, which trains it, then `step` and `optimizer`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from pipeline.backends import Backend
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
-from pipeline.compile.plan import graph_plan, open_guard
 from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
@@ -24,23 +23,23 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import Split, open_rows
 from pipeline.data.tokenizer import has_vocabulary
 from pipeline.data.training_groups import MinedProducts, TrainingPools
+from pipeline.health.config import HealthConfig
 from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
-from pipeline.model.hf_config import hf_config
-from pipeline.model.hf_weights import digest_of_initial, from_hf, initial_model, to_hf
-from pipeline.model.losses import LOG_SCALE, start_values
+from pipeline.model.config import ModelConfig
+from pipeline.model.hf import from_hf, hf_config, to_hf
+from pipeline.model.weights import digest_of_initial, initial_model
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.registry.records import in_use
-from pipeline.settings import Settings
+from pipeline.settings import LogConfig
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
+from pipeline.train.config import CheckpointConfig, TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
-from pipeline.train.program import open_program
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, open_program
 
-_OF_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
+_NEEDS_GAINS = frozenset({"ndcg", "retrieval_ndcg", "combined"})
 """Metrics that a holdout has only where a row has a gain above 0."""
 _FITTED_ROWS = 200_000
 """Training rows whose features are read to scale them."""
@@ -55,17 +54,13 @@ class Saver:
     writer: CheckpointWriter
     gang: Gang
     base: TrainState
-    """State at step 0; only step and best change afterwards."""
-    template: Mapping[str, Tensor]
-    """Names and shapes of the model's tensors (on the meta device)."""
+    """State at step 0; only step, best and published change afterwards."""
     tokenizer: bytes
     warn: Callable[[str], None]
-    start_values: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of what is learnt in this run, and which a parent may lack."""
     _warned: str = field(init=False, default="")
 
     def newest(self) -> Checkpoint | None:
-        """The newest valid checkpoint of this cycle, the same on every rank."""
+        """Return the newest valid checkpoint of this cycle, the same on every rank."""
         step, checkpoint = -1, None
         if self.gang.world.is_main:
             checkpoint, rejected = self.store.newest_valid()
@@ -77,17 +72,15 @@ class Saver:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run: weights, moments, guard."""
-        weights = from_hf(checkpoint.weights(), self.template, source=checkpoint.prefix)
-        self.program.restore(weights, checkpoint.optimizer())
+        self._load(checkpoint, checkpoint.optimizer())
 
     def start_from(self, parent: Checkpoint) -> None:
-        """Take over a parent's weights, with the temperature it learnt where this run learns one; else that of the
-        settings. The optimizer starts anew.
-        """
-        weights = parent.weights()
-        if LOG_SCALE in weights and LOG_SCALE not in self.template:
-            self.warn(f"{parent.prefix} learnt a temperature, which is left out: train.loss.learn_temperature is off")
-        self.program.restore(from_hf({**self.start_values, **weights}, self.template, source=parent.prefix), None)
+        """Take over a parent's weights. The optimizer starts anew."""
+        self._load(parent, None)
+
+    def _load(self, checkpoint: Checkpoint, optimizer: Mapping[str, Tensor] | None) -> None:
+        template = self.program.strategy.template
+        self.program.restore(from_hf(checkpoint.weights(), template, source=checkpoint.prefix), optimizer)
 
     def save(self, step: int, best: Best | None) -> None:
         """Copy to the host and hand over, with the `best` evaluation so far. Warns of a failed earlier save, once."""
@@ -102,7 +95,7 @@ class Saver:
         self.writer.submit(Snapshot(state, to_hf(weights), optimizer, config, self.tokenizer))
 
     def wait_saved(self, step: int) -> None:
-        """Until the checkpoint of `step` is safe. Raises TransientError when it could not be saved."""
+        """Wait until the checkpoint of `step` is safe. Raises TransientError when it could not be saved."""
         self.writer.wait()
         if self.gang.world.is_main and self.writer.last_saved != step:
             raise TransientError(
@@ -124,10 +117,26 @@ class Position:
 
 
 @dataclass(frozen=True)
+class RunConfig:
+    """The sections of the settings that a run reads."""
+
+    backend: str
+    model: ModelConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    log: LogConfig
+    health: HealthConfig
+
+
+OpenWatch = Callable[[Sequence[Bucket], RankShare, Backend], GraphWatch]
+"""Opens what watches the graphs of a run, by its buckets."""
+
+
+@dataclass(frozen=True)
 class Run:
     """One run of one rank, ready to train: the weights of `start` are on the device."""
 
-    settings: Settings
+    config: RunConfig
     ctx: StageContext
     inputs: RunInputs
     share: RankShare
@@ -143,94 +152,97 @@ class Run:
 
 
 @contextmanager
-def open_run(settings: Settings, ctx: StageContext, inputs: RunInputs, tokenizer: bytes) -> Iterator[Run]:
+def open_run(
+    config: RunConfig,
+    ctx: StageContext,
+    inputs: RunInputs,
+    tokenizer: bytes,
+    open_watch: OpenWatch = lambda buckets, share, backend: GraphWatch(),
+) -> Iterator[Run]:
     """Make a run, or continue the one of this cycle at its newest checkpoint; on leaving, the ranks part.
 
     `tokenizer`: content of its tokenizer.json, saved beside the weights. Raises TrnpipeError.
     """
-    train, world = settings.train, ctx.world
+    train, world = config.train, ctx.world
     share, layout = batch_share(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
     with (
-        open_ranks(settings.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (gang, backend),
-        _device_errors(settings, ctx, backend),
+        open_ranks(config.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (gang, backend),
+        _device_errors(config.health, ctx, backend),
     ):
         check_same(train.parallel.model_dump_json(), "plan")
         check_plan(train.parallel, backend)
         pools = _training_pools(train, ctx, inputs)
-        _check_one_batch(sum(pools.sizes), pools.slots, train)
         plan = BatchPlan(pools.sizes, groups_of_batch(train), train.seed, train.queries_per_topic)
         max_steps = train.max_steps or max(1, round(train.epochs * plan.batches_per_epoch))
-        valid = holdout_rows(ctx, inputs, "valid")
-        if not sum(valid.sizes):
-            raise DataError(
-                "no prepared partition has a row in the valid split",
-                expected="a holdout that names the best checkpoint",
-                next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
-            )
-        if train.metric in _OF_GAINS and not _has_gains(valid):
-            raise without_gains(train)
+        valid = _valid_rows(train, ctx, inputs)
 
-        folder = settings.model.init_from
+        folder = config.model.init_from
         same_vocabulary = folder is not None and has_vocabulary(folder, tokenizer)
-        model = initial_model(settings.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
+        model = initial_model(config.model, inputs.spec, train.seed, ctx.scratch, same_vocabulary=same_vocabulary)
         if inputs.parent is None:
             model.interactions.features.fit(torch.from_numpy(pools.new.numeric_sample(_FITTED_ROWS)))
-        watch: GraphWatch = GraphWatch()
-        if backend.is_lazy or backend.compiles_steps:  # graphs are held against the manifest of this way of running
-            graphs = graph_plan(settings, inputs.spec, valid.buckets, share, backend.device_name())
-            watch = open_guard(ctx.workspace, graphs, backend, settings.compile, ctx.console)
         program = open_program(
             model,
             backend,
             train,
             share,
             gang,
-            figure_rows=settings.log.every_steps,
+            figure_rows=config.log.every_steps,
             buckets=valid.buckets,
-            watch=watch,
+            watch=open_watch(valid.buckets, share, backend),
         )
         store = CheckpointStore(
             ctx.workspace_after_stop, ctx.cycle, cache_dir=ctx.scratch / "checkpoints", emit=ctx.events.emit
         )
         writer = CheckpointWriter(
             store,
-            settings.checkpoint,
+            config.checkpoint,
             ctx.scratch / "saving",
             before_commit=lambda: ctx.events.flush(durable=True),  # on another machine there is no journal
             in_use=lambda: in_use(ctx.workspace_after_stop),
         )
-        saver = Saver(
-            program,
-            store,
-            writer,
-            gang,
-            _state_at_start(settings, ctx, inputs, max_steps),
-            program.strategy.template,
-            tokenizer,
-            ctx.console.warn,
-            start_values(train.loss),
+        base = TrainState(
+            cycle=ctx.cycle,
+            step=0,
+            max_steps=max_steps,
+            identity=fingerprint(dict(inputs.identity)),
+            identity_parts=dict(inputs.identity),
+            model=config.model,
+            inputs=inputs.spec,
+            tokenizer_fingerprint=inputs.sets[0].info.tokenizer_fingerprint,
+            watermark=inputs.watermark,
+            partitions=inputs.partitions,
+            also_seen=inputs.also_seen,
+            parent=inputs.parent_record,
+            best=None,
+            max_tokens=inputs.max_tokens,
+            trained_head=train.loss.trains_head,
+            settings_hash=ctx.settings_hash,
+            code_version=ctx.code_version,
         )
+        saver = Saver(program, store, writer, gang, base, tokenizer, ctx.console.warn)
         start = _load_start(saver, ctx, inputs)
-        yield Run(
-            settings, ctx, inputs, share, gang, backend, pools, plan, max_steps, valid, program, saver, start=start
-        )
+        yield Run(config, ctx, inputs, share, gang, backend, pools, plan, max_steps, valid, program, saver, start)
 
 
 @contextmanager
-def _device_errors(settings: Settings, ctx: StageContext, backend: Backend) -> Iterator[None]:
-    """An error of the device is raised as what the health checks make of it, while the device is still open."""
+def _device_errors(health: HealthConfig, ctx: StageContext, backend: Backend) -> Iterator[None]:
+    """Raise an error of the device as what the health checks make of it, while the device is still open."""
     try:
         yield
     except RuntimeError as error:
         num_nodes = ctx.world.world_size // ctx.world.local_world_size
-        better = diagnose_device_error(error, backend, settings.health, num_nodes=num_nodes, stop=ctx.stop)
+        better = diagnose_device_error(error, backend, health, num_nodes=num_nodes, stop=ctx.stop)
         if better is error:
             raise
         raise better from error
 
 
 def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TrainingPools:
-    """Training rows: new partitions, and a replay share of old ones. Raises DataError when nothing is new."""
+    """Choose training rows: new partitions, and a replay share of old ones.
+
+    Raises DataError if nothing is new, or the rows do not fill one batch.
+    """
     if not inputs.new_sets:
         raise DataError(
             f"{inputs.parent.prefix if inputs.parent else 'no parent'} was trained on all prepared data",
@@ -246,7 +258,7 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         rows = open_rows(workspace, inputs.sets, "train", cache)
         found = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
         mined = MinedProducts(rows, rows.pad_id, found.query_id, found.product, train.mined_per_query, train.seed)
-    return TrainingPools.build(
+    pools = TrainingPools.build(
         new,
         old,
         train.replay_share,
@@ -258,38 +270,47 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
         topic=train.queries_per_topic,
         link_queries=train.link_queries and train.loss.contrastive_weight > 0,
     )
-
-
-def _check_one_batch(num_groups: int, slots: int, train: TrainConfig) -> None:
-    """Raise DataError, in samples as the settings count them, for data that does not fill one batch."""
-    wanted = groups_of_batch(train)
-    if num_groups < wanted:
+    groups, wanted = sum(pools.sizes), groups_of_batch(train)
+    if groups < wanted:  # in samples, as the settings count them
         raise DataError(
-            f"{num_groups} groups of up to {slots} products; a batch of {train.global_batch_size} samples has {wanted}",
+            f"{groups} groups of up to {pools.slots} products; a batch of {train.global_batch_size} samples has"
+            f" {wanted}",
             expected="at least one full batch",
-            next_command=f"--train.global-batch-size {max(1, num_groups) * slots}, or give more data",
+            next_command=f"--train.global-batch-size {max(1, groups) * pools.slots}, or give more data",
         )
+    return pools
+
+
+def _valid_rows(train: TrainConfig, ctx: StageContext, inputs: RunInputs) -> TokenRows:
+    """Return the rows that name the best checkpoint. Raises DataError if there are none, or none with a gain."""
+    rows = holdout_rows(ctx, inputs, "valid")
+    if not sum(rows.sizes):
+        raise DataError(
+            "no prepared partition has a row in the valid split",
+            expected="a holdout that names the best checkpoint",
+            next_command="raise data.valid_fraction, or give a split column, then trnpipe prepare again",
+        )
+    has_gains = train.best_metric not in _NEEDS_GAINS or any(
+        (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
+        for bucket, numbers in rows.blocks()
+    )
+    if not has_gains:
+        raise metric_undefined_error(train)
+    return rows
 
 
 def holdout_rows(ctx: StageContext, inputs: RunInputs, split: Split) -> TokenRows:
-    """A holdout split: of the new partitions, or of all of them when the new ones are too small to hold any."""
+    """Open a holdout split: of the new partitions, or of all of them when the new ones are too small to hold any."""
     cache = ctx.scratch / "tokens"
     new = open_rows(ctx.workspace, inputs.new_sets, split, cache)
     return new if sum(new.sizes) else open_rows(ctx.workspace, inputs.sets, split, cache)
 
 
-def _has_gains(rows: TokenRows) -> bool:
-    return any(
-        (rows.read(np.full(len(numbers), bucket), numbers, bucket, ("gain",))["gain"] > 0).any()
-        for bucket, numbers in rows.blocks()
-    )
-
-
-def without_gains(train: TrainConfig) -> DataError:
-    """Of a holdout on which `train.metric` is no number."""
+def metric_undefined_error(train: TrainConfig) -> DataError:
+    """Return the error for a holdout on which the metric of the best checkpoint is undefined."""
     other = "--train.metric accuracy, or " if train.loss.trains_head else ""
     return DataError(
-        f"the holdout has no {train.metric}: no query in it, or among the {train.evaluate_rows:,} rows that are"
+        f"the holdout has no {train.best_metric}: no query in it, or among the {train.evaluate_rows:,} rows that are"
         " scored, has a gain above 0",
         expected="graded rows in the valid split",
         next_command=f"{other}give data.columns.gain and trnpipe prepare again; with another --cycle NAME where this"
@@ -297,52 +318,25 @@ def without_gains(train: TrainConfig) -> DataError:
     )
 
 
-def _state_at_start(settings: Settings, ctx: StageContext, inputs: RunInputs, max_steps: int) -> TrainState:
-    """What every checkpoint of the run says of it, at step 0."""
-    return TrainState(
-        cycle=ctx.cycle,
-        step=0,
-        max_steps=max_steps,
-        identity=fingerprint(dict(inputs.identity)),
-        identity_parts=dict(inputs.identity),
-        model=settings.model,
-        inputs=inputs.spec,
-        tokenizer_fingerprint=inputs.sets[0].info.tokenizer_fingerprint,
-        watermark=inputs.watermark,
-        partitions=inputs.partitions,
-        also_seen=inputs.also_seen,
-        parent=inputs.parent_record,
-        best=None,
-        max_tokens=inputs.max_tokens,
-        trained_head=settings.train.loss.trains_head,
-        settings_hash=ctx.settings_hash,
-        code_version=ctx.code_version,
-    )
-
-
 def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
-    """Put the starting weights on the device: of this cycle's newest checkpoint, else the parent's, else as made."""
-    newest = saver.newest()
-    if newest is not None:
-        check_identity(newest.state.identity_parts, inputs.identity, where=newest.prefix)
-        saver.restore(newest)
-        ctx.console.info(f"train: continuing from {newest.uri}")
-        ctx.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)
-        skipped = int(saver.program.guard.state.cpu()[SKIPPED])
-        _name_start(saver, ctx, inputs, newest.state.published)
-        return Position(newest.state.step, skipped, newest.state.best)
-    if inputs.parent is not None:
-        saver.start_from(inputs.parent)
-    _name_start(saver, ctx, inputs, None)
-    return Position()
+    """Put the starting weights on the device: of this cycle's newest checkpoint, else the parent's, else as made.
 
-
-def _name_start(saver: Saver, ctx: StageContext, inputs: RunInputs, known: PublishedWeights | None) -> None:
-    """Put into every checkpoint which published weights the model goes back to. `known`: by an earlier checkpoint."""
-    folder = saver.base.model.init_from
-    if known is None and inputs.parent is not None:
-        known = inputs.parent.state.published
-    elif known is None and folder is not None and ctx.world.is_main:  # who saves; to read a large file takes seconds
+    Every checkpoint says which published weights the model goes back to.
+    """
+    newest, folder = saver.newest(), saver.base.model.init_from
+    published = newest.state.published if newest else None
+    if published is None and inputs.parent is not None:
+        published = inputs.parent.state.published
+    elif published is None and folder is not None and ctx.world.is_main:  # who saves; a large file takes seconds
         uri, sha256 = digest_of_initial(folder, ctx.scratch)
-        known = PublishedWeights(uri=uri, sha256=sha256)
-    saver.base = saver.base.model_copy(update={"published": known})
+        published = PublishedWeights(uri=uri, sha256=sha256)
+    saver.base = saver.base.model_copy(update={"published": published})
+    if newest is None:
+        if inputs.parent is not None:
+            saver.start_from(inputs.parent)
+        return Position()
+    check_identity(newest.state.identity_parts, inputs.identity, where=newest.prefix)
+    saver.restore(newest)
+    ctx.console.info(f"train: continuing from {newest.uri}")
+    ctx.events.emit(EventName.TRAIN_RESUMED, step=newest.state.step, prefix=newest.prefix)
+    return Position(newest.state.step, int(saver.program.guard.state.cpu()[SKIPPED]), newest.state.best)

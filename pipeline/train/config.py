@@ -1,8 +1,8 @@
 """Settings of the training loop, and how they have ranks and micro-steps share a global batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,15 +11,17 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.record import Record
 from pipeline.model.config import LossConfig
-from pipeline.parallel.config import Plan
+from pipeline.parallel.config import Spread
 
 Shape = Literal["cosine", "linear", "constant"]
 """Of the learning rate after the warm-up."""
+Metric = Literal["accuracy", "macro_f1", "positive_f1", "ndcg", "retrieval_ndcg", "combined"]
 
 
 class OptimizerConfig(Record):
     """AdamW with decoupled weight decay; biases and layer norms are not decayed."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0, "final_fraction": 0.0}
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
     head_rate: float = Field(
         1.0,
@@ -27,42 +29,31 @@ class OptimizerConfig(Record):
         le=1000,
         description="Multiple of learning_rate for what stands behind the encoder",
     )
-    layer_decay: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Each layer of the encoder learns at this multiple of the rate of the layer after it, the last at"
-        " learning_rate, the embeddings at the lowest; 1: all alike",
-    )
     schedule: Shape = Field("cosine", description="Shape after the warm-up")
     warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Share of the steps in linear warm-up")
-    final_fraction: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this")
 
-    @property
-    def by_layer(self) -> bool:
-        """Whether layers have rates of their own, and so no vector in common."""
-        return self.layer_decay != 1.0
-
 
 class GuardConfig(Record):
     """Skips a step whose loss or gradient is not finite or far off the usual; decided on the device."""
 
-    sigma: float = Field(6.0, gt=0, description="Skip above mean + sigma standard deviations of the gradient norm")
-    min_ratio: float = Field(
-        4.0, ge=1, description="...and above this multiple of the mean, so that calm runs are not cut"
+    retired: ClassVar[Mapping[str, Any]] = {"min_ratio": 4.0, "warmup_steps": 50, "decay": 0.98}
+    sigma: float = Field(
+        6.0,
+        gt=0,
+        description="Skip above mean + sigma standard deviations of the gradient norm, and above 4 times the mean",
     )
-    warmup_steps: int = Field(50, ge=1, description="Steps before spikes are judged (NaN always is)")
-    decay: float = Field(0.98, gt=0, lt=1, description="Decay of the running mean and variance")
     patience: int = Field(20, ge=1, description="Steps skipped in a row before the run fails with NumericError")
 
 
-class TrainPlan(Plan):
+class TrainPlan(Spread):
     """How a run is spread over its ranks; as it comes, each has all of it (data parallel). See docs/parallel.md."""
+
+    retired: ClassVar[Mapping[str, Any]] = {**Spread.retired, "precision": "fp32", "seed": None}
 
     shard_degree: int = Field(
         1, ge=0, description="Ranks that share one copy of what `shard` names; 0: all data-parallel ranks, 1: none"
@@ -72,6 +63,12 @@ class TrainPlan(Plan):
 class TrainConfig(Record):
     """One training run of one cycle."""
 
+    retired: ClassVar[Mapping[str, Any]] = {
+        "row_tokens": [],
+        "batches_per_execution": 1,
+        "chunk_mib": 32.0,
+        "average_decay": 0.0,
+    }
     start: str = Field(
         "incumbent",
         description="incumbent, scratch, or a checkpoint: checkpoints/<cycle>/step-<n> or a URI; scratch is used when"
@@ -110,41 +107,22 @@ class TrainConfig(Record):
     micro_batch_size: int = Field(
         64, ge=2, description="Most samples of one forward/backward on one device; accumulation follows"
     )
-    row_tokens: tuple[Annotated[int, Field(ge=8)], ...] = Field(
-        (),
-        description="Lengths of rows that hold a query and its products; default: from data.buckets. More of them: less"
-        " padding, more graphs",
-    )
     precision: Literal["fp32", "autocast", "bf16"] = Field(
         "fp32", description="bf16: bf16 weights and activations, fp32 master weights"
     )
     step_boundary: Literal["split", "fused"] = Field(
         "fused", description="One graph a step (fastest), or forward+backward and update apart (smaller graphs)"
     )
-    batches_per_execution: int = Field(
-        1, ge=1, description="Micro-steps of a step in one graph: fewer and larger graphs when accumulating"
-    )
-    chunk_mib: float = Field(
-        32.0,
-        gt=0,
-        description="Most MiB (fp32) of parameters in one vector: of one update, and one reduction over ranks",
-    )
     seed: int = Field(1, ge=0, lt=2**63, description="Seed of initial weights, order and dropout")
     evaluate_every: int = Field(200, ge=0, description="Steps between holdout evaluations; 0: only at the end")
     evaluate_rows: int = Field(
         5000, ge=1, description="Most holdout rows used during training (the final one uses all)"
     )
-    metric: Literal["accuracy", "macro_f1", "positive_f1", "ndcg", "retrieval_ndcg", "combined"] = Field(
+    metric: Metric = Field(
         "accuracy",
         description="Holdout metric that names the best checkpoint; retrieval_ndcg: every query searched among the"
-        " holdout's products; combined: the mean of macro_f1 and retrieval_ndcg",
-    )
-    average_decay: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Decay a step of a moving average of the weights, which then is the model that is evaluated, saved"
-        " and promoted; 0: off",
+        " holdout's products; combined: the mean of macro_f1 and retrieval_ndcg. With loss.graded_weight 0 it is always"
+        " retrieval_ndcg",
     )
     patience: int = Field(
         0, ge=0, description="Holdout evaluations without a new best after which training ends; 0: never"
@@ -172,35 +150,20 @@ class TrainConfig(Record):
         raise ValueError("a number is no time: expected a date and a time, such as 2026-08-01T18:00Z")
 
     @model_validator(mode="after")
-    def _plan_is_of_this_run(self) -> Self:
-        if self.parallel.precision not in ("fp32", self.precision):
-            raise ValueError(
-                f"parallel.precision {self.parallel.precision} with precision {self.precision}: a run has"
-                " one precision, expected it in train.precision alone"
-            )
-        if self.parallel.seed is not None:
-            raise ValueError(f"parallel.seed {self.parallel.seed}: a run has one seed, expected it in train.seed")
-        return self
-
-    @model_validator(mode="after")
-    def _metric_is_trained(self) -> Self:
-        if not self.loss.trains_head and self.metric != "retrieval_ndcg":
-            raise ValueError(
-                f"metric {self.metric} with loss.graded_weight 0 (loss.purpose {self.loss.purpose}): the relevance head"
-                " is not trained, its scores mean nothing; expected metric retrieval_ndcg"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _mined_are_negatives(self) -> Self:
         if self.mined_per_query and self.loss.positive_gain == 0:
             raise ValueError("mined_per_query with loss.positive_gain 0: a mined negative has gain 0, so no positive")
-        if self.mined_per_query and not (self.loss.contrastive_weight or self.loss.listwise_weight):
+        if self.mined_per_query and not self.loss.contrastive_weight:
             raise ValueError(
-                f"mined_per_query {self.mined_per_query} without a contrastive or a listwise loss: nothing is learnt of"
-                " them; expected mined_per_query 0, or loss.contrastive_weight above 0"
+                f"mined_per_query {self.mined_per_query} without a contrastive loss: nothing is learnt of them;"
+                " expected mined_per_query 0, or loss.contrastive_weight above 0"
             )
         return self
+
+    @property
+    def best_metric(self) -> Metric:
+        """The metric that names the best checkpoint; the scores of a head that is not trained mean nothing."""
+        return self.metric if self.loss.trains_head else "retrieval_ndcg"
 
 
 class CheckpointConfig(Record):
@@ -224,7 +187,7 @@ def groups_of_batch(config: TrainConfig) -> int:
 
 def rows_of_batch(config: TrainConfig, buckets: Sequence[Bucket]) -> tuple[int, ...]:
     """Lengths of the rows of tokens that batches are made of, ascending; one batch has one of them."""
-    return row_lengths(buckets, config.candidates_per_query + config.mined_per_query, config.row_tokens)
+    return row_lengths(buckets, config.candidates_per_query + config.mined_per_query)
 
 
 def run_layout(config: TrainConfig, world_size: int, rank: int = 0) -> Layout:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pipeline.checkpoint.store import Checkpoint, Parent
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.record import with_retired
 from pipeline.data.judgements import training_warnings
 from pipeline.data.token_sets import Selection, TokenSet, TokenSetInfo, read_token_sets, select_partitions, spec_of
 from pipeline.data.training_groups import GroupedRows
@@ -160,7 +161,7 @@ _NOT_IDENTITY = {
     "start",
     "micro_batch_size",
     "step_boundary",
-    "batches_per_execution",
+    "batches_per_execution",  # this and the next are of earlier versions
     "chunk_mib",
     "parallel",
     "deadline",
@@ -185,8 +186,8 @@ def identity_parts(
     # With these values batches are those of runs from before the settings were there.
     before = {"queries_per_topic": 1, "link_queries": False}
     unused = _NOT_IDENTITY | {name for name, value in before.items() if getattr(train, name) == value}
-    fields = train.model_dump(mode="json", exclude=unused) | {"loss": train.loss.used_fields()}
-    parts = {f"train.{name}": value for name, value in fields.items()}
+    fields = with_retired(train) | {"loss": train.loss.used_fields()}
+    parts = {f"train.{name}": value for name, value in fields.items() if name not in unused}
     parts |= {f"model.{name}": value for name, value in model.used_fields().items()}
     parts |= {
         "inputs": inputs.used_fields(),

@@ -1,139 +1,241 @@
-"""The training loop, in run order.
+"""One training run from its start to its end: train, name the best step, score it as the candidate.
 
-Rules it keeps: no value is read back from the device inside a step; a checkpoint is handed over only after the figures
-of all its steps are on disk; every batch is counted; the stop signal is agreed on by all ranks at a step boundary.
+Rules the loop keeps: no value is read back from the device inside a step; a checkpoint is handed over only after the
+figures of all its steps are on disk; every batch is counted; all ranks agree on the stop signal at a step boundary.
 """
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-import numpy as np
-import torch
-
 from pipeline.backends import Batch
-from pipeline.core.batch_order import BatchPlan, RankShare
-from pipeline.core.errors import NumericError, Preempted, TransientError
+from pipeline.checkpoint.store import Best, prefix_of
+from pipeline.core.errors import CheckpointError, NumericError, Preempted, TransientError
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
-from pipeline.data.loader import GroupSource, sample_digest, training_batches
+from pipeline.data.shards import TokenRows
+from pipeline.data.training_groups import MOST_LINKED
+from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
 from pipeline.parallel.gang import Gang
-from pipeline.telemetry.console import Console, StepFigures
+from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.optimizer import control_values
-from pipeline.train.step import TEMPERATURE, TrainProgram
-
-# The stream of micro-batches of one run: made ahead in a thread, matched with what the host knows of each.
-
-
-def schedule_of(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (1-based): linear warm-up, then down to `final_fraction` of the peak."""
-    peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
-    if step <= warmup_steps:
-        return peak * step / max(1, warmup_steps)
-    if config.schedule == "constant":
-        return peak
-    # The step before the end of the decay, so that the last step still learns.
-    progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
-    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
-    return peak * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
-
-
-class BatchStream:
-    """Micro-batches from position `start` (0-based) to `max_steps`. Iterated once, by the device loader's thread."""
-
-    def __init__(
-        self, source: GroupSource, plan: BatchPlan, share: RankShare, config: TrainConfig, start: int, max_steps: int
-    ) -> None:
-        self.accumulation, self.start, self.max_steps = share.accumulation, start, max_steps
-        self._source, self._plan, self._share, self._optimizer = source, plan, share, config.optimizer
-        self._notes: deque[tuple[int, int, int, float]] = deque()
-
-    def __iter__(self) -> Iterator[Batch]:
-        stream = training_batches(self._source, self._plan, self._share, self.start, self.max_steps)
-        for micro in stream:
-            step = micro.position + 1
-            rate = schedule_of(self._optimizer, step, self.max_steps)
-            tokens = int(torch.count_nonzero(micro.tensors["segments"]))
-            self._notes.append((micro.position, tokens, sample_digest(micro.sample_ids), time.monotonic()))
-            yield {**micro.tensors, "control": control_values(step, rate, self._optimizer)}
-
-    def received(self, position: int) -> tuple[int, int, float]:
-        """Call once for every batch received: (real tokens, digest of its samples, when it was ready on the host).
-
-        Raises RuntimeError when more batches arrive than were made, or another step is due. This counts batches and
-        cannot see which one arrived: the loop checks that by the step number in each batch's control values.
-        """
-        if not self._notes:
-            raise RuntimeError(f"received a batch at position {position} that was never made: one came twice")
-        noted, tokens, digest, ready_at = self._notes.popleft()
-        if noted != position:
-            raise RuntimeError(f"received a batch of position {noted} at position {position}")
-        return tokens, digest, ready_at
-
-
-def add_digests(digests: list[int]) -> int:
-    """Digest of a union of sample sets."""
-    with np.errstate(over="ignore"):
-        return int(np.array(digests, dtype=np.uint64).sum(dtype=np.uint64))
-
-
-# Where the time of an interval went, and how fast it was.
-
-
-class Interval(NamedTuple):
-    seconds: float
-    samples_per_s: float
-    tokens_per_s: float
-    data_wait_share: float
-
-
-class Pace:
-    """Counts steps, tokens and waiting; `read` closes an interval. Evaluation and saving are paused out of it."""
-
-    def __init__(self, samples_per_step: int, data_size: int) -> None:
-        """`data_size`: ranks with rows of their own."""
-        self._samples = samples_per_step
-        self._data_size = data_size
-        self.seconds_per_step: float | None = None
-        """None in the first interval, which holds what a process does once. Without compiling."""
-        self._is_first = True
-        self._started = time.monotonic()
-        self._steps, self._tokens, self._wait_s = 0, 0, 0.0
-
-    def step_done(self, tokens: int, waited_s: float) -> None:
-        """One optimizer step of this rank is traced or done; `tokens` without padding. `waited_s`: for its data."""
-        self._steps += 1
-        self._tokens += tokens
-        self._wait_s += waited_s
-
-    def read(self, compile_s: float = 0.0) -> Interval:
-        """Call right after the device was waited for: the interval is real time. `compile_s`: of it, for graphs."""
-        seconds = max(1e-9, time.monotonic() - self._started)
-        interval = Interval(
-            seconds,
-            self._steps * self._samples / seconds,
-            self._tokens * self._data_size / seconds,
-            self._wait_s / seconds,
-        )
-        if self._steps and not self._is_first:
-            newest = max(1e-9, seconds - compile_s) / self._steps
-            before = self.seconds_per_step
-            self.seconds_per_step = newest if before is None else 0.7 * before + 0.3 * newest
-        self._is_first = self._is_first and not self._steps
-        self.resume()
-        return interval
-
-    def resume(self) -> None:
-        self._started = time.monotonic()
-        self._steps, self._tokens, self._wait_s = 0, 0, 0.0
-
+from pipeline.train.build import Run, holdout_rows, metric_undefined_error
+from pipeline.train.inputs import warnings_of
+from pipeline.train.optimizer import schedule_of
+from pipeline.train.step import TrainProgram
+from pipeline.train.stream import BatchStream, Pace, add_digests
 
 _DROPOUT = 4  # purpose of a stream of random numbers, apart from those of core/batch_order and data/training_groups
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run leaves: the candidate checkpoint and its figures by split."""
+
+    prefix: str
+    step: int
+    steps_done: int
+    late: bool
+    holdouts: dict[str, HoldoutFigures]
+    groups_new: int
+    groups_replayed: int
+    """Of earlier partitions; a group is a query with its products."""
+
+
+def train(run: Run) -> Outcome:
+    """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
+    ctx, deadline, deadline_s = run.ctx, run.config.train.deadline, None
+    _announce(run)
+    best = BestStep(run)
+    if deadline is not None:
+        aware = deadline if deadline.tzinfo else deadline.replace(tzinfo=UTC)
+        deadline_s = (aware - datetime.now(UTC)).total_seconds()
+    with ExitStack() as stack:
+        sink = None
+        if run.config.log.tensorboard and ctx.world.is_main:
+            local = ctx.workspace.local_path(f"cycles/{ctx.cycle}/tensorboard")
+            sink = stack.enter_context(closing(TensorBoardSink(local or ctx.scratch / "tensorboard")))
+        loop = TrainLoop(
+            program=run.program,
+            stream=BatchStream(run.pools, run.plan, run.share, run.config.train, run.start.step, run.max_steps),
+            gang=run.gang,
+            stop=ctx.stop,
+            console=ctx.console,
+            cadence=Cadence(
+                run.config.log.every_steps, run.config.train.evaluate_every, run.config.checkpoint.every_steps
+            ),
+            hooks=Hooks(best.evaluate, best.save, ctx.events.emit, sink.scalars if sink else None),
+            deadline_s=deadline_s,
+            skipped=run.start.skipped,
+        )
+        ended = loop.run()
+        if ended == "stopped":
+            run.saver.wait_saved(loop.step)
+            ctx.stop.set("another rank")  # keeps the reason of our own signal, if there was one
+            ctx.stop.raise_if_set(f"training; step {loop.step} of {run.max_steps} is saved")
+        return _finish(run, best, loop.step, late=ended == "late")
+
+
+def _announce(run: Run) -> None:
+    ctx, train, inputs, pools = run.ctx, run.config.train, run.inputs, run.pools
+    parameters = run.program.strategy.size
+    parent, published = inputs.parent, run.saver.base.published
+    start = parent.prefix if parent else published.text if published else "scratch"
+    if parent and published:
+        start += f", which goes back to {published.text}"
+    mined = f" and {train.mined_per_query} mined negatives" if train.mined_per_query else ""
+    links = pools.new.links
+    linked = f" | {links.linked:,} of {links.queries:,} queries mean the same as another" if links else ""
+    ctx.console.info(
+        f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {start} | "
+        f"{sum(pools.new.sizes):,} new and {sum(pools.kept):,} replayed groups of up to {pools.slots} "
+        f"samples{mined}{linked} | "
+        f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
+        f"{run.share.accumulation} micro-steps a step | steps {run.start.step:,} to {run.max_steps:,}"
+    )
+    for message in warnings_of(pools.new, train, [one.info for one in inputs.new_sets]):
+        ctx.console.warn(message)
+    if links and links.loose:
+        ctx.console.warn(
+            f"{links.loose:,} of {links.queries:,} queries are not linked: more than {MOST_LINKED} hang together by"
+            " texts that are both products and queries, too many to mean the same"
+        )
+    if late := [partition.name for partition in inputs.selection.late]:
+        names = ", ".join(late)
+        ctx.console.warn(f"partitions at or before the parent's watermark have changed: {names}; replayed only")
+    ctx.events.emit(
+        EventName.TRAIN_STARTED,
+        step=run.start.step,
+        max_steps=run.max_steps,
+        parameters=parameters,
+        world_size=ctx.world.world_size,
+        backend=run.backend.name,
+        precision=train.precision,
+        parent=parent,
+        new_partitions=[p.name for p in inputs.selection.new],
+        old_partitions=[p.name for p in inputs.selection.old],
+        batches_by_row_tokens=dict(zip(map(str, pools.new.lengths), run.plan.batches_by_bucket, strict=True)),
+    )
+
+
+class BestStep:
+    """Which step is the best so far, by the valid split; every checkpoint is saved with its name."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.best = run, run.start.best
+
+    def evaluate(self, step: int) -> "EvaluationOutcome":
+        """Score the valid split: is it the best so far, and is there hope for a better one?"""
+        run, train, started = self.run, self.run.config.train, time.monotonic()
+        metric = train.best_metric
+        searching = metric in ("retrieval_ndcg", "combined")
+        figures = _score(run, run.valid, train.evaluate_rows, searching=searching)
+        value: float | None = getattr(figures, metric)
+        if value is None or value != value:  # NaN would be the best for ever, and state.json cannot hold it
+            if math.isfinite(figures.loss):
+                raise metric_undefined_error(train)
+            raise NumericError(
+                f"the model's scores of the valid split are not finite at step {step}",
+                expected="a loss and vectors of finite numbers",
+                next_command="lower train.optimizer.learning_rate, with another --cycle NAME where this one has"
+                " checkpoints",
+            )
+        is_best = self.best is None or value > self.best.value
+        if is_best:
+            self.best = Best(step=step, metric=metric, value=value)
+        run.ctx.events.emit(
+            EventName.HOLDOUT_EVALUATED,
+            step=step,
+            split="valid",
+            best=is_best,
+            **{metric: value},
+            loss=figures.loss,
+            rows=figures.rows,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        run.ctx.console.info(
+            f"valid at step {step}: {metric} {value:.4f}, loss {figures.loss:.4f}{' (best)' if is_best else ''}"
+        )
+        # No new best for `train.patience` evaluations: a function of what checkpoints hold, so a resume agrees.
+        waited = train.patience * train.evaluate_every
+        return EvaluationOutcome(is_best, bool(waited) and self.best is not None and step - self.best.step >= waited)
+
+    def save(self, step: int) -> None:
+        """Hand over a checkpoint."""
+        self.run.saver.save(step, self.best)
+
+
+def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
+    """Evaluate and save the last step, take the best, score it on everything."""
+    try:
+        best.evaluate(step)
+    finally:  # a stop or a fault within the evaluation must not cost the last steps
+        best.save(step)
+        run.saver.wait_saved(step)
+    run.gang.barrier()
+    chosen = _load_best(run, best.best, step)
+    holdouts = {}
+    for split in ("valid", "test"):
+        rows = run.valid if split == "valid" else holdout_rows(run.ctx, run.inputs, "test")
+        if sum(rows.sizes):
+            started = time.monotonic()
+            holdouts[split] = figures = _score(run, rows, sum(rows.sizes))
+            run.ctx.events.emit(
+                EventName.HOLDOUT_EVALUATED,
+                step=chosen,
+                split=split,
+                accuracy=figures.accuracy,
+                loss=figures.loss,
+                rows=figures.rows,
+                seconds=round(time.monotonic() - started, 3),
+            )
+    return Outcome(
+        prefix_of(run.ctx.cycle, chosen),
+        chosen,
+        step,
+        late,
+        holdouts,
+        groups_new=sum(run.pools.new.sizes),
+        groups_replayed=sum(run.pools.kept),
+    )
+
+
+def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) -> HoldoutFigures:
+    return evaluate_holdout(
+        run.program.outputs,
+        run.backend,
+        rows,
+        label_gains=run.inputs.spec.label_gains,
+        batch_size=min(run.config.train.micro_batch_size, run.config.train.global_batch_size),
+        limit=limit,
+        gang=run.gang,
+        stop=run.ctx.stop,
+        search_pad_id=rows.pad_id if searching else None,
+    )
+
+
+def _load_best(run: Run, best: Best | None, last: int) -> int:
+    """Put the best weights on the device; the last ones stay when the best could not be saved or read."""
+    if best is None or best.step == last:
+        return last
+    checkpoint, reason = None, ""
+    try:
+        checkpoint = run.saver.store.open(best.step)
+    except CheckpointError as error:
+        reason = error.seen
+    if run.gang.agree_now(checkpoint is None) or checkpoint is None:
+        run.ctx.console.warn(f"the best checkpoint cannot be used, the last one is the candidate: {reason}")
+        run.ctx.events.emit(EventName.CHECKPOINT_REJECTED, step=best.step, reason=reason)
+        return last
+    run.saver.restore(checkpoint)
+    return best.step
+
+
 Ended = Literal["complete", "stopped", "late", "converged"]
 
 
@@ -147,16 +249,12 @@ class EvaluationOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the loop calls out to.
-
-    `evaluate(step)` scores the holdout; `save(step)` hands a checkpoint to the
-    background; `scalars(step, values)` is an optional sink.
-    """
+    """What the loop calls out to: evaluation of the holdout at a step, saving it, events, TensorBoard."""
 
     evaluate: Callable[[int], EvaluationOutcome]
     save: Callable[[int], None]
-    scalars: Callable[[int, dict[str, float]], None]
     emit: Callable[..., None]
+    scalars: Callable[[int, dict[str, float]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -291,7 +389,6 @@ class TrainLoop:
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = schedule_of(self.config.optimizer, self.step, self.max_steps)
-        learnt = {TEMPERATURE: last[TEMPERATURE]} if TEMPERATURE in last else {}
         left_s = None if self._deadline is None else self._deadline - time.monotonic()
         pace_s = self._pace.seconds_per_step
         eta_s = None if pace_s is None else (self.max_steps - self.step) * pace_s
@@ -308,7 +405,6 @@ class TrainLoop:
             data_wait_share=round(interval.data_wait_share, 4),
             memory_bytes=self.backend.memory_bytes(),
             eta_s=None if eta_s is None else round(eta_s, 1),
-            **learnt,
         )
         self.console.step_line(
             StepFigures(
@@ -323,15 +419,9 @@ class TrainLoop:
                 eta_s=eta_s,
             )
         )
-        self.hooks.scalars(
-            self.step,
-            {
-                "train/loss": losses[-1],
-                "train/grad_norm": last["grad_norm"],
-                "train/rate": rate,
-                **{f"train/{name}": value for name, value in learnt.items()},
-            },
-        )
+        if self.hooks.scalars is not None:
+            values = {"train/loss": losses[-1], "train/grad_norm": last["grad_norm"], "train/rate": rate}
+            self.hooks.scalars(self.step, values)
         self._note_compiles()
         self._note_host_operators(count)
         self._judge(figures)

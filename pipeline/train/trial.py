@@ -1,4 +1,4 @@
-"""A trial run: the very same program and loop on made-up rows of every bucket, to meet every graph a cycle will need.
+"""A trial run: the very same program and loop on made-up rows of every shape, to meet every graph a cycle will need.
 
 Nothing of it is kept. In graph extraction on Neuron every value is meaningless (neuron_parallel_compile), so nothing
 here looks at one.
@@ -13,10 +13,8 @@ from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, Bucket
-from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays
-from pipeline.data.training_groups import GroupedRows, MinedProducts
 from pipeline.embed.engine import EmbedProgram
 from pipeline.evaluate.score import Outputs, ScoreProgram, evaluate_holdout
 from pipeline.model.config import InputSpec
@@ -26,72 +24,94 @@ from pipeline.parallel.mesh import check_plan
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
-from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, TrainLoop
-from pipeline.train.program import open_program
-from pipeline.train.step import TrainProgram
+from pipeline.train.loop import Cadence, EvaluationOutcome, Hooks, TrainLoop
+from pipeline.train.step import open_program
+from pipeline.train.stream import BatchStream
 
-STEPS_PER_BUCKET = 3
+STEPS_PER_LENGTH = 3
 """The first step, a steady one and one more; with accumulation also at least two full cycles: all graphs were there
 after as many, measured with torch-xla 2.9 on XLA:CPU.
 """
 
 
-class TrialRows:
-    """A RowSource with as many made-up rows in every bucket, `slots` of each query.
+@dataclass(frozen=True)
+class BlankRows:
+    """A RowSource with as many made-up rows in every bucket, for evaluation. Types are those of TokenRows."""
 
-    `texts`: of how many tokens the query and the products of each bucket really are (none: as many as it holds).
-    """
-
-    def __init__(
-        self, spec: InputSpec, buckets: Sequence[Bucket], rows: int, slots: int = 1, texts: Sequence[Bucket] = ()
-    ) -> None:
-        self.buckets, self.slots, self._spec, self._rows = tuple(buckets), slots, spec, rows
-        self.pad_id, self._texts = spec.pad_id, texts or buckets
+    spec: InputSpec
+    buckets: Sequence[Bucket]
+    rows: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self._rows,) * len(self.buckets)
+        return (self.rows,) * len(self.buckets)
+
+    @property
+    def pad_id(self) -> int:
+        return self.spec.pad_id
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """Rows `rows` in the shape of `bucket`; the types are those of data/shards.TokenRows."""
-        shape, count, spec = self.buckets[bucket], len(rows), self._spec
-        text = [self._texts[pool] for pool in pools.tolist()]
-        numbers = pools * self._rows + rows
-        labels = numbers % spec.num_classes
+        """Rows `rows` in the shape of `bucket`."""
+        shape = self.buckets[bucket]
         return {
-            "query": _tokens([one.query_tokens for one in text], shape.query_tokens, spec),
-            "product": _tokens([one.product_tokens for one in text], shape.product_tokens, spec),
-            "label": labels.astype(np.int16),
-            "gain": np.array(spec.label_gains, dtype=np.float32)[labels],
-            "numeric": np.zeros((count, len(spec.numeric)), dtype=np.float32),
-            "categorical": np.zeros((count, len(spec.categorical_ids)), dtype=np.int32),
-            "sample_id": numbers,
-            "query_id": numbers // self.slots,
+            "query": _tokens(self.spec, len(rows), shape.query_tokens),
+            "product": _tokens(self.spec, len(rows), shape.product_tokens),
+            **_per_row(self.spec, pools * self.rows + rows),
         }
 
 
-def _tokens(lengths: Sequence[int], width: int, spec: InputSpec) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """[N, width]: texts of `lengths` [N] tokens, padded."""
-    real = np.arange(width) < np.array(lengths, dtype=np.int64)[:, None]
-    other = (spec.pad_id + 1) % spec.vocab_size
-    return np.where(real, other, spec.pad_id).astype(np.int32)
+@dataclass(frozen=True)
+class BlankGroups:
+    """A GroupSource with as many made-up groups in rows of every length. Types are those of GroupedRows."""
+
+    spec: InputSpec
+    lengths: Sequence[int]
+    slots: int
+    mined: int
+    groups: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.groups,) * len(self.lengths)
+
+    def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
+        """Groups `numbers` in rows of length number `length`: texts of equal length that fill the row."""
+        width, products = self.lengths[length], self.slots + self.mined
+        segments = 1 + np.arange(width) * (1 + products) // width
+        positions = np.arange(width) - np.searchsorted(segments, segments)
+        is_row = np.tile(np.arange(products) < self.slots, len(numbers))
+        rows = ((pools * self.groups + numbers)[:, None] * products + np.arange(products)).reshape(-1)
+        each = {"positions": positions, "segments": segments}
+        return {
+            "tokens": _tokens(self.spec, len(numbers), width),
+            **{name: np.tile(values.astype(np.int32), (len(numbers), 1)) for name, values in each.items()},
+            **_per_row(self.spec, rows),
+            "is_row": is_row,
+            "is_mined": ~is_row,
+            "query_key": pools * self.groups + numbers,
+            "product_key": rows,
+        }
 
 
-def _texts_that_fill(length: int, largest: Bucket, products: int) -> Bucket:
-    """Tokens of a query and of each of its products, which together take up a row of `length`, or nearly so."""
-    each = min(largest.product_tokens, (length - 1) // products)
-    return Bucket(min(largest.query_tokens, length - products * each), each)
+def _tokens(spec: InputSpec, rows: int, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    return np.full((rows, width), (spec.pad_id + 1) % spec.vocab_size, dtype=np.int32)
+
+
+def _per_row(spec: InputSpec, numbers: Int64s) -> Arrays:
+    """All of rows but their texts."""
+    labels = numbers % spec.num_classes
+    return {
+        "label": labels.astype(np.int16),
+        "gain": np.array(spec.label_gains, dtype=np.float32)[labels],
+        "numeric": np.zeros((len(numbers), len(spec.numeric)), dtype=np.float32),
+        "categorical": np.zeros((len(numbers), len(spec.categorical_ids)), dtype=np.int32),
+        "sample_id": numbers,
+        "query_id": numbers,
+    }
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """A trial leaves no figures and no events."""
-
-
-def _go_on_from_a_copy(program: TrainProgram) -> None:
-    """As after a stop. The copy is let go of: kept, it is a fifth of a trial's memory (large: 11.2 GiB, not 8.9)."""
-    weights, optimizer = program.snapshot()
-    if weights:  # on rank 0 at least
-        program.restore(weights, optimizer)
+    """A trial leaves no events."""
 
 
 @dataclass(frozen=True)
@@ -116,33 +136,44 @@ class Trial:
         """About how many graphs `run` meets: one or two more or less where gradients go through the host."""
         share = batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)
         two_passes = needs_two_passes(self.train, share, gathers_in_graph=self.backend.gathers_in_graph)
-        of_a_length = 1 + (share.accumulation > 1) + two_passes
+        per_length = 1 + (share.accumulation > 1) + two_passes
         lengths = len(rows_of_batch(self.train, self.buckets))
-        embeds = len(self.settings.embed.buckets)
         apart = two_passes + (self.train.step_boundary == "split")
-        return 1 + lengths * of_a_length + apart + len(self.buckets) + embeds
+        return 1 + lengths * per_length + apart + len(self.buckets) + len(self.settings.embed.buckets)
 
     def run(self) -> None:
-        """Train over every bucket, evaluate, embed and copy out a checkpoint on the way. Raises Preempted."""
+        """Train over every length, evaluate, embed and copy out a checkpoint on the way. Raises Preempted."""
         self._train()  # its model leaves the device on return: one at a time
         self.embed_blank()
 
     def _train(self) -> None:
-        check_plan(self.train.parallel, self.backend)
-        groups = self._groups()
-        plan = BatchPlan(groups.sizes, groups_of_batch(self.train), self.train.seed)
-        steps, share = plan.batches_per_epoch, batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)
+        train, world = self.train, self.gang.world
+        check_plan(train.parallel, self.backend)
+        batch = groups_of_batch(train)
+        groups = BlankGroups(
+            self.spec,
+            rows_of_batch(train, self.buckets),
+            train.candidates_per_query,
+            train.mined_per_query,
+            STEPS_PER_LENGTH * batch,
+        )
+        plan, share = BatchPlan(groups.sizes, batch, train.seed), batch_share(train, world.world_size, world.rank)
+        steps, log_every = plan.batches_per_epoch, self.settings.log.every_steps
         program = open_program(
-            build_model(self.settings.model, self.spec, self.train.seed),
+            build_model(self.settings.model, self.spec, train.seed),
             self.backend,
-            self.train,
+            train,
             share,
             self.gang,
-            figure_rows=self.settings.log.every_steps,
+            figure_rows=log_every,
             buckets=self.buckets,
             watch=self.watch,
         )
-        _go_on_from_a_copy(program)
+        # As after a stop. The copy is let go of: kept, it is a fifth of a trial's memory (large: 11.2 GiB, not 8.9).
+        copy = program.snapshot()
+        if copy[0]:  # on rank 0 at least
+            program.restore(*copy)
+        del copy
 
         def evaluate(step: int) -> EvaluationOutcome:
             self._score(program.outputs)
@@ -153,12 +184,12 @@ class Trial:
 
         loop = TrainLoop(
             program=program,
-            stream=BatchStream(groups, plan, share, self.train, 0, steps),
+            stream=BatchStream(groups, plan, share, train, 0, steps),
             gang=self.gang,
             stop=self.stop,
             console=self.console,
-            cadence=Cadence(min(self.settings.log.every_steps, 2), max(1, steps // 2), max(1, steps // 2)),
-            hooks=Hooks(evaluate, save, _nothing, _nothing),
+            cadence=Cadence(min(log_every, 2), max(1, steps // 2), max(1, steps // 2)),
+            hooks=Hooks(evaluate, save, _nothing),
             values_are_real=False,
         )
         if loop.run() == "stopped":
@@ -167,48 +198,11 @@ class Trial:
         evaluate(steps)
         save(steps)
 
-    def _groups(self) -> GroupedRows:
-        """As many groups in rows of every length: a bucket for each, of texts that fill it."""
-        slots, mined = self.train.candidates_per_query, self.train.mined_per_query
-        lengths = rows_of_batch(self.train, self.buckets)
-        largest = self.buckets[-1]
-        texts = [_texts_that_fill(length, largest, slots + mined) for length in lengths]
-        shapes = [largest] * len(lengths)
-        rows = TrialRows(self.spec, shapes, STEPS_PER_BUCKET * self.train.global_batch_size, slots, texts)
-        # As many mined products for every query as training has slots for, all as long as its own.
-        queries = np.arange(sum(rows.sizes) // slots, dtype=np.int64)
-        negatives = np.repeat((queries * slots)[:, None], mined, axis=1)
-        seed = self.train.seed
-        found = GroupedRows.of(
-            rows,
-            slots=slots,
-            lengths=lengths,
-            positive_gain=self.train.loss.positive_gain,
-            seed=seed,
-            mined=MinedProducts(rows, self.spec.pad_id, queries, negatives, mined, seed) if mined else None,
-        )
-        if 0 in found.sizes:  # training would meet it first
-            length = lengths[found.sizes.index(0)]
-            raise ConfigError(
-                f"rows of {length} tokens cannot be filled by a query and {slots + mined} products of equal length",
-                expected=f"lengths farther apart than these, or longer: {', '.join(map(str, lengths))}",
-                next_command="give others as --train.row-tokens, or fewer products a query",
-            )
-        return found
-
     def score(self) -> None:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""
         model = build_model(self.settings.model, self.spec, self.train.seed)
         weights = model.state_dict()
-        program = ScoreProgram(
-            model,
-            self.backend,
-            self.train.precision,
-            self.buckets,
-            self.watch,
-            chunk_mib=self.train.chunk_mib,
-            by_layer=self.train.optimizer.by_layer,
-        )
+        program = ScoreProgram(model, self.backend, self.train.precision, self.buckets, self.watch)
         program.load(weights)
         self._score(program.outputs)
         del program
@@ -217,7 +211,7 @@ class Trial:
     def _score(self, score: Outputs) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.train.micro_batch_size, self.train.global_batch_size)
-        rows = TrialRows(self.spec, self.buckets, size * self.gang.layout.data_size)
+        rows = BlankRows(self.spec, self.buckets, size * self.gang.layout.data_size)
         evaluate_holdout(
             score,
             self.backend,

@@ -25,14 +25,13 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig
-from pipeline.train.loop import BatchStream
-from pipeline.train.program import flat_strategy, prepare_model
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
+from pipeline.train.stream import BatchStream
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
 # As few operations as a model can have: compiling them is what takes the time here.
 SMALL = MODEL.model_copy(
-    update={"hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "interactions": "implicit", "mlp_sizes": (8,)}
+    update={"hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "cross_layers": 0, "mlp_sizes": (8,)}
 )
 pytestmark = pytest.mark.stage
 
@@ -116,15 +115,14 @@ def losses(backend: Backend, rows: TokenRows, config: TrainConfig, model: ModelC
 
 
 def test_training_equals_the_eager_cpu_and_compiles_once(xla: Backend, rows: TokenRows) -> None:
-    averaged = TRAIN.model_copy(update={"average_decay": 0.9})
-    found = [trained(backend, rows, averaged) for backend in (xla, CpuBackend())]
+    found = [trained(backend, rows, TRAIN) for backend in (xla, CpuBackend())]
     ours, theirs = ([row["loss"] for row in program.read_figures(6)] for program in found)
     assert ours == pytest.approx(theirs, rel=1e-4)
     served, expected = (program.snapshot()[0] for program in found)
     for name, tensor in expected.items():
         torch.testing.assert_close(served[name], tensor, rtol=1e-3, atol=1e-5)
     compiled = xla.compile_count()
-    losses(xla, rows, averaged)
+    losses(xla, rows, TRAIN)
     assert xla.compile_count() == compiled  # another run of the same shapes
 
 
@@ -213,12 +211,7 @@ def test_a_global_batch_however_cut_has_the_gradient_of_the_eager_cpu(
             "global_batch_size": 32,
             "micro_batch_size": 32,
             "candidates_per_query": 1,
-            "loss": LossConfig(
-                symmetric_share=0.3,
-                head_gradient=0.5,
-                learn_temperature=world_size > 1,
-                matryoshka_sizes=(4,) if world_size > 1 else (),
-            ),
+            "loss": LossConfig(matryoshka_sizes=(4,) if world_size > 1 else ()),
         }
     )
     whole, _ = reduced(CpuBackend(), rows, config, 1, 1)
@@ -235,7 +228,9 @@ def test_a_global_batch_however_cut_has_the_gradient_of_the_eager_cpu(
 @pytest.mark.parametrize("boundary", ["fused", pytest.param("split", marks=pytest.mark.thorough)])
 def test_chunks_change_no_bit(xla: Backend, rows: TokenRows, boundary: str) -> None:
     whole = TRAIN.model_copy(update={"step_boundary": boundary})
-    found = [trained(xla, rows, config) for config in (whole, whole.model_copy(update={"chunk_mib": 0.001}))]
+    found = [make_program(xla, whole, SMALL, chunk_mib=mib) for mib in (32.0, 0.001)]
+    for program in found:
+        run(program, rows, whole)
     assert [len(program.strategy.masters) for program in found] == [4, 8]
     assert found[0].read_figures(6) == found[1].read_figures(6)
     (weights, optimizer), (same, again) = (program.snapshot() for program in found)
@@ -265,7 +260,7 @@ def _one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("_one_rank")
 def test_state_in_slices_goes_through_the_host(xla: Backend, rows: TokenRows) -> None:
     """One slice, so that one process is enough: what is exchanged, and where graphs end, is as with several."""
-    config = TRAIN.model_copy(update={"average_decay": 0.9, "loss": LossConfig(contrastive_weight=0.0)})
+    config = TRAIN.model_copy(update={"loss": LossConfig(contrastive_weight=0.0)})
     expected = trained(CpuBackend(), rows, config)
     everybody = RankGroup(0, ((0,),))
 
@@ -276,10 +271,8 @@ def test_state_in_slices_goes_through_the_host(xla: Backend, rows: TokenRows) ->
             model,
             xla,
             precision=config.precision,
-            chunk_mib=config.chunk_mib,
             shards=everybody,
             replicas=everybody,
-            is_averaged=True,
             largest_bytes=1000,
         )
         recorder = Recorder(xla, {})

@@ -234,7 +234,7 @@ def test_a_change_that_the_recipe_has_already_is_not_run() -> None:
     settings = resolve([ours.CONFIG], {}, []).settings
     assert f"slots-{settings.train.candidates_per_query}" not in wanted
     assert wanted <= {one.name for one in CHANGES} and "lexical-false" in wanted
-    assert [one.flags for one in chosen(["symmetric-0.5"])] == [("--train.loss.symmetric-share", "0.5")]
+    assert [one.flags for one in chosen(["unclipped-100"])] == [("--train.optimizer.max-grad-norm", "100")]
     with pytest.raises(SystemExit, match=r"no change colder; there are contrastive-0\.2"):
         chosen(["colder"])
 

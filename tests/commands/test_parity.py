@@ -22,13 +22,13 @@ from pipeline.evaluate.parity import ParityReport, RecordedSide, compare_sides
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.model import encoder, ops
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.events import EventLog, EventName
-from pipeline.train import build, loop
-from pipeline.train.build import open_run
+from pipeline.train import build, optimizer, stream
+from pipeline.train.build import RunConfig, open_run
 from pipeline.train.inputs import gather_inputs
-from pipeline.train.run import train
+from pipeline.train.loop import train
 from tests import zygote
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
 from tests.train.rows import MODEL, TRAIN, write_token_set
@@ -78,7 +78,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     store("prepare", {"token_set_0000": "tokens/d/print", "tokenizer": "tokens/d/tokenizers/tok"})
     on_cpu = settings.model_copy(update={"backend": "cpu"})
     inputs = gather_inputs(storage, ["tokens/d/print"], None, TRAIN, MODEL)
-    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(on_cpu, ctx, inputs, b"{}") as opened:
+    config = RunConfig("cpu", MODEL, TRAIN, on_cpu.checkpoint, on_cpu.log, on_cpu.health)
+    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(config, ctx, inputs, b"{}") as opened:
         store("train", {"checkpoint": train(opened).prefix})
     return Case(folder, settings)
 
@@ -230,8 +231,8 @@ def dropped_weight(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_rate(patch: pytest.MonkeyPatch) -> None:
-    rate = loop.schedule_of
-    patch.setattr(loop, "schedule_of", lambda *args: 1.3 * rate(*args))
+    rate = optimizer.schedule_of
+    patch.setattr(stream, "schedule_of", lambda *args: 1.3 * rate(*args))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
 from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 
 RETRY = RetryPolicy()
@@ -40,7 +40,9 @@ SPEC = InputSpec(vocab_size=8, pad_id=0, labels=("no", "yes"), label_gains=(0.0,
 def tokenizer_bytes(*, lowercase: bool = True) -> bytes:
     words = TEXT.split()
     texts = [" ".join(words[place:] + words[:place]) for place in range(len(words))]
-    return train_tokenizer([*texts, *(text.title() for text in texts)], TokenizerConfig(lowercase=lowercase))
+    content = json.loads(train_tokenizer([*texts, *(text.title() for text in texts)], TokenizerConfig()))
+    content["normalizer"] |= {"lowercase": lowercase, "strip_accents": lowercase}
+    return json.dumps(content).encode()
 
 
 def bert_json(vocab_size: int, **changes: Any) -> dict[str, Any]:

@@ -62,7 +62,6 @@ def test_assigned_is_the_first_that_fits(lengths: list[tuple[int, int]], steps: 
 def test_row_lengths_end_with_one_that_holds_all() -> None:
     buckets = (Bucket(16, 24), Bucket(32, 64))
     assert row_lengths(buckets, 4) == (72, 184, 288)
-    assert row_lengths(buckets, 4, (80, 400, 96, 80)) == (80, 96, 288)
     assert row_lengths((Bucket(3, 3),), 1) == (6,)
 
 

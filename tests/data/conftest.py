@@ -38,13 +38,14 @@ class Workplace:
     def names(self) -> list[EventName]:
         return [name for name, _ in self.events]
 
-    def prepare(self, config: DataConfig, tokenizer: bytes | None = None) -> PreparedData:
+    def prepare(self, config: DataConfig, tokenizer: bytes | None = None, worker: int = 0) -> PreparedData:
         self.events.clear()
         return prepare(
             config,
             self.storage,
             scratch=self.folder / "scratch",
             tokenizer=tokenizer,
+            worker=worker,
             events=self.emit,
             stop=self.stop,
         )

@@ -11,8 +11,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import Manifest
 from pipeline.data.config import CategoricalFeature, DataConfig, TokenizerConfig
 from pipeline.data.input_files import InputFile, Partition
-from pipeline.data.prepare import name_partitions
-from pipeline.data.row_counts import Encoding
+from pipeline.data.prepare import Encoding, name_partition
 from pipeline.data.sources import Source
 from pipeline.data.survey import LabelSet
 from pipeline.data.token_sets import FileRows, SliceInfo, TokenSetInfo, read_token_sets
@@ -24,7 +23,6 @@ from tests.train.rows import token_set_info
 
 CONFIG = DataConfig(
     labels=("no", "yes"),
-    esci_locale="us",
     numeric=("price",),
     categorical=(CategoricalFeature(column="brand", num_ids=64),),
     slices=("category",),
@@ -45,7 +43,6 @@ OF_CONTENT = {
     "max_bad_fraction": "refuses, and changes no row",
     "num_workers": "who does it",
     "workers": "who does it",
-    "worker": "who does it",
 }
 NOT_IN_SHARDS = OF_CONTENT | {
     "labels": "the classes that were decided count, see below",
@@ -59,7 +56,6 @@ NOT_IN_TOKENIZERS = OF_CONTENT | {
     "lexical": "no text",
     "valid_fraction": "it is trained on rows of all splits",
     "test_fraction": "it is trained on rows of all splits",
-    "quarantine_rows": "bad rows are not trained on",
     "rows_per_chunk": "who does it",
     "query_prefix": "put before texts that are encoded",
     "product_prefix": "put before texts that are encoded",
@@ -77,7 +73,7 @@ SOURCE = source_of("aa", "bb")
 
 
 def prefix(config: DataConfig, source: Source = SOURCE, labels: LabelSet = LABELS) -> str:
-    return name_partitions(Encoding(config, TOKENIZER, labels), source)[0].prefix
+    return name_partition(Encoding(config, TOKENIZER, labels), source.partitions[0], carve_valid=False)[0]
 
 
 def test_every_setting_of_the_data_names_other_shards_or_is_named_as_none_of_them() -> None:
@@ -98,7 +94,7 @@ def test_other_classes_or_gains_name_other_shards(labels: LabelSet) -> None:
 
 def test_content_tokenizer_and_day_name_the_shards() -> None:
     other = TextTokenizer(tokenizer_json(), "a test").with_split_digits()
-    assert name_partitions(Encoding(CONFIG, other, LABELS), SOURCE)[0].prefix != prefix(CONFIG)
+    assert name_partition(Encoding(CONFIG, other, LABELS), SOURCE.partitions[0], carve_valid=False)[0] != prefix(CONFIG)
     assert prefix(CONFIG, source_of("ab")) != prefix(CONFIG)
     assert prefix(CONFIG, source_of("aa", names=("dt=2026-01-03",))) != prefix(CONFIG)
     joined = SOURCE.partitions[0]
@@ -172,7 +168,6 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
         "files": "its own",
         "judged": "its own",
         "without_category": "its own",
-        "texts_of_several_ids": "its own",
     }
     given: dict[str, Any] = {
         "splits": {"valid": ()},

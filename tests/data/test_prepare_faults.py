@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.data.chunks import ChunkRecord, Staging
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
+from pipeline.data.encode import ChunkRecord, Staging
 from pipeline.proc import pool
 from tests.pool_worker import PoolWorker
 

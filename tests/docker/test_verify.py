@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import pipeline
+from pipeline.telemetry.events import code_version
 from tests.backends.xla_process import needs_xla
 from tests.docker.test_dockerfiles import DOCKERFILES, ROOT
 from tests.docker.test_locks import pins
@@ -124,3 +126,12 @@ def test_only_what_is_optional_is_forgiven(
     monkeypatch.delitem(sys.modules, "verified_module", raising=False)
     found = [*runpy.run_path(VERIFY)["not_importable"](["verified_module"], {"absent_package"})]
     assert found == ([f"verified_module cannot be imported: {problem}"] if problem else [])
+
+
+@pytest.mark.unit
+def test_an_image_knows_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel leaves no .git beside the package."""
+    monkeypatch.setenv("TRN_REVISION", "0123456789ab")
+    assert "0123456789ab" not in code_version.__wrapped__()
+    monkeypatch.setattr(pipeline, "__file__", str(tmp_path / "pipeline" / "__init__.py"))
+    assert code_version.__wrapped__() == "0.1.0+0123456789ab"

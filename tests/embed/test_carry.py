@@ -145,10 +145,8 @@ NO_PART_OF_A_VECTOR = {
     "checkpoint": "its digest counts",
     "workers": "who does it",
     "worker": "who does it",
-    "tokenise_processes": "who does it",
     "catalogue": "a row is carried over by the hashes of its id and text",
     "output": "the layout is compared beside it, see below",
-    "verify": "looks at vectors, and makes none",
 }
 
 
@@ -190,12 +188,10 @@ def test_what_a_cycle_was_begun_with_are_all_settings_that_decide_its_work() -> 
         "compiled": "how it is computed",
         "workers": "who does it",
         "worker": "who does it",
-        "tokenise_processes": "who does it",
         "catalogue.max_bad_fraction": "refuses, and changes no row",
-        "verify": "afterwards",
     }
     check_named(without_effect(EmbedConfig(chunks=2), lambda one: asked_for(one, DataConfig())), outside)
-    of_judgements = set(DataConfig.model_fields) - {"path", "format", "esci_locale", "columns", "filter", "synthetic"}
+    of_judgements = set(DataConfig.model_fields) - {"path", "format", "columns", "filter", "synthetic"}
     check_named(without_effect(DataConfig(), lambda one: asked_for(EmbedConfig(), one)), of_judgements)
 
 

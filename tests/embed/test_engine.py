@@ -22,10 +22,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.embed import engine as embedder_module
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import Embedder, Start, Wait, open_embedder
+from pipeline.embed.engine import Embedder, HostBatch, Start, Wait, flat_batches, open_embedder
 from pipeline.embed.texts import cut_tokens
-from pipeline.embed.windows import HostBatch, flat_batches
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.catalogues import title, tokenizer_json
 from tests.embed.checkpoints import state_of

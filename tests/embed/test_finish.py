@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
-from pipeline.embed import finish as finish_module
 from pipeline.embed import parts as parts_module
 from pipeline.embed.parts import parts_of, records_prefix
 from pipeline.embed.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
@@ -110,15 +109,15 @@ def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
     case, catalogue = Case(tmp_path), with_repeats(tmp_path)
     plan = case.plan(catalogue)
     case.work(plan)
-    find, published = finish_module.find_duplicates, []
+    find, published = parts_module.find_duplicates, []
 
     def overtaken(*args: Any, **more: Any) -> Any:
         found = find(*args, **more)
-        monkeypatch.setattr(finish_module, "find_duplicates", find)
+        monkeypatch.setattr(parts_module, "find_duplicates", find)
         published.append(case.finish(plan))
         return found
 
-    monkeypatch.setattr(finish_module, "find_duplicates", overtaken)
+    monkeypatch.setattr(parts_module, "find_duplicates", overtaken)
     assert case.finish(plan).manifest == published[0].manifest
     verify_dir(case.workspace, "embeddings/c1", deep=True)
 
@@ -332,14 +331,14 @@ def test_the_last_line_and_the_figures_say_what_there_is(tmp_path: Path, capsys:
     )
     lines = []
     for vectors in (first, second):
-        finish_module.tell_end(ctx, vectors, SimpleNamespace(started=now, finished=now))  # type: ignore[arg-type]
+        parts_module.report_end(ctx, vectors, SimpleNamespace(started=now, finished=now))  # type: ignore[arg-type]
         lines.append(capsys.readouterr().out)
     assert "| 60 embedded, 0 carried over | 0 texts cut | " in lines[0]
     assert (
         f"| 0 embedded, 50 carried over, 10 deleted | 1 bad: {EMPTY_TEXT} 1 | 0 texts cut, 2 in chunks | " in lines[1]
     )
     assert emitted == [{"rows": 1, "reasons": {EMPTY_TEXT: 1}}]
-    figures = finish_module.totals(second)
+    figures = parts_module.totals(second)
     assert (figures["rows"], figures["rows_bad"], figures["rows_deleted"], figures["parts"]) == (50, 1, 10, 3)
     assert figures["tokens"] == 0 and "rows_tokens" not in figures
-    assert finish_module.totals(first)["rows_deleted"] is None
+    assert parts_module.totals(first)["rows_deleted"] is None

@@ -161,7 +161,7 @@ def test_vectors_are_converted_beside_the_thread_that_drives_the_device(
 
     monkeypatch.setattr(OpenPart, "fill", noted)
     case.embed(catalogue)
-    assert threads == {"part-filler_0"}
+    assert threads == {"part-writer_0"}
     assert not [thread for thread in threading.enumerate() if thread.name in threads]
 
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from pipeline.backends import open_backend
 from pipeline.data.tokenizer import Tokens, take
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import EmbedProgram, RowEncoder
-from pipeline.embed.windows import row_batches, row_shapes
+from pipeline.embed.engine import EmbedProgram, RowEncoder, row_batches, row_shapes
 from tests.embed.models import CONFIG, SPEC, encoder, one_by_one, texts
 
 LENGTHS = [2, 3, 24, 25, 80, 7, 7, 7, 11, 24, 40, 2, 2, 2]

@@ -1,5 +1,7 @@
 """The scoring program: the very logits that training's evaluation computes, with weights that can be exchanged."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors
 from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.relevance import RelevanceModel, build_model
-from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, make_program, make_rows
+from tests.train.rows import BUCKETS, MODEL, SPEC, make_program, make_rows
 
 Seen = list[Place]
 
@@ -19,8 +21,8 @@ class Watching(GraphWatch):
     def __init__(self) -> None:
         self.seen: Seen = []
 
-    def before(self, place: Place, hlo: object) -> None:
-        del hlo
+    def before(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
+        del tensors
 
     def after(self, place: Place) -> None:
         self.seen.append(place)
@@ -35,7 +37,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
 def empty_program(watch: Watching | None = None) -> ScoreProgram:
     with torch.device("meta"):
         model = RelevanceModel(MODEL, SPEC)
-    return ScoreProgram(model, CpuBackend(), "fp32", BUCKETS, watch, chunk_mib=TRAIN.chunk_mib)
+    return ScoreProgram(model, CpuBackend(), "fp32", BUCKETS, watch)
 
 
 def test_the_logits_of_training_and_of_another_model(batch: dict[str, torch.Tensor]) -> None:

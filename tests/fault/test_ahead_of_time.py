@@ -14,16 +14,15 @@ pytestmark = [needs_xla, pytest.mark.stage]
 TWO_SHAPES = (*ON_XLA, "--data.buckets=12x20,16x32", "--train.max-steps=24", "--train.evaluate-every=10")
 ONE_SHAPE = (*ON_XLA, "--train.max-steps=12", "--train.evaluate-every=5")
 
-# Step boundary, accumulation, micro-steps in a graph, processes, slots for mined negatives, and how many graphs the
+# Step boundary, accumulation, processes, slots for mined negatives, and how many graphs the
 # steps of rows of three lengths are. Two passes have more: the embeddings of each length, all of them where they go
 # through the host, the contrastive loss. Mined negatives have none.
 MODES = [
-    pytest.param("fused", 1, 1, 1, 0, 3, id="fused", marks=pytest.mark.thorough),
-    pytest.param("fused", 1, 1, 1, 2, 3, id="fused-mined"),
-    pytest.param("split", 4, 1, 1, 3, 11, id="split-accumulating-mined", marks=pytest.mark.thorough),
-    pytest.param("fused", 4, 3, 1, 0, 13, id="fused-accumulating-three-at-once", marks=pytest.mark.thorough),
-    pytest.param("fused", 4, 1, 2, 0, 12, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
-    pytest.param("split", 1, 1, 2, 0, 9, id="split-two-processes", marks=pytest.mark.thorough),
+    pytest.param("fused", 1, 1, 0, 3, id="fused", marks=pytest.mark.thorough),
+    pytest.param("fused", 1, 1, 2, 3, id="fused-mined"),
+    pytest.param("split", 4, 1, 3, 11, id="split-accumulating-mined", marks=pytest.mark.thorough),
+    pytest.param("fused", 4, 2, 0, 12, id="fused-accumulating-two-processes", marks=pytest.mark.thorough),
+    pytest.param("split", 1, 2, 0, 9, id="split-two-processes", marks=pytest.mark.thorough),
 ]
 
 
@@ -32,12 +31,11 @@ def manifest_of(place: Place) -> GraphManifest:
     return manifest
 
 
-@pytest.mark.parametrize(("boundary", "accumulation", "at_once", "processes", "mined", "num_steps"), MODES)
+@pytest.mark.parametrize(("boundary", "accumulation", "processes", "mined", "num_steps"), MODES)
 def test_training_meets_only_compiled_graphs(
     place: Callable[..., Place],
     boundary: str,
     accumulation: int,
-    at_once: int,
     processes: int,
     mined: int,
     num_steps: int,
@@ -48,7 +46,6 @@ def test_training_meets_only_compiled_graphs(
         f"--train.mined-per-query={mined}",
         f"--train.step-boundary={boundary}",
         f"--train.micro-batch-size={24 // accumulation // processes}",
-        f"--train.batches-per-execution={at_once}",
         f"--launch.processes={processes}",
     )
     here = place("xla", flags)
@@ -118,10 +115,12 @@ def test_a_graph_that_is_not_in_the_manifest_is_refused_and_explained(place: Cal
     refused = here.run("train", code=78)
     assert re.search(r"the graph of step of 24 x \d+ tokens was not compiled ahead of time", refused.err)
     assert f" {name}" in refused.err
-    assert "XLA_IR_DEBUG=1 XLA_HLO_DEBUG=1 tells the line of code" in refused.err
     assert not here.events("train_steps")
-    here.env = {"XLA_IR_DEBUG": "1", "XLA_HLO_DEBUG": "1"}
-    assert re.search(r", from \S+\.py:\d+", here.run("train", code=78).err)
+    known["schema_version"] = 1
+    here.storage.write_bytes(key, json.dumps(known).encode())
+    here.run("train")
+    assert "done already" not in here.run("compile").out, "keys of an earlier revision name no graph: traced again"
+    assert [graph.key for graph in manifest_of(here).graphs] == [graph.key for graph in manifest.graphs]
 
 
 @pytest.mark.thorough

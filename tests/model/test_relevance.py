@@ -1,4 +1,4 @@
-"""The whole model in its three interaction modes."""
+"""The whole model, with and without token_match."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.encoder import BertEncoder
-from pipeline.model.hf_weights import from_hf, to_hf
+from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.interactions import CrossNetwork, TokenMatch
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
 
@@ -22,7 +21,7 @@ SPEC = InputSpec(
     numeric=("x", "y"),
     categorical_ids=(4, 6),
 )
-MODES = ("explicit", "implicit", "both", "match")
+MODES = ("both", "match")
 
 
 def inputs_of(query_tokens: int, product_tokens: int, batch: int = 5) -> RelevanceInputs:
@@ -42,7 +41,7 @@ def inputs_of(query_tokens: int, product_tokens: int, batch: int = 5) -> Relevan
 
 def config_of(mode: str) -> ModelConfig:
     """`match`: both kinds of interactions, and token_match."""
-    return CONFIG.model_copy(update={"token_match": True} if mode == "match" else {"interactions": mode})
+    return CONFIG.model_copy(update={"token_match": mode == "match"})
 
 
 def model_of(mode: str = "both", spec: InputSpec = SPEC) -> RelevanceModel:
@@ -148,38 +147,6 @@ def test_a_query_with_several_products_scores_as_each_pair_alone(mode: str) -> N
     torch.testing.assert_close(together.logits, alone.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(together.product, alone.product, rtol=1e-5, atol=1e-6)
     assert together.query.shape == (2, 16)
-
-
-def rows_of() -> GroupInputs:
-    """Two queries with three products each, a query and its products in one row."""
-    products = [[[8, 9], [10, 11], [12]], [[14, 15, 16], [17], [18, 19]]]
-    tokens, positions, segments = in_rows([[3, 4, 5], [6, 7]], products, 14)
-    _, _, numeric, categorical = inputs_of(4, 4, 6)
-    return GroupInputs(tokens, positions, segments, numeric, categorical)
-
-
-@pytest.mark.parametrize("mode", ["both", "match"])
-@pytest.mark.parametrize("share", [0.0, 0.25])
-@pytest.mark.parametrize("inputs", [inputs_of(6, 9), inputs_of(6, 6), rows_of()], ids=["apart", "pairs", "rows"])
-def test_the_head_s_gradient_reaches_the_encoder_by_a_share_and_no_value_changes(
-    inputs: RelevanceInputs | GroupInputs, share: float, mode: str
-) -> None:
-    """What stands behind the encoder learns the same, the weights of the token match with it."""
-    model = model_of(mode)
-    whole, less = model(inputs).logits, model(inputs, head_gradient=share).logits
-    assert torch.equal(whole, less)
-    assert isinstance(model.encoder, BertEncoder)
-    encoder = model.encoder.word_embeddings.weight
-    behind = {name: one for name, one in model.named_parameters() if not name.startswith("encoder.")}
-    assert any("match" in name for name in behind) == (mode == "match")
-    expected = torch.autograd.grad(whole.square().sum(), (encoder, *behind.values()))
-    found = torch.autograd.grad(less.square().sum(), (encoder, *behind.values()), allow_unused=share == 0.0)
-    if share == 0.0:
-        assert found[0] is None
-    else:
-        torch.testing.assert_close(found[0], expected[0] * share, rtol=1e-5, atol=1e-7)
-    for name, one, other in zip(behind, found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_tokens_are_matched_as_written_out() -> None:

@@ -14,8 +14,7 @@ from tests.zygote import Forked
 TINY = """
 model_name = "native"
 [data.synthetic]
-num_queries = 150
-candidates_per_query = 8
+num_queries = 100
 [data.tokenizer]
 vocab_size = 500
 [data]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.losses import Temperature
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.parallel.strategies.flat import FlatLayout
 
@@ -100,48 +99,10 @@ def test_a_chunk_holds_whole_parameters_up_to_its_limit_or_one_segment() -> None
         assert all(size % 16 == 0 for size in sizes[:-1])
 
 
-def test_layers_apart_change_the_chunks_and_not_the_order() -> None:
-    module = build_model(CONFIG.model_copy(update={"num_layers": 3}), SPEC, 1)
-    for chunk_mib in (WHOLE_MIB, SMALL_MIB):
-        mixed, apart = FlatLayout.of(module, chunk_mib), FlatLayout.of(module, chunk_mib, by_layer=True)
-        assert {chunk.layer for chunk in mixed.chunks} == {None}
-        for decayed in (True, False):
-            orders = [[n for c in one.chunks if c.decayed == decayed for n in c.names] for one in (mixed, apart)]
-            assert orders[0] == orders[1], "what a checkpoint holds as one vector"
-        for chunk in apart.chunks:
-            layers = {name.split(".")[2] if name.startswith("encoder.layers.") else "" for name in chunk.names}
-            assert layers == {str(chunk.layer - 1) if chunk.layer else ""}
-            assert {name.startswith("encoder.") for name in chunk.names} == {chunk.layer is not None} == {chunk.encoder}
-    kinds = [(chunk.decayed, chunk.layer) for chunk in FlatLayout.of(module, WHOLE_MIB, by_layer=True).chunks]
-    assert kinds == [(decayed, layer) for decayed in (True, False) for layer in (0, 1, 2, 3, None)]
-
-
-def test_the_norm_behind_a_modernbert_is_of_its_last_layer_and_lies_where_checkpoints_have_it() -> None:
-    module = build_model(CONFIG.model_copy(update={"num_layers": 3, "architecture": "modernbert"}), SPEC, 1)
-    for chunk_mib in (WHOLE_MIB, SMALL_MIB):
-        chunks = [one for one in FlatLayout.of(module, chunk_mib, by_layer=True).chunks if one.encoder]
-        assert {name: chunk.layer for chunk in chunks for name in chunk.names} == {
-            name: 3 if "final_norm" in name else int(name.split(".")[2]) + 1 if ".layers." in name else 0
-            for name, _ in module.named_parameters()
-            if name.startswith("encoder.")
-        }
-        plain = [name for chunk in chunks if not chunk.decayed for name in chunk.names]
-        assert plain[:3] == [
-            f"encoder.{name}.weight" for name in ("embedding_norm", "final_norm", "layers.0.feed_forward_norm")
-        ]
-    mixed = FlatLayout.of(module, WHOLE_MIB).chunks
-    assert len(mixed) == 4 and mixed[2].names[-1] == "encoder.final_norm.weight"
-
-
-@EITHER
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_a_learnt_temperature_leaves_the_other_chunks_as_they_are(chunk_mib: float, by_layer: bool) -> None:
-    model = build_model(CONFIG, SPEC, 1)
-    plain = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
-    model.temperature = Temperature(0.05)
-    *others, last = FlatLayout.of(model, chunk_mib, by_layer=by_layer).chunks
-    assert tuple(others) == plain.chunks
-    assert (last.names, last.decayed, last.encoder, last.size) == (("temperature.log_scale",), False, False, 1)
+def test_the_last_norm_of_a_modernbert_lies_where_checkpoints_have_it() -> None:
+    module = build_model(CONFIG.model_copy(update={"architecture": "modernbert"}), SPEC, 1)
+    chunks = FlatLayout.of(module, WHOLE_MIB).chunks
+    assert len(chunks) == 4 and chunks[2].names[-1] == "encoder.final_norm.weight"
 
 
 def test_odd_parameters_are_not_parted() -> None:

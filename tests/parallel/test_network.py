@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.network import Interface, choose_interface, default_routes, gang_variables, has_efa
+from pipeline.parallel.world import Interface, choose_interface, default_routes, gang_variables, has_efa
 from tests.parallel.namespaces import MAIN_ADDRESS, ecs_tasks
 
 ECS_TASK = (
@@ -76,7 +76,7 @@ def test_efa_devices_are_those_of_the_container(tmp_path: Path) -> None:
 @pytest.mark.stage
 def test_in_a_task_of_ecs_torchrun_is_told_the_address_of_the_task() -> None:
     code = (
-        "from pipeline.parallel.network import torchrun_arguments\n"
+        "from pipeline.parallel.world import torchrun_arguments\n"
         "print(*torchrun_arguments(1, {'TRNJOBS_NODE': '0', 'TRNJOBS_NODES': '2'}))"
     )
     with ecs_tasks() as (main, _):

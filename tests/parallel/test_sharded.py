@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,11 +19,10 @@ from pipeline.core.batch_order import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
 from pipeline.parallel.strategies.base import Chunk
-from pipeline.parallel.strategies.flat import ALIGNED, FlatLayout
+from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout
 from pipeline.parallel.strategies.zero1 import (
     LARGEST_BYTES,
     LARGEST_UNDER_AUTOCAST_BYTES,
@@ -31,10 +30,9 @@ from pipeline.parallel.strategies.zero1 import (
     buckets_of,
 )
 from pipeline.parallel.world import World, world_from_env
-from pipeline.train.config import GuardConfig, OptimizerConfig, batch_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainPlan, batch_share, run_layout
 from pipeline.train.optimizer import AdamW, control_values
-from pipeline.train.program import open_program, prepare_model
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
 from tests.ranks import run_ranks
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
@@ -48,23 +46,14 @@ BASE = TRAIN.model_copy(update={"global_batch_size": 16, "micro_batch_size": 16,
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recompute": {},  # of the encoder's layers, in backward
-    "topo": {},  # hierarchical collectives
     "graded": {"loss": LossConfig(contrastive_weight=0.0)},
     "bf16": {"precision": "bf16"},
-    # Everything that has a tensor of its own, or a rate by chunk; more than one micro-step.
+    # Small chunks, a rate by chunk, more than one micro-step.
     "rich": {
-        "average_decay": 0.9,
-        "chunk_mib": 0.004,
         "micro_batch_size": 2,
-        "loss": LossConfig(temperature=0.5, learn_temperature=True),
-        "optimizer": OptimizerConfig(layer_decay=0.5, head_rate=2.0),
-        "guard": GuardConfig(warmup_steps=2),
+        "optimizer": OptimizerConfig(head_rate=2.0),
     },
-    "rich-bf16": {
-        "precision": "bf16",
-        "average_decay": 0.9,
-        "loss": LossConfig(temperature=0.5, learn_temperature=True),
-    },
+    "rich-bf16": {"precision": "bf16", "micro_batch_size": 2},
 }
 AS_A_RUN = ("plain", "recompute")
 BUCKET_BYTES = 3000
@@ -76,8 +65,8 @@ Files = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: int) -> tuple[TrainProgram, RankShare]:
     """`degree` 1: plain data parallel. AS_A_RUN: as a run opens it, with no bucket smaller than a chunk."""
-    asked = {"topo": {"collectives": "hierarchical"}, "recompute": {"recompute": "units"}}
-    plan = Plan.read({"shard": "state", "shard_degree": degree, **asked.get(variant, {})})
+    recompute: Literal["none", "units"] = "units" if variant == "recompute" else "none"
+    plan = TrainPlan(shard="state", shard_degree=degree, recompute=recompute)
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
     world = gang.world
     gang.layout = run_layout(config, world.world_size, world.rank)
@@ -87,22 +76,24 @@ def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: in
             model, backend, config, share, gang, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
         )
         return program, share
-    mesh = open_mesh(plan, backend, timeout_s=60.0)
+    mesh = open_mesh(plan.as_plan(), backend, timeout_s=60.0)
     prepare_model(model, backend, config)
     strategy = Zero1Strategy(
         model,
         backend,
         precision=config.precision,
-        chunk_mib=config.chunk_mib,
-        by_layer=config.optimizer.by_layer,
+        chunk_mib=chunk_mib(variant),
         shards=mesh.ranks(SHARD),
         replicas=mesh.ranks(REPLICATE),
         host_gather=gang.gather_rows,
-        is_averaged=config.average_decay > 0,
         largest_bytes=BUCKET_BYTES,
     )
     assert len(strategy.buckets) > len(strategy.layout.chunks)
     return TrainProgram(strategy, backend, config, share, figure_rows=STEPS, buckets=BUCKETS), share
+
+
+def chunk_mib(variant: str) -> float:
+    return 0.004 if variant == "rich" else CHUNK_MIB
 
 
 def train(program: TrainProgram, share: RankShare, start: int, stop: int) -> Figures:
@@ -178,9 +169,9 @@ def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def assert_alike(figures: Figures, expected: Figures, name: str, bound: float = 1e-6) -> None:
     for ours, theirs in zip(figures, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=bound), name
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=bound), name
+        norm_bound = bound if bound < 1e-3 else 0.05  # bf16
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norm_bound), name
         assert ours["skipped"] == theirs["skipped"] and ours["step"] == theirs["step"]
-        assert ours.get("temperature", 0.0) == pytest.approx(theirs.get("temperature", 0.0), rel=1e-5)
 
 
 def check_modes(folder: Path, ranks: int, *modes: str, device: str = "cpu") -> None:
@@ -217,7 +208,7 @@ def slices(variant: str, shards: int) -> int:
     config = BASE.model_copy(update=VARIANTS[variant])
     model = build_model(MODEL, SPEC, 1)
     prepare_model(model, CpuBackend(), config)
-    layout = FlatLayout.of(model, config.chunk_mib, by_layer=config.optimizer.by_layer)
+    layout = FlatLayout.of(model, chunk_mib(variant))
     if shards == 1:
         return layout.size
     buckets = buckets_of(layout, shards, LARGEST_BYTES if variant in AS_A_RUN else BUCKET_BYTES)
@@ -244,7 +235,7 @@ def test_two_ranks_train_as_one_process_and_resume(tmp_path: Path, modes: tuple[
 @pytest.mark.parametrize(
     "modes",
     [
-        ("recompute/4", "rich/2", "topo/4"),
+        ("recompute/4", "rich/2"),
         pytest.param(("plain/4", "recompute/4", "plain/2", "recompute/2"), marks=pytest.mark.thorough),
     ],
 )

@@ -14,50 +14,35 @@ import pytest
 
 from pipeline.core.errors import TransientError
 from pipeline.io import atomic
-from pipeline.proc import children, cleanup
+from pipeline.proc import children
 from pipeline.proc.cleanup import MARK_VARIABLE, guarded_temp_folder
 from tests.jobs.targets.local.waiting import until
 
 OWNER = """
-import signal, subprocess, sys, tempfile, time
+import subprocess, tempfile, time
 from pipeline.proc.cleanup import guarded_temp_folder
 with guarded_temp_folder() as folder:
     tempfile.NamedTemporaryFile(delete=False).close()
-    # One in a session of its own that hears no SIGTERM, and one below it that has lost its parent.
-    script = "trap '' TERM; (trap '' TERM; sleep 600) & echo $$ > $TMPDIR/pid; wait"
-    subprocess.Popen(["sh", "-c", script], start_new_session=True)
+    subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & echo $$ > $TMPDIR/pid; wait"], start_new_session=True)
     print(folder, flush=True)
     time.sleep(600)
 """
 
 
 @pytest.fixture(autouse=True)
-def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield
-    until(lambda: not [*living(tmp_path)])  # a guardian that has not come to its end yet
 
 
 def living(place: Path) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
-        try:
-            ours = str(place) in process.environ().get(MARK_VARIABLE, "") or str(place) in " ".join(process.cmdline())
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
-        except psutil.Error:
-            continue
-
-
-def until_known(place: Path, *names: str) -> None:
-    """Beside the guardian; one that just starts shows no environment yet, or is still what it was forked from."""
-
-    def are_known() -> bool:
         with suppress(psutil.Error):
-            found = [one for one in living(place) if "children.py" not in " ".join(one.cmdline())]
-            return sorted(one.name() for one in found) == sorted(names)
-        return False
-
-    until(are_known)
+            if (
+                str(place) in process.environ().get(MARK_VARIABLE, "")
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.pid != os.getpid()
+            ):
+                yield process
 
 
 def test_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +50,7 @@ def test_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with guarded_temp_folder() as folder:
         assert Path(tempfile.mkdtemp()).parent == folder
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        until_known(tmp_path, "sleep")
+        until(lambda: [one.pid for one in living(tmp_path)] == [child.pid])
         assert {os.environ[MARK_VARIABLE], os.environ["TMPDIR"]} == {str(folder)}
     assert child.wait(60) == -signal.SIGKILL
     assert [*tmp_path.iterdir()] == []
@@ -96,54 +81,27 @@ def test_an_error_inside_stays_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("how", ["owner", "family"])
-def test_killed(tmp_path: Path, how: str) -> None:
-    """The owner alone, or all that descends from it: the guardian does not."""
+def test_the_next_start_ends_what_a_killed_owner_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER], env=env, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     folder = Path(owner.stdout.readline().strip())
     until((folder / "pid").exists)
-    until_known(tmp_path, "sh", "sleep")
-    family = psutil.Process(owner.pid).children(recursive=True) if how == "family" else []
-    for process in (psutil.Process(owner.pid), *family):
-        with suppress(psutil.NoSuchProcess):  # the guardian is faster
-            process.kill()
-    assert owner.wait() == -signal.SIGKILL
-    owner.stdout.close()
-    until(lambda: not [*living(tmp_path), *tmp_path.iterdir()])
-
-
-@pytest.mark.fault
-def test_the_guardian_is_killed(tmp_path: Path) -> None:
-    """Then the owner clears up itself."""
-    with guarded_temp_folder():
-        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        until_known(tmp_path, "sleep")
-        for process in living(tmp_path):
-            if "children.py" in " ".join(process.cmdline()):
-                process.kill()
-    assert child.wait(60) == -signal.SIGKILL
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_what_both_have_left_is_swept_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", 0.0)
-    left = atomic.temp_beside(tmp_path / "health")
-    (left / "torchelastic").mkdir(parents=True)
+    with guarded_temp_folder() as ours:
+        assert folder.exists() and ours.exists(), "its owner lives"
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert [*living(tmp_path)]
     with guarded_temp_folder() as ours:
         assert [*tmp_path.iterdir()] == [ours]
-        atomic.sweep_temps(tmp_path)  # as another start does
-        assert ours.exists(), "we live"
+        until(lambda: not [one for one in living(tmp_path) if one.environ()[MARK_VARIABLE] == str(folder)])
 
 
-def test_no_guardian_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "__file__", str(tmp_path / "gone.py"))
-    with pytest.raises(TransientError, match="cannot be started"), guarded_temp_folder():
-        pass
-    assert [*tmp_path.iterdir()] == []
+def test_no_folder_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(TransientError, match="cannot be started"), cleanup.guarded_temp_folder():
+    with pytest.raises(TransientError, match="cannot be started"), guarded_temp_folder():
         pass
 
 

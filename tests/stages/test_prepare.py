@@ -115,8 +115,8 @@ def test_what_an_input_holds_beside_its_rows_is_on_the_console_and_in_the_result
 ) -> None:
     folder = tmp_path / "in" / "market=us"
     folder.mkdir(parents=True)
-    rows = [f"query {n % 30},title {n},{('no', 'yes')[n % 2]},{n // 2 % 40}\n" for n in range(240)]
-    (folder / "a.csv").write_text("query,title,label,query_id\n" + "".join(rows))
+    rows = [f"query {n % 30},title {n},{('no', 'yes')[n % 2]}\n" for n in range(240)]
+    (folder / "a.csv").write_text("query,title,label\n" + "".join(rows))
     given = ("--data.path", str(tmp_path / "in"), "--data.valid-fraction=0")
     assert prepare(tmp_path, *given) == 0
     assert not [name for name in stored(tmp_path).figures if "not_read" in name]
@@ -128,6 +128,3 @@ def test_what_an_input_holds_beside_its_rows_is_on_the_console_and_in_the_result
     assert (figures["files_not_read"], figures["not_read"]) == (2, "market=us/.a.csv.crc, market=us/_SUCCESS")
     assert f"prepare: 2 other file(s) were not read: {figures['not_read']}" in shown
     assert str(figures["warning_1"]).endswith("market=us")
-    ids_of = {n % 30: {other // 2 % 40 for other in range(240) if other % 30 == n % 30} for n in range(30)}
-    several = sum(len(ids) > 1 for ids in ids_of.values())
-    assert several and any(f"{several} query text(s) have several query ids" in str(text) for text in figures.values())

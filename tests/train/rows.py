@@ -10,15 +10,15 @@ from safetensors.numpy import save_file
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, TrainState
 from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
-from pipeline.data.loader import RowSource
+from pipeline.data.loader import GroupSource, RowSource
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.data.token_sets import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.data.training_groups import NONE, GroupedRows, MinedProducts
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
+from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
-from pipeline.train.program import flat_strategy
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, prepare_model
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
 BUCKETS = (Bucket(4, 6), Bucket(6, 8))
@@ -40,7 +40,6 @@ MODEL = ModelConfig(
     cross_layers=1,
     feature_sizes=(8,),
     mlp_sizes=(16,),
-    categorical_size=4,
 )
 TRAIN = TrainConfig(
     start="scratch",
@@ -48,14 +47,13 @@ TRAIN = TrainConfig(
     micro_batch_size=8,
     max_steps=6,
     candidates_per_query=2,
-    row_tokens=(12, 30),
 )
 
 
 def write_shard(path: Path, rows: Sequence[int], first_id: int, buckets: Sequence[Bucket] = BUCKETS) -> ShardFile:
     """`rows[b]` rows of bucket b with sample ids from `first_id` on. A good pair shares its tokens.
 
-    Texts of bucket b have 4 + b tokens.
+    Texts of bucket b have 4 + 2 b tokens, so that groups of either bucket take rows of another length.
     """
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for index, (count, bucket) in enumerate(zip(rows, buckets, strict=True)):
@@ -67,7 +65,7 @@ def write_shard(path: Path, rows: Sequence[int], first_id: int, buckets: Sequenc
         label = rng.integers(0, 2, count)
         topic = rng.integers(3, VOCAB, (count, 2))
         other = np.where(label[:, None] == 1, topic, rng.integers(3, VOCAB, (count, 2)))
-        topic, other = (np.concatenate([ids, ids[:, :index]], axis=1) for ids in (topic, other))
+        topic, other = (np.concatenate([ids, ids[:, : 2 * index]], axis=1) for ids in (topic, other))
         tensors |= {
             f"b{index}.query": _framed(topic, bucket.query_tokens),
             f"b{index}.product": _framed(other, bucket.product_tokens),
@@ -160,15 +158,24 @@ def mined_from(rows: TokenRows, slots: int, *, most: int = 5, seed: int = 1) -> 
     return MinedProducts(rows, rows.pad_id, query_id, product, slots, seed)
 
 
-def plan_of(groups: GroupedRows, config: TrainConfig = TRAIN) -> BatchPlan:
+def plan_of(groups: GroupSource, config: TrainConfig = TRAIN) -> BatchPlan:
     """The order of the global batches of `config` over groups."""
     return BatchPlan(groups.sizes, groups_of_batch(config), 1)
 
 
 def make_program(
-    backend: Backend, config: TrainConfig = TRAIN, model: ModelConfig = MODEL, accumulation: int = 1
+    backend: Backend,
+    config: TrainConfig = TRAIN,
+    model: ModelConfig = MODEL,
+    accumulation: int = 1,
+    chunk_mib: float = CHUNK_MIB,
 ) -> TrainProgram:
-    strategy = flat_strategy(build_model(model, SPEC, config.seed), backend, config)
+    fresh = build_model(model, SPEC, config.seed)
+    prepare_model(fresh, backend, config)
+    recompute = config.parallel.recompute == "units"
+    strategy = FlatStrategy(
+        fresh, backend, precision=config.precision, chunk_mib=chunk_mib, recompute=recompute, host_mean=list
+    )
     return TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=BUCKETS)
 
 

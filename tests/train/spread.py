@@ -21,14 +21,13 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
-from pipeline.model.config import LossConfig, ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.world import World, world_from_env
 from pipeline.train.config import OptimizerConfig, TrainConfig, batch_share, run_layout
 from pipeline.train.optimizer import control_values
-from pipeline.train.program import module_strategy, open_program
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, module_strategy, open_program
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 SMALL = MODEL.model_copy(update={"num_layers": 3, "num_heads": 4, "hidden_size": 32})
@@ -36,12 +35,10 @@ EVERYTHING = TRAIN.model_copy(
     update={
         "global_batch_size": 16,
         "micro_batch_size": 4,
-        "average_decay": 0.9,
-        "loss": LossConfig(learn_temperature=True, temperature=0.05, memory_batches=2),
-        "optimizer": OptimizerConfig(layer_decay=0.9, max_grad_norm=0.5, eps=1e-6),
+        "optimizer": OptimizerConfig(head_rate=2.0, max_grad_norm=0.5, eps=1e-6),
     }
 )
-"""A learnt temperature and a memory over a global batch of several passes, an average, rates by layer, clipping.
+"""A global batch of several passes, rates by part, clipping.
 
 `eps` is above what rounding leaves of a gradient that is zero: AdamW divides by its size, and would make a step of it.
 """

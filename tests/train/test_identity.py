@@ -41,8 +41,6 @@ OUTSIDE = {
     "start": "the digest of the parent is a part of its own",
     "micro_batch_size": "how a batch is cut for memory",
     "step_boundary": "how a step is cut into graphs",
-    "batches_per_execution": "how many steps the host hands over at once",
-    "chunk_mib": "pieces of a reduction",
     "parallel": "how ranks share a step",
     "deadline": "when it has to end",
     "on_deadline": "what happens then",
@@ -52,12 +50,11 @@ OUTSIDE = {
 
 
 def test_every_setting_of_training_is_in_the_identity_or_named_as_outside() -> None:
-    train = TRAIN.model_copy(update={"loss": TRAIN.loss.model_copy(update={"memory_batches": 2})})
-    found = without_effect(train, lambda one: identity(**{f"train_{name}": getattr(one, name) for name in FIELDS}))
+    found = without_effect(TRAIN, lambda one: identity(**{f"train_{name}": getattr(one, name) for name in FIELDS}))
     check_named(found, OUTSIDE)
-    for name, changed in variants(train, loss__matryoshka_sizes=(4,)):
+    for name, changed in variants(TRAIN, loss__matryoshka_sizes=(4,)):
         if (top := name.split(".")[0]) not in OUTSIDE:
-            ours = identity(**{f"train_{one}": getattr(train, one) for one in FIELDS})
+            ours = identity(**{f"train_{one}": getattr(TRAIN, one) for one in FIELDS})
             theirs = identity(**{f"train_{one}": getattr(changed, one) for one in FIELDS})
             assert dict(set(ours.items()) ^ set(theirs.items())).keys() == {f"train.{top}"}
 
@@ -101,10 +98,10 @@ def test_runs_from_before_there_were_topics_and_links_are_those_without() -> Non
     assert not {"train.queries_per_topic", "train.link_queries"} & set(identity())
 
 
-def test_runs_from_before_there_was_a_memory_are_those_without() -> None:
-    loss = TRAIN.loss.model_dump(mode="json")
-    assert identity()["train.loss"] == fingerprint({k: v for k, v in loss.items() if k != "memory_batches"})
-    assert identity(train_loss=TRAIN.loss.model_copy(update={"memory_batches": 1})) != identity()
+def test_a_retired_setting_stands_in_the_identity_as_it_was() -> None:
+    retired = {name: value for name, value in TRAIN.loss.retired.items() if name != "memory_batches"}
+    assert identity()["train.loss"] == fingerprint({**TRAIN.loss.model_dump(mode="json"), **retired})
+    assert {"train.row_tokens", "train.average_decay"} <= identity().keys()
 
 
 def test_a_part_that_one_side_lacks_is_a_difference() -> None:

@@ -26,8 +26,9 @@ from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import GuardConfig, TrainConfig
-from pipeline.train.loop import BatchStream, Cadence, EvaluationOutcome, Hooks, Pace, TrainLoop
+from pipeline.train.loop import Cadence, EvaluationOutcome, Hooks, TrainLoop
 from pipeline.train.step import TrainProgram
+from pipeline.train.stream import BatchStream, Pace
 from tests.train.rows import MODEL, TRAIN, grouped, make_program, make_rows, plan_of
 
 
@@ -71,7 +72,7 @@ class Bench:
             stop=self.stop,
             console=Console(stream=self.console),
             cadence=self.cadence,
-            hooks=Hooks(self._evaluate, self._save, lambda step, values: None, self._emit),
+            hooks=Hooks(self._evaluate, self._save, self._emit),
             deadline_s=self.deadline_s,
         )
 

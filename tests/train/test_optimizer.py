@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.parallel.strategies.base import Chunk
 from pipeline.train.config import OptimizerConfig
-from pipeline.train.optimizer import CONTROL_SIZE, AdamW, control_values, rate_of
+from pipeline.train.optimizer import CONTROL_SIZE, AdamW, control_values
 
 CONFIG = OptimizerConfig(weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
 
@@ -84,13 +83,3 @@ def test_a_vector_may_have_a_rate_of_its_own(traced: bool) -> None:
         optimizer.step(gradients(1), control_values(1, 0.01, CONFIG), torch.tensor(1.0), torch.tensor(True))
     assert torch.equal(plain.masters[0], faster.masters[0])
     torch.testing.assert_close(faster.masters[1] - start()[1], 10 * (plain.masters[1] - start()[1]))
-
-
-def test_layers_learn_the_slower_the_deeper_they_lie() -> None:
-    def rate(encoder: bool, layer: int | None, decay: float = 0.5) -> float:
-        config = OptimizerConfig(head_rate=20.0, layer_decay=decay)
-        return rate_of(Chunk(True, encoder, (), (), (), layer), 3, config)
-
-    assert [rate(True, layer) for layer in (0, 1, 2, 3)] == [0.125, 0.25, 0.5, 1.0]
-    assert rate(False, None) == 20.0
-    assert rate(True, None, decay=1.0) == 1.0

@@ -1,9 +1,6 @@
 """The training program on CPU: gradients, guard, figures, state."""
 
-import math
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +13,10 @@ from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
-from pipeline.model.hf_weights import to_hf
-from pipeline.model.losses import LOG_SCALE, start_values
 from pipeline.model.relevance import build_model
-from pipeline.train.build import Saver
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.program import flat_strategy
-from pipeline.train.step import FIGURES, TrainProgram
+from pipeline.train.step import FIGURES, TrainProgram, flat_strategy
 from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
@@ -96,9 +89,8 @@ class Ranks:
 def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int, two_passes: bool) -> Tensor:
     """(losses, then the first moments after the last step with beta1 0: the gradient itself) of every rank, [R, ...].
 
-    One step, or with a memory two, at rate 0: what is in it differs from the batch, and the weights stay.
+    One step at rate 0.
     """
-    steps = 1 + bool(config.loss.memory_batches)
     mined = mined_from(rows, config.mined_per_query) if config.mined_per_query else None
     groups, ranks, found = grouped(rows, config, mined), Ranks(world_size), {}
 
@@ -116,10 +108,8 @@ def gradients(rows: TokenRows, config: TrainConfig, world_size: int, accumulatio
         )
         share = RankShare(rank, world_size, accumulation)
         program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=rows.buckets)
-        micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, steps)]
-        for number in range(steps):
-            these = micros[number * accumulation : (number + 1) * accumulation]
-            step(program, these, control_values(number + 1, 0.0, config.optimizer))
+        micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
+        step(program, micros, control_values(1, 0.0, config.optimizer))
         (figures,) = program.read_figures(1)
         moments = [moment.reshape(-1) for moment in program.optimizer.exp_avg]
         found[rank] = torch.cat([torch.tensor([figures["loss"]]), *moments])
@@ -143,21 +133,13 @@ def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
             "mined_per_query": mined,
             "global_batch_size": 64,
             "micro_batch_size": 64,
-            "loss": LossConfig(
-                symmetric_share=0.3,
-                listwise_weight=0.2,
-                head_gradient=0.5,
-                learn_temperature=bool(mined),
-                matryoshka_sizes=(4, 8) if mined else (),
-                memory_batches=2 if mined else 0,
-            ),
+            "loss": LossConfig(matryoshka_sizes=(4, 8) if mined else ()),
             "optimizer": OptimizerConfig(beta1=0.0, max_grad_norm=1e9),
         }
     )
     whole = gradients(rows, config, 1, 1, two_passes=False)[0]
     cut = gradients(rows, config, world_size, accumulation, two_passes)
     assert float(whole[1:].abs().max()) > 1e-2
-    assert float(whole[-1].abs()) > 1e-2 or not mined, "the gradient by the temperature, the last parameter"
     for rank in cut:
         torch.testing.assert_close(rank, whole, rtol=1e-5, atol=1e-6)
 
@@ -253,185 +235,15 @@ def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
     check_alike(program, other, steps[2:])
 
 
-REMEMBERING = TRAIN.model_copy(update={"loss": LossConfig(memory_batches=3)})
-
-
-def test_a_memory_changes_the_loss_from_the_second_step_on_and_is_restored_bit_by_bit(rows: TokenRows) -> None:
-    steps = batches_of(rows, 4)
-    plain, program = make_program(CpuBackend()), make_program(CpuBackend(), REMEMBERING)
-    without, found = train(plain, steps[:2]), train(program, steps[:2])
-    assert found[0] == pytest.approx(without[0], rel=1e-5) and found[1]["loss"] > without[1]["loss"] + 1e-5
-    weights, optimizer = ({name: tensor.clone() for name, tensor in part.items()} for part in program.snapshot())
-    there = optimizer["memory.kind"] > 0
-    products = TRAIN.global_batch_size
-    assert len(there) == 3 * products and int(there[:products].sum()) == 0 < int(there[-products:].sum())
-    other = make_program(CpuBackend(), REMEMBERING.model_copy(update={"seed": 99}))
-    other.restore(weights, optimizer)
-    check_alike(program, other, steps[2:])
-
-
-def test_a_run_without_a_memory_does_not_go_on_from_one_that_has_it(rows: TokenRows) -> None:
-    program = make_program(CpuBackend(), REMEMBERING)
-    with pytest.raises(CheckpointError, match=r"memory\.kind"):
-        make_program(CpuBackend()).restore(*program.snapshot())
-
-
-AVERAGED = TRAIN.model_copy(update={"average_decay": 0.9})
-
-
-def test_the_average_is_what_is_served_and_changes_nothing_of_training(rows: TokenRows) -> None:
-    steps = batches_of(rows, 4)
-    plain, averaged = make_program(CpuBackend()), make_program(CpuBackend(), AVERAGED)
-    expected = {name: tensor.double() for name, tensor in plain.snapshot()[0].items()}
-    for number, (batch,) in enumerate(steps, start=1):
-        for one in (plain, averaged):
-            step(one, [batch], control(number))
-        share = 1 - min(0.9, (1 + number) / (10 + number))
-        for name, tensor in plain.snapshot()[0].items():
-            expected[name] += (tensor.double() - expected[name]) * share
-    weights, optimizer = averaged.snapshot()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name].double(), tensor, rtol=1e-6, atol=1e-7)
-    masters = torch.cat([optimizer["masters.decayed"], optimizer["masters.plain"]])
-    assert torch.equal(masters, torch.cat([master.detach() for master in plain.strategy.masters]))
-    served = make_program(CpuBackend())
-    served.restore(weights, None)
-    assert torch.equal(served.outputs(steps[0][0]).logits, averaged.outputs(steps[0][0]).logits)
-    other = make_program(CpuBackend(), AVERAGED.model_copy(update={"seed": 99}))
-    other.restore(weights, optimizer)
-    for one in (averaged, other):
-        step(one, [steps[0][0]], control(5))
-    left, right = state_of(averaged), state_of(other)
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    fresh = make_program(CpuBackend(), AVERAGED)
-    fresh.restore(weights, None)  # a run that starts from a promoted model
-    assert all(torch.equal(a, m) for a, m in zip(fresh.average, fresh.strategy.masters, strict=True))
-
-
-LEARNT = TRAIN.model_copy(update={"loss": LossConfig(learn_temperature=True, temperature=0.05)})
-
-
-def test_a_learnt_temperature_is_one_more_tensor_of_a_checkpoint_and_changes_nothing_but_itself_at_first(
-    rows: TokenRows,
-) -> None:
-    """One step from equal weights: the gradient of the weights has the direction of that at the fixed temperature.
-
-    Its length is clipped with one element more. Not the weights after it: Adam divides by the gradient's own size, and
-    what is zero but for rounding becomes a whole step.
-    """
-    ((batch,),) = batches_of(rows, 1)
-    plain, learnt = make_program(CpuBackend()), make_program(CpuBackend(), LEARNT)
-    for one in (plain, learnt):
-        step(one, [batch], control(1))
-    (weights, _), (before, _) = learnt.snapshot(), plain.snapshot()
-    assert weights.keys() - before.keys() == {LOG_SCALE}
-    found, expected = (torch.cat([part.reshape(-1) for part in one.optimizer.exp_avg]) for one in (learnt, plain))
-    assert len(found) == len(expected) + 1
-    directions = [torch.nn.functional.normalize(vector[: len(expected)], dim=0) for vector in (found, expected)]
-    torch.testing.assert_close(*directions, rtol=1e-4, atol=1e-6)
-    (figures,) = learnt.read_figures(1)
-    assert figures["temperature"] == pytest.approx(math.exp(-float(weights[LOG_SCALE])))
-    assert figures["temperature"] != pytest.approx(0.05, rel=1e-3) and "temperature" not in plain.read_figures(1)[0]
-
-
-def test_a_learnt_temperature_stays_at_a_hundredth_or_above(rows: TokenRows) -> None:
-    program = make_program(CpuBackend(), LEARNT)
-    ((batch,),) = batches_of(rows, 1)
-    with torch.no_grad():
-        program.strategy.masters[-1].fill_(5.0)
-    step(program, [batch], control(1))
-    assert program.read_figures(1)[0]["temperature"] == pytest.approx(0.01)
-    assert float(program.snapshot()[0][LOG_SCALE]) == pytest.approx(math.log(100))
-
-
-def test_a_run_that_learns_the_temperature_is_restored_bit_by_bit(rows: TokenRows) -> None:
-    config = LEARNT.model_copy(update={"average_decay": 0.9})
-    steps = batches_of(rows, 3)
-    program, other = (make_program(CpuBackend(), one) for one in (config, config.model_copy(update={"seed": 99})))
-    train(program, steps[:2])
-    other.restore(*program.snapshot())
-    for one in (program, other):
-        step(one, steps[2], control(3))
-    left, right = state_of(program), state_of(other)
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-@pytest.mark.parametrize(("learns", "knows"), [(True, True), (True, False), (False, True)])
-def test_a_parent_gives_the_temperature_it_learnt(rows: TokenRows, learns: bool, knows: bool) -> None:
-    """One that did not learn it leaves the start value; a run that does not learn it leaves the parent's out."""
-    parent = make_program(CpuBackend(), LEARNT if knows else TRAIN)
-    train(parent, batches_of(rows, 1))
-    config = TRAIN.model_copy(update={"loss": LossConfig(learn_temperature=learns, temperature=0.03)})
-    program, said = make_program(CpuBackend(), config), list[str]()
-    weights = to_hf(parent.snapshot()[0])
-    template = {name: tensor.to("meta") for name, tensor in program.snapshot()[0].items()}
-    saver: Any = Saver(program, None, None, None, None, template, b"", said.append, start_values(config.loss))  # type: ignore[arg-type]
-    saver.start_from(SimpleNamespace(weights=lambda: weights, prefix="checkpoints/c/step-1"))
-    found = program.snapshot()[0]
-    assert torch.equal(found["head.weight"], weights["head.weight"])
-    if learns:
-        expected = weights[LOG_SCALE] if knows else torch.tensor([-math.log(0.03)])
-        torch.testing.assert_close(found[LOG_SCALE], expected)
-    assert ["learnt a temperature, which is left out" in message for message in said] == ([] if learns else [True])
-
-
-DECAYING = TRAIN.model_copy(update={"optimizer": OptimizerConfig(layer_decay=0.5, weight_decay=0.0)})
-
-
-def test_a_layer_moves_at_its_own_rate(rows: TokenRows) -> None:
-    """One step of Adam from nothing moves each parameter by its rate, whatever the gradient."""
-    model = MODEL.model_copy(update={"num_layers": 2})
-    program = make_program(CpuBackend(), DECAYING, model)
-    before = {name: tensor.clone() for name, tensor in program.snapshot()[0].items()}
-    train(program, batches_of(rows, 1), rate=0.01)
-    after = program.snapshot()[0]
-    moved = {name: float((after[name] - before[name]).abs().max()) for name in after}
-    assert moved["encoder.word_embeddings.weight"] == pytest.approx(0.0025, rel=1e-2)
-    assert moved["encoder.embedding_norm.bias"] == pytest.approx(0.0025, rel=1e-2)
-    assert moved["encoder.layers.0.output.weight"] == pytest.approx(0.005, rel=1e-2)
-    assert moved["encoder.layers.1.output.weight"] == pytest.approx(0.01, rel=1e-2)
-    assert moved["head.weight"] == pytest.approx(0.01, rel=1e-2)
-
-
-def test_the_norm_behind_the_last_layer_of_a_modernbert_moves_as_that_layer(rows: TokenRows) -> None:
-    program = make_program(CpuBackend(), DECAYING, MODEL.model_copy(update={"architecture": "modernbert"}))
-    before = {name: tensor.clone() for name, tensor in program.snapshot()[0].items()}
-    train(program, batches_of(rows, 1), rate=0.01)
-    after = program.snapshot()[0]
-    last = MODEL.encoder.num_layers - 1
-    for name in ("final_norm.weight", f"layers.{last}.output.weight"):
-        moved = float((after[f"encoder.{name}"] - before[f"encoder.{name}"]).abs().max())
-        assert moved == pytest.approx(0.01, rel=1e-2), name
-
-
-def test_layers_apart_have_the_state_of_one_vector_and_the_same_bits_in_any_chunks(rows: TokenRows) -> None:
-    steps = batches_of(rows, 3)
-    model = MODEL.model_copy(update={"num_layers": 2})
-    small = DECAYING.model_copy(update={"chunk_mib": 0.002})
-    whole, chunked = (make_program(CpuBackend(), config, model) for config in (DECAYING, small))
-    assert len(whole.strategy.masters) == 8 < len(chunked.strategy.masters)
-    assert train(whole, steps[:2]) == train(chunked, steps[:2])
-    other = make_program(CpuBackend(), small, model)
-    other.restore(*whole.snapshot())
-    for one in (whole, other):
-        step(one, steps[2], control(3))
-    found, expected = state_of(other), state_of(whole)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    alike = make_program(CpuBackend(), TRAIN, model)  # all layers at one rate: what it saves has the same form
-    assert {n: t.shape for n, t in state_of(alike).items()} == {n: t.shape for n, t in expected.items()}
-
-
-CHUNKED = TRAIN.model_copy(update={"chunk_mib": 0.002})
-
-
 def test_chunks_change_no_bit_also_not_of_a_run_that_is_continued_with_others(rows: TokenRows) -> None:
     """Clipping, too: the norm is that of all gradients. `middle` starts whole and goes on in chunks."""
     steps = batches_of(rows, 4, accumulation=2)
-    whole, chunked, middle = (make_program(CpuBackend(), config, accumulation=2) for config in (TRAIN, CHUNKED, TRAIN))
+    whole, chunked, middle, other = (
+        make_program(CpuBackend(), accumulation=2, chunk_mib=mib) for mib in (32.0, 0.002, 32.0, 0.002)
+    )
     assert len(whole.strategy.masters) == 4 and len(chunked.strategy.masters) > 8
     assert train(whole, steps) == train(chunked, steps)
     train(middle, steps[:2])
-    other = make_program(CpuBackend(), CHUNKED, accumulation=2)
     other.restore(*middle.snapshot())
     for number, micros in enumerate(steps[2:], start=3):
         step(other, micros, control(number))
@@ -463,7 +275,7 @@ def test_state_of_another_shape_is_refused_by_name(rows: TokenRows) -> None:
 def test_a_batch_outside_the_buckets_is_a_data_error(rows: TokenRows) -> None:
     ((batch,),) = batches_of(rows, 1)
     wide = {**batch, "tokens": torch.zeros(4, 7, dtype=torch.int32)}
-    with pytest.raises(DataError, match=r"a batch of 7 tokens\s+expected: one of 12, 22, 4x6, 6x8"):
+    with pytest.raises(DataError, match=r"a batch of 7 tokens\s+expected: one of 16, 22, 4x6, 6x8"):
         step(make_program(CpuBackend()), [wide], control(1))
 
 

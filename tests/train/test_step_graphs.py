@@ -17,10 +17,9 @@ from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig
 from pipeline.train.optimizer import AdamW
-from pipeline.train.program import flat_strategy
-from pipeline.train.step import TrainProgram, has_dropout
+from pipeline.train.step import TrainProgram, flat_strategy, has_dropout
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
-from tests.train.test_step import AVERAGED, REMEMBERING, batches_of, control, step
+from tests.train.test_step import batches_of, control, step
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +49,25 @@ FIRST, NEXT = "first_micro_step", "micro_step"
 
 
 @pytest.mark.parametrize(
-    ("boundary", "accumulation", "together", "weight", "ranks", "backend", "expected"),
+    ("boundary", "accumulation", "weight", "ranks", "backend", "expected"),
     [
-        ("split", 1, 1, 0.1, 1, CpuBackend, [FIRST, "update"]),
-        ("fused", 1, 1, 0.1, 1, CpuBackend, ["step"]),
-        ("fused", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
-        ("split", 1, 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
-        ("split", 4, 1, 0.0, 1, CpuBackend, [FIRST, NEXT, NEXT, NEXT, "update"]),
-        ("fused", 4, 2, 0.0, 1, CpuBackend, [FIRST, "step"]),
-        ("split", 3, 2, 0.0, 1, CpuBackend, [FIRST, NEXT, "update"]),
-        ("split", 2, 1, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
-        ("split", 3, 2, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
-        ("fused", 1, 1, 0.1, 2, GathersOnHost, ["embed_batch", "embeddings", "contrast", FIRST, "update"]),
-        ("fused", 1, 1, 0.0, 2, GathersOnHost, [FIRST, "update"]),
-        ("fused", 2, 1, 0.1, 1, GathersOnHost, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
-        ("fused", 2, 1, 0.1, 2, ReducesInGraph, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
+        ("split", 1, 0.1, 1, CpuBackend, [FIRST, "update"]),
+        ("fused", 1, 0.1, 1, CpuBackend, ["step"]),
+        ("fused", 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
+        ("split", 1, 0.1, 2, CpuBackend, [FIRST, "update"]),
+        ("split", 4, 0.0, 1, CpuBackend, [FIRST, NEXT, NEXT, NEXT, "update"]),
+        ("fused", 2, 0.0, 1, CpuBackend, [FIRST, "step"]),
+        ("split", 2, 0.1, 1, CpuBackend, ["embed_batch", "embed_batch", "contrast", FIRST, NEXT, "update"]),
+        ("fused", 1, 0.1, 2, GathersOnHost, ["embed_batch", "embeddings", "contrast", FIRST, "update"]),
+        ("fused", 1, 0.0, 2, GathersOnHost, [FIRST, "update"]),
+        ("fused", 2, 0.1, 1, GathersOnHost, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
+        ("fused", 2, 0.1, 2, ReducesInGraph, ["embed_batch", "embed_batch", "contrast", FIRST, "step"]),
     ],
 )
 def test_where_a_step_is_cut(
     rows: TokenRows,
     boundary: str,
     accumulation: int,
-    together: int,
     weight: float,
     ranks: int,
     backend: type[CpuBackend],
@@ -79,7 +75,7 @@ def test_where_a_step_is_cut(
 ) -> None:
     """Through the host ranks exchange between graphs: what is exchanged ends one."""
     loss = TRAIN.loss.model_copy(update={"contrastive_weight": weight})
-    changes = {"step_boundary": boundary, "batches_per_execution": together, "loss": loss}
+    changes = {"step_boundary": boundary, "loss": loss}
     config, watch = TRAIN.model_copy(update=changes), Phases()
     share = RankShare(0, ranks, accumulation)
     strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
@@ -186,27 +182,11 @@ def test_gradient_and_loss_are_the_outputs_of_a_micro_step(rows: TokenRows) -> N
     assert [one.shape for one in backend.cuts[0]] == [*(one.shape for one in program.strategy.masters), (1,)]
 
 
-@pytest.mark.parametrize(("boundary", "accumulation"), [("split", 1), ("fused", 1), ("split", 2), ("fused", 2)])
-def test_a_memory_is_an_output_of_the_graph_that_makes_it(rows: TokenRows, boundary: str, accumulation: int) -> None:
-    def makes_it(cut: list[Tensor]) -> bool:
-        assert all(isinstance(one, Tensor) for one in cut)
-        return program._memory is not None and {id(one) for one in program._memory} <= {id(one) for one in cut}
-
+def test_all_that_an_update_changes_is_an_output_of_it(rows: TokenRows) -> None:
     backend = Outputs()
-    config = REMEMBERING.model_copy(update={"step_boundary": boundary})
-    program = make_program(backend, config, accumulation=accumulation)
-    assert [makes_it(cut) for cut in backend.cuts] == [True]
-    backend.cuts.clear()
-    step(program, batches_of(rows, 1, accumulation)[0], control(1))
-    assert sum(makes_it(cut) for cut in backend.cuts) == 1
-
-
-@pytest.mark.parametrize("config", [TRAIN, AVERAGED], ids=["plain", "averaged"])
-def test_all_that_an_update_changes_is_an_output_of_it(rows: TokenRows, config: TrainConfig) -> None:
-    backend = Outputs()
-    program = make_program(backend, config)
+    program = make_program(backend)
     step(program, batches_of(rows, 1)[0], control(1))
     outputs = {id(one) for one in backend.cuts[-1]}
-    for changed in (program.strategy.masters, program.average, program.optimizer.exp_avg, program.optimizer.exp_avg_sq):
+    for changed in (program.strategy.masters, program.optimizer.exp_avg, program.optimizer.exp_avg_sq):
         assert {id(one) for one in changed} <= outputs
     assert id(program.guard.state) in outputs and len(backend.cuts[-1]) == len(outputs)

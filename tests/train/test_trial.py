@@ -1,44 +1,39 @@
-"""The made-up rows of a trial: groups for rows of every length, or one clear error."""
+"""The made-up rows of a trial are those of training in everything that a graph can see."""
 
-from typing import Any, cast
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipeline.core.batch_order import Bucket
-from pipeline.core.errors import ConfigError
-from pipeline.data.training_groups import GroupedRows
-from pipeline.settings import Settings
-from pipeline.train.config import TrainConfig, rows_of_batch
-from pipeline.train.trial import STEPS_PER_BUCKET, Trial
-from tests.train.rows import SPEC
+from pipeline.core.batch_order import RankShare
+from pipeline.data.loader import training_batches
+from pipeline.train.config import rows_of_batch
+from pipeline.train.trial import BlankGroups, BlankRows
+from tests.train.rows import BUCKETS, SPEC, TRAIN, grouped, make_rows, mined_from, plan_of
 
-nothing = cast(Any, None)
+SHARE = RankShare()
 
 
-def groups(train: TrainConfig, *buckets: str) -> GroupedRows:
-    shapes = tuple(map(Bucket.parse, buckets))
-    return Trial(Settings(train=train), SPEC, shapes, nothing, nothing, nothing, nothing, nothing)._groups()
+@pytest.mark.parametrize("mined", [0, 2])
+def test_batches_have_the_tensors_of_training(tmp_path: Path, mined: int) -> None:
+    config = TRAIN.model_copy(update={"mined_per_query": mined})
+    rows = make_rows(tmp_path, [(40, 40)])
+    real = grouped(rows, config, mined_from(rows, mined) if mined else None)
+    blank = BlankGroups(SPEC, rows_of_batch(config, BUCKETS), config.candidates_per_query, mined, 12)
+    found = []
+    for source in (real, blank):
+        plan = plan_of(source, config)
+        batches = {batch.length: batch.tensors for batch in training_batches(source, plan, SHARE, 0, 9)}
+        found.append({length: {n: (t.dtype, t.shape) for n, t in batches[length].items()} for length in batches})
+    of_real, of_blank = found
+    assert of_blank.keys() == set(range(len(blank.lengths))) >= of_real.keys()
+    assert all(of_blank[length] == tensors for length, tensors in of_real.items())
+    (text,) = {tuple(row) for row in blank.read(np.zeros(4, np.int64), np.arange(4), 0)["positions"].tolist()}
+    assert max(text) < min(blank.lengths[0], 8) and text.count(0) == 1 + blank.slots + mined
 
 
-@pytest.mark.parametrize("products", [(1, 0), (4, 0), (8, 2), (12, 5), (16, 7), (20, 3), (28, 3), (48, 16)])
-@pytest.mark.parametrize("buckets", [("16x48", "32x96"), ("16x40",), ("16x32",), ("8x64", "16x64", "16x128")])
-def test_there_are_batches_of_every_length(products: tuple[int, int], buckets: tuple[str, ...]) -> None:
-    slots, mined = products
-    batch = slots * 8
-    train = TrainConfig(
-        candidates_per_query=slots, mined_per_query=mined, global_batch_size=batch, micro_batch_size=batch
-    )
-    assert groups(train, *buckets).sizes == (8 * STEPS_PER_BUCKET,) * len(
-        rows_of_batch(train, [Bucket.parse(one) for one in buckets])
-    )
-
-
-def test_rows_shorter_than_their_products_are_met_too() -> None:
-    train = TrainConfig(candidates_per_query=16, mined_per_query=7, row_tokens=(12, 200))
-    assert 0 not in groups(train, "16x40").sizes
-
-
-def test_lengths_that_no_group_of_equal_products_tells_apart_are_one_error() -> None:
-    train = TrainConfig(candidates_per_query=64, row_tokens=(200, 201))
-    with pytest.raises(ConfigError, match=r"rows of 20[01] tokens cannot be filled by a query and 64 products"):
-        groups(train, "4x40")
+def test_pairs_have_the_arrays_of_evaluation(tmp_path: Path) -> None:
+    rows, blank = make_rows(tmp_path, [(6, 6)]), BlankRows(SPEC, BUCKETS, 6)
+    asked = np.zeros(4, dtype=np.int64), np.arange(4), 1
+    real, made = rows.read(*asked), blank.read(*asked)
+    assert {n: (a.dtype, a.shape) for n, a in real.items()} == {n: (a.dtype, a.shape) for n, a in made.items()}

@@ -17,8 +17,7 @@ from pipeline.model.config import LossConfig
 from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.stages.estimates import contrastive_batch
 from pipeline.train.config import TrainConfig, needs_two_passes
-from pipeline.train.program import flat_strategy
-from pipeline.train.step import TrainProgram
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 CONFIG = TRAIN.model_copy(update={"global_batch_size": 32, "micro_batch_size": 32})

@@ -36,7 +36,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import translate_os_error
-from pipeline.parallel.network import own_address
+from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S
 
 # What of a machine is free: virtual CPUs, memory, and the places for gangs.

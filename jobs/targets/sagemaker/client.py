@@ -8,26 +8,12 @@ ListServiceJobs, DescribeJobQueues, DescribeSchedulingPolicies and DescribeServi
 sagemaker:DescribeTrainingJob on training-job/AWSBatch*; iam:PassRole on the execution roles.
 """
 
-import time
-from collections.abc import Callable
-from typing import Any
-
-from jobs.targets.batch.client import (
-    AwsClient,
-    BatchClient,
-    Detail,
-    is_missing,
-    message_of,
-    name_of,
-)
+from jobs.targets.batch.client import AwsClient, BatchClient, Detail, is_missing, message_of, name_of
 from jobs.targets.sagemaker.requests import PLAN, Request
 from pipeline.core.errors import ConfigError
-from pipeline.core.stop import StopSignal
-from pipeline.io.requests import RetryPolicy
 
 QUOTA = "ResourceLimitExceeded"
 """Begins the reason of a job that may start and for which the account has no machine left."""
-CALLS_PER_S = 2.0  # what AWS allows is not published; a cycle needs no more
 
 
 class SageMakerClient(AwsClient):
@@ -35,20 +21,8 @@ class SageMakerClient(AwsClient):
 
     rights = "sagemaker:CreateTrainingJob, DescribeTrainingJob, StopTrainingJob, AddTags and iam:PassRole on the roles"
 
-    def __init__(
-        self,
-        raw: Any,
-        *,
-        policy: RetryPolicy | None = None,
-        stop: StopSignal | None = None,
-        calls_per_s: float = CALLS_PER_S,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(raw, policy=policy, stop=stop)
-        self._pause_s, self._monotonic, self._next_at = 1 / calls_per_s, monotonic, 0.0
-
     def create(self, request: Request) -> str:
-        """Make a training job, unless it is there already; empty, or why the account has no machine for it now.
+        """Make a training job unless it is there. Return why the account has no machine for it now, else nothing.
 
         Raises ConfigError for a request that SageMaker refuses, and for a name that somebody else has taken.
         """
@@ -86,13 +60,6 @@ class SageMakerClient(AwsClient):
             return is_missing(error) or "is in status" in message_of(error)
 
         self.call(f"stopping training job {name}", "stop_training_job", accepted=is_over, TrainingJobName=name)
-
-    def send(self, operation: str, request: Request) -> Detail:
-        wait_s = self._next_at - self._monotonic()
-        if wait_s > 0:
-            self._stop.wait(wait_s)
-        self._next_at = self._monotonic() + self._pause_s
-        return super().send(operation, request)
 
 
 class ServiceJobClient(BatchClient):

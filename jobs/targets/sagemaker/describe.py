@@ -36,7 +36,7 @@ _WITH_SAGEMAKER, _OVER = frozenset({"SCHEDULED", "STARTING", "RUNNING"}), frozen
 
 @dataclass(frozen=True)
 class Seen:
-    """One try. `end`: None while it is under way. `note`: what it waits for, if it does.
+    """One attempt. `end`: None while it is under way. `note`: what it waits for, if it does.
 
     `streams`: what the names of its log streams begin with, by node; none: not known (yet). `again`: whether the
     platform tries again by itself; None: we decide. `is_queued`: it was handed over, and no machine has it (yet).

@@ -1,25 +1,30 @@
-"""From a job to a training job, with SageMaker's own calls or as a service job of AWS Batch, and their names. Pure.
+"""From a job to a training job, with SageMaker's own calls or as a service job of AWS Batch; names, and what is refused
+before anything is sent.
 
-CreateTrainingJob refuses a name that exists, so the name of a try is all that has to be the same whoever makes it.
+CreateTrainingJob refuses a name that exists, so the name of an attempt is all that has to be the same whoever makes it.
 
-A service job is all tries of one leaf in one round. Batch starts them, each as a training job of its own name. It knows
-no exit codes: its rules look at the beginning of the reason, where `trnjobs-entry` has put the code.
+A service job is all attempts of one leaf in one round. Batch starts them, each as a training job of its own name. It
+knows no exit codes: its rules look at the beginning of the reason, where `trnjobs-entry` has put the code.
 
 Sources: API reference of AWS Batch (SubmitServiceJob), its user guide (service jobs: payload, retries; `AWSBatch`, the
-name in the payload and 32 characters name a training job).
+name in the payload and 32 characters name a training job); botocore's model of SageMaker, which validates requests.
 """
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jobs.cycle.job_states import Leaf, leaves_of
 from jobs.node.environment import STARTS, job_variables
-from jobs.plan.dag import Plan
+from jobs.plan.dag import Plan, refuse
 from jobs.plan.resources import has_accelerator, ml_machine
 from jobs.plan.retry import Retry
 from jobs.plan.script import ENTRY
+from jobs.plan.spec import JobSpec
+from jobs.targets.batch.limits import MAX_SUBMIT_BYTES, SHARE
 from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.describe import RECEIVED
 from pipeline.core.fingerprint import fingerprint
@@ -31,6 +36,9 @@ PLAN = "TRNJOBS_PLAN"
 SERVICE_JOB_TYPE = "SAGEMAKER_TRAINING"
 MAX_NAME, MAX_PAYLOAD_NAME = 63, 23
 HASH_CHARACTERS, MAX_FIRST = 8, 31
+MAX_CHILDREN = 50  # of an array: each is a training job of its own
+MAX_PAYLOAD_BYTES = 10 * 1024
+MAX_VALUE, MAX_WORDS, MAX_WORD = 512, 100, 256
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,11 @@ class Cycle:
     life: float
 
     def leaf_id(self, leaf: Leaf, round_: int) -> str:
-        """Of all tries of a leaf in a round: the name of its service job, where its starts are counted, and the id in
-        records (of an array that of the whole job)."""
+        """Name all attempts of a leaf in a round: its service job, its starts, and the id in records."""
         return self._named(leaf, f"r{round_}", round_)
 
     def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
-        """The name of one try, the same on every machine and different for any other try of any cycle."""
+        """Name one attempt: the same on every machine, and different for any other attempt of any cycle."""
         return self._named(leaf, f"r{round_}a{attempt}", round_, attempt)
 
     def _named(self, leaf: Leaf, last: str, *numbers: int) -> str:
@@ -56,9 +63,9 @@ class Cycle:
 
 
 def _name(words: list[str], content: list[str | int], limit: int) -> str:
-    """Words and a hash of the content, in letters, digits and single hyphens.
+    """Join words and a hash of the content, in letters, digits and single hyphens.
 
-    Of too many words the first stays, by which rights are given, and the end: which try.
+    Of too many words the first stays, by which rights are given, and the end: which attempt.
     """
     text, room = _dashed("-".join(words)), limit - HASH_CHARACTERS - 1
     if len(text) > room:
@@ -74,46 +81,48 @@ def _dashed(text: str) -> str:
 def training_job_request(
     cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | None, starts: str = "", round_: int = 1
 ) -> Request:
-    """CreateTrainingJob. `attempt`: which try, from 1; None: the nodes count it. `starts`: where they count."""
+    """CreateTrainingJob. `attempt`: from 1; None: the nodes count it. `starts`: where they count."""
     plan, job, where = cycle.plan, leaf.spec, sagemaker_placement_of(cycle.plan, leaf.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
-    resources: Request = {
-        "InstanceType": ml_machine(job.resources),
-        "InstanceCount": nodes,
-        "VolumeSizeInGB": where.volume_gib,
-    }
-    if where.keep_alive_s:
-        resources["KeepAlivePeriodInSeconds"] = where.keep_alive_s
-    algorithm: Request = {
-        "TrainingImage": job.image,
-        "TrainingInputMode": "File",
-        "ContainerEntrypoint": [*job.command[:entry]],
-    }
-    if job.command[entry:]:
-        algorithm["ContainerArguments"] = [*job.command[entry:]]
+    variables = {**job.environment, PLAN: plan.plan_id, **job_variables(plan, job, round_)}
+    variables |= {} if attempt is None else {ATTEMPT: str(attempt)}
+    variables |= {STARTS: starts} if starts else {}
+    variables |= {} if leaf.index is None else {ARRAY_INDEX: str(leaf.index)}
     request: Request = {
         "TrainingJobName": name,
         "RoleArn": placement_of(plan, job).job_role,
-        "AlgorithmSpecification": algorithm,
-        "OutputDataConfig": {"S3OutputPath": where.output or f"{plan.workspace.rstrip('/')}/sagemaker"},
-        "ResourceConfig": resources,
+        "AlgorithmSpecification": {
+            "TrainingImage": job.image,
+            "TrainingInputMode": "File",
+            "ContainerEntrypoint": [*job.command[:entry]],
+        },
+        "OutputDataConfig": {"S3OutputPath": f"{plan.workspace.rstrip('/')}/sagemaker"},
+        "ResourceConfig": {
+            "InstanceType": ml_machine(job.resources),
+            "InstanceCount": nodes,
+            "VolumeSizeInGB": where.volume_gib,
+        },
         "StoppingCondition": {"MaxRuntimeInSeconds": job.timeout_s},
-        "Environment": environment(plan, leaf, attempt, starts, round_),
+        "Environment": dict(sorted(variables.items())),
         "Tags": [{"Key": key, "Value": value} for key, value in tags(plan, leaf).items()],
     }
+    if job.command[entry:]:
+        request["AlgorithmSpecification"]["ContainerArguments"] = [*job.command[entry:]]
+    if where.keep_alive_s:
+        request["ResourceConfig"]["KeepAlivePeriodInSeconds"] = where.keep_alive_s
     if where.subnets:
         request["VpcConfig"] = {"Subnets": [*where.subnets], "SecurityGroupIds": [*where.security_groups]}
     if where.spot_wait_s:
         request["EnableManagedSpotTraining"] = True
         request["StoppingCondition"]["MaxWaitTimeInSeconds"] = job.timeout_s + where.spot_wait_s
-    if nodes > 1 and where.infra_check and has_accelerator(job.resources):
+    if nodes > 1 and has_accelerator(job.resources):
         request["InfraCheckConfig"] = {"EnableInfraCheck": True}
     return request
 
 
 def direct_request(cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Request:
-    """CreateTrainingJob of one try. With Spot capacity SageMaker starts it again by itself, as often as it likes."""
+    """CreateTrainingJob of one attempt. With Spot capacity SageMaker starts it again by itself."""
     starts = cycle.leaf_id(leaf, round_) if sagemaker_placement_of(cycle.plan, leaf.spec).spot_wait_s else ""
     name = cycle.training_job(leaf, round_, attempt)
     return training_job_request(cycle, leaf, name=name, attempt=attempt, starts=starts, round_=round_)
@@ -122,16 +131,16 @@ def direct_request(cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Reque
 def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
     """SubmitServiceJob. The same token for the same job: Batch makes it once.
 
-    The time limit of a try is in the payload, and so SageMaker's, as without a queue.
+    The time limit of an attempt is in the payload, and so SageMaker's, as without a queue.
     """
     plan, job, name = cycle.plan, leaf.spec, cycle.leaf_id(leaf, round_)
-    where, of_batch = sagemaker_placement_of(plan, job), placement_of(plan, job)
+    of_batch = placement_of(plan, job)
     # What Batch makes names of training jobs of: it needs 40 of their characters for itself.
     payload_name = _name([job.name], [name], MAX_PAYLOAD_NAME)
     payload = training_job_request(cycle, leaf, name=payload_name, attempt=None, starts=name, round_=round_)
     return {
         "jobName": name,
-        "jobQueue": where.queue,
+        "jobQueue": sagemaker_placement_of(plan, job).queue,
         "serviceJobType": SERVICE_JOB_TYPE,
         "serviceRequestPayload": json.dumps(payload, separators=(",", ":")),
         "shareIdentifier": of_batch.share_identifier,
@@ -143,7 +152,7 @@ def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
 
 
 def sagemaker_requests(plan: Plan) -> list[Request]:
-    """The first request of every job of a cycle, of an array that of each child, as if it were claimed at 1970."""
+    """Return the first request of every leaf, as if the cycle were claimed at 1970."""
     cycle, shown = Cycle(plan, 0.0), list[Request]()
     for leaf in (leaf for job in plan.jobs for leaf in leaves_of(job)):
         if sagemaker_placement_of(plan, leaf.spec).queue:
@@ -160,20 +169,75 @@ def retry_rules(retry: Retry) -> list[Request]:
     return [*again, {"action": "EXIT", "onStatusReason": "*"}]
 
 
-def environment(plan: Plan, leaf: Leaf, attempt: int | None, starts: str, round_: int) -> dict[str, str]:
-    variables = {
-        **leaf.spec.environment,
-        PLAN: plan.plan_id,
-        **job_variables(plan, leaf.spec, round_),
-    }
-    if attempt is not None:
-        variables[ATTEMPT] = str(attempt)
-    if starts:
-        variables[STARTS] = starts
-    if leaf.index is not None:
-        variables[ARRAY_INDEX] = str(leaf.index)
-    return dict(sorted(variables.items()))
-
-
 def tags(plan: Plan, leaf: Leaf) -> dict[str, str]:
     return {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": leaf.name}
+
+
+# What would be refused, or taken and never run.
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ConfigError with every problem of every job."""
+    problems = (
+        f"{job.name}: {one}" for job in plan.jobs for one in [*_job_problems(plan, job)] or _request_problems(plan, job)
+    )
+    refuse(plan, problems, platform="SageMaker", next_command="trnjobs plan --target sagemaker")
+
+
+def _job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
+    """Machine, workspace, role, shape, command and environment."""
+    where, machine = sagemaker_placement_of(plan, job), ml_machine(job.resources)
+    if not machine:
+        yield f"{job.resources.vcpus} vCPU and {job.resources.memory_mib:,} MiB a node; expected an instance (jobs.*)"
+    elif machine not in _model("sagemaker").shape_for("TrainingInstanceType").enum:
+        yield f"instance type {machine}, which SageMaker does not have; expected one of its training instances"
+    if not plan.workspace.startswith("s3://"):
+        yield f"workspace {plan.workspace}; expected one on S3 (s3://...), which training jobs share"
+    if not placement_of(plan, job).job_role or not job.image:
+        yield "no role or no image; expected an execution role (jobs.role) and an image in Amazon ECR (jobs.image)"
+    if job.array_size > MAX_CHILDREN:
+        yield f"an array of {job.array_size}; expected at most {MAX_CHILDREN}, each is a training job"
+    if bool(where.subnets) != bool(where.security_groups):
+        yield "subnets or security groups alone; expected both (jobs.sagemaker), or neither"
+    if len(job.command) > MAX_WORDS or any(len(word) > MAX_WORD or "\n" in word for word in job.command):
+        longest = max(map(len, job.command))
+        yield (
+            f"a command of {len(job.command)} words, the longest of {longest:,} characters; expected at most"
+            f" {MAX_WORDS} of {MAX_WORD}, each on one line"
+        )
+    for name, value in job.environment.items():
+        if len(value) > MAX_VALUE:
+            yield f"environment variable {name} of {len(value):,} characters; expected at most {MAX_VALUE}"
+
+
+def _request_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
+    cycle, leaf = Cycle(plan, 0.0), Leaf(job, job.array_size - 1 if job.array_size else None)
+    yield from request_problems("sagemaker", "CreateTrainingJob", direct_request(cycle, leaf, 1, job.retry.attempts))
+    if not sagemaker_placement_of(plan, job).queue:
+        return
+    queued = service_job_request(cycle, leaf, 1)
+    share, payload = queued["shareIdentifier"], queued["serviceRequestPayload"]
+    yield from request_problems("batch", "SubmitServiceJob", queued)
+    # Batch does not look into the payload, and botocore has no bounds.
+    if not SHARE.match(share):
+        yield f"share identifier {share!r}; expected letters and digits only, 1 to 255 (jobs.share_identifier)"
+    if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
+        yield f"a payload of {size:,} bytes; expected at most {MAX_PAYLOAD_BYTES:,} (command and environment)"
+    if (size := len(json.dumps(queued).encode())) > MAX_SUBMIT_BYTES:
+        yield f"a SubmitServiceJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"
+
+
+@cache
+def _model(service: str) -> Any:
+    from botocore.session import Session  # takes a while to import
+
+    return Session().get_service_model(service)
+
+
+def request_problems(service: str, operation: str, request: Request) -> Iterator[str]:
+    """Yield what botocore says against a request: types, required fields and lower bounds."""
+    from botocore.validate import ParamValidator
+
+    report = ParamValidator().validate(request, _model(service).operation_model(operation).input_shape)
+    if report.has_errors():
+        yield " ".join(report.generate_report().split())

@@ -1,6 +1,5 @@
 """The two ways to a training job: SageMaker's own calls, or a queue of AWS Batch that teams share."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jobs.cycle.job_states import Leaf
@@ -26,18 +25,18 @@ from pipeline.core.progress import Say
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """SageMaker's own calls: one training job for each try."""
+    """SageMaker's own calls: one training job for each attempt."""
 
     client: SageMakerClient
 
     def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
-        """One try; None where it does not exist."""
+        """Describe one attempt; None if it does not exist."""
         name = cycle.training_job(leaf, round_, attempt)
         detail = self.client.describe(name)
         return None if detail is None else seen_of(detail, host_prefixes(name, leaf.spec.num_nodes))
 
     def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
-        """Make it, unless it is there; what is known of it then, or why that is not possible now (`is_queued`)."""
+        """Make it unless it is there. Return what is known of it, or why that is not possible now (`is_queued`)."""
         name = cycle.training_job(leaf, round_, attempt)
         refused = self.client.create(direct_request(cycle, leaf, round_, attempt))
         if refused:
@@ -45,13 +44,13 @@ class DirectRoute:
         return Seen(streams=host_prefixes(name, leaf.spec.num_nodes))
 
     def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
-        """End it, if it runs or waits."""
+        """End it if it runs or waits."""
         self.client.stop(cycle.training_job(leaf, round_, attempt))
 
 
 @dataclass(frozen=True)
 class QueueRoute:
-    """A fair-share queue of AWS Batch: one service job for all tries of a leaf. `warn` takes one line."""
+    """A fair-share queue of AWS Batch: one service job for all attempts of a leaf. `warn` takes one line."""
 
     client: ServiceJobClient
     training: SageMakerClient
@@ -63,14 +62,28 @@ class QueueRoute:
         """Raises ConfigError with everything for which this account would not run the jobs of the plan."""
         problems, warnings = list[str](), list[str]()
         for name in dict.fromkeys(where for job in plan.jobs if (where := sagemaker_placement_of(plan, job).queue)):
-            queues = self.client.described("queues", [name])
-            names = [one["serviceEnvironment"] for queue in queues for one in queue.get("serviceEnvironmentOrder", ())]
-            problems += _problems(plan, name, queues, self.client.described("service environments", names))
-            policies = [arn for queue in queues if (arn := queue.get("schedulingPolicyArn"))]
-            for policy in self.client.described("scheduling policies", policies):
+            jobs = [job for job in plan.jobs if sagemaker_placement_of(plan, job).queue == name]
+            queue = next(iter(self.client.described("queues", [name])), None)
+            if queue is None:
+                problems.append(f"queue {name}: does not exist in this account and region")
+                continue
+            problems += queue_problems(name, queue, is_shared=True)
+            if queue.get("jobQueueType") != SERVICE_JOB_TYPE:
+                problems.append(f"queue {name}: of type {queue.get('jobQueueType')}; expected {SERVICE_JOB_TYPE}")
+            names = [one["serviceEnvironment"] for one in queue.get("serviceEnvironmentOrder", ())]
+            found = self.client.described("service environments", names)
+            usable = [one for one in found if one.get("state") != "DISABLED" and one.get("status") != "INVALID"]
+            if not usable:
+                problems.append(f"queue {name}: no enabled service environment")
+            limits = [int(limit["maxCapacity"]) for one in usable for limit in one["capacityLimits"]]
+            for job in jobs:
+                if limits and job.num_nodes > max(limits):
+                    problems.append(f"{job.name}: {job.num_nodes} nodes; the service environment has {max(limits):,}")
+            policies = self.client.described("scheduling policies", [queue.get("schedulingPolicyArn") or "none"])
+            for policy in policies:
                 if "fairsharePolicy" not in policy:
                     problems.append(f"queue {name}: its scheduling policy has no fair shares")
-                for job in plan.jobs:
+                for job in jobs:
                     warnings += share_warning(name, placement_of(plan, job).share_identifier, policy)
         if problems:
             raise ConfigError(
@@ -93,7 +106,7 @@ class QueueRoute:
         return seen_of_try(detail, attempt, training, num_nodes=leaf.spec.num_nodes)
 
     def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
-        """All its tries: Batch starts them."""
+        """Submit all its attempts: Batch starts them."""
         request = service_job_request(cycle, leaf, round_)
         self.client.submit_service_job(request)
         return Seen(is_queued=True, note=f"{QUEUED} {request['jobQueue'].rpartition('/')[2]}")
@@ -110,22 +123,3 @@ class QueueRoute:
         if found is not None:
             self._ids[name] = str(found["jobId"])
         return found
-
-
-def _problems(plan: Plan, name: str, queues: Sequence[Detail], environments: Sequence[Detail]) -> Iterator[str]:
-    if not queues:
-        yield f"queue {name}: does not exist in this account and region"
-        return
-    (queue,) = queues
-    yield from queue_problems(name, queue, is_shared=True)
-    if queue.get("jobQueueType") != SERVICE_JOB_TYPE:
-        yield f"queue {name}: of type {queue.get('jobQueueType', 'EC2')}; training jobs need one of {SERVICE_JOB_TYPE}"
-    usable = [one for one in environments if one.get("state") != "DISABLED" and one.get("status") != "INVALID"]
-    if not usable:
-        yield f"queue {name}: no enabled service environment"
-        return
-    limits = [limit for one in usable for limit in one["capacityLimits"] if limit["capacityUnit"] == "NUM_INSTANCES"]
-    most = max((int(limit["maxCapacity"]) for limit in limits), default=None)
-    for job in plan.jobs:
-        if most is not None and job.num_nodes > most and sagemaker_placement_of(plan, job).queue == name:
-            yield f"{job.name}: {job.num_nodes} nodes at once; the service environment of {name} has {most:,}"

@@ -3,13 +3,13 @@
 Nothing but names holds a cycle together: whoever comes next describes the training jobs that should exist and goes on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Cancel, JobRecord, JobState, Submission
-from jobs.cycle.job_states import Leaf
+from jobs.cycle.job_states import AttemptEnd, Leaf
 from jobs.plan.dag import Plan
 from jobs.targets.base import (
     PATIENCE_S,
@@ -26,10 +26,8 @@ from jobs.targets.batch.blocked import explain
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.client import QUOTA
-from jobs.targets.sagemaker.controller import Advance, Try, advance, observed_record
-from jobs.targets.sagemaker.describe import Seen
-from jobs.targets.sagemaker.limits import check_plan
-from jobs.targets.sagemaker.requests import Cycle
+from jobs.targets.sagemaker.describe import QUEUED, Seen
+from jobs.targets.sagemaker.requests import Cycle, check_plan
 from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
@@ -83,22 +81,21 @@ class SageMakerTarget(Target):
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
         """Make what may start now and end what is to end; the records after it, which are saved."""
         known, cycle = self._known(plan), self._cycle(plan)
-        step = self._look(cycle, known)
-        made = dict(step.records)
-        for leaf in step.starts:
-            record = made[leaf.name]
-            attempt = len(record.attempts) + (record.state is JobState.RUNNABLE)
+        first = self._look(cycle, known)
+        made = dict(first.records)
+        for leaf in first.starts:
+            record, attempt = made[leaf.name], attempt_of(made[leaf.name]) or 1
             one = self._route(plan, leaf).start(cycle, leaf, known.rounds[leaf.name], attempt)
             made[leaf.name] = observed_record(leaf, record, one, None, self.store.clock())
-        again = self._look(cycle, replace(known, records=made)) if step.starts else step
-        for name, record in again.records.items():
+        now = self._look(cycle, replace(known, records=made)) if first.starts else first
+        for name, record in now.records.items():
             if record.state is not known.records[name].state:
                 self.say(job_states.change_line(record))
         # A reason to cancel that came meanwhile is read by that second look: what was made before it is ended.
-        for leaf, reason in again.stops:
-            attempt = len(again.records[leaf.name].attempts)
+        for leaf, reason in now.stops:
+            attempt = len(now.records[leaf.name].attempts)
             self._route(plan, leaf).stop(cycle, leaf, known.rounds[leaf.name], attempt, reason)
-        records = known.by_job(plan, again.records)
+        records = known.by_job(plan, now.records)
         self.store.save_records(records)
         return records
 
@@ -142,19 +139,18 @@ class SageMakerTarget(Target):
             keep_cancels(self.store, dict.fromkeys(ids, Cancel(reason=reason, at=self.store.clock())))
             self.advance(plan)
 
-    def _look(self, cycle: Cycle, known: LatestRecords) -> Advance:
-        """Ask for every try that may exist, until nothing new comes of it."""
-        seen = dict[Try, Seen | None]()
+    def _look(self, cycle: Cycle, known: LatestRecords) -> "Look":
         asked = read_cancels(self.store)
         cancelled = {name: asked[job_id_of(one)] for name, one in known.records.items() if job_id_of(one) in asked}
-        leaves = {leaf.name: leaf for leaf in known.leaves}
-        while True:
-            step = advance(known.leaves, known.records, seen, cancelled=cancelled, at=self.store.clock())
-            if not step.looks:
-                return step
-            for name, attempt in step.looks:
-                leaf = leaves[name]
-                seen[name, attempt] = self._route(cycle.plan, leaf).look(cycle, leaf, known.rounds[name], attempt)
+        seen = dict[tuple[str, int], Seen | None]()
+
+        def look(leaf: Leaf, attempt: int) -> Seen | None:
+            key = leaf.name, attempt
+            if key not in seen:
+                seen[key] = self._route(cycle.plan, leaf).look(cycle, leaf, known.rounds[leaf.name], attempt)
+            return seen[key]
+
+        return looked(known.leaves, known.records, look, cancelled=cancelled, at=self.store.clock())
 
     def _route(self, plan: Plan, leaf: Leaf) -> DirectRoute | QueueRoute:
         return self.queue if sagemaker_placement_of(plan, leaf.spec).queue else self.direct
@@ -165,3 +161,114 @@ class SageMakerTarget(Target):
     def _cycle(self, plan: Plan) -> Cycle:
         claim = self.store.claim()
         return Cycle(plan, claim.claimed_at if claim else 0.0)
+
+
+# SageMaker knows no dependencies and no second attempt: both are decided here, by the rules of jobs/cycle/job_states.py
+# that the local engine has. Whoever asks, and as often as they like, gets the same answer for the same knowledge.
+
+LAG_S = 600.0
+"""A training job that was made and is not described for so long is there no more."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The records of all leaves as they are now, by name; which may be made, and which are to end, and why.
+
+    Of a leaf that is active and may be made, its last attempt has vanished.
+    """
+
+    records: Mapping[str, JobRecord]
+    starts: tuple[Leaf, ...]
+    stops: tuple[tuple[Leaf, str], ...]
+
+
+def looked(
+    leaves: Sequence[Leaf],
+    records: Mapping[str, JobRecord],
+    look: Callable[[Leaf, int], Seen | None],
+    *,
+    cancelled: Mapping[str, Cancel],
+    at: float,
+) -> Look:
+    """Ask for every attempt that may exist, until nothing new comes of it.
+
+    `look` returns None for an attempt that does not exist. `cancelled`: by users, by name of leaf.
+    """
+    now, ends = dict(records), dict(cancelled)
+    while True:
+        before = dict(now)
+        ended_at = min((one.stopped_at or at for one in now.values() if one.state.is_failure), default=at)
+        for name, reason in job_states.unneeded_jobs(leaves, now).items():
+            ends.setdefault(name, Cancel(reason=reason, at=ended_at))
+        for leaf in leaves:
+            now[leaf.name] = _observed(leaf, now[leaf.name], look, ends.get(leaf.name), at)
+        failed = {leaf.spec.name for leaf in leaves if now[leaf.name].state.is_failure}
+        waiting = [leaf for leaf in leaves if leaf.name in ends and now[leaf.name].state is JobState.PENDING]
+        for leaf in waiting:
+            if not failed.isdisjoint(leaf.waits_for()):  # it has not failed for what is cancelled with it
+                now[leaf.name] = job_states.failed_record(now[leaf.name], ends[leaf.name].reason, at)
+                failed.add(leaf.spec.name)
+        now |= job_states.advance_waiting_jobs(leaves, now, at)
+        if now != before:
+            continue
+        if not waiting:
+            break
+        now |= {leaf.name: job_states.failed_record(now[leaf.name], ends[leaf.name].reason, at) for leaf in waiting}
+    active = [leaf for leaf in leaves if now[leaf.name].state.is_active]
+    found = {leaf.name: look(leaf, number) for leaf in leaves if (number := attempt_of(now[leaf.name]))}
+    order = [leaf for leaf in (*job_states.queue(leaves, now), *active) if found[leaf.name] is None]
+    made = {name for name, one in found.items() if one is not None or now[name].state.is_active}
+    return Look(
+        records=now,
+        starts=tuple(leaf for leaf in order if leaf.name not in ends),
+        stops=tuple((leaf, ends[leaf.name].reason) for leaf in reversed(leaves) if leaf.name in made & ends.keys()),
+    )
+
+
+def attempt_of(record: JobRecord) -> int | None:
+    """The attempt that is under way, or may be made; None for a leaf that waits for others or has ended."""
+    if record.state.is_active:
+        return len(record.attempts)
+    return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
+
+
+def observed_record(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel | None, at: float) -> JobRecord:
+    """The record with what was seen of the attempt that is under way, or may be made."""
+    is_runnable = record.state is JobState.RUNNABLE
+    if one.is_queued and is_runnable and one.end is not None:
+        reason = cancelled.reason if cancelled else one.end.status_reason
+        return job_states.failed_record(record, reason, one.ended_at or at)
+    if one.is_queued and one.end is None:
+        return record.model_copy(update={"status_reason": one.note})
+    if is_runnable:
+        record = job_states.starting_record(record, one.streams)
+    if record.state is JobState.STARTING and (one.started_at is not None or (one.end and one.end.exit_code == 0)):
+        record = job_states.running_record(record, one.started_at or one.ended_at or at)
+    record = job_states.with_last_attempt(record, log_streams=one.streams or record.attempts[-1].log_streams)
+    if one.end is None:
+        return record.model_copy(update={"status_reason": one.note})
+    end = one.end
+    is_ours = cancelled is not None and (one.ended_at or at) >= cancelled.at
+    if cancelled and is_ours and not job_states.has_succeeded(end):
+        end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
+    record = job_states.record_after_attempt(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
+    return job_states.with_last_attempt(record, billable_s=one.billable_s)
+
+
+def _observed(
+    leaf: Leaf,
+    record: JobRecord,
+    look: Callable[[Leaf, int], Seen | None],
+    cancelled: Cancel | None,
+    at: float,
+) -> JobRecord:
+    number = attempt_of(record)
+    one = look(leaf, number) if number else None
+    if one is not None:
+        return observed_record(leaf, record, one, cancelled, at)
+    if number is None or cancelled is None:
+        return record
+    # Never made; or made and deleted. What was handed over to a queue may be listed late.
+    is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
+    is_gone = is_new or at - cancelled.at > LAG_S
+    return job_states.failed_record(record, cancelled.reason, at) if is_gone else record

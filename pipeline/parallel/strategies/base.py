@@ -29,9 +29,6 @@ class Chunk:
     """As the module has them; a matrix with more rows than columns may lie transposed (see FlatLayout)."""
     segments: tuple[int, ...]
     """Elements of each run of parameters that sums are taken over, whatever the chunk."""
-    layer: int | None = None
-    """Of the encoder, from 1; 0: what stands before its layers, the last: with what stands behind it; None: a chunk may
-    have parameters of all of them."""
 
     @property
     def size(self) -> int:
@@ -48,7 +45,7 @@ class Strategy(Protocol):
     model: RelevanceModel
     """Its structure, and the switch between training and evaluation."""
     weights: Sequence[Tensor]
-    """What the forward pass takes, and an average is made of: the masters, or copies that `publish` makes."""
+    """What the forward pass takes: the masters, or copies that `publish` makes."""
     template: Mapping[str, Tensor]
     """Names and shapes of the tensors in a checkpoint, on the meta device."""
     masters: Sequence[Tensor]
@@ -58,13 +55,8 @@ class Strategy(Protocol):
     size: int
     """Elements of the whole model's parameters."""
 
-    def single(self, name: str) -> tuple[Tensor, Tensor]:
-        """A parameter that is a weight by itself, and its master."""
-
-    def forward(
-        self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
-    ) -> RelevanceOutputs:
-        """Scores and embeddings of one batch on the device. `weights`: in place of those in training."""
+    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
+        """Compute scores and embeddings of one batch on the device."""
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
         """Of a micro-batch, to be added up by the caller and given to `reduce`; `is_last`: of its step.
@@ -84,19 +76,10 @@ class Strategy(Protocol):
     def publish(self) -> None:
         """Make the weights what the masters are, after these have changed. All ranks call it."""
 
-    def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(named weights fp32, optimizer state) in host memory, on rank 0 at least; all ranks call it.
+    def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copy (named weights fp32, optimizer state) to host memory, on rank 0 at least; all ranks call it."""
 
-        `served`: the weights of the model that is evaluated and saved.
-        """
-
-    def restore(
-        self,
-        weights: Mapping[str, Tensor],
-        into: Sequence[Sequence[Tensor]],
-        saved: Mapping[str, Tensor] | None,
-        state: State,
-    ) -> None:
+    def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
         """Put weights (our names, any dtype) on the device and, when resuming, the `saved` optimizer state.
 
         It has the names of `state`. Raises CheckpointError for the state of another model.

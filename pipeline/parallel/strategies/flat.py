@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, groupby, islice, product
+from itertools import accumulate, chain, islice, product
 from typing import Any
 
 import torch
@@ -19,51 +19,39 @@ from torch import Tensor, nn
 
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
-from pipeline.parallel.recompute import recomputed
+from pipeline.parallel.activations import recomputed
 from pipeline.parallel.strategies.base import Chunk, Precision, State, Strategy
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 ALIGNED = 16  # elements; see _segments
 _FEWEST_SEGMENTS, _LARGEST_SEGMENT = 32, 2**21
-_ENCODER, _LAYERS, _FINAL = "encoder.", "encoder.layers.", "encoder.final_norm."
+_ENCODER = "encoder."
+CHUNK_MIB = 32.0
+"""Most MiB (fp32) of parameters in one vector: of one update, and one reduction over ranks."""
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor lies: chunks of decayed parameters, then those of the others; the encoder's first.
-
-    A temperature that is learnt is a chunk of its own, the last one: the others are those of a model without it.
-    """
+    """Where each named tensor lies: chunks of decayed parameters, then those of the others; the encoder's first."""
 
     chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def of(module: nn.Module, chunk_mib: float, *, by_layer: bool = False) -> "FlatLayout":
-        """A module's parameters in chunks of at most `chunk_mib` (fp32), or one segment where that is larger.
+    def of(module: nn.Module, chunk_mib: float = CHUNK_MIB) -> "FlatLayout":
+        """Lay a module's parameters in chunks of at most `chunk_mib` (fp32), or one segment where that is larger.
 
-        `by_layer`: no chunk has parameters of two layers of the encoder. The order of parameters is the same, as a
-        module names them layer by layer; but the norm behind the last layer of a ModernBERT, which is of that layer,
-        lies behind the norm of its embeddings, where checkpoints have it. Tied parameters are not supported.
+        Tied parameters are not supported.
         """
-        every = {name: parameter.shape for name, parameter in module.named_parameters()}
-        named = [(name, shape) for name, shape in every.items() if name != LOG_SCALE]
+        named = [(name, parameter.shape) for name, parameter in module.named_parameters()]
         limit = int(chunk_mib * 2**20 / 4)
-        total = sum(shape.numel() for _, shape in named)
+        target = min(_LARGEST_SEGMENT, sum(shape.numel() for _, shape in named) // _FEWEST_SEGMENTS)
         chunks: list[Chunk] = []
-        parts = sorted({_part(name, by_layer) for name, _ in named}, key=lambda part: (not part[0], part[1] or 0))
-        last = max((layer or 0 for _, layer in parts), default=0)
-        for decayed, (encoder, place) in product((True, False), parts):
-            group = [p for p in named if (len(p[1]) > 1, _part(p[0], by_layer)) == (decayed, (encoder, place))]
-            for is_final, alike in groupby(group, key=lambda p: by_layer and p[0].startswith(_FINAL)):
-                layer = last if is_final else place
-                for run in _runs(_segments(list(alike), min(_LARGEST_SEGMENT, total // _FEWEST_SEGMENTS)), limit):
-                    parameters = [parameter for segment in run for parameter in segment]
-                    names, shapes = zip(*parameters, strict=True)
-                    chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run)), layer))
-        if LOG_SCALE in every:
-            chunks.append(Chunk(False, False, (LOG_SCALE,), (every[LOG_SCALE],), (every[LOG_SCALE].numel(),)))
+        for decayed, encoder in product((True, False), repeat=2):
+            group = [p for p in named if (len(p[1]) > 1, p[0].startswith(_ENCODER)) == (decayed, encoder)]
+            for run in _runs(_segments(group, target), limit):
+                names, shapes = zip(*chain.from_iterable(run), strict=True)
+                chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run))))
         return FlatLayout(tuple(chunks))
 
     @property
@@ -94,15 +82,6 @@ class FlatLayout:
 
 
 Parameter = tuple[str, torch.Size]
-
-
-def _part(name: str, by_layer: bool) -> tuple[bool, int | None]:
-    """Of a parameter's name: whether it is the encoder's, and by which of its layers it lies where that is asked."""
-    if not name.startswith(_ENCODER):
-        return False, None
-    if not by_layer:
-        return True, None
-    return True, int(name.removeprefix(_LAYERS).split(".")[0]) + 1 if name.startswith(_LAYERS) else 0
 
 
 def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Parameter]]:
@@ -176,7 +155,6 @@ def flat_forward(
     *,
     backend: Backend,
     precision: Precision,
-    head_gradient: float = 1.0,
 ) -> RelevanceOutputs:
     """Scores and embeddings of one batch on the device. `model` lends its structure, `flats` are the weights."""
     # Views of what is updated in place are replayed for every view; views of a copy, which XLA elides, are not.
@@ -186,9 +164,7 @@ def flat_forward(
         flats = [flat.clone() for flat in flats]
     context = backend.autocast(torch.bfloat16) if precision == "autocast" else nullcontext()
     with context:
-        outputs: RelevanceOutputs = torch.func.functional_call(
-            model, layout.unpack(flats), (inputs_of(batch),), {"head_gradient": head_gradient}
-        )
+        outputs: RelevanceOutputs = torch.func.functional_call(model, layout.unpack(flats), (inputs_of(batch),))
     return outputs
 
 
@@ -217,21 +193,20 @@ class FlatStrategy(Strategy):
         backend: Backend,
         *,
         precision: Precision,
-        chunk_mib: float,
-        by_layer: bool = False,
+        chunk_mib: float = CHUNK_MIB,
         recompute: bool = False,
         world_size: int = 1,
         host_mean: HostMean,
         host_gather: HostGather = list,
     ) -> None:
-        """Takes the model over. `chunk_mib`, `by_layer`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
+        """Takes the model over. `chunk_mib`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
 
         `recompute`: of the encoder's layers only the inputs are kept for backward.
         """
         self.backend, self.world_size = backend, world_size
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
-        self.layout = FlatLayout.of(model, chunk_mib, by_layer=by_layer)
+        self.layout = FlatLayout.of(model, chunk_mib)
         self.parts: Sequence[Chunk] = self.layout.chunks
         self.size = self.layout.size
         self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
@@ -251,22 +226,9 @@ class FlatStrategy(Strategy):
         masters = [flat.to(self.backend.device).requires_grad_() for flat in flats]
         return masters, masters
 
-    def single(self, name: str) -> tuple[Tensor, Tensor]:
-        """A parameter that is a vector of its own, and its master."""
-        weight = next(w for w, c in zip(self.weights, self.layout.chunks, strict=True) if c.names == (name,))
-        return weight, next(m for m, c in zip(self.masters, self.parts, strict=True) if c.names == (name,))
-
-    def forward(
-        self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
-    ) -> RelevanceOutputs:
+    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         return flat_forward(
-            self.model,
-            self.layout,
-            self.weights if weights is None else weights,
-            batch,
-            backend=self.backend,
-            precision=self._precision,
-            head_gradient=head_gradient,
+            self.model, self.layout, self.weights, batch, backend=self.backend, precision=self._precision
         )
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
@@ -297,28 +259,25 @@ class FlatStrategy(Strategy):
     def publish(self) -> None:
         """The weights are the masters."""
 
-    def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """With one synchronisation."""
-        host = iter(self.backend.to_host([*served, *chain.from_iterable(state.values())]))
-        weights = self.layout.unpack(list(islice(host, len(served))))
+    def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Copy with one synchronisation."""
+        host = iter(self.backend.to_host([*self.weights, *chain.from_iterable(state.values())]))
+        weights = self.layout.unpack(list(islice(host, len(self.weights))))
         parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
         return weights, {name: torch.cat(chunks) if len(chunks) > 1 else chunks[0] for name, chunks in parts.items()}
 
     @torch.no_grad()
-    def restore(
-        self,
-        weights: Mapping[str, Tensor],
-        into: Sequence[Sequence[Tensor]],
-        saved: Mapping[str, Tensor] | None,
-        state: State,
-    ) -> None:
-        packed = self.layout.pack(weights)
-        moves = [pair for tensors in into for pair in zip(tensors, packed, strict=True)]
+    def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
+        moves = self._holders(self.layout.pack(weights))
         for name, whole in (saved or {}).items():
             moves += zip(state[name], self._held(name, whole, state[name]), strict=True)
         for ours, incoming in moves:
             ours.copy_(incoming.to(ours.dtype).to(self.backend.device))
         self.backend.synchronise()
+
+    def _holders(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Pair the tensors that hold weights with what they are to hold of whole chunks."""
+        return list(zip(self.weights, flats, strict=True))
 
     def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """What this rank's `tensors` hold of a vector of a checkpoint. Raises CheckpointError for another size."""

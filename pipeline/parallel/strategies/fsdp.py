@@ -5,8 +5,8 @@ each. Checkpoints are those of flat vectors: whole named tensors, and moments in
 change the way it is spread at a resume.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -16,17 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from pipeline.backends import HostGather, HostMean, step_program
-from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
+from pipeline.parallel.activations import recompute_units
 from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.recompute import recompute_units
+from pipeline.parallel.parallelize import find_units, parallelize
 from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State, Strategy
 from pipeline.parallel.strategies.flat import FlatLayout, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
 from pipeline.parallel.tensors import full_cpu_tensor, load_shard, local_shard, shard_groups
-from pipeline.parallel.units import find_units
 
 
 class FsdpStrategy(Strategy):
@@ -38,28 +36,22 @@ class FsdpStrategy(Strategy):
         mesh: Mesh,
         *,
         precision: Precision,
-        by_layer: bool = False,
         host_mean: HostMean = list,
         host_gather: HostGather = list,
     ) -> None:
-        """Takes the model over. `by_layer`: see FlatLayout; `host_*`: over all ranks, of CPU tensors."""
+        """Takes the model over. `host_*`: over all ranks, of CPU tensors."""
         self.mesh, self.backend = mesh, mesh.backend
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
         self.template = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
-        flat = FlatLayout.of(model, _ONE_VECTOR_MIB, by_layer=by_layer)
+        flat = FlatLayout.of(model, _ONE_VECTOR_MIB)
         self.parts = [
-            Chunk(chunk.decayed, chunk.encoder, (name,), (shape,), (shape.numel(),), chunk.layer)
+            Chunk(chunk.decayed, chunk.encoder, (name,), (shape,), (shape.numel(),))
             for chunk in flat.chunks
             for name, shape in zip(chunk.names, chunk.shapes, strict=True)
         ]
         self.names = [part.names[0] for part in self.parts]
         self.size = flat.size
-        outside: dict[str, Tensor] = {}
-        if LOG_SCALE in self.names:  # a part of the loss, not of the forward pass: whole on every rank
-            start = model.get_parameter(LOG_SCALE).detach()
-            outside[LOG_SCALE] = start.to(self.backend.device, copy=True).requires_grad_()
-            del model.temperature
         self.model = model
         self._root: Any = None  # an FSDPModule as well; none where every rank has the whole model
         if self.backend.compiles_steps and mesh.layout.shard_size == mesh.layout.tensor_size == 1:
@@ -73,8 +65,8 @@ class FsdpStrategy(Strategy):
             # Before the first forward pass slices that need padding move, and masters would be copies from then on.
             self._root._get_fsdp_state()._lazy_init()
             self._compute = self._computed
-        parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **outside}
-        self._parameters = [parameters[name] for name in self.names]
+        parameters = dict(model.named_parameters())
+        self._parameters: list[Tensor] = [parameters[name] for name in self.names]
         fused = fused_parts(model)
         self._fused = [fused.get(name, 1) for name in self.names]
         with torch.no_grad():
@@ -87,48 +79,23 @@ class FsdpStrategy(Strategy):
         for index, parameter in enumerate(self._parameters):
             self._norms.setdefault(shard_groups(parameter), []).append(index)
 
-    def single(self, name: str) -> tuple[Tensor, Tensor]:
-        master = self.masters[self.names.index(name)]
-        return master, master
-
     def publish(self) -> None:
         """Units gather their weights from the masters as they are used."""
 
-    def forward(
-        self, batch: Mapping[str, Tensor], weights: Sequence[Tensor] | None = None, *, head_gradient: float = 1.0
-    ) -> RelevanceOutputs:
+    def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """All ranks call it."""
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
-        with self._serving(weights), context, collective_errors("computing", mixed=True):
-            return self._compute(inputs_of(batch), head_gradient)
+        with context, collective_errors("computing", mixed=True):
+            return self._compute(inputs_of(batch))
 
-    def _computed(self, inputs: RelevanceInputs | GroupInputs, head_gradient: float) -> RelevanceOutputs:
+    def _computed(self, inputs: RelevanceInputs | GroupInputs) -> RelevanceOutputs:
         outputs: RelevanceOutputs
         if self._root is not None or self._precision != "bf16":
-            outputs = self.model(inputs, head_gradient=head_gradient)
+            outputs = self.model(inputs)
         else:  # what the policy of shards does elsewhere
             weights = {name: one.to(torch.bfloat16) for name, one in self.model.named_parameters()}
-            outputs = torch.func.functional_call(self.model, weights, (inputs,), {"head_gradient": head_gradient})
+            outputs = torch.func.functional_call(self.model, weights, (inputs,))
         return outputs
-
-    @contextmanager
-    def _serving(self, weights: Sequence[Tensor] | None) -> Iterator[None]:
-        if weights is None or weights is self.masters:
-            yield
-            return
-        self._exchange(weights)
-        try:
-            yield
-        finally:
-            self._exchange(weights)
-
-    @torch.no_grad()
-    def _exchange(self, weights: Sequence[Tensor]) -> None:
-        for master, other in zip(self.masters, weights, strict=True):
-            kept = master.clone()
-            master.copy_(other)
-            other.copy_(kept)
-        self._forget_whole()
 
     def _forget_whole(self) -> None:
         """What is gathered still, after a forward pass without a backward pass, is of other weights."""
@@ -172,7 +139,7 @@ class FsdpStrategy(Strategy):
         return [torch.cat(rows.chunk(layout.world_size)[:: layout.tensor_size]) for rows in every]
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """The gradient is reduced already: the mean over ranks of the loss, and of what stands outside the model."""
+        """Reduce the loss; gradients of shards are reduced already, those of whole tensors are not."""
         pairs = zip(sums, self._parameters, strict=False)
         outside = [grad for grad, parameter in pairs if not isinstance(parameter, DTensor)]
         if self.mesh.layout.world_size > 1:
@@ -192,12 +159,12 @@ class FsdpStrategy(Strategy):
         return torch.sqrt(total)
 
     @torch.no_grad()
-    def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """In host memory of rank 0, nothing on the others. One tensor at a time is whole on the device."""
         weights: dict[str, Tensor] = {}
         parts: dict[str, list[Tensor]] = {}
         with collective_errors("gathering a checkpoint", mixed=True):
-            for index, tensor in enumerate(served):
+            for index, tensor in enumerate(self.masters):
                 if (full := self._whole(index, tensor)) is not None:
                     weights[self.names[index]] = full
             for name, tensors in state.items():
@@ -229,17 +196,10 @@ class FsdpStrategy(Strategy):
         return full.clone() if self.mesh.layout.rank == 0 else None
 
     @torch.no_grad()
-    def restore(
-        self,
-        weights: Mapping[str, Tensor],
-        into: Sequence[Sequence[Tensor]],
-        saved: Mapping[str, Tensor] | None,
-        state: State,
-    ) -> None:
+    def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
         """Of tensors that are mapped from files each rank reads its slices."""
         for index, name in enumerate(self.names):
-            for tensors in into:
-                self._fill(index, tensors[index], weights[name])
+            self._fill(index, self.masters[index], weights[name])
         for name, vector in (saved or {}).items():
             indices = self._indices(name, len(state[name]))
             sizes = [self.parts[i].size if i >= 0 else one.numel() for i, one in zip(indices, state[name], strict=True)]
@@ -260,7 +220,7 @@ class FsdpStrategy(Strategy):
             ours.copy_(full)
             return
         carrier = torch.empty_like(parameter, requires_grad=False)
-        load_shard(carrier, lambda slices: full[slices], self._fused[index])
+        load_shard(carrier, full, self._fused[index])
         ours.copy_(local_shard(carrier))
 
 

@@ -5,7 +5,7 @@ gradient is reduced to slices, each rank updates its own, and the new weights ar
 an all-reduce. It is the one sharding of the XLA line of Neuron: both collectives stand in the graph.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, RankGroup
-from pipeline.model.losses import LOG_SCALE
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import collective_errors
-from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State
-from pipeline.parallel.strategies.flat import ALIGNED, FlatLayout, FlatStrategy, split_saved
+from pipeline.parallel.strategies.base import KINDS, Precision, State
+from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout, FlatStrategy, split_saved
 
 LARGEST_BYTES, LARGEST_UNDER_AUTOCAST_BYTES = 130_000_000, 65_000_000
 """Of one reduce-scatter or all-gather. neuronx-distributed has these caps (trainer/trainer.py): "Bucket cap > 140 MB
@@ -74,20 +73,18 @@ class Zero1Strategy(FlatStrategy):
         backend: Backend,
         *,
         precision: Precision,
-        chunk_mib: float,
-        by_layer: bool = False,
+        chunk_mib: float = CHUNK_MIB,
         recompute: bool = False,
         shards: RankGroup,
         replicas: RankGroup,
         host_gather: HostGather = list,
-        is_averaged: bool = False,
         largest_bytes: int = 0,
     ) -> None:
-        """Takes the model over. `replicas`: the ranks with the same slices. `is_averaged`: an average is made of the
-        weights, which then are fp32 whatever the precision. `largest_bytes`: of a bucket; 0: by precision.
+        """Takes the model over. `replicas`: the ranks with the same slices. `largest_bytes`: of a bucket; 0: by
+        precision.
         """
         self._shards, self._replicas = shards, replicas
-        self._copied_as = torch.bfloat16 if precision == "bf16" and not is_averaged else torch.float32
+        self._copied_as = torch.bfloat16 if precision == "bf16" else torch.float32
         self._largest_bytes = largest_bytes or (
             LARGEST_UNDER_AUTOCAST_BYTES if precision == "autocast" else LARGEST_BYTES
         )
@@ -98,7 +95,6 @@ class Zero1Strategy(FlatStrategy):
             backend,
             precision=precision,
             chunk_mib=chunk_mib,
-            by_layer=by_layer,
             recompute=recompute,
             world_size=shards.size * replicas.size,
             host_mean=list,
@@ -109,13 +105,8 @@ class Zero1Strategy(FlatStrategy):
         """Slices are cut on the host: in a graph the place of a slice would make it another one on every rank."""
         self.buckets = buckets_of(self.layout, self._shards.size, self._largest_bytes)
         self.parts = [self.layout.chunks[bucket.chunk] for bucket in self.buckets]
-        pairs = zip(self.layout.chunks, flats, strict=True)
-        weights = [flat.to(self._dtype(chunk)).to(self.backend.device).requires_grad_() for chunk, flat in pairs]
+        weights = [flat.to(self._copied_as).to(self.backend.device).requires_grad_() for flat in flats]
         return weights, [slice_.to(self.backend.device) for slice_ in self._slices(flats)]
-
-    def _dtype(self, chunk: Chunk) -> torch.dtype:
-        """Of the copies of a chunk. The loss takes the temperature in fp32."""
-        return torch.float32 if LOG_SCALE in chunk.names else self._copied_as
 
     def _slices(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
         """This rank's of whole chunks, by master."""
@@ -163,10 +154,7 @@ class Zero1Strategy(FlatStrategy):
         """
         masters = self.backend.to_host(self.masters) if self._through_host else self.masters
         with self._exchange("gathering weights"):
-            wholes = [
-                self.backend.all_gather(master.to(self._dtype(part)), self._shards)
-                for part, master in zip(self.parts, masters, strict=True)
-            ]
+            wholes = [self.backend.all_gather(master.to(self._copied_as), self._shards) for master in masters]
         for weight, whole in zip(self.weights, self._joined(wholes), strict=True):
             weight.copy_(whole)
 
@@ -174,11 +162,11 @@ class Zero1Strategy(FlatStrategy):
         """Errors of gloo are those of peers; what a device says is judged by its own (pipeline/health/device.py)."""
         return collective_errors(doing) if self.backend.shares_host_memory else nullcontext()
 
-    def snapshot(self, served: Sequence[Tensor], state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(named weights fp32, optimizer state) in the memory of rank 0's host, out of the slices of its shard group;
         nothing on other ranks. Through the host: no memory of the device, and no graph of its own.
         """
-        source = served if served[0].dtype == torch.float32 else self.masters
+        source = self.weights if self._copied_as == torch.float32 else self.masters
         host = iter(self.backend.to_host([*source, *chain.from_iterable(state.values())]))
         flats = list(islice(host, len(source)))
         parts = {name: list(islice(host, len(tensors))) for name, tensors in state.items()}
@@ -207,24 +195,9 @@ class Zero1Strategy(FlatStrategy):
         decayed = KINDS.get(name.rpartition(".")[2])
         return [one for one, part in zip(self.buckets, self.parts, strict=True) if part.decayed == decayed]
 
-    @torch.no_grad()
-    def restore(
-        self,
-        weights: Mapping[str, Tensor],
-        into: Sequence[Sequence[Tensor]],
-        saved: Mapping[str, Tensor] | None,
-        state: State,
-    ) -> None:
-        flats: Sequence[Tensor] = self.layout.pack(weights)
-        if saved is not None and all(f"masters.{kind}" in saved for kind in KINDS):
-            masters = torch.cat([saved[f"masters.{kind}"] for kind in KINDS])
-            flats = split_saved("masters", masters, [chunk.size for chunk in self.layout.chunks])
-        for ours, incoming in chain(
-            zip(self.weights, flats, strict=True), zip(self.masters, self._slices(flats), strict=True)
-        ):
-            ours.copy_(incoming.to(ours.dtype).to(self.backend.device))
-        averages = [tensors for tensors in into if tensors is not self.weights and tensors is not self.masters]
-        super().restore(weights, averages, saved, state)
+    def _holders(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        masters = zip(self.masters, self._slices(flats), strict=True)
+        return [*zip(self.weights, flats, strict=True), *masters]
 
     def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         buckets = self._buckets(name)

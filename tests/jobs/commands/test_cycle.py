@@ -41,7 +41,7 @@ codes = open(f"exit-{child}").read().split() if os.path.exists(f"exit-{child}") 
 sys.exit(int(codes[: int(os.environ["TRNJOBS_ATTEMPT"])][-1]))
 """
 ORDER = {"prepare": (), "train": ("prepare",), "embed": ("train",), "report": ("embed",)}
-CYCLE = ["--cycle=2026-11-20", "--jobs.embed.workers=2", "--jobs.local-vcpus=4", "--jobs.local-memory-mib=16384"]
+CYCLE = ["--cycle=2026-11-20", "--jobs.embed.workers=2", "--jobs.local-vcpus=4"]
 CYCLE += ["--jobs.sla-s=3600"]
 
 

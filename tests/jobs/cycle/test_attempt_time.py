@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cycle.attempt_time import NEVER, SPENT, Category, Moment, Try, spent_in, with_kept_until
+from jobs.cycle.ledger import NEVER, SPENT, Category, Moment, Try, spent_in, with_kept_until
 from pipeline.telemetry.events import EventName
 
 K = Category

@@ -1,10 +1,10 @@
 """Ledgers for a terminal."""
 
-from jobs.cycle.cost_ledger import success_of
 from jobs.cycle.job_records import JobState
+from jobs.cycle.ledger import success_of
 from jobs.cycle.tables import cost_lines, success_line, total_lines
 from tests.jobs.cycle.cases import TRN1, job, plan
-from tests.jobs.cycle.test_cost_ledger import attempt, ledger, record
+from tests.jobs.cycle.test_ledger import attempt, ledger, record
 
 SHAPE = plan(job("prepare", resources=TRN1), job("train", "prepare", resources=TRN1, num_nodes=2))
 GOOD = ledger(

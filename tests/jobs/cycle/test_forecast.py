@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.cycle.forecast import critical_seconds, expected_seconds
 from jobs.cycle.job_records import JobRecord
+from jobs.cycle.ledger import critical_seconds, expected_seconds
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
 

@@ -4,7 +4,7 @@ import pytest
 
 from jobs.node.environment import Place, Timing, batch_variables
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.network import MASTER_PORT
+from pipeline.parallel.world import MASTER_PORT
 
 MAIN = {
     "TRNPIPE_WORKSPACE": "s3://bucket/relevance",

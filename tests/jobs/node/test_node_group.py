@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.parallel.network import own_address, own_interface
+from pipeline.parallel.world import own_address, own_interface
 from tests.jobs.node.entries import (
     READY,
     WAIT,

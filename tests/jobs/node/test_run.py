@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from jobs.node.command import Command
-from tests.jobs.node.entries import READY, WAIT, clean_env, entry, job_env, post_mortem, python, read_until
+from tests.jobs.node.entries import READY, clean_env, entry, job_env, post_mortem, python, read_until
 from tests.jobs.targets.local.waiting import is_alive, until
 
 pytestmark = pytest.mark.fault
@@ -160,16 +160,6 @@ subprocess.run([sys.executable, "-c", inner + '; print(p.pid, flush=True)'], sta
     out, _ = process.finish()
     assert process.returncode == 0
     until(lambda: not psutil.pid_exists(int(out)), "the end of what it left")
-
-
-def test_when_the_entry_is_killed_its_command_goes_too(tmp_path: Path) -> None:
-    process = entry(*python(WAIT), env=job_env(tmp_path))
-    read_until(process, "ready")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.finish()
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert (len(family), alive) == (1, [])
 
 
 def test_a_workspace_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ FLAGS = (
     "--jobs.train.instance=trn1.32xlarge",
     "--jobs.embed.workers=3",
     "--jobs.schedule.expression=cron(0 2 * * ? *)",
-    "--jobs.schedule.policy=skip",
     "--jobs.schedule.max-late-s=1000000000",
 )
 

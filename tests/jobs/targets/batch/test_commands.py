@@ -134,21 +134,18 @@ def test_a_wrong_queue_is_corrected_and_submitted(commands: Commands) -> None:
     assert list(commands.live()) == NAMES
 
 
-def test_the_driver_starts_one_cycle_after_the_other(commands: Commands) -> None:
-    cycles = driver.WorkspaceCycles(commands.open_cycle(commands.settings(), commands.said.append), "batch")
+def test_the_driver_sees_that_a_cycle_has_ended(commands: Commands) -> None:
+    cycle = commands.open_cycle(commands.settings(), commands.said.append)
     assert commands.submit()
-    assert not cycles.has_ended("2026-11-20")
+    assert not driver.has_ended(cycle)
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 1000}
-    assert cycles.has_ended("2026-11-20")
+    assert driver.has_ended(cycle)
     closed = commands.store().closed()
     assert closed is not None
     assert closed.outcome == "succeeded"
     page = commands.page()
     assert 'class="succeeded">succeeded' in page and "11 of 11 succeeded" in page and "RUNNING" not in page
-    assert cycles.submit("2026-11-21") == 0
-    assert list(cycles.claimed()) == ["2026-11-20", "2026-11-21"]
-    assert commands.store("2026-11-21").submitted(1).keys() == {*NAMES}
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(80, "refused"), (65, "failed")])
@@ -228,8 +225,7 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     monkeypatch.setattr(submit, step, retried_before)
     assert submit.run_reconcile(arguments, commands.said.append) == 0
     assert commands.store().closed() is None
-    cycles = driver.WorkspaceCycles(commands.open_cycle(commands.settings(), commands.said.append), "batch")
-    assert cycles.newest_under_way(["2026-11-20"]) == "2026-11-20"
+    assert not driver.has_ended(commands.open_cycle(commands.settings(), commands.said.append))
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 3000}
     assert submit.run_reconcile(Namespace(settings=commands.settings()), commands.said.append) == 0

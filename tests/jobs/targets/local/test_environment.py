@@ -8,7 +8,7 @@ import pytest
 from jobs.cycle.job_states import Leaf
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import gang_port, local_command, node_environment
-from pipeline.parallel.network import torchrun_arguments
+from pipeline.parallel.world import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 
 COMMON = {"TRNJOBS_JOB": "a", "TRNJOBS_JOB_ID": "id", "TRNJOBS_ATTEMPT": "2"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from jobs.targets.sagemaker.limits import request_problems
+from jobs.targets.sagemaker.requests import request_problems
 from tests.jobs.targets.batch.fake_batch import client_error
 from tests.jobs.targets.batch.faults import Faults
 

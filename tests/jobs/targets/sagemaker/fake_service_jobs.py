@@ -11,7 +11,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from jobs.targets.sagemaker.limits import request_problems
+from jobs.targets.sagemaker.requests import request_problems
 from tests.jobs.targets.batch.fake_batch import ARN, client_error
 from tests.jobs.targets.sagemaker.fake_sagemaker import ENDED, FakeSageMaker
 

@@ -72,7 +72,7 @@ class Setting:
         return CycleStore(faulty(open_storage(str(self.folder)), faults or Faults()), self.plan.cycle, self.clock)
 
     def target(self, store: CycleStore | None = None, stop: StopSignal | None = None) -> SageMakerTarget:
-        client = SageMakerClient(self.ml, policy=FAST, calls_per_s=1e9)
+        client = SageMakerClient(self.ml, policy=FAST)
         queue = QueueRoute(ServiceJobClient(self.batch, policy=FAST), client, self.said.append)
         logs = LogsClient(self.logs, policy=FAST)
         return SageMakerTarget(

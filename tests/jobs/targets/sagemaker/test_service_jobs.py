@@ -4,16 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from jobs.config import SageMakerConfig
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import CANCELLED, Leaf, is_tried_again, outcome_of
 from jobs.plan.retry import Retry
-from jobs.targets.sagemaker.controller import LAG_S
 from jobs.targets.sagemaker.describe import RECEIVED, failure_end
-from jobs.targets.sagemaker.limits import request_problems
-from jobs.targets.sagemaker.requests import Cycle, retry_rules, sagemaker_requests, service_job_request
+from jobs.targets.sagemaker.requests import (
+    Cycle,
+    request_problems,
+    retry_rules,
+    sagemaker_requests,
+    service_job_request,
+)
+from jobs.targets.sagemaker.target import LAG_S
 from pipeline.core.errors import EXIT_TABLE, ConfigError
 from tests.jobs.cycle.cases import TRN1, job
 from tests.jobs.targets.batch.faults import Faults
@@ -151,7 +154,7 @@ def test_a_queue_that_would_not_run_it_is_one_clear_line_and_nothing_is_sent(one
     one.batch.queue["schedulingPolicyArn"] = ""
     assert "queue ml: has no scheduling policy, so it refuses share identifiers" in refusal()
     one.batch.queue |= {"schedulingPolicyArn": one.batch.policies[0]["arn"], "jobQueueType": "ECS"}
-    assert "queue ml: of type ECS; training jobs need one of SAGEMAKER_TRAINING" in refusal()
+    assert "queue ml: of type ECS; expected SAGEMAKER_TRAINING" in refusal()
     one.batch.queue |= {"jobQueueType": "SAGEMAKER_TRAINING", "state": "DISABLED"}
     assert "queue ml: DISABLED, it takes no jobs" in refusal()
     one.batch.queue |= {"state": "ENABLED", "jobQueueName": "other"}
@@ -166,7 +169,7 @@ def test_a_queue_that_would_not_run_it_is_one_clear_line_and_nothing_is_sent(one
 
 def test_a_gang_larger_than_the_service_environment_is_refused(tmp_path: Path) -> None:
     at = Setting(tmp_path, plan=ml_plan(job("train", num_nodes=17, resources=TRN1), sagemaker=QUEUE))
-    with pytest.raises(ConfigError, match="train: 17 nodes at once; the service environment of ml has 16"):
+    with pytest.raises(ConfigError, match="train: 17 nodes; the service environment has 16"):
         at.target().check(at.plan)
 
 
@@ -174,13 +177,6 @@ def test_a_share_that_the_policy_does_not_name_is_warned_of(tmp_path: Path) -> N
     at = Setting(tmp_path, plan=ml_plan(job("train"), sagemaker=QUEUE, share_identifier="backfill"))
     at.target().check(at.plan)
     assert [line.split(" is not ")[0] for line in at.said] == ["share identifier backfill"]
-
-
-def test_settings_name_a_queue_where_one_is_used() -> None:
-    assert SageMakerConfig(via="queue", queue="ml").queue == "ml"
-    for wrong in ({"via": "queue"}, {"queue": "ml"}):
-        with pytest.raises(ValidationError, match="expected a queue with via queue, and only then"):
-            SageMakerConfig.model_validate(wrong)
 
 
 # One job, from the queue to its end.

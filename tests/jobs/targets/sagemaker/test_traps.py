@@ -7,8 +7,8 @@ from botocore.exceptions import ReadTimeoutError
 
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, TIMED_OUT, outcome_of
-from jobs.targets.sagemaker.controller import LAG_S
 from jobs.targets.sagemaker.describe import end_of
+from jobs.targets.sagemaker.target import LAG_S
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from tests.jobs.cycle.cases import job

@@ -1,0 +1,183 @@
+"""Encode one chunk of rows: validate, tokenise, pack and write one shard per split, then a record of completion."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+from safetensors.numpy import save
+
+from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.batch_order import Bucket
+from pipeline.core.record import Record
+from pipeline.data.lexical import lexical_features
+from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
+from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
+from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs
+from pipeline.data.validate import CleanRows, Names, RowRules, clean
+from pipeline.io.atomic import write_bytes_atomic
+from pipeline.io.storage import os_errors
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+class ChunkRecord(Record):
+    """The account of a finished chunk. `rows_filtered` are not counted in `rows_read`."""
+
+    file: str
+    rows_filtered: int
+    rows_read: int
+    rows_bad: int
+    reasons: dict[str, int]
+    truncated_rows: int
+    tokens: int
+    shards: dict[Split, ShardInfo]
+    sizes_bytes: dict[str, int]
+    quarantined: tuple[QuarantinedRow, ...]
+    slices: Names = Field({}, description="Names of the values, by column")
+    without_category: tuple[int, ...] = Field((), description="Usable rows without a value, by categorical column")
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The staging folder of a partition: `files/` becomes the token set, `records/` proves finished chunks."""
+
+    folder: Path
+
+    @property
+    def files(self) -> Path:
+        return self.folder / "files"
+
+    def record_path(self, index: int) -> Path:
+        return self.folder / "records" / f"{index:05d}.json"
+
+    def create(self) -> None:
+        with os_errors("writing", f"file://{self.folder}"):
+            self.files.mkdir(parents=True, exist_ok=True)
+            (self.folder / "records").mkdir(exist_ok=True)
+
+    def finished(self, index: int) -> ChunkRecord | None:
+        """Return the record of a chunk if all of its shards are whole, else None."""
+        try:
+            record = ChunkRecord.model_validate_json(self.record_path(index).read_bytes())
+            is_whole = all((self.files / name).stat().st_size == size for name, size in record.sizes_bytes.items())
+        except (OSError, ValueError):  # never written, or torn: encode it again
+            return None
+        return record if is_whole else None
+
+
+@dataclass(frozen=True)
+class EncodeSettings:
+    """How to encode the chunks of a partition."""
+
+    rules: RowRules
+    buckets: tuple[Bucket, ...]
+    lexical: bool
+    query_prefix: str
+    product_prefix: str
+
+
+@dataclass(frozen=True)
+class ChunkTask:
+    """One chunk to encode. `index` counts the chunks of a partition; `name` is part of its shards' file names."""
+
+    partition: str
+    index: int
+    name: str
+    chunk: Chunk
+    settings: EncodeSettings
+    staging: Staging
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(data: bytes) -> TextTokenizer:
+    return TextTokenizer(data)
+
+
+def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:
+    """Encode a chunk. Its record is written last, once the shards are durable.
+
+    Returns the name of the partition, the index of the chunk and the record.
+    """
+    settings, tokenizer = task.settings, _tokenizer(tokenizer_json)
+    rows, bad, rows_read = clean(task.chunk, settings.rules)
+    limit = text_characters(settings.buckets)
+    queries = tokenizer.encode([settings.query_prefix + query[:limit] for query in rows.query])
+    products = tokenizer.encode(
+        [
+            settings.product_prefix + product_text(title, text, limit)
+            for title, text in zip(rows.title, rows.text, strict=True)
+        ]
+    )
+    bucket, truncated, num_tokens = place_pairs(queries, products, settings.buckets)
+    numeric = rows.numeric
+    if settings.lexical:
+        numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
+    shards: dict[Split, ShardInfo] = {}
+    sizes: dict[str, int] = {}
+    reasons = Counter[str]()
+    for row in bad:
+        reasons[row.reason] += row.count
+    with os_errors("writing", f"file://{task.staging.folder}"):
+        for place, split in enumerate(SPLITS):
+            index = np.flatnonzero(rows.split == place)
+            if not len(index):
+                continue
+            name = f"{split}-{task.name}.safetensors"
+            by_bucket = [index[bucket[index] == number] for number in range(len(settings.buckets))]
+            arrays = _shard_arrays(rows, numeric, queries, products, by_bucket, tokenizer, settings.buckets)
+            data = save(arrays)
+            write_bytes_atomic(task.staging.files / name, data)
+            shards[split], sizes[name] = ShardInfo(file=name, rows=tuple(map(len, by_bucket))), len(data)
+        record = ChunkRecord(
+            file=task.chunk.file,
+            rows_filtered=task.chunk.num_rows - rows_read,
+            rows_read=rows_read,
+            rows_bad=reasons.total(),
+            reasons=dict(sorted(reasons.items())),
+            truncated_rows=int(truncated.sum()),
+            tokens=int(num_tokens.sum()),
+            shards=shards,
+            sizes_bytes=sizes,
+            quarantined=quarantined(bad[:QUARANTINE_ROWS]),
+            slices=rows.slices.names,
+            without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
+        )
+        write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
+    return task.partition, task.index, record
+
+
+def _shard_arrays(
+    rows: CleanRows,
+    numeric: Float32s,
+    queries: Tokens,
+    products: Tokens,
+    by_bucket: Sequence[Int64s],
+    tokenizer: TextTokenizer,
+    buckets: Sequence[Bucket],
+) -> Arrays:
+    """Return the tensors of a shard by their names. `by_bucket`: the numbers of its rows."""
+    columns: Arrays = {
+        "label": rows.label,
+        "gain": rows.gain,
+        "numeric": numeric,
+        "categorical": rows.categorical,
+        "sample_id": rows.sample_id,
+        "query_id": rows.query_id,
+    }
+    if rows.slices.names:
+        columns["slice"] = rows.slices.values
+    pad_id, sep_id, dtype = tokenizer.pad_id, tokenizer.sep_id, id_dtype(tokenizer.vocab_size)
+    arrays: Arrays = {}
+    for number, (bucket, chosen) in enumerate(zip(buckets, by_bucket, strict=True)):
+        if not len(chosen):
+            continue
+        sides = (("query", queries, bucket.query_tokens), ("product", products, bucket.product_tokens))
+        for side, tokens, length in sides:
+            arrays[f"b{number}.{side}"] = pack(tokens, chosen, length, pad_id=pad_id, sep_id=sep_id, dtype=dtype)
+        arrays |= {f"b{number}.{name}": np.ascontiguousarray(values[chosen]) for name, values in columns.items()}
+    return arrays
