@@ -32,7 +32,7 @@ from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, distinct_texts, open_engine, row_batches, row_shapes
 from pipeline.embed.unpadded import PackedLinear, packs_weights
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import initial_model
+from pipeline.model.weights import initial_model
 
 NAME = "embed"
 TITLE = "Titles/s of offline embedding against sentence-transformers `encode`: same weights, CPU and titles, fp32"

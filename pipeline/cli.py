@@ -67,7 +67,7 @@ def _run(name: str, words: list[str]) -> int:
         )
         return run_tool(tool.module or name, settings, call)
     if name in PARALLEL:
-        from pipeline.compile.neuron_tool import use_neuron_cache
+        from pipeline.compile.neuron import use_neuron_cache
 
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
         if warning:
@@ -115,7 +115,7 @@ def _parser(name: str, action: str, tool: Tool, *, is_tool: bool) -> CommandPars
 
 
 def _launch_ranks(name: str, words: list[str], settings: "Settings") -> int:
-    from pipeline.compile.shared import shared_compile_cache
+    from pipeline.compile.sync import shared_compile_cache
     from pipeline.context import cycle_name
 
     def say(line: str) -> None:
@@ -129,7 +129,7 @@ def _launch_ranks(name: str, words: list[str], settings: "Settings") -> int:
 
 def needs_ranks(name: str, settings: "Settings") -> bool:
     """True where this process is to start the ranks of a stage; a driven compile starts them in its trial run."""
-    from pipeline.compile.neuron_tool import drives_tool
+    from pipeline.compile.neuron import drives_tool
 
     driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
     return not driven and needs_launch(settings.launch.processes, os.environ)
@@ -140,7 +140,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
 
     `words` is the whole command line, for a stage that runs itself again.
     """
-    from pipeline.compile.shared import shared_compile_cache
+    from pipeline.compile.sync import shared_compile_cache
     from pipeline.context import StageContext, open_context, with_backend
     from pipeline.telemetry.events import EventName
 

@@ -85,7 +85,6 @@ total_deadline_s = 8.0
 [log]
 every_steps = 4
 [jobs]
-stop_grace_s = 5.0
 local_vcpus = 2
 [jobs.environment]
 OMP_NUM_THREADS = "1"
@@ -96,7 +95,6 @@ TRNJOBS_GRACE_S = "5"
 TRNJOBS_BUNDLE_S = "3"
 [jobs.schedule]
 expression = "cron(0 0 * * ? *)"
-policy = "skip"
 max_late_s = 1000000000
 """
 """The gate lets every model pass: whether it judges well is measured elsewhere. Nothing waits for minutes."""

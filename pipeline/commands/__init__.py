@@ -69,24 +69,11 @@ TOOLS: dict[str, Tool] = {
         "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
         switches=frozenset({"--hlo"}),
     ),
-    "scaling": Tool(
-        "what the plan in train.parallel takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an"
-        " epoch, and a better plan",
-        arguments={"": ("[CHECKPOINT]",)},
-        switches=frozenset({"--json", "--decisions"}),
-        options={
-            "--fabric": "NAME  machine (default: estimate.instance)",
-            "--nodes": "N  that the better plan is for (default: 1)",
-            "--samples": "N  of an epoch (default: 1000000)",
-            "--fixed-s": "SECONDS  of a step that no node shares: update, host (default: 0)",
-        },
-    ),
     "cache": Tool(
-        "the compiled graphs of this machine: status, doctor, repair, sync",
+        "the compiled graphs of this machine: status, repair, sync",
         actions={
             "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
-            "doctor": "also report each problem with the command that fixes it; exit 65 if there is one",
-            "repair": "remove stale locks, remembered failures, half entries, versions not kept",
+            "repair": "remove stale locks, remembered failures, half entries",
             "sync": "exchange finished entries with --compile.sync-url, both ways",
         },
     ),
@@ -135,11 +122,11 @@ TOOLS: dict[str, Tool] = {
         arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
             "--out": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: a local folder",
-            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
+            "--format": "NAME  sentence-transformers (default; transformers opens it too), safetensors, torchscript",
             "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
-            "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
-            "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
+            "--bucket": "16x32  torchscript: tokens of a query and of a product (default: the data's longest)",
+            "--batch-size": "N  torchscript: pairs of one call (default: 1)",
         },
     ),
     "launch": Tool(

@@ -53,7 +53,7 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
             f"these are one core's: what {settings.launch.processes} ranks exchange in a step is in the graphs that"
             " `trnpipe compile` meets, and lints, on the device"
         )
-    findings = (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators()))
+    findings = (*lint(*recorder.texts.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
         say(str(finding))
     count = Counter(finding.severity for finding in findings)

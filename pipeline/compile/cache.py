@@ -1,34 +1,30 @@
-"""A compile cache, on a disk or in a storage: its entries, the state each is in, and what a look at all of them tells.
+"""A Neuron compile cache, on a disk or on S3: its entries, their states, and the deletion of what is stale or failed.
 
 Layout, local and on S3: `neuronxcc-<version>+<build>/MODULE_<graph hash>+<flags hash>/<files>`. Sources: AWS Neuron SDK
 2.29, neuron-caching.rst; the table of states is that of optimum-neuron's cache clean-up.
 """
 
-import fcntl
 import json
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Literal
 
 import psutil
 
-from pipeline.compile.config import CompilerFlags, flags_hash
+from pipeline.compile.config import CompilerFlags
 from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.paths import user_path
 from pipeline.io.storage import Storage, is_temp, os_errors
 
-HLO_NAMES = ("model.hlo_module.pb", "model.hlo.pb")  # the second up to about SDK 2.17
 NEFF_NAME = "model.neff"
 DONE_NAME = "model.done"  # an empty marker, written last
 LOG_NAME = "model.log"  # the compiler's error text
@@ -38,238 +34,131 @@ LOCK_SUFFIX = ".lock"
 STALE_LOCK_S = 600.0
 # On S3 live compilers cannot be seen. Longer than one graph takes to compile, shorter than a cycle can wait.
 SHARED_LOCK_S = 3600.0
+LOCK_DIR = ".trnpipe-sync"
 
-_VERSION = re.compile(r"neuronxcc-(?P<version>[0-9][^+/]*)(?:\+[^/]+)?")
 # The graph hash is a decimal integer (training) or 20 hex digits (torch_neuronx.trace).
-_MODULE = re.compile(r"MODULE_[0-9A-Za-z_]+\+(?P<flags>[0-9a-f]{8})")
+_ENTRY = re.compile(r"neuronxcc-[0-9][^+/]*(?:\+[^/]+)?/MODULE_[0-9A-Za-z_]+\+(?P<flags>[0-9a-f]{8})")
 _PUBLISHED_FILE = re.compile(r"[0-9a-f]{32}/.+")
-
-Clock = Callable[[], float]
 
 
 class EntryState(StrEnum):
-    """What a compile cache says of one graph."""
+    """The state of one graph in a compile cache."""
 
     DONE = "done"
-    FAILED = "failed"  # "poisoned": the failure is reused for ever
+    FAILED = "failed"  # the failure is reused for ever
     LOCKED = "locked"  # compiling now, or a lock that a dead compiler left
-    COLLECTED = "collected"  # traced, never compiled
-    INCOMPLETE = "incomplete"  # what a killed writer left
+    PARTIAL = "partial"  # traced and not compiled, or left by a killed writer
 
 
-@dataclass(frozen=True, order=True)
-class EntryName:
-    """`<version folder>/<module folder>`, its place below the root, and the parts of the names that are asked for."""
-
-    key: str
-    version: str
-    flags: str
-
-    @property
-    def version_dir(self) -> str:
-        return self.key.partition("/")[0]
-
-    def is_of(self, compiler_versions: Collection[str]) -> bool:
-        """True when one of them names its compiler: `neuronxcc-2.24.8799.0+6f62ff7c`, or the version alone."""
-        names = {self.version_dir, self.version_dir.removeprefix("neuronxcc-"), self.version}
-        return not names.isdisjoint(compiler_versions)
-
-
-def parse_entry(key: str) -> EntryName | None:
-    """The entry at `<version folder>/<module folder>`; None for anything else."""
-    version_dir, _, module_dir = key.partition("/")
-    version, module = _VERSION.fullmatch(version_dir), _MODULE.fullmatch(module_dir)
-    if version is None or module is None:
-        return None
-    return EntryName(key, version["version"], module["flags"])
-
-
-def entry_state(file_names: Collection[str]) -> EntryState:
-    """The state told by the names of an entry's files.
+def entry_state(names: Collection[str]) -> EntryState:
+    """Return the state that the names of an entry's files imply.
 
     A finished result counts even beside a lock, which then only waits to be removed.
     """
-    names = frozenset(file_names)
-    if {DONE_NAME, NEFF_NAME} <= names:
+    if DONE_NAME in names and NEFF_NAME in names:
         return EntryState.DONE
     if any(name.endswith(LOCK_SUFFIX) for name in names):
         return EntryState.LOCKED
-    if LOG_NAME in names and DONE_NAME not in names:
-        return EntryState.FAILED
-    if not names.isdisjoint(HLO_NAMES) and names.isdisjoint({DONE_NAME, NEFF_NAME}):
-        return EntryState.COLLECTED
-    return EntryState.INCOMPLETE
+    return EntryState.FAILED if LOG_NAME in names and DONE_NAME not in names else EntryState.PARTIAL
 
 
 @dataclass(frozen=True)
 class CacheFile:
-    """One file of an entry. `modified_s`: seconds since the epoch, None where the storage does not tell."""
+    """One file of an entry. `age_s` is None if the storage does not report it."""
 
-    name: str
     size_bytes: int
-    modified_s: float | None = None
+    age_s: float | None = None
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry as it was found."""
+    """An entry as it was found. `key`: `<version folder>/<module folder>`."""
 
-    name: EntryName
-    files: tuple[CacheFile, ...]
+    key: str
+    files: Mapping[str, CacheFile]
+
+    @property
+    def version(self) -> str:
+        return self.key.partition("/")[0]
+
+    @property
+    def flags(self) -> str:
+        """Hash of the compiler flags."""
+        return self.key.rpartition("+")[2]
 
     @property
     def is_published(self) -> bool:
-        """True for the layout of `cache_sync`: files in a folder of their own under a marker with checksums."""
-        return any(file.name == MANIFEST_NAME or _PUBLISHED_FILE.fullmatch(file.name) for file in self.files)
+        """True for the layout of compile/sync.py: files in a folder of their own under a marker with checksums."""
+        return any(name == MANIFEST_NAME or _PUBLISHED_FILE.fullmatch(name) for name in self.files)
 
-    @property
+    @cached_property
     def state(self) -> EntryState:
-        sizes = {file.name: file.size_bytes for file in self.files}
         if self.is_published:
-            return EntryState.DONE if sizes.get(MANIFEST_NAME) else EntryState.INCOMPLETE
-        torn = {NEFF_NAME} if sizes.get(NEFF_NAME) == 0 else set()  # a power cut keeps a name and loses the bytes
-        return entry_state(sizes.keys() - torn)
+            marker = self.files.get(MANIFEST_NAME)
+            return EntryState.DONE if marker and marker.size_bytes else EntryState.PARTIAL
+        # A power cut keeps a name and loses the bytes.
+        return entry_state({name for name, file in self.files.items() if name != NEFF_NAME or file.size_bytes})
 
     @property
     def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.files)
+        return sum(file.size_bytes for file in self.files.values())
 
     @property
-    def locks(self) -> tuple[CacheFile, ...]:
-        return tuple(file for file in self.files if file.name.endswith(LOCK_SUFFIX))
+    def locks(self) -> list[str]:
+        return [f"{self.key}/{name}" for name in self.files if name.endswith(LOCK_SUFFIX)]
 
-    def without_locks(self) -> "CacheEntry":
-        return CacheEntry(self.name, tuple(file for file in self.files if not file.name.endswith(LOCK_SUFFIX)))
-
-    def age_s(self, now_s: float) -> float | None:
-        """Since its newest file changed."""
-        newest = max((file.modified_s for file in self.files if file.modified_s is not None), default=None)
-        return None if newest is None else now_s - newest
-
-    def is_lock_older(self, now_s: float, than_s: float) -> bool:
-        """True when it has locks and all of them are older; never where ages are unknown."""
-        return bool(self.locks) and all(
-            lock.modified_s is not None and now_s - lock.modified_s > than_s for lock in self.locks
-        )
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since its newest file changed; None if any age is unknown."""
+        ages = [file.age_s for file in self.files.values()]
+        known = [age for age in ages if age is not None]
+        return min(known, default=None) if len(known) == len(ages) else None
 
 
-def list_storage(storage: Storage, clock: Clock = time.time) -> list[CacheEntry]:
-    """Entries below the root of a storage, by name; on S3 one listing. On a disk no file is read.
+def list_entries(storage: Storage, key: str = "") -> list[CacheEntry]:
+    """List the entries below the root of a storage, or the one entry `key`, sorted by name.
 
-    On S3 the age of a file comes from S3's own clock, and its time is `clock` minus that age.
+    On S3 one listing; on a disk no file is read. Raises ConfigError if the root is unreadable.
     """
-    folder = storage.local_path("")
-    if folder is not None:
-        return list_local(folder)
-    files: dict[EntryName, list[CacheFile]] = {}
-    now_s = clock()
-    for stat in storage.list(""):
-        parts = stat.key.split("/", 2)
-        name = parse_entry("/".join(parts[:2])) if len(parts) == 3 else None
-        if name is not None:
-            modified_s = None if stat.age_s is None else now_s - stat.age_s
-            files.setdefault(name, []).append(CacheFile(parts[2], stat.size_bytes, modified_s))
-    return [CacheEntry(name, tuple(files[name])) for name in sorted(files)]
+    root, found = storage.local_path(""), dict[str, dict[str, CacheFile]]()
+    files = _local_files(root, key) if root else ((s.key, s.size_bytes, s.age_s) for s in storage.list(key))
+    for path, size_bytes, age_s in files:
+        parts = path.split("/", 2)
+        if len(parts) == 3 and _ENTRY.fullmatch("/".join(parts[:2])):
+            found.setdefault("/".join(parts[:2]), {})[parts[2]] = CacheFile(size_bytes, age_s)
+    return [CacheEntry(name, found[name]) for name in sorted(found)]
 
 
-def list_local(root: Path) -> list[CacheEntry]:
-    """Entries below a local root, by name. Files that vanish meanwhile are left out."""
+def _local_files(root: Path, key: str) -> Iterator[tuple[str, int, float | None]]:
+    """Yield (key, size, age) of the files two folders down and deeper. Files that vanish meanwhile are left out."""
+    now_s = time.time()
     with os_errors("listing", f"file://{root}"):
-        keys = [f"{outer}/{inner}" for outer in _folders(root) for inner in _folders(root / outer)]
-    return [list_entry(root, name) for key in keys if (name := parse_entry(key)) is not None]
+        if not root.is_dir() or not any(root.iterdir()):
+            return
+        for path in sorted(root.glob(f"{key}/**/*" if key else "neuronxcc-*/MODULE_*/**/*")):
+            with suppress(FileNotFoundError):
+                if path.is_file() and not is_temp(path.name):
+                    stat = path.stat()
+                    yield path.relative_to(root).as_posix(), stat.st_size, now_s - stat.st_mtime
 
 
-def list_entry(root: Path, name: EntryName) -> CacheEntry:
-    """One local entry as it is now; without files when it is missing."""
-    with os_errors("listing", f"file://{root / name.key}"):
-        return CacheEntry(name, tuple(_files(root / name.key)))
-
-
-def _folders(folder: Path) -> list[str]:
-    """Names of the folders directly below, sorted."""
-    try:
-        with os.scandir(folder) as found:
-            return sorted(entry.name for entry in found if entry.is_dir() and not is_temp(entry.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _files(folder: Path, above: str = "") -> Iterator[CacheFile]:
-    """Files below, `sub/name` for deeper ones, sorted; not those that a writer of ours has not published."""
-    try:
-        with os.scandir(folder) as found:
-            entries = sorted((entry for entry in found if not is_temp(entry.name)), key=lambda entry: entry.name)
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(folder / entry.name, f"{above}{entry.name}/")
-            elif entry.is_file():
-                stat = entry.stat()
-                yield CacheFile(f"{above}{entry.name}", stat.st_size, stat.st_mtime)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-
-
-# Which compilers are at work: several jobs of one machine have a cache each.
+# Compilers at work on this host, and file systems on which their locks are unreliable.
 
 COMPILER_NAMES = ("neuronx-cc", "walrus_driver")  # the driver and its longest running child
-DEFAULT_ROOT = "/var/tmp/neuron-compile-cache"  # noqa: S108 - Neuron's own default (SDK 2.29, persistent cache)
+Compilers = Callable[[], Sequence[str]]
 
 
-@dataclass(frozen=True)
-class CompilerProcess:
-    """A running compiler."""
-
-    pid: int
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid})"
-
-
-Compilers = Callable[[], Sequence[CompilerProcess]]
-
-
-def live_compilers() -> list[CompilerProcess]:
-    """Compiler processes of this host, or of this container: those of another one on the same disk are not seen."""
+def live_compilers() -> list[str]:
+    """Return the compiler processes of this host or container, as `name (pid 7)`."""
     found = []
     for process in psutil.process_iter(["pid", "name", "cmdline", "status"]):
         info = process.info
-        if info["status"] == psutil.STATUS_ZOMBIE:
-            continue
         # A console script may run as `python -u /opt/.../neuronx-cc compile`.
         names = [info["name"] or "", *(PurePath(word).name for word in (info["cmdline"] or [])[:3])]
         name = next((name for name in names if name.startswith(COMPILER_NAMES)), None)
-        if name is not None:
-            found.append(CompilerProcess(int(info["pid"]), name))
+        if name is not None and info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(f"{name} (pid {info['pid']})")
     return found
-
-
-def compilers_of(root: str) -> list[CompilerProcess]:
-    """Compilers of this host but those whose environment, which they have from who started them, names another cache.
-
-    One whose environment cannot be read may be at work on any.
-    """
-    found = []
-    for compiler in live_compilers():
-        try:
-            env = psutil.Process(compiler.pid).environ()
-        except psutil.NoSuchProcess:
-            continue
-        except (OSError, psutil.Error):  # another user's
-            found.append(compiler)
-            continue
-        # --cache_dir in its flags goes before the variable.
-        folders = [word.partition("=")[2] for word in env.get("NEURON_CC_FLAGS", "").split() if "--cache_dir=" in word]
-        named = [env.get("NEURON_COMPILE_CACHE_URL", DEFAULT_ROOT), *folders][-1]
-        if canonical_root(named) == canonical_root(root):
-            found.append(compiler)
-    return found
-
-
-def canonical_root(root: str) -> str:
-    """One spelling for a root that is written as a folder, with file:// or through a link."""
-    path = root.removeprefix("file://")
-    return path.rstrip("/") if "://" in path else str(user_path(path).resolve())
 
 
 # Neuron's locking over these is documented as unreliable: missing files, corruption, KeyError.
@@ -277,160 +166,81 @@ NETWORK_TYPES = frozenset({"nfs", "nfs4", "lustre", "efs", "cifs", "smb3"})
 LOCAL_FUSE = "fuse.fuse-overlayfs"  # the root of a container without privileges: a local disk below
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A mounted file system."""
-
-    folder: str
-    file_system: str
-
-    @property
-    def is_network(self) -> bool:
-        kind = self.file_system.lower()
-        return kind in NETWORK_TYPES or (kind.startswith("fuse.") and kind != LOCAL_FUSE)
-
-
-Mounts = Callable[[], Sequence[Mount]]
-
-
-def mounted() -> list[Mount]:
-    """All mounts of this host, in the order they were made."""
-    return [Mount(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
-
-
-def mount_of(folder: Path, mounts: Sequence[Mount]) -> Mount | None:
-    """The mount a folder lies (or would lie) on: the deepest, and of two at one place the later."""
-    real = folder.resolve()
-    above = [mount for mount in mounts if real.is_relative_to(mount.folder)]
-    return max(reversed(above), key=lambda mount: len(PurePath(mount.folder).parts), default=None)
-
-
-def refuse_network_root(root: Path, *, mounts: Mounts = mounted) -> None:
-    """ConfigError when compilers would share `root` over a network file system."""
-    mount = mount_of(root, mounts())
-    if mount is not None and mount.is_network:
+def refuse_network_root(root: Path) -> None:
+    """Raise ConfigError if compilers would share `root` over a network file system."""
+    real = root.resolve()
+    above = [one for one in psutil.disk_partitions(all=True) if real.is_relative_to(one.mountpoint)]
+    mount = max(reversed(above), key=lambda one: len(PurePath(one.mountpoint).parts), default=None)
+    kind = mount.fstype.lower() if mount else ""
+    if kind in NETWORK_TYPES or (kind.startswith("fuse.") and kind != LOCAL_FUSE):
         raise ConfigError(
-            f"compile cache {root} lies on {mount.file_system} (mounted at {mount.folder})",
+            f"compile cache {root} is on a network file system ({kind})",
             expected="a local disk: the compiler's locks are not reliable on a network file system",
             next_command="set the cache to a local folder and share it with `trnpipe cache sync` through S3",
         )
 
 
-@dataclass(frozen=True)
-class CacheReport:
-    """A cache at one moment. `flags_text`: what a flags hash stands for, where an entry tells it."""
-
-    root: str
-    now_s: float
-    entries: tuple[CacheEntry, ...]
-    stale_locks: tuple[EntryName, ...] = ()
-    compilers: tuple[CompilerProcess, ...] = ()
-    flags_text: Mapping[str, str] | None = None
-    flags_warning: str = ""
-    """Every entry was made with other flags than the next run will compile with; '' when not, or unknown."""
-
-    @property
-    def counts(self) -> dict[EntryState, int]:
-        """Entries by state, every state named."""
-        counted = Counter(entry.state for entry in self.entries)
-        return {state: counted[state] for state in EntryState}
-
-    @property
-    def warnings(self) -> list[str]:
-        failed = self.counts[EntryState.FAILED]
-        stale = f"{len(self.stale_locks)} stale locks block whoever needs those graphs: trnpipe cache repair"
-        poisoned = f"{failed} failed compiles are reused as failures for ever: trnpipe cache repair"
-        told = ((self.flags_warning, self.flags_warning), (self.stale_locks, stale), (failed, poisoned))
-        return [text for is_so, text in told if is_so]
-
-    def lines(self) -> list[str]:
-        """For people: totals, one line per compiler and flags hash, one per entry that needs a look."""
-        ages = [age for entry in self.entries if (age := entry.age_s(self.now_s)) is not None]
-        span = f" | age {format_duration(min(ages))} to {format_duration(max(ages))}" if ages else ""
-        size = format_bytes(sum(entry.size_bytes for entry in self.entries))
-        lines = [
-            f"compile cache {self.root} | {len(self.entries)} entries, {size}{span}",
-            " | ".join(f"{state} {number}" for state, number in self.counts.items()),
-        ]
-        sizes = Counter[str]()
-        for entry in self.entries:
-            sizes[entry.name.version_dir] += entry.size_bytes
-        for version, number in sorted(Counter(entry.name.version_dir for entry in self.entries).items()):
-            lines.append(f"compiler {version}: {number} entries, {format_bytes(sizes[version])}")
-        for suffix, number in sorted(Counter(entry.name.flags for entry in self.entries).items()):
-            text = (self.flags_text or {}).get(suffix)
-            lines.append(f"flags {suffix}: {number} entries" + (f", {text}" if text else ""))
-        lines += [f"compiling now: {process}" for process in self.compilers]
-        for entry in self.entries:
-            is_stale = entry.name in self.stale_locks
-            if is_stale or entry.state in (EntryState.FAILED, EntryState.LOCKED, EntryState.INCOMPLETE):
-                state = "stale lock" if is_stale else str(entry.state)
-                age_text = format_duration(entry.age_s(self.now_s))
-                lines.append(f"{state} {entry.name.key} | {format_bytes(entry.size_bytes)} | age {age_text}")
-        return lines
+# Status.
 
 
-def scan(
-    storage: Storage,
-    *,
-    compilers: Compilers = live_compilers,
-    flags: CompilerFlags | None = None,
-    target: str = "trn1",
-    clock: Clock = time.time,
-) -> CacheReport:
-    """The cache at the root of a storage; empty when that is missing. ConfigError when it is unreadable.
-
-    A lock is stale when it is older than STALE_LOCK_S and no compiler runs on this host; on S3, where compilers of
-    other machines are not seen, when it is older than SHARED_LOCK_S. With `flags` (what the next run will compile
-    with) it warns of others.
-    """
-    root, now_s = storage.local_path(""), clock()
-    entries, stale_s = list_storage(storage, lambda: now_s), SHARED_LOCK_S if root is None else STALE_LOCK_S
-    alive = tuple(compilers()) if root is not None else ()
-    stale = [] if alive else [entry.name for entry in entries if entry.is_lock_older(now_s, stale_s)]
-    texts = _flags_texts(root, entries) if root is not None else {}
-    where = storage.uri("") if root is None else f"file://{root}"
-    warning = ""
-    names = [entry.name for entry in entries]
-    if flags is not None and names:  # told when no entry has the hash that its compiler version gives to them
-        wanted = {name.version: flags_hash(flags.tokens(), compiler=name.version, target=target) for name in names}
-        if not any(name.flags == wanted[name.version] for name in names):
-            suffixes = sorted({name.flags for name in names})
-            seen = ", ".join(suffix + (f" ({texts[suffix]})" if suffix in texts else "") for suffix in suffixes)
-            warning = (
-                f"flags {flags.text()!r} on {target} give hash {', '.join(sorted(set(wanted.values())))}, "
-                f"the cache holds only {seen}: every graph would be compiled again"
-            )
-    return CacheReport(where, now_s, tuple(entries), tuple(stale), alive, texts, warning)
+def status_lines(storage: Storage, flags: CompilerFlags, compilers: Compilers = live_compilers) -> list[str]:
+    """Describe a cache: totals, a line per compiler and per set of flags, one per entry that needs a look, warnings."""
+    entries = list_entries(storage)
+    alive = compilers() if storage.local_path("") is not None else ()
+    counts = Counter(entry.state for entry in entries)
+    ages = [age for entry in entries if (age := entry.age_s) is not None]
+    span = f" | age {format_duration(min(ages))} to {format_duration(max(ages))}" if ages else ""
+    size = format_bytes(sum(entry.size_bytes for entry in entries))
+    lines = [
+        f"compile cache {storage.uri('')} | {len(entries)} entries, {size}{span}",
+        " | ".join(f"{state} {counts[state]}" for state in EntryState),
+    ]
+    lines += [f"{name}: {number} entries" for name, number in sorted(Counter(one.version for one in entries).items())]
+    texts = _flags_texts(storage, entries)
+    for suffix, number in sorted(Counter(entry.flags for entry in entries).items()):
+        lines.append(f"flags {suffix}: {number} entries, {texts.get(suffix, 'unknown')}")
+    lines += [f"compiling now: {process}" for process in alive]
+    for entry in entries:
+        if entry.state is not EntryState.DONE or entry.locks:
+            size = format_bytes(entry.size_bytes)
+            lines.append(f"{entry.state} {entry.key} | {size} | age {format_duration(entry.age_s)}")
+    if counts[EntryState.FAILED] or (counts[EntryState.LOCKED] and not alive):
+        lines.append("warning: a lock is waited for, and a failure reused, for ever: trnpipe cache repair")
+    if texts and not any(set(flags.tokens()) == set(text.split()) for text in texts.values()):
+        lines.append(f"warning: no entry has the flags of the next run, {flags.text()}: every graph is compiled again")
+    return lines
 
 
-def _flags_texts(root: Path, entries: Sequence[CacheEntry]) -> dict[str, str]:
-    """Flags hash -> the flags themselves, from one entry of each hash that holds them."""
+def _flags_texts(storage: Storage, entries: Sequence[CacheEntry]) -> dict[str, str]:
+    """Return the flags behind each flags hash, without the target, from an entry that holds them."""
     texts: dict[str, str] = {}
     for entry in entries:
-        if entry.name.flags not in texts and any(file.name == FLAGS_NAME for file in entry.files):
-            try:
-                tokens = json.loads((root / entry.name.key / FLAGS_NAME).read_bytes())
-            except (FileNotFoundError, ValueError):
-                continue  # another entry of the same hash may tell
-            if isinstance(tokens, list):
-                texts[entry.name.flags] = " ".join(str(token) for token in tokens)
+        if entry.flags not in texts and FLAGS_NAME in entry.files:
+            with suppress(KeyError, ValueError, TypeError):
+                tokens = json.loads(storage.read_bytes(f"{entry.key}/{FLAGS_NAME}"))
+                texts[entry.flags] = " ".join(word for word in tokens if not word.startswith("--target="))
     return texts
 
 
-# Making a compile cache fit for work again: stale locks, remembered failures, half entries, old compilers.
-#
-# Nothing that a living compiler may be writing is touched: while one runs on this host, locked and half written entries
-# stay. In a storage that other machines write, half written ones always do, and locks until they are older than
-# SHARED_LOCK_S. What is changed is looked at once more in the moment before.
+# Repair. What a living compiler may be writing is left alone: on a disk while one runs on this host, on S3 until it is
+# older than SHARED_LOCK_S.
 
-LOCK_DIR = ".trnpipe-sync"
-Treatment = Literal["unlock", "drop failed", "drop incomplete", "prune", "left alone"]
+
+@dataclass(frozen=True)
+class Action:
+    """A deletion: `unlock` removes the locks of an entry, `drop` the entry."""
+
+    kind: str
+    entry: str
+    size_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.entry} | {format_bytes(self.size_bytes)}"
 
 
 @contextmanager
 def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
-    """Nobody else syncs or repairs this root; a folder for work, which compilers do not look into."""
+    """Hold the lock of sync and repair on a local cache. Yields a work folder that compilers do not look into."""
     folder = root / LOCK_DIR
     with os_errors("writing", f"file://{folder}"):
         atomic.make_dirs(folder)
@@ -438,163 +248,53 @@ def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
             yield folder
 
 
-@dataclass(frozen=True)
-class Action:
-    """One thing done (with a dry run: that would be), or why an entry that is not well was left alone."""
-
-    kind: Treatment
-    entry: str
-    reason: str
-    freed_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class RepairReport:
-    """All of a repair, in order."""
-
-    root: str
-    actions: tuple[Action, ...]
-    kept: tuple[Action, ...]
-
-    def lines(self) -> list[str]:
-        freed = format_bytes(sum(action.freed_bytes for action in self.actions))
-        return [
-            f"cache repair {self.root} | {len(self.actions)} actions, {freed} freed | {len(self.kept)} left alone",
-            *(f"{one.kind} {one.entry} | {format_bytes(one.freed_bytes)} | {one.reason}" for one in self.actions),
-            *(f"{one.kind} {one.entry} | {one.reason}" for one in self.kept),
-        ]
-
-
 def repair(
-    live: Storage,
-    *,
-    keep_versions: Collection[str] | None = None,
-    dry_run: bool = False,
-    stale_lock_s: float = STALE_LOCK_S,
-    compilers: Compilers = live_compilers,
-    clock: Clock = time.time,
-) -> RepairReport:
-    """Delete stale locks, failed and incomplete entries; with `keep_versions` also the entries of other compilers.
+    storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compilers = live_compilers
+) -> tuple[Action, ...]:
+    """Delete failed entries, and stale locks and partial entries; return what was done. Raises Preempted.
 
-    Graphs that were only collected stay. A lock, and a half entry, is stale when older than `stale_lock_s` with no
-    compiler alive on this host; on S3 a lock when older than SHARED_LOCK_S. Names in `keep_versions` are version
-    folders or versions.
-    Raises ConfigError when `keep_versions` fits nothing that is there (it would empty the cache), Preempted.
+    `stale_s`: age from which a lock or partial entry on a disk is stale if no compiler runs on this host.
     """
-    entries, root = list_storage(live, clock), live.local_path("")
-    if keep_versions is not None and entries and not any(entry.name.is_of(keep_versions) for entry in entries):
-        wanted = ", ".join(sorted(keep_versions)) or "the empty list of versions to keep"
-        raise ConfigError(
-            f"no entry of the compile cache is of {wanted}",
-            expected=f"at least one of {', '.join(sorted({entry.name.version_dir for entry in entries}))}",
-            next_command="trnpipe cache status",
-        )
-    doctor = _Doctor(live, root, keep_versions, dry_run, stale_lock_s, compilers, clock)
-    if root is None or dry_run or not entries:
-        notes = [note for entry in entries for note in doctor.treat(entry)]
-    else:
-        with cache_lock(root, live.stop):
-            notes = [note for entry in entries for note in doctor.treat(entry)]
-            for folder in {root / entry.name.version_dir for entry in entries}:
-                atomic.sweep_temps(folder)
-                with os_errors("deleting", f"file://{folder}"):
-                    if folder.is_dir() and not any(folder.iterdir()):
-                        folder.rmdir()
-    kept = tuple(note for note in notes if note.kind == "left alone")
-    actions = tuple(note for note in notes if note.kind != "left alone")
-    return RepairReport(live.uri("") if root is None else f"file://{root}", actions, kept)
+    root = storage.local_path("")
+    if root is None:
+        return tuple(_repair(storage, stale_s, compilers))
+    if not root.is_dir():
+        return ()
+    refuse_network_root(root)
+    with cache_lock(root, storage.stop):
+        return tuple(_repair(storage, stale_s, compilers))
 
 
-def release_dead_locks(live: Storage, clock: Clock = time.time) -> list[Action]:
-    """Delete the locks that dead compilers left in a cache on S3, by their age. Raises TransientError, ConfigError."""
-    doctor = _Doctor(live, live.local_path(""), None, False, STALE_LOCK_S, live_compilers, clock)
-    locked = [entry for entry in list_storage(live, clock) if entry.locks]
-    return [action for action in map(doctor.unlock, locked) if action.kind == "unlock"]
+def _repair(storage: Storage, stale_s: float, compilers: Compilers) -> Iterator[Action]:
+    for listed in list_entries(storage):
+        storage.stop.raise_if_set("repairing the compile cache")
+        if listed.state is EntryState.DONE and not listed.locks:
+            continue
+        for entry in list_entries(storage, listed.key):  # as it is now
+            if entry.state is EntryState.FAILED or _is_stale(storage, entry, stale_s, compilers):
+                if entry.state is EntryState.DONE:
+                    storage.delete(entry.locks)
+                    yield Action("unlock", entry.key)
+                else:
+                    storage.delete_prefix(entry.key)
+                    yield Action(f"drop {entry.state}", entry.key, entry.size_bytes)
 
 
-@dataclass(frozen=True)
-class _Doctor:
-    """What to do with each entry."""
-
-    live: Storage
-    root: Path | None
-    keep_versions: Collection[str] | None
-    dry_run: bool
-    stale_s: float
-    compilers: Compilers
-    clock: Clock
-
-    def treat(self, entry: CacheEntry) -> Iterator[Action]:
-        self.live.stop.raise_if_set("repairing the compile cache")
-        if self.root is not None:
-            entry = list_entry(self.root, entry.name)  # as it is now
-        key, is_old = entry.name.key, self.keep_versions is not None and not entry.name.is_of(self.keep_versions)
-        if entry.locks:
-            action = self.unlock(entry)
-            if action.kind == "unlock" or entry.state is EntryState.LOCKED or is_old:
-                yield action
-            if action.kind == "left alone":
-                return
-            entry = entry.without_locks()
-        if entry.state is EntryState.INCOMPLETE and (busy := self._is_live(entry, "incomplete")):
-            yield Action("left alone", key, busy)
-        elif is_old:
-            reason = f"{entry.state}, of compiler {entry.name.version_dir}, which is not to be kept"
-            yield self._remove(entry, "prune", reason)
-        elif entry.state is EntryState.FAILED:
-            yield self._remove(entry, "drop failed", "a failure reused for ever; compiled again when needed")
-        elif entry.state is EntryState.INCOMPLETE:
-            yield self._remove(entry, "drop incomplete", "what a dead writer left; compiled again when needed")
-
-    def unlock(self, entry: CacheEntry) -> Action:
-        """Delete the locks of an entry if its compiler is dead."""
-        key = entry.name.key
-        if busy := self._is_live(entry, "locked"):
-            return Action("left alone", key, busy)
-        keys = [f"{key}/{lock.name}" for lock in entry.locks]
-        if self.root is None and not self.dry_run:  # another compiler may have taken it since the listing
-            ages_s = [stat.age_s for one in keys if (stat := self.live.stat(one)) is not None]
-            if any(age_s is None or age_s <= SHARED_LOCK_S for age_s in ages_s):
-                return Action("left alone", key, "locked meanwhile")
-        if not self.dry_run:
-            self.live.delete(keys)
-        reason = f"older than {format_duration(SHARED_LOCK_S)}" if self.root is None else "no compiler is alive"
-        return Action("unlock", key, f"stale lock: {reason}", sum(lock.size_bytes for lock in entry.locks))
-
-    def _is_live(self, entry: CacheEntry, state: Literal["locked", "incomplete"]) -> str:
-        """Why a lock, or a half entry, must stay; '' for what a dead compiler left."""
-        if self.root is None:
-            if state == "locked" and entry.is_lock_older(self.clock(), SHARED_LOCK_S):
-                return ""
-            return f"{state}: another node may be at work on it"
-        if alive := self.compilers():
-            return f"{state} while {alive[0]} is alive"
-        now_s = self.clock()
-        if state == "incomplete":
-            age_s = entry.age_s(now_s)
-            is_young = age_s is not None and age_s < self.stale_s
-            return f"incomplete, changed less than {self.stale_s:.0f} s ago" if is_young else ""
-        if not entry.is_lock_older(now_s, self.stale_s):
-            return f"locked less than {self.stale_s:.0f} s ago"
-        is_held = any(_is_held(self.root / entry.name.key / lock.name) for lock in entry.locks)
-        return "a process holds the lock" if is_held else ""
-
-    def _remove(self, entry: CacheEntry, kind: Treatment, reason: str) -> Action:
-        """Take the entry away, unless it has changed since it was judged."""
-        if not self.dry_run:
-            if self.root is not None and list_entry(self.root, entry.name) != entry:
-                return Action("left alone", entry.name.key, "changed meanwhile")
-            self.live.delete_prefix(entry.name.key)
-        return Action(kind, entry.name.key, reason, entry.size_bytes)
+def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[Action]:
+    """Delete the locks that dead compilers left, so that waiting processes go on. The entries stay."""
+    actions = []
+    for listed in list_entries(storage):
+        for entry in list_entries(storage, listed.key) if listed.locks else ():  # as it is now
+            if entry.locks and _is_stale(storage, entry, stale_s, compilers):
+                storage.delete(entry.locks)
+                actions.append(Action("unlock", entry.key))
+    return actions
 
 
-def _is_held(path: Path) -> bool:
-    """True when a process holds a kernel lock on the file: some writers lock so, and then their death frees it."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+def _is_stale(storage: Storage, entry: CacheEntry, stale_s: float, compilers: Compilers) -> bool:
+    """Return whether no compiler can be at work on an entry that is locked or partial."""
+    is_local = storage.local_path("") is not None
+    names = {lock.rpartition("/")[2] for lock in entry.locks} or entry.files.keys()
+    limit_s = stale_s if is_local else SHARED_LOCK_S
+    ages = [entry.files[name].age_s for name in names]
+    return all(age is not None and age >= limit_s for age in ages) and not (is_local and compilers())

@@ -7,7 +7,7 @@ from importlib import metadata
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
-from pipeline.compile.watch import COMPILE, Counters, GraphWatch, Guard
+from pipeline.compile.watch import COMPILE, GraphWatch, Guard, Tracer
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.record import with_retired
@@ -104,34 +104,30 @@ def embed_plan(
     }
 
 
-# The guard of a run: the manifest of exactly this way of running, or what is missing.
+def open_guard(workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:
+    """Watch a run against the manifest of exactly its plan.
 
-
-def open_guard(
-    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
-) -> GraphWatch:
-    """Watch a run against its manifest. Raises ConfigError before anything is traced when it was never compiled.
-
-    A workspace in which nothing was ever compiled ahead of time is told so once and not watched.
+    Warns once if nothing of the workspace was compiled ahead of time. Raises ConfigError, before anything is traced, if
+    only other plans were.
     """
     manifest = load_manifest(workspace, plan)
     if manifest is not None:
-        return _guard(manifest, counters, config, console)
+        return _guard(manifest, tracer, config, console)
     return _unguarded(workspace, plan, load_manifests(workspace), config, console)
 
 
 def open_part_guard(
-    workspace: Storage, plan: Plan, counters: Counters, config: CompileConfig, console: Console
+    workspace: Storage, plan: Plan, tracer: Tracer, config: CompileConfig, console: Console
 ) -> GraphWatch:
-    """The same for evaluation and embedding, whose part of the plan several ways of training may share.
+    """Watch evaluation or embedding, whose part of the plan several ways of training may share.
 
-    On devices they share them at one number of ranks. They may run on CPU machines while training runs on Trainium:
-    XLA:CPU compiles in seconds, so it is bound only by what was compiled for it, of this very model.
+    On devices they share it at one number of ranks. They may run on CPU machines while training runs on Trainium:
+    XLA:CPU compiles in seconds, so only what was compiled for it, of this very model, binds it.
     """
     manifests = load_manifests(workspace)
     for manifest in manifests:
         if plan.items() <= manifest.plan.items():
-            return _guard(manifest, counters, config, console)
+            return _guard(manifest, tracer, config, console)
     if is_lazy_host(str(plan["device"])):
         names = [name for name in plan if name in ("device", "data.vocab_size") or name.startswith("model.")]
         manifests = [one for one in manifests if all(one.plan.get(name) == plan[name] for name in names)]
@@ -139,9 +135,9 @@ def open_part_guard(
     return _unguarded(workspace, plan, parts, config, console)
 
 
-def _guard(manifest: GraphManifest, counters: Counters, config: CompileConfig, console: Console) -> GraphWatch:
+def _guard(manifest: GraphManifest, tracer: Tracer, config: CompileConfig, console: Console) -> GraphWatch:
     console.info(f"graphs: {len(manifest.graphs)} compiled ahead of time, manifest {manifest.plan_id[:12]}")
-    return Guard(counters, manifest, config.on_unknown_graph, console.warn)
+    return Guard(tracer, manifest, config.on_unknown_graph, console.warn)
 
 
 def _unguarded(

@@ -26,7 +26,7 @@ from pipeline.embed.config import EmbedConfig
 from pipeline.embed.texts import chunk_tokens, cut_tokens
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
 from pipeline.model.encoder import BertEncoder, TextEncoder
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import open_device
@@ -266,7 +266,7 @@ class EmbedProgram:
             raise ValueError(f"{rows} rows of {length} tokens, where shapes are {self.shapes}")
         vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], shape.texts)
         place = Place(PHASE, str(length), rows)
-        self._watch.before(place, lambda: self.backend.hlo_text([vectors]))
+        self._watch.before(place, [vectors])
         self.backend.step_boundary([vectors])
         self._watch.after(place)
         return vectors

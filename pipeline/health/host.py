@@ -22,7 +22,7 @@ from pipeline.core.machines import GIB, MACHINES
 from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
 from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage, os_errors
-from pipeline.parallel.network import MASTER_PORT
+from pipeline.parallel.world import MASTER_PORT
 from pipeline.proc.tool import host_memory_bytes
 
 SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written

@@ -1,6 +1,5 @@
 """The compile stage: meet every graph a cycle needs before it starts, and write them down in the graph manifest."""
 
-import gzip
 import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -9,8 +8,7 @@ from pathlib import Path
 from pipeline.backends import lazy_device_name
 from pipeline.compile.lint import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
-from pipeline.compile.neuron_compile import compile_on_neuron
-from pipeline.compile.neuron_tool import SCORING, drives_tool
+from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
 from pipeline.compile.watch import Place, Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
@@ -82,7 +80,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         ctx.console.info(f"  {graph.phase:<16} {shape:<12} {what}  {graph.compile_s:6.1f} s  {graph.key[:12]}")
     for place in recorder.outside:
         ctx.console.warn(f"more than one graph was compiled at {place}")
-    findings = (*lint(*recorder.modules.values()), *lint_counters(backend.host_operators()))
+    findings = (*lint(*recorder.texts.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
         ctx.console.warn(str(finding))
     if backend.is_lazy and settings.model.factory is not None:
@@ -90,8 +88,6 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     if driven:
         atomic.write_bytes_atomic(Path(driven), manifest.model_dump_json().encode())
         return _result(ctx, manifest, started)
-    for key, text in recorder.texts.items():  # for devices that keep no compiled graphs; what is there stays
-        ctx.workspace.write_if_absent(f"compile-cache/hlo/{key}.txt.gz", gzip.compress(text.encode(), mtime=0))
     return _publish(ctx, manifest, started)
 
 

@@ -25,6 +25,12 @@ DEVICE = "xla:NEURON"
 class NoCounters:
     compiles_steps = False
 
+    def graph_hash(self, tensors: object) -> str:
+        return ""
+
+    def hlo_text(self, tensors: object) -> str:
+        return ""
+
     def compile_count(self) -> int:
         return 0
 
@@ -73,7 +79,6 @@ NOT_IN_GRAPHS = {
     "optimizer.learning_rate": "a value that travels with each step",
     "optimizer.schedule": "a value that travels with each step",
     "optimizer.warmup_fraction": "a value that travels with each step",
-    "optimizer.final_fraction": "a value that travels with each step",
     "guard.patience": "counted on the host",
     "parallel": "the degrees of shards and what is computed again count, see below",
 }

@@ -1,36 +1,31 @@
 """A compile cache that machines share: locks of the dead on S3 are removed by age, programs are copied."""
 
-import sys
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from moto.s3.models import s3_backends
 
-from pipeline.compile import cache, neuron_compile
-from pipeline.compile.cache import SHARED_LOCK_S, EntryName, list_storage, release_dead_locks, repair, scan
+from pipeline.compile.cache import SHARED_LOCK_S, release_locks, repair
 from pipeline.compile.config import CompileConfig
-from pipeline.compile.neuron_compile import NeuronCompile, repair_after_run
-from pipeline.compile.neuron_tool import use_neuron_cache
-from pipeline.compile.shared import Programs, programs_place, shared_compile_cache
+from pipeline.compile.neuron import use_neuron_cache
+from pipeline.compile.sync import Programs, programs_uri, shared_compile_cache, sync_cache
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage
 from pipeline.parallel.world import NODE, NUM_NODES, TRACE_FILE
 from pipeline.settings import Settings, resolve
-from tests.compile.cache_cases import DONE, GRAPH, LOCK, NEFF, ONE, THREE, TWO, opened
+from tests.compile.cache_cases import GRAPH, LOCK, LOG, ONE, THREE, TWO, done_files, name_of, opened, write_entry
 
 ACCOUNT = "123456789012"  # moto's
 DEAD_S, YOUNG_S = SHARED_LOCK_S + 60, SHARED_LOCK_S - 60
 
 
-def put(storage: Storage, name: EntryName, *, lock_age_s: float | None) -> str:
+def put(storage: Storage, name: str, *, lock_age_s: float | None) -> str:
     """Write a traced entry, with a lock of that age by the server's clock. Return the key of the lock."""
-    storage.write_bytes(f"{name.key}/{GRAPH}", b"graph")
-    lock = f"{name.key}/{LOCK}"
+    storage.write_bytes(f"{name}/{GRAPH}", b"graph")
+    lock = f"{name}/{LOCK}"
     if lock_age_s is not None:
         storage.write_bytes(lock, b"")
         make_older(storage, lock, lock_age_s)
@@ -54,34 +49,24 @@ def live(s3_uri: str) -> Storage:
 # Locks.
 
 
-@pytest.mark.parametrize("now_s", [0.0, 2e9])
-def test_old_locks_go_by_the_clock_of_s3_alone(live: Storage, now_s: float) -> None:
-    """Whatever this machine's own clock says."""
+def test_a_repair_and_a_release_go_by_the_clock_of_s3(live: Storage) -> None:
     dead, young = put(live, ONE, lock_age_s=DEAD_S), put(live, TWO, lock_age_s=YOUNG_S)
     put(live, THREE, lock_age_s=None)
-    assert scan(live, clock=lambda: now_s).stale_locks == (ONE,)
-    assert [(one.kind, one.entry) for one in release_dead_locks(live, lambda: now_s)] == [("unlock", ONE.key)]
-    assert dead not in keys(live) and young in keys(live)
-    assert len(list_storage(live)) == 3
+    assert [(one.kind, one.entry) for one in release_locks(live)] == [("unlock", ONE)]
+    assert dead not in keys(live) and young in keys(live) and f"{ONE}/{GRAPH}" in keys(live)
+    put(live, ONE, lock_age_s=DEAD_S)
+    live.write_bytes(f"{name_of(4)}/{LOG}", b"failed")
+    assert [(one.kind, one.entry) for one in repair(live)] == [("drop locked", ONE), ("drop failed", name_of(4))]
+    assert {key.rpartition("/")[0] for key in keys(live)} == {TWO, THREE}
 
 
-def test_a_repair_does_the_same_and_an_empty_repair_changes_nothing(live: Storage) -> None:
-    dead, young = put(live, ONE, lock_age_s=DEAD_S), put(live, TWO, lock_age_s=YOUNG_S)
-    assert [one.kind for one in repair(live, dry_run=True).actions] == ["unlock"]
-    assert dead in keys(live)
-    report = repair(live)
-    assert [(one.kind, one.entry) for one in report.actions] == [("unlock", ONE.key)]
-    assert [(one.kind, one.entry) for one in report.kept] == [("left alone", TWO.key)]
-    assert dead not in keys(live) and young in keys(live)
-
-
-def test_a_lock_that_was_taken_anew_since_the_listing_stays(live: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = put(live, ONE, lock_age_s=DEAD_S)
-    listed = list_storage(live)
-    live.write_bytes(lock, b"")
-    monkeypatch.setattr(cache, "list_storage", lambda *words: listed)
-    assert release_dead_locks(live) == []
-    assert lock in keys(live)
+def test_a_repair_of_published_entries_deletes_dead_uploads_alone(live: Storage, tmp_path: Path) -> None:
+    write_entry(tmp_path / "cache", ONE, done_files())
+    sync_cache(tmp_path / "cache", live)
+    for name in (TWO, THREE):
+        live.write_bytes(f"{name}/{'0' * 32}/model.neff", b"half an upload")
+    make_older(live, f"{TWO}/{'0' * 32}/model.neff", DEAD_S)
+    assert [(one.kind, one.entry) for one in repair(live)] == [("drop partial", TWO)]
 
 
 def settings_of(workspace: str, **compile_settings: str) -> Settings:
@@ -107,94 +92,15 @@ def test_the_main_node_removes_them_before_a_stage(s3_uri: str, env: dict[str, s
     lock = put(live, ONE, lock_age_s=DEAD_S)
     with shared_compile_cache(settings_of(s3_uri), StopSignal(), said.append, env):
         assert (lock not in keys(live)) is released
-    assert any(ONE.key in line for line in said) is released
+    assert any(ONE in line for line in said) is released
 
 
 def test_a_cache_on_a_disk_is_left_to_repairs(tmp_path: Path) -> None:
-    lock = tmp_path / "compile-cache" / ONE.key / LOCK
+    lock = tmp_path / "compile-cache" / ONE / LOCK
     lock.parent.mkdir(parents=True)
     lock.touch()
     with shared_compile_cache(settings_of(str(tmp_path)), StopSignal(), print, XLA):
         assert lock.exists()
-
-
-def driver_of(live: Storage, command: list[str], scratch: Path, said: list[str], *, limit_s: float) -> NeuronCompile:
-    return NeuronCompile(
-        command,
-        CompileConfig(time_limit_s=limit_s, max_retries=1, parallel=1),
-        cache_root=live.root,
-        scratch=scratch,
-        repair=repair_after_run,
-        stop=StopSignal(),
-        say=said.append,
-    )
-
-
-def when(is_due: Callable[[], bool], act: Callable[[], None]) -> None:
-    """Do something as soon as that is so, beside the caller."""
-
-    def watch() -> None:
-        until = time.monotonic() + 200
-        while not is_due() and time.monotonic() < until:
-            time.sleep(0.02)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def finish(live: Storage) -> None:
-    """What another machine's compiler leaves of ONE."""
-    for file in (NEFF, DONE):
-        live.write_bytes(f"{ONE.key}/{file}", b"NEFF")
-
-
-@pytest.fixture
-def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A neuron_parallel_compile that only runs the trial run, which finds every graph locked and skips it."""
-    program = tmp_path / "bin" / "neuron_parallel_compile"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\nfor word; do script=$word; done\n"$script"\necho "No todo hlos found in cache"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{Path(sys.executable).parent}:/usr/bin:/bin")
-    monkeypatch.setattr(neuron_compile, "OTHERS_POLL_S", 0.05)
-    return tmp_path
-
-
-def test_a_compile_goes_on_when_a_lock_of_the_dead_has_become_old(live: Storage, tools: Path) -> None:
-    """It is young when the compile begins to wait."""
-    lock, said = put(live, ONE, lock_age_s=0.0), list[str]()
-    when(lambda: any("removed here when" in line for line in said), lambda: make_older(live, lock, DEAD_S))
-    when(lambda: lock not in keys(live), lambda: finish(live))
-    command = ["echo", f"Using a cached neff at {live.root}/{ONE.key}/{NEFF}"]
-    result = driver_of(live, command, tools / "scratch", said, limit_s=200).run()
-    assert result.graphs == (ONE.key,)
-    text = "\n".join(said)
-    assert f"waiting for 1 graphs that another process compiles: {ONE.key.partition('/')[2]}" in text
-    assert "removed here when it is older than 1h00m" in text
-    assert f"unlock {ONE.key}" in text
-
-
-def test_a_trial_run_that_waits_for_a_lock_of_the_dead_goes_on(live: Storage, tools: Path) -> None:
-    lock, said, flag = put(live, ONE, lock_age_s=DEAD_S), list[str](), tools / "compiled"
-
-    def compile_it() -> None:
-        finish(live)
-        flag.touch()
-
-    when(lambda: lock not in keys(live), compile_it)
-    wait = f"echo 'Another process must be compiling {live.root}/{ONE.key}/{GRAPH}, been waiting for: 1 minutes'"
-    found = f"echo 'Using a cached neff at {live.root}/{ONE.key}/{NEFF}'"
-    script = f"while [ ! -e {flag} ]; do {wait}; sleep 0.2; done; {found}"
-    result = driver_of(live, ["sh", "-c", script], tools / "scratch", said, limit_s=200).run()
-    assert result.graphs == (ONE.key,) and any(line.startswith(f"unlock {ONE.key}") for line in said)
-
-
-def test_a_living_lock_is_never_removed(live: Storage, tools: Path) -> None:
-    lock = put(live, ONE, lock_age_s=0.0)
-    command = ["echo", f"Using a cached neff at {live.root}/{ONE.key}/{NEFF}"]
-    with pytest.raises(TransientError, match="locked by another process"):
-        driver_of(live, command, tools / "scratch", [], limit_s=3.0).run()
-    assert lock in keys(live)
 
 
 # Programs of the native device.
@@ -227,15 +133,15 @@ def test_programs_go_from_one_machine_to_the_next(storage: Storage, tmp_path: Pa
 
 
 def test_where_programs_are_exchanged() -> None:
-    assert programs_place(CompileConfig(), "s3://bucket/ws/compile-cache") == "s3://bucket/ws/compile-cache/neff"
-    assert programs_place(CompileConfig(sync_url="s3://bucket/x/"), "/disk") == "s3://bucket/x/neff"
-    assert programs_place(CompileConfig(), "/disk") == ""
+    assert programs_uri(CompileConfig(), "s3://bucket/ws/compile-cache") == "s3://bucket/ws/compile-cache/neff"
+    assert programs_uri(CompileConfig(sync_url="s3://bucket/x/"), "/disk") == "s3://bucket/x/neff"
+    assert programs_uri(CompileConfig(), "/disk") == ""
 
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """An environment in which the backend is the native device."""
-    for name in ("pipeline.compile.shared", "pipeline.compile.neuron_tool"):
+    for name in ("pipeline.compile.sync", "pipeline.compile.neuron"):
         monkeypatch.setattr(f"{name}.compiled_cache", lambda backend: "TORCH_NEURONX_NEFF_CACHE_DIR")
         monkeypatch.setattr(f"{name}.has_graph_tool", lambda backend, env: False)
     return {"TORCH_NEURONX_NEFF_CACHE_DIR": str(tmp_path / "local")}
@@ -259,7 +165,7 @@ def test_a_stage_downloads_first_and_uploads_at_its_end(s3_uri: str, native: dic
 def test_a_machine_that_is_lost_has_left_what_it_had_compiled(
     s3_uri: str, native: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.compile.shared.PUSH_EVERY_S", 0.02)
+    monkeypatch.setattr("pipeline.compile.sync.PUSH_EVERY_S", 0.02)
     shared, until = opened(f"{s3_uri}/compile-cache/neff"), time.monotonic() + 200
     with shared_compile_cache(settings_of(s3_uri), StopSignal(), print, native):
         write(tmp_path / "local", {PROGRAM: b"NEFF"})

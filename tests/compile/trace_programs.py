@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.batch_order import Bucket, RankShare
-from pipeline.model.config import ModelConfig
-from pipeline.model.hf_config import MPNET_PAD
+from pipeline.model.config import MPNET_PAD, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE
@@ -49,17 +48,15 @@ class TracingBackend(XlaBackend):
 def own_graph(
     *,
     bucket: Bucket = BUCKET,
-    plain: bool = True,
-    first: bool = False,
     accumulation: int = 1,
     kind: str = "train",
     precision: str = "fp32",
     recompute: bool = False,
     **model: Any,
 ) -> str:
-    """HLO of one of our graphs. `plain`: the operators of Neuron, else those of XLA:CPU. `first`: of the first step."""
+    """Return the HLO of one of our graphs, with the operators of Neuron."""
     backend = TracingBackend()
-    backend.sums_by_matmul = not plain
+    backend.sums_by_matmul = False
     config = TrainConfig(
         precision=precision,  # type: ignore[arg-type]
         parallel=TrainPlan(recompute="units" if recompute else "none"),
@@ -69,8 +66,7 @@ def own_graph(
     strategy = flat_strategy(build_model(ModelConfig(**model), spec, 1), backend, config)
     program = TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=[bucket])
     batch = _batch(16, bucket)
-    if not first:
-        backend.synchronise()  # the moments become data, as they are from the second step on
+    backend.synchronise()  # the moments become data, as they are from the second step on
     if kind == "scores":
         return hlo_text([program.outputs(_pairs(16, bucket)).logits])
     program.step([batch] * accumulation)
@@ -111,9 +107,6 @@ def _batch(samples: int, bucket: Bucket) -> dict[str, Tensor]:
 
 OWN: dict[str, dict[str, Any]] = {
     "tiny": {},
-    "tiny-matmul-sums": {"plain": False},
-    "tiny-first": {"first": True},
-    "tiny-shorter": {"bucket": Bucket(8, 8)},
     "tiny-longer": {"bucket": Bucket(8, 32)},
     "tiny-bf16": {"precision": "bf16"},
     "tiny-dropout": {"dropout": 0.1},
@@ -121,20 +114,10 @@ OWN: dict[str, dict[str, Any]] = {
     "tiny-accumulation": {"accumulation": 2},
     "tiny-scores": {"kind": "scores"},
     "tiny-match": {"token_match": True},
-    "tiny-match-scores": {"token_match": True, "kind": "scores"},
     "mpnet": {"architecture": "mpnet"},
     "modernbert-bf16": {"architecture": "modernbert", "precision": "bf16"},
 }
 """Each way to trace a step, and each encoder."""
-VARIANTS: dict[str, dict[str, Any]] = {
-    "tiny-match-bf16": {"token_match": True, "precision": "bf16"},
-    "mpnet-scores": {"architecture": "mpnet", "kind": "scores"},
-    "modernbert": {"architecture": "modernbert"},
-    "modernbert-scores": {"architecture": "modernbert", "kind": "scores"},
-    "small": {"preset": "small"},
-    "small-bf16": {"preset": "small", "precision": "bf16"},
-}
-"""The same ways together, and in a model of more layers."""
 
 
 def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -158,20 +141,12 @@ def random_numbers() -> list[Tensor]:
     return [torch.rand(4, device=DEVICE)]
 
 
-def dilated_transposed_convolution() -> list[Tensor]:
-    return [F.conv_transpose2d(data(1, 2, 8, 8), data(2, 2, 3, 3), stride=2, dilation=2)]
-
-
 def topk_of_integers() -> list[Tensor]:
     return list(torch.topk(data(8, dtype=torch.int32), 2))
 
 
 def scatter_of_integers() -> list[Tensor]:
     return [data(8, dtype=torch.int32).scatter_add(0, data(4, dtype=torch.int64), data(4, dtype=torch.int32))]
-
-
-def shift_of_int32() -> list[Tensor]:
-    return [data(4, dtype=torch.int32) >> 1]
 
 
 def compare_with_a_python_float() -> list[Tensor]:
@@ -182,36 +157,8 @@ def nonzero() -> list[Tensor]:
     return [torch.nonzero(data(4))]
 
 
-def floor_division() -> list[Tensor]:
-    return [data(4, dtype=torch.int64) // 3]
-
-
-def truncated_division() -> list[Tensor]:
-    return [torch.div(data(4, dtype=torch.int32), data(4, dtype=torch.int32), rounding_mode="trunc")]
-
-
-def true_division() -> list[Tensor]:
-    return [data(4, dtype=torch.int32) / 3]
-
-
 def integer_product() -> list[Tensor]:
     return [torch.matmul(data(4, 4, dtype=torch.int32), data(4, 4, dtype=torch.int32))]
-
-
-def log1p() -> list[Tensor]:
-    return [torch.log1p(data(4))]
-
-
-def all_true() -> list[Tensor]:
-    return [(data(4) > data(4)).all()]
-
-
-def index_beyond_the_table() -> list[Tensor]:
-    return [F.embedding(torch.arange(9, device=DEVICE), data(6, 4))]
-
-
-def index_within_the_table() -> list[Tensor]:
-    return [F.embedding(torch.arange(6, device=DEVICE), data(6, 4))]
 
 
 def classifier() -> list[Tensor]:
@@ -223,12 +170,6 @@ def classifier() -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [table, weight])]
 
 
-def convolution() -> list[Tensor]:
-    image, kernel = data(1, 2, 8, 8).requires_grad_(), data(2, 2, 3, 3).requires_grad_()
-    pooled = F.max_pool2d(F.conv2d(image, kernel, stride=2, padding=1), 2)
-    return list(torch.autograd.grad(pooled.sum(), [image, kernel]))
-
-
 def sorts_and_sums() -> list[Tensor]:
     return [torch.sort(data(8)).values, torch.cumsum(data(8), 0), torch.argmax(data(8)), *torch.topk(data(8), 2)]
 
@@ -238,22 +179,12 @@ PROGRAMS: tuple[Callable[[], list[Tensor]], ...] = (
     complex_product,
     eight_bit,
     random_numbers,
-    dilated_transposed_convolution,
     topk_of_integers,
     scatter_of_integers,
-    shift_of_int32,
     compare_with_a_python_float,
     nonzero,
-    floor_division,
-    truncated_division,
-    true_division,
     integer_product,
-    log1p,
-    all_true,
-    index_beyond_the_table,
-    index_within_the_table,
     classifier,
-    convolution,
     sorts_and_sums,
 )
 
@@ -272,7 +203,7 @@ def main(folder: Path, what: str) -> None:
     jobs: dict[str, Callable[[], str]] = {}
     if what == "programs":
         jobs = {program.__name__: partial(_text_of, program) for program in PROGRAMS}
-    graphs = {"programs": {"tiny": OWN["tiny"]}, "own": OWN, "variants": VARIANTS}[what]
+    graphs = {"programs": {"tiny": OWN["tiny"]}, "own": OWN}[what]
     jobs |= {f"own-{name}": partial(own_graph, **changes) for name, changes in graphs.items()}
     for name, job in jobs.items():
         try:

@@ -8,7 +8,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from pipeline.compile.hlo import Module, parse
 from tests import zygote
 from tests.backends.xla_process import FAST_COMPILE
 
@@ -32,17 +31,12 @@ def own_texts() -> dict[str, str]:
     return _trace("own", ())
 
 
-def variant_texts() -> dict[str, str]:
-    """More of our own graphs, for thorough tests."""
-    return _trace("variants", ())
+def program(name: str) -> str:
+    return _text(program_texts(), name)
 
 
-def program(name: str) -> Module:
-    return _parsed(program_texts(), name)
-
-
-def own(name: str) -> Module:
-    return _parsed(own_texts(), f"own-{name}")
+def own(name: str) -> str:
+    return _text(own_texts(), f"own-{name}")
 
 
 def counters(name: str) -> dict[str, int]:
@@ -50,9 +44,9 @@ def counters(name: str) -> dict[str, int]:
     return counted
 
 
-def _parsed(texts: dict[str, str], name: str) -> Module:
+def _text(texts: dict[str, str], name: str) -> str:
     assert name in texts, texts.get(f"{name} failed", f"no trace of {name}")
-    return parse(texts[name])
+    return texts[name]
 
 
 @cache

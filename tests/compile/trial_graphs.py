@@ -1,4 +1,4 @@
-"""Prints how many graphs a trial run meets, by a setting and its value. Traced with the operators of Neuron."""
+"""Prints the graphs a trial run meets, key to phase, by a setting and its value. Traced as on a Neuron device."""
 
 import json
 import os
@@ -10,7 +10,7 @@ os.environ["PJRT_DEVICE"] = "CPU"  # before torch_xla is imported
 from pipeline.backends import TRACED, open_backend
 from pipeline.compile.watch import Recorder
 from pipeline.core.stop import StopSignal
-from pipeline.model.hf_config import MPNET_PAD
+from pipeline.model.config import MPNET_PAD
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
@@ -37,7 +37,7 @@ def main() -> None:
         recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
         gang = Gang(world, timeout_s=60.0)
         shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
-        found[change] = len(recorder.graphs)
+        found[change] = {key: graph.phase for key, graph in recorder.graphs.items()}
     print(json.dumps(found), file=answer, flush=True)
 
 

@@ -19,7 +19,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.texts import cut_tokens
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.catalogues import title, tokenizer_json
 from tests.embed.checkpoints import state_of

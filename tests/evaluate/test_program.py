@@ -1,5 +1,7 @@
 """The scoring program: the very logits that training's evaluation computes, with weights that can be exchanged."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,8 @@ class Watching(GraphWatch):
     def __init__(self) -> None:
         self.seen: Seen = []
 
-    def before(self, place: Place, hlo: object) -> None:
-        del hlo
+    def before(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
+        del tensors
 
     def after(self, place: Place) -> None:
         self.seen.append(place)

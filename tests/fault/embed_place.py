@@ -20,8 +20,7 @@ from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_config import hf_config
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import hf_config, to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.checkpoints import state_of
 from tests.fault.harness import CYCLE, Place, Run

@@ -9,13 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.compile.cache import list_storage
-from pipeline.compile.config import CompilerFlags, flags_hash
+from pipeline.compile.cache import list_entries
 from pipeline.compile.manifest import GraphManifest, load_manifests, store_manifest
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import TRACE_FILE
 from tests.backends.xla_process import needs_xla
-from tests.compile.fake_neuron.cache import VERSION
 from tests.compile.fake_neuron.toolchain import ToolChain
 from tests.fault.harness import CYCLE, ON_XLA, Place, Run, closing_places, copy_of_prepared
 from tests.fault.s3_server import S3Server
@@ -25,9 +23,8 @@ from tests.s3 import lead_to
 pytestmark = [needs_xla, pytest.mark.slow]
 
 NUM_GRAPHS = 3
-SUFFIX = flags_hash(CompilerFlags().tokens(), compiler=VERSION, target="trn1")
 PREPARED = f"cycles/{CYCLE}/prepare/result.json"
-DRIVEN = ("--compile.tool=neuron", "--compile.parallel=2", "--compile.time-limit-s=200")
+DRIVEN = ("--compile.tool=neuron", "--compile.time-limit-s=200")
 ON_TWO = (*DRIVEN, "--train.micro-batch-size=12", "--train.candidates-per-query=2")
 
 
@@ -126,7 +123,7 @@ def machine(places: Callable[..., Place], tmp_path_factory: pytest.TempPathFacto
     def make(*flags: str, beside: Machine | None = None, env: dict[str, str] | None = None) -> Machine:
         folder = tmp_path_factory.mktemp("machine")
         here = places("xla", ON_XLA) if beside is None else Place(beside.place.workspace, folder, beside.place.flags)
-        made.append(Machine(here, ToolChain(folder / "tools", SUFFIX), flags or DRIVEN, env or {}))
+        made.append(Machine(here, ToolChain(folder / "tools"), flags or DRIVEN, env or {}))
         return made[-1]
 
     yield make
@@ -146,7 +143,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
     manifest = first.assert_published()
     assert all(manifest.cache_entries.values())
     first.assert_in_order(0, 1, 2)
-    assert "3 cache entries, 3 compiled by 2 compilers in " in first.place.runs[0].out
+    assert "3 cache entries, 3 compiled, " in first.place.runs[0].out
     assert "pushed 3 " in first.place.runs[0].out
     names = [event["event"] for event in first.place.events() if event.get("stage") != "prepare"]
     assert names[-3:] == ["stage_started", "graph_compiled", "stage_finished"]
@@ -163,8 +160,7 @@ def test_one_run_compiles_the_next_has_nothing_to_do_the_third_what_is_lost(firs
     store_manifest(first.place.storage, manifest.model_copy(update={"cache_entries": slow}))
     shutil.rmtree(first.tools.entry(1))
     third = first.run("--compile.sync-url=")
-    assert "1 compiled by 2 compilers in " in third.out
-    assert "2 found in the cache (saving 80 s of compiling)" in third.out
+    assert "3 cache entries, 1 compiled, the others found in the cache" in third.out
     assert first.tools.compiles()[NUM_GRAPHS:] == [first.tools.entry(1).name]
     now = first.assert_published().cache_entries
     assert {name for name, seconds in now.items() if seconds != 40.0} == {first.tools.key(1)}
@@ -197,7 +193,7 @@ def test_what_earlier_runs_left_and_a_crash_are_repaired(machine: Callable[..., 
     run = here.run(fault="crash")
     here.assert_in_order(0, 1, 2)
     here.assert_published()
-    for action in (f"drop failed {here.tools.key(0)}", f"unlock {here.tools.key(1)}", f"unlock {here.tools.key(2)}"):
+    for action in (f"drop failed {here.tools.key(0)}", f"drop locked {here.tools.key(1)}"):
         assert action in here.repairs()
         assert action in run.out
 
@@ -219,13 +215,13 @@ def test_a_refused_graph_ends_the_stage_but_not_the_others_work(
     machine: Callable[..., Machine], tmp_path: Path
 ) -> None:
     shared = f"file://{tmp_path}/shared"
-    here = machine(*DRIVEN, f"--compile.sync-url={shared}", "--compile.max-retries=0")
+    here = machine(*DRIVEN, f"--compile.sync-url={shared}")
     run = here.run(fault="fail:1", code=78)
-    assert "the compiler refused graphs" in run.err and "NCC_EVRF007" in run.err
+    assert "NCC_EVRF007" in run.err
     here.assert_in_order(0, 2)
     here.assert_nothing_published()
     assert f"drop failed {here.tools.key(1)}" in here.repairs()
-    assert {entry.name.key for entry in list_storage(open_storage(shared))} == {here.tools.key(0), here.tools.key(2)}
+    assert {entry.key for entry in list_entries(open_storage(shared))} == {here.tools.key(0), here.tools.key(2)}
 
 
 @pytest.mark.thorough
@@ -241,7 +237,7 @@ def test_sigterm_in_the_trial_run_and_in_a_compile(machine: Callable[..., Machin
     here.assert_in_order()
     here.assert_nothing_published()
     assert here.place.events()[-1]["event"] == "stage_stopped"
-    assert "unlock" in here.repairs()
+    assert "drop locked" in here.repairs()
 
     here.run()
     here.assert_in_order(0, 1, 2)
@@ -266,24 +262,22 @@ def two_nodes(machine: Callable[..., Machine], job: str, *flags: str, env: dict[
 
 
 @pytest.mark.thorough
-def test_two_nodes_run_the_trial_together_and_again_for_the_one_without_memory(
+def test_two_nodes_run_the_trial_together_and_again_for_the_one_that_crashed(
     machine: Callable[..., Machine], s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lead_to(s3.url, monkeypatch)
     shared = f"s3://{s3.bucket}/two-nodes"
     main, other = two_nodes(machine, "good", f"--compile.sync-url={shared}", env=s3.env)
-    runs = [main.start(fault="oom:1"), other.start()]
+    runs = [main.start(fault="crash"), other.start()]
     for run in runs:
         ended(run)
     for node in (main, other):
         node.assert_in_order(0, 1, 2)
         assert node.num_trials() == 2
-    assert "compiling at most 1 graphs at once from now on" in runs[0].out
-    assert "drop failed" in main.repairs()
-    assert "all is compiled here, but not on another node" in runs[1].out
+    assert "drop locked" in main.repairs()
     assert main.assert_published().plan["world_size"] == 2
     assert "cache entries, " not in runs[1].out  # the main node publishes, alone
-    assert len(list_storage(open_storage(shared))) == NUM_GRAPHS
+    assert len(list_entries(open_storage(shared))) == NUM_GRAPHS
     assert len(main.place.events("graph_compiled")) == 1
 
 
@@ -318,6 +312,4 @@ def test_sigterm_in_an_ordinary_compile(places: Callable[..., Place]) -> None:
     here.run("compile")
     (manifest,) = load_manifests(here.storage)
     assert manifest.cache_entries == {}
-    texts = {stat.key.rpartition("/")[2] for stat in here.storage.list("compile-cache/hlo")}
-    assert texts == {f"{graph.key}.txt.gz" for graph in manifest.graphs}
-    assert len(texts) == len(manifest.graphs) >= 3
+    assert len(manifest.graphs) >= 3

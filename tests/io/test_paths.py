@@ -11,7 +11,6 @@ import pytest
 
 from jobs.settings import CycleSettings
 from jobs.setup import _workspace_uri
-from pipeline.compile.cache import canonical_root
 from pipeline.compile.config import CompileConfig
 from pipeline.context import scratch_folder
 from pipeline.core.errors import ConfigError
@@ -46,7 +45,6 @@ USERS: dict[str, Callable[[str], object]] = {
     "data.path": lambda text: find_files(text, StopSignal()),
     "scratch": lambda text: scratch_folder(Settings(scratch=text), open_storage("/tmp/w"), {}),
     "cache root": lambda text: CompileConfig(cache_url=text).cache_root("w"),
-    "canonical root": canonical_root,
     "jobs": lambda text: _workspace_uri(CycleSettings(workspace=text)),
 }
 

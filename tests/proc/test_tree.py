@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.compile.neuron_tool import SIGHTINGS, LogWatch
 from pipeline.core.errors import ConfigError
 from pipeline.proc.tool import ProcessTree, host_memory_bytes, process_tree
 
@@ -98,34 +97,3 @@ def test_memory_of_a_container(tmp_path: Path) -> None:
     none.write_text("max\n")
     assert host_memory_bytes([none, tmp_path / "missing"]) == psutil.virtual_memory().total
     assert host_memory_bytes([none, limit]) == 2**20
-
-
-COUNTS = "Current remaining items are {}, locked are 0, failed are 0, done are {}, total is 3\n"
-WAITS = "Another process must be compiling a, been waiting for: {} minutes\n"
-
-
-def test_progress_is_told_when_it_changes(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text(COUNTS.format(3, 0) + COUNTS.format(2, 1)[:30])
-    watch = LogWatch(path, is_local=True, compilers=list)
-    assert watch.news() == ["graphs in the cache: 0 done, 3 to do, 0 locked, 0 failed"]
-    path.write_text(COUNTS.format(3, 0) + COUNTS.format(2, 1))
-    assert watch.news() == ["graphs in the cache: 1 done, 2 to do, 0 locked, 0 failed"]
-    assert watch.news() == []
-    assert watch.last_news.startswith("graphs in the cache: 1 done")
-
-
-@pytest.mark.parametrize(("is_local", "running", "stuck"), [(True, [], True), (True, [1], False), (False, [], False)])
-def test_stuck_is_waiting_while_nobody_compiles(
-    tmp_path: Path, is_local: bool, running: list[int], stuck: bool
-) -> None:
-    path = tmp_path / "log"
-    path.touch()
-    watch = LogWatch(path, is_local=is_local, compilers=lambda: running)  # type: ignore[arg-type, return-value]
-    for minute in range(SIGHTINGS):
-        assert not watch.is_stuck()
-        with path.open("a") as file:
-            file.write(WAITS.format(minute))
-        assert watch.news() != []
-        assert watch.news() == []  # the same line does not count twice
-    assert watch.is_stuck() is stuck

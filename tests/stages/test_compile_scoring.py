@@ -5,15 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipeline.compile import neuron_compile
-from pipeline.compile.cache import DONE_NAME, NEFF_NAME, CacheEntry, CacheFile, EntryName
+from pipeline.compile import neuron
+from pipeline.compile.cache import DONE_NAME, NEFF_NAME, CacheEntry, CacheFile
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifests
-from pipeline.compile.neuron_compile import NeuronCompileResult
-from pipeline.compile.neuron_tool import SCORING
+from pipeline.compile.neuron import SCORING, NeuronCompileResult
 from pipeline.context import StageContext, open_context
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.world import TRACE_FILE, World
@@ -33,7 +31,7 @@ class Tool:
     done: set[str] = field(default_factory=set)
 
     def __call__(
-        self, command: Sequence[str], config: object, *, env: Mapping[str, str], peers: object, **more: Any
+        self, command: Sequence[str], *more: object, env: Mapping[str, str], peers: object, say: object
     ) -> "Done":
         is_scoring = SCORING in env
         self.calls.append((list(command), dict(env), peers is None))
@@ -41,7 +39,7 @@ class Tool:
         Path(env[TRACE_FILE]).write_text(traced.model_dump_json())
         entry = f"MODULE_{int(is_scoring)}"
         self.done.add(entry)
-        return Done(NeuronCompileResult((entry,), 1, {entry: 1.0}, 1.0, 1))
+        return Done(NeuronCompileResult((entry,), {entry: 1.0}))
 
 
 @dataclass
@@ -66,8 +64,7 @@ def make_settings(workspace: Path) -> Settings:
 
 
 def entry(key: str) -> CacheEntry:
-    files = (CacheFile(NEFF_NAME, 1), CacheFile(DONE_NAME, 0))
-    return CacheEntry(EntryName(key, "2.0", ""), files)
+    return CacheEntry(key, {NEFF_NAME: CacheFile(1), DONE_NAME: CacheFile(0)})
 
 
 @pytest.fixture
@@ -87,8 +84,8 @@ def tool(ctx: StageContext, monkeypatch: pytest.MonkeyPatch) -> Tool:
             True: shapes.scoring_plan(settings, SCORING_RANKS, "xla:NEURON"),
         }
     )
-    monkeypatch.setattr(neuron_compile, "NeuronCompile", tool)
-    monkeypatch.setattr(neuron_compile, "list_storage", lambda storage: [entry(key) for key in tool.done])
+    monkeypatch.setattr(neuron, "NeuronCompile", tool)
+    monkeypatch.setattr(neuron, "list_entries", lambda storage: [entry(key) for key in tool.done])
     return tool
 
 
@@ -114,12 +111,12 @@ def test_without_them_the_node_is_cold(ctx: StageContext, tool: Tool) -> None:
 def test_only_the_main_node_compiles_them_as_a_machine_alone(
     ctx: StageContext, tool: Tool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neuron_compile, "nodes_of", lambda *rest: Together())
+    monkeypatch.setattr(neuron, "nodes_of", lambda *rest: Together())
     monkeypatch.setenv("TRNJOBS_NODES", "2")
     plans = {SCORING_RANKS: tool.plans[True]}
     for node_rank in range(2):
         on_node = replace(ctx, world=World(rank=node_rank, world_size=2, node_rank=node_rank))
-        manifests, _ = neuron_compile.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)
+        manifests, _ = neuron.compile_on_neuron(ctx.settings, on_node, tool.plans[False], plans)
         assert len(manifests) == (0 if node_rank else 2)
     assert [("TRNJOBS_NODES" in env, alone) for _, env, alone in tool.calls] == [
         (True, False),

@@ -9,15 +9,26 @@ from typing import Any
 
 import psutil
 
-from tests.compile.fake_neuron.cache import DONE, FLAGS, HLO, LOG, NEFF, VERSION, graph_hash, is_done, lock_of
+from pipeline.compile.config import CompilerFlags
+from tests.compile.fake_neuron.programs import (
+    FLAGS,
+    HLO,
+    LOG,
+    NEFF,
+    VERSION,
+    flags_hash,
+    graph_hash,
+    is_done,
+    lock_of,
+)
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS = {"neuron_parallel_compile": "npc", "neuronx-cc": "neuronx_cc", "fake_train": "train"}
+PROGRAMS = {"neuron_parallel_compile": "parallel_compile", "neuronx-cc": "compiler", "fake_train": "train"}
 SCRIPT = """#!{python} -S
 import sys
 sys.path.insert(0, {root!r})
-from tests.compile.fake_neuron.{module} import main
-sys.exit(main())
+from tests.compile.fake_neuron.programs import {program}
+sys.exit({program}())
 """
 
 
@@ -26,15 +37,13 @@ class ToolChain:
     """One installation with a cache and a state folder of its own."""
 
     folder: Path
-    suffix: str
-    """Flags hash of the entries that are to be made."""
 
     def __post_init__(self) -> None:
         for folder in (self.bin, self.state, self.cache):
             folder.mkdir(parents=True)
-        for name, module in PROGRAMS.items():
+        for name, program in PROGRAMS.items():
             path = self.bin / name
-            path.write_text(SCRIPT.format(python=sys.executable, root=str(ROOT), module=module))
+            path.write_text(SCRIPT.format(python=sys.executable, root=str(ROOT), program=program))
             path.chmod(0o755)
 
     @property
@@ -49,9 +58,9 @@ class ToolChain:
     def cache(self) -> Path:
         return self.folder / "cache"
 
-    def env(self, fault: str = "", *, generation: str = "new", **more: str) -> dict[str, str]:
+    def env(self, fault: str = "", **more: str) -> dict[str, str]:
         path = f"{self.bin}:{os.environ['PATH']}"
-        fakes = {"FAKE_NEURON_FAULT": fault, "FAKE_NEURON_STATE": str(self.state), "FAKE_NEURON_LOG": generation}
+        fakes = {"FAKE_NEURON_FAULT": fault, "FAKE_NEURON_STATE": str(self.state)}
         return {**os.environ, "PATH": path, **fakes, **more}
 
     def command(self, num_graphs: int, *more: str) -> list[str]:
@@ -59,7 +68,8 @@ class ToolChain:
         return ["fake_train", "--graphs", str(num_graphs), *more]
 
     def entry(self, index: int) -> Path:
-        return self.cache / f"neuronxcc-{VERSION}" / f"MODULE_{graph_hash(index)}+{self.suffix}"
+        suffix = flags_hash(CompilerFlags().tokens())
+        return self.cache / f"neuronxcc-{VERSION}" / f"MODULE_{graph_hash(index)}+{suffix}"
 
     def key(self, index: int) -> str:
         return str(self.entry(index).relative_to(self.cache))
@@ -81,12 +91,6 @@ class ToolChain:
         lock = lock_of(self.collect(index))
         lock.touch()
         return lock
-
-    def finish(self, index: int) -> None:
-        """A compiled entry."""
-        entry = self.collect(index)
-        (entry / NEFF).write_bytes(b"NEFF")
-        (entry / DONE).touch()
 
     def is_done(self, index: int) -> bool:
         return is_done(self.entry(index))

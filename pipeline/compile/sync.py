@@ -1,0 +1,321 @@
+"""Exchange of compiled graphs between machines.
+
+PyTorch/XLA: entries of a local cache go to and from a storage that all nodes share. There an entry is a committed
+folder: `<entry>/<content id>/<files>`, then `<entry>/MANIFEST.json`. Two nodes that compile the same graph make
+different bytes (a NEFF holds times and ids), so files are in a folder named by their content, and the marker, created
+once, names the winner's. An empty marker withdraws an entry that was found damaged: the next node that has it replaces
+the marker. Only what is new moves. Safe with many nodes at once, and when killed at any byte: in the storage the marker
+comes last, on the disk an entry appears by one rename, or file by file with `model.done` last.
+
+The native device: programs, each a file named by its content, `<folders>/<hash>.neff`, which torch-neuronx writes under
+another name and renames ("safe for concurrent access across processes and nodes", its source).
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Literal
+
+from pipeline import __version__
+from pipeline.backends import compiled_cache, has_graph_tool
+from pipeline.compile.cache import (
+    DONE_NAME,
+    LOG_NAME,
+    CacheEntry,
+    EntryState,
+    cache_lock,
+    entry_state,
+    list_entries,
+    refuse_network_root,
+    release_locks,
+)
+from pipeline.compile.config import CompileConfig
+from pipeline.core.errors import ConfigError, DataError, Preempted, TrnpipeError
+from pipeline.core.manifest import MANIFEST_NAME, Manifest
+from pipeline.core.progress import Say
+from pipeline.core.stop import StopSignal
+from pipeline.io import atomic
+from pipeline.io.commit import bad_file, check_sizes, fetch_dir, file_record, hash_bytes
+from pipeline.io.requests import run_parallel
+from pipeline.io.storage import KeyNotFound, Storage, join_key, open_storage, os_errors
+from pipeline.parallel.world import TRACE_FILE, node_from_env
+from pipeline.settings import Settings
+
+Direction = Literal["both", "pull", "push"]
+WITHDRAWN = b""
+NUM_ENTRY_THREADS = 4  # entries side by side; the files of each go side by side as well
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Keys of entries that were copied, and why others were not. `in_step`: entries that both sides have."""
+
+    pulled: tuple[str, ...] = ()
+    pushed: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+    in_step: int = 0
+
+    def lines(self) -> list[str]:
+        totals = f"pulled {len(self.pulled)} | pushed {len(self.pushed)} | in step {self.in_step}"
+        return [f"cache sync | {totals} | left out {len(self.left_out)}"] + [
+            f"left out {key}: {reason}" for key, reason in self.left_out
+        ]
+
+
+def sync_cache(root: Path, storage: Storage, *, direction: Direction = "both") -> SyncReport:
+    """Copy finished entries between the local cache `root` and `storage`. Pulls first: training waits for that.
+
+    Raises ConfigError for a root on a network file system or a root that is itself such a storage; DiskFull,
+    TransientError and Preempted leave what was copied so far usable, and the same call continues.
+    """
+    refuse_network_root(root)
+    local = open_storage(str(root), stop=storage.stop)
+    shared = storage.local_path("")
+    if (shared is not None and shared.resolve() == root.resolve()) or any(
+        one.is_published for one in list_entries(local)
+    ):
+        raise ConfigError(
+            f"compile cache {root} is the storage that caches are synced with",
+            expected="the compiler's own folder on one side, a folder or s3:// prefix for all nodes on the other",
+            next_command="trnpipe config  # the compile section names both",
+        )
+    with cache_lock(root, storage.stop) as work_dir:
+        staging = work_dir / "staging"
+        _clear(staging)  # left by a killed sync: the lock is ours
+        try:
+            return _Sync(local, root, storage, staging, direction).run()
+        finally:
+            _clear(staging)
+
+
+@dataclass(frozen=True)
+class _Sync:
+    local: Storage
+    root: Path
+    storage: Storage
+    staging: Path
+    direction: Direction
+
+    def run(self) -> SyncReport:
+        mine, shared = (
+            {one.key: one for one in list_entries(side) if one.state is EntryState.DONE}
+            for side in (self.local, self.storage)
+        )
+        published = {key for key, entry in shared.items() if entry.is_published}
+        pulls = sorted(published - mine.keys()) if self.direction != "push" else []
+        pushes = sorted(mine.keys() - published) if self.direction != "pull" else []
+        threads, stop = NUM_ENTRY_THREADS, self.storage.stop
+        pulled = run_parallel(self._pull, pulls, num_threads=threads, stop=stop, doing="pulling compiled graphs")
+        news = [mine[key] for key in pushes]
+        pushed = run_parallel(self._push, news, num_threads=threads, stop=stop, doing="pushing compiled graphs")
+        gets, puts = list(zip(pulls, pulled, strict=True)), list(zip(pushes, pushed, strict=True))
+        return SyncReport(
+            tuple(key for key, reason in gets if reason == ""),
+            tuple(key for key, reason in puts if reason == ""),
+            tuple((key, reason) for key, reason in gets + puts if reason),
+            len(mine.keys() & published) + pushed.count(None),
+        )
+
+    def _pull(self, key: str) -> str:
+        """Copy an entry to the disk. Return '', or why it was left out."""
+        if any(one.locks for one in list_entries(self.local, key)):
+            return "locked here: a compiler makes it, or died (trnpipe cache repair)"
+        marker = join_key(key, MANIFEST_NAME)
+        stat = self.storage.stat(marker)  # before the entry is judged
+        try:
+            folder = self._fetch(key)
+        except DataError as error:  # make room for a node that has it, or compiles it; a pure pull changes nothing
+            if self.direction == "pull":
+                return f"{error.seen}; trnpipe cache sync would withdraw it"
+            if stat is not None and stat.etag:
+                self.storage.write_if_match(marker, WITHDRAWN, stat.etag)
+            return f"{error.seen}; withdrawn, to be compiled and pushed again"
+        return "" if place_entry(self.root, key, folder) else "locked here meanwhile: a compiler makes it"
+
+    def _fetch(self, key: str) -> Path:
+        """Return a verified copy beside the cache. Raises DataError if the marker or a file is damaged."""
+        fetched = fetch_dir(self.storage, key, self.staging / key)
+        with os_errors("reading", f"file://{fetched}"):
+            manifest = Manifest.from_json((fetched / MANIFEST_NAME).read_bytes(), source=str(fetched))
+            content = next(iter(manifest.files), "").partition("/")[0]
+            names = {file.removeprefix(f"{content}/") for file in manifest.files}
+            is_whole = entry_state(names) is EntryState.DONE
+            if manifest.fields.get("entry") != key or not is_whole or any("/" in file for file in names):
+                uri = self.storage.uri(join_key(key, MANIFEST_NAME))
+                raise bad_file(uri, "is not that of this entry, finished", "its files")
+            folder = self.staging / key / content
+            if self.storage.local_path("") is not None:
+                self.storage.download_dir(join_key(key, content), folder, sorted(names))
+            else:
+                (fetched / content).rename(folder)
+        return folder
+
+    def _push(self, entry: CacheEntry) -> str | None:
+        """Upload the files, then the marker. Return '', why it was left out, or None if another node was first."""
+        key, folder = entry.key, self.root / entry.key
+        marker = join_key(key, MANIFEST_NAME)
+        before = self.storage.stat(marker)
+        if before is not None and before.size_bytes:
+            return None
+        try:
+            names = sorted(name for name in entry.files if "/" not in name and f"{key}/{name}" not in entry.locks)
+            with os_errors("reading", f"file://{folder}"):
+                records = {file: file_record(folder / file, self.storage.stop) for file in names}
+            text = "\n".join(f"{file} {record.size_bytes} {record.xxh3_128}" for file, record in records.items())
+            content = hash_bytes(text.encode())
+            manifest = Manifest(
+                kind="compile-cache-entry",
+                created_by=f"trnpipe {__version__}",
+                fields={"entry": key},
+                files={f"{content}/{file}": record for file, record in records.items()},
+            )
+            if (target := self.storage.local_path(join_key(key, content))) is not None:
+                atomic.sweep_temps(target)
+            self.storage.upload_dir(join_key(key, content), folder, names)
+            check_sizes(self.storage, key, manifest)
+        except DataError as error:
+            return f"changed while it was read ({error.seen})"
+        self.storage.stop.raise_if_set(f"publishing {key}")
+        if before is not None:
+            won = self.storage.write_if_match(marker, manifest.to_json(), before.etag)
+        else:
+            won = self.storage.write_if_absent(marker, manifest.to_json())
+        if won:
+            return ""
+        try:  # the winner's bytes may be ours too; as text, because a damaged marker is for the next reader to judge
+            is_named = f'"{content}/'.encode() in self.storage.read_bytes(marker)
+        except KeyNotFound:
+            is_named = False
+        if not is_named:
+            self.storage.delete(join_key(key, file) for file in manifest.files)
+        return None
+
+
+def place_entry(root: Path, key: str, folder: Path) -> bool:
+    """Move the files of `folder` (on the same file system) to the entry. Return False if that is locked.
+
+    A missing entry appears by one rename. Into one that exists (traced, failed, half written) the files go one by
+    one, `model.done` last; the log of an earlier failure is removed before it.
+    """
+    target = root / key
+    with os_errors("writing", f"file://{target}"):
+        atomic.make_dirs(target.parent)
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            if any(one.locks for one in list_entries(open_storage(str(root)), key)):
+                return False
+            names = {path.name for path in folder.iterdir()}
+            (target / DONE_NAME).unlink(missing_ok=True)
+            for file in sorted(names - {DONE_NAME}):
+                (folder / file).replace(target / file)
+            if LOG_NAME not in names:
+                (target / LOG_NAME).unlink(missing_ok=True)
+            atomic.fsync_path(target)
+            (folder / DONE_NAME).replace(target / DONE_NAME)
+        atomic.fsync_path(target)
+        atomic.fsync_path(target.parent)
+    return True
+
+
+def _clear(staging: Path) -> None:
+    with os_errors("deleting", f"file://{staging}"):
+        if staging.exists():
+            shutil.rmtree(staging)
+
+
+# What a stage on Neuron shares while it runs.
+
+FOLDER = "neff"
+PUSH_EVERY_S = 60.0  # a machine lost while it compiles loses at most one minute of programs
+_PROGRAM = re.compile(r"(?:[0-9A-Za-z_-][0-9A-Za-z_.+-]*/)*[0-9A-Za-z_-][0-9A-Za-z_.+-]*\.neff")
+
+
+@contextmanager
+def shared_compile_cache(
+    settings: Settings, stop: StopSignal, say: Say, env: Mapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Prepare the compile cache of a stage, and share new programs. Runs once on each node, not in each rank.
+
+    PyTorch/XLA compiles into a cache on S3 itself: locks that dead compilers left there are removed first. Programs of
+    the native device are copied from and to the storage. To be entered after `use_neuron_cache`.
+    Raises TransientError, ConfigError, Preempted.
+    """
+    config, root = settings.compile, settings.compile.cache_root(settings.workspace)
+    is_rank = "WORLD_SIZE" in env or TRACE_FILE in env
+    uri, variable = programs_uri(config, root), compiled_cache(settings.backend)
+    if not is_rank and has_graph_tool(settings.backend, env) and root.startswith("s3://"):
+        if node_from_env(env)[0] == 0:
+            for action in release_locks(open_storage(root, retry=settings.storage, stop=stop)):
+                say(f"compile cache: {action}")
+        variable = ""
+    if is_rank or not variable or not uri:
+        yield
+        return
+    programs = Programs(open_storage(uri, retry=settings.storage, stop=stop), Path(env[variable]))
+    if pulled := programs.pull():
+        say(f"compile cache: {pulled} compiled programs from {uri}")
+    ended = Event()
+
+    def push_now_and_then() -> None:
+        while not ended.wait(PUSH_EVERY_S):
+            with suppress(TrnpipeError):  # the last push below reports it
+                programs.push()
+
+    pusher = Thread(target=push_now_and_then, name="compiled programs", daemon=True)
+    pusher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        pusher.join()
+        if not stop.is_set():
+            try:
+                programs.push()
+            except Preempted:
+                raise
+            except TrnpipeError as error:  # other jobs then compile themselves; the stage's result stays
+                say(f"compile cache: compiled programs could not be shared: {error.seen}")
+        if programs.num_pushed:
+            say(f"compile cache: {programs.num_pushed} compiled programs to {uri}")
+
+
+def programs_uri(config: CompileConfig, root: str) -> str:
+    """Return the URI through which machines exchange programs; '' if the cache is a folder and sync_url is empty."""
+    shared = root if root.startswith("s3://") else config.sync_url.rstrip("/")
+    return f"{shared}/{FOLDER}" if shared else ""
+
+
+class Programs:
+    """The compiled programs in a folder of this machine, and those in the storage that machines share."""
+
+    def __init__(self, storage: Storage, folder: Path) -> None:
+        self._storage, self._folder = storage, folder
+        found = (stat.key for stat in storage.list("") if stat.size_bytes)
+        self._stored = {key for key in found if _PROGRAM.fullmatch(key)}
+        self.num_pushed = 0
+
+    def pull(self) -> int:
+        """Download the programs that the folder lacks. Return how many."""
+        missing = sorted(self._stored - self._local())
+        self._storage.download_dir("", self._folder, missing)
+        return len(missing)
+
+    def push(self) -> None:
+        """Upload the programs that the storage lacked when this began, and that were not uploaded since."""
+        new = sorted(self._local() - self._stored)
+        self._storage.upload_dir("", self._folder, new)
+        self._stored |= {*new}
+        self.num_pushed += len(new)
+
+    def _local(self) -> set[str]:
+        paths = (path for path in self._folder.rglob("*.neff") if path.is_file() and path.stat().st_size)
+        return {key for path in paths if _PROGRAM.fullmatch(key := path.relative_to(self._folder).as_posix())}

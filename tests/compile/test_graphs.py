@@ -1,0 +1,99 @@
+"""HLO text: its instructions, how two graphs differ, and that the names of graphs are those of every process."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.compile.graphs import arrays, describe, difference, op_counts, read_instructions
+from tests import zygote
+from tests.backends.xla_process import needs_xla
+from tests.compile import traces
+
+# As XLA prints it, with what real traces seldom have: comments, quotes, an array over several lines.
+LONG = r"""HloModule IrToHlo.12, entry_computation_layout={(f32[], /*index=1*/s64[4,5]{1,0})->(f32[4]{0})}, replica_count=2
+
+%AddComputation.7 (x.8: f32[], y.9: f32[]) -> f32[] {
+  %x.8 = f32[] parameter(0)
+  %y.9 = f32[] parameter(1)
+  ROOT %add.10 = f32[] add(f32[] %x.8, f32[] %y.9)
+}
+
+ENTRY %IrToHlo.12 (p0.1: f32[], p1.2: s64[4,5]) -> (f32[4]) {
+  %p1.2 = s64[4,5]{1,0} parameter(1), metadata={op_type="xla__device_data" op_name="a}, b" source_file="/x y/z.py" source_line=33}
+  %p0.1 = f32[] parameter(0)
+  %constant.4 = f32[2,2]{1,0} constant({
+    { 1, 2 },
+    { 3, 4 }
+  })
+  %convert.5 = f32[4,5]{1,0:T(8,128)} convert(s64[4,5]{1,0} %p1.2), metadata={op_type="aten__to" op_name="aten__to"}
+  %custom-call.6 = (f32[4,5]{1,0}, /*index=1*/u8[<=7]{0}) custom-call(f32[4,5]{1,0} %convert.5, /*index=1*/f32[] %p0.1), custom_call_target="Qr", backend_config="{\"a, b\": (1}"
+  %get-tuple-element.7 = f32[4,5]{1,0} get-tuple-element((f32[4,5]{1,0}, u8[<=7]{0}) %custom-call.6), index=0
+  %reduce.8 = f32[4]{0} reduce(f32[4,5]{1,0} %get-tuple-element.7, f32[] %p0.1), dimensions={1}, to_apply=%AddComputation.7
+  ROOT %tuple.11 = (f32[4]{0}) tuple(f32[4]{0} %reduce.8)
+}
+"""  # noqa: E501
+
+
+def test_instructions_are_read() -> None:
+    found = {one.name: one for one in read_instructions(LONG)}
+    assert list(found)[:3] == ["add.10", "p1.2", "p0.1"] and len(found) == 9, "parameters of the graph alone"
+    assert (found["p1.2"].signature, found["p1.2"].source) == ("parameter s64[4,5]", "/x y/z.py:33")
+    assert (found["convert.5"].shape, found["convert.5"].first_shape) == ("f32[4,5]", "s64[4,5]")
+    assert arrays(found["custom-call.6"].shape) == [("f32", ["4", "5"]), ("u8", ["<=7"])]
+    assert found["custom-call.6"].attribute("custom_call_target") == "Qr"
+    assert (found["reduce.8"].combiner, found["reduce.8"].attribute("dimensions")) == ("add", "{1}")
+    assert sum(op_counts(LONG).values()) == 9 and list(op_counts(LONG)) == sorted(op_counts(LONG))
+
+
+def test_difference_names_inputs_first() -> None:
+    known = {"dot f32[64,256]": 3, "parameter f32[64,2]": 1, "reduce f32[64]": 2, "tanh f32[64]": 1}
+    seen = {"dot f32[64,256]": 6, "parameter f32[32,2]": 1, "reduce f32[64]": 1, "tanh f32[64]": 1}
+    changes = difference(known, seen)
+    assert describe(changes) == "+1 parameter f32[32,2], -1 parameter f32[64,2], +3 dot f32[64,256], -1 reduce f32[64]"
+    assert describe(changes, limit=2) == "+1 parameter f32[32,2], -1 parameter f32[64,2] and 2 more"
+    assert difference(seen, known) == {op: -change for op, change in changes.items()} and difference(seen, seen) == {}
+
+
+@pytest.mark.stage
+@needs_xla
+class TestRealTraces:
+    """Graphs of torch_xla on XLA:CPU."""
+
+    @pytest.mark.parametrize("texts", [traces.program_texts, traces.own_texts])
+    def test_every_line_is_read(self, texts: Callable[[], dict[str, str]]) -> None:
+        for name, text in texts().items():
+            if text.startswith("HloModule"):
+                entry = text[text.index("\nENTRY ") :]
+                lines = re.findall(r"^\s+(?:ROOT )?%?\S+ = ", entry, re.MULTILINE)
+                inner = [one for one in read_instructions(text[: text.index("\nENTRY ")])]
+                assert sum(1 for _ in read_instructions(text)) - len(inner) == len(lines), name
+
+    def test_a_longer_bucket_is_named_by_its_inputs(self) -> None:
+        changes = difference(op_counts(traces.own("tiny")), op_counts(traces.own("tiny-longer")))
+        assert list(changes.items())[:2] == [("parameter s32[4,136]", 3), ("parameter s32[4,72]", -3)]
+
+    def test_source_lines_are_those_of_our_code(self) -> None:
+        traced = [one for one in read_instructions(traces.program("own-tiny")) if one.opcode == "sqrt"]
+        assert any(re.fullmatch(r".*pipeline/train/optimizer\.py:\d+", one.source) for one in traced)
+        assert not any(one.source for one in read_instructions(traces.own("tiny")))
+
+    def test_graphs_have_one_name_in_every_process(self, tmp_path: Path) -> None:
+        """In another process, folder and hash seed; and one for each different graph."""
+        flags = ("--model.architecture=bert", "--model.architecture=modernbert")
+        first = zygote.run("tests.compile.trial_graphs", *flags, timeout_s=300.0)
+        env = {**os.environ, "PYTHONPATH": str(zygote.ROOT), "PYTHONHASHSEED": "7"}
+        command = [sys.executable, "-m", "tests.compile.trial_graphs", *flags]
+        second = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert first.returncode == second.returncode == 0, first.stderr[-3000:] + second.stderr[-3000:]
+        keys: dict[str, dict[str, str]] = json.loads(first.stdout)
+        assert keys == json.loads(second.stdout)
+        bert, modern = keys.values()
+        assert len(bert) == len(modern), "as many graphs as bert"
+        contrast = {key for key, phase in bert.items() if key in modern}
+        assert {bert[key] for key in contrast} <= {"contrast"}, "the same embeddings are compared"
