@@ -18,8 +18,7 @@ from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import KeyNotFound, Storage
-from pipeline.registry.checkpoints import read_checkpoint
-from pipeline.registry.promote import roll_back, rollback_target
+from pipeline.registry.promote import plan_rollback, put_back, verified_target
 from pipeline.registry.records import (
     FOLDER,
     Author,
@@ -148,16 +147,18 @@ def serve_verified_pair(workspace: Storage, pair: Pair) -> str:
 def roll_back_model(
     workspace: Storage, model: str, to: str, *, reason: str, author: Author, without_vectors: bool = False
 ) -> Pointer:
-    """Put an earlier production checkpoint back (promote.roll_back), and serve it with its vectors: both or neither.
+    """Put an earlier production checkpoint back, and serve it with its vectors: both or neither.
 
-    If nothing is served, or `without_vectors`, production moves alone. serving.json moves first: killed between the
-    two, the same command ends what it began, and the name of the checkpoint that is still in production takes it back.
-    Raises ConfigError if no vectors of that checkpoint were ever served, CheckpointError if it is damaged.
+    The one at prefix `to`, or with '' the one before; repeating that goes further back. If nothing is served, or
+    `without_vectors`, production moves alone. serving.json moves first: killed between the two, the same command ends
+    what it began, and the name of the checkpoint that is still in production takes it back. Raises ConfigError if no
+    vectors of that checkpoint were ever served, CheckpointError if it is damaged.
     """
     served = read_pair(workspace, model)
-    current, *_, target = rollback_target(workspace, model, to, reason=reason)
+    rollback = plan_rollback(workspace, model, to, reason=reason)
+    current, target = rollback.current, rollback.target
     if served is None or without_vectors:
-        return roll_back(workspace, model, to, reason=reason, author=author)
+        return put_back(workspace, rollback, author=author)
     if target is None and served[0].production_follows != current.generation:
         return current
     wanted, pairs = target or current.production, past_pairs(workspace, model)
@@ -171,21 +172,15 @@ def roll_back_model(
         )
     gone = _rolled_back_vectors(pairs)
     pair = max(usable, key=lambda pair: (pair.vectors.digest not in gone, pair.generation))
-    changes = {"action": "rolled_back", "reason": one_line(reason), "author": author}
-    if target is None:
-        _put(workspace, pair, served, **changes)
-        return current
-    found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
-    if found.digest != pair.digest:
-        raise CheckpointError(
-            f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
-            expected=f"{pair.digest}, as when it was served",
-            next_command="trnpipe registry show; choose another checkpoint",
-        )
+    follows = None
+    if target is not None:
+        verified_target(workspace, target)
+        follows = current.generation
     # Written even if the pair is served already: a verify that saw production before this rollback then loses.
-    if served[0].is_of != pair.is_of or served[0].production_follows != current.generation:
-        _put(workspace, pair, served, **changes, production_follows=current.generation)
-    return roll_back(workspace, model, target.checkpoint, reason=reason, author=author, generation=target.generation)
+    if target is None or served[0].is_of != pair.is_of or served[0].production_follows != follows:
+        changes = {"reason": rollback.reason, "author": author, "production_follows": follows}
+        _put(workspace, pair, served, action="rolled_back", **changes)
+    return put_back(workspace, rollback, author=author)
 
 
 def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
