@@ -135,7 +135,7 @@ def test_a_wrong_queue_is_corrected_and_submitted(commands: Commands) -> None:
 
 
 def test_the_driver_sees_that_a_cycle_has_ended(commands: Commands) -> None:
-    cycle = commands.open_cycle(commands.settings(), commands.said.append)
+    cycle = commands.open_cycle(commands.settings(), commands.said.append).other("2026-11-20")
     assert commands.submit()
     assert not driver.has_ended(cycle)
     for job in commands.batch.jobs.values():
@@ -225,7 +225,7 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     monkeypatch.setattr(submit, step, retried_before)
     assert submit.run_reconcile(arguments, commands.said.append) == 0
     assert commands.store().closed() is None
-    assert not driver.has_ended(commands.open_cycle(commands.settings(), commands.said.append))
+    assert not driver.has_ended(commands.open_cycle(commands.settings(), commands.said.append).other("2026-11-20"))
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 3000}
     assert submit.run_reconcile(Namespace(settings=commands.settings()), commands.said.append) == 0
