@@ -24,9 +24,10 @@ from pipeline.data.digest import digest_key as prepared_key
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.digest import digest_key as vectors_key
-from pipeline.evaluate.digest import NUM_BINS, SCORE_BINS, Bin, Example, ModelDigest, QueryChanges, ScoreDigest
+from pipeline.evaluate.digest import SCORE_BINS, Bin, Example, ModelDigest, QueryChanges, ScoreDigest
 from pipeline.evaluate.digest import digest_key as scores_key
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
+from pipeline.evaluate.metrics.labels import NUM_BINS
 from pipeline.evaluate.metrics.measure import MetricReport
 from pipeline.evaluate.report import BaselineReport, EvaluationReport, HoldoutReport, ModelReport, store_report
 from pipeline.health.check import CheckResult, NodeReport
