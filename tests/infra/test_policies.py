@@ -116,7 +116,7 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/train/parent.json": ("train embed", ""),
     f"{C}/train/result.json": ("train", ""),
     f"{C}/parity/cpu.fp32-xla.fp32/parity.json": ("train", "train"),
-    f"{C}/parity/sides/abc/xla.fp32/scores/MANIFEST.json": ("train", "train"),
+    f"{C}/parity/sides/abc/xla.fp32/arrays/MANIFEST.json": ("train", "train"),
     f"{C}/parity/sides/abc/xla.fp32/work/checkpoints/parity/step-2/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/MANIFEST.json": ("train", "train"),
