@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.cycle.job_records import JobState
-from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, JobSpec
+from jobs.plan.spec import Dependency, JobSpec, Retry
 from jobs.targets.local import engine
 from jobs.targets.local.engine import Engine
 from jobs.targets.local.nodes import NodeEnd
