@@ -21,7 +21,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import Files, InputFile, Listing, Partition, group_by_day, input_warnings, names_of
-from pipeline.data.readers import parquet_rows, read_file, suffix_format
+from pipeline.data.readers import read_file, suffix_format
 from pipeline.data.rows import BadRow, ColumnPlan, RawBatch, batch_rows, feature_pairs, text_characters
 from pipeline.data.validate import filter_mask
 from pipeline.io import atomic
@@ -84,9 +84,6 @@ class EsciSource:
     passed_over: tuple[str, ...]
     warnings: tuple[str, ...]
     fixed_labels: ClassVar[Mapping[str, float]] = GAINS
-
-    def num_rows(self) -> int | None:
-        return sum(parquet_rows(self.storage, file.key) for part in self.partitions for file in part.files)
 
     @cached_property
     def index(self) -> "ProductIndex":

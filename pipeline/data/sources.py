@@ -15,12 +15,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.data import esci, synthetic
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import InputFile, Partition, choose_files, find_files, group_by_day, input_warnings
-from pipeline.data.readers import parquet_rows, read_file
+from pipeline.data.readers import read_file
 from pipeline.data.rows import ColumnPlan, RawBatch, batch_rows, plan_columns, to_fields
 from pipeline.io.storage import ObjectStat, Storage
-
-_MAX_FOOTERS = 1000
-"""More Parquet files than this are not opened to count their rows."""
 
 
 class Source(Protocol):
@@ -43,24 +40,17 @@ class Source(Protocol):
     def fixed_labels(self) -> Mapping[str, float]:
         """Labels with their gains that the layout defines, least relevant first; empty if the data decides."""
 
-    def num_rows(self) -> int | None:
-        """Return the rows of all files if they are cheap to count."""
-
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]: ...
 
 
 @contextmanager
-def reading_progress(
-    doing: str, source: Source, files: Sequence[InputFile]
-) -> Iterator[Callable[[RawBatch | None], None]]:
+def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
     """Show the progress of reading files. Yields a function to call with every batch, and with None while waiting.
 
-    Counts bytes, which are known before a file is read, or rows if they are generated.
+    Counts bytes, or rows without a total if they are generated.
     """
     size_bytes = sum(file.size_bytes for file in files)
-    is_all = len(files) == sum(len(partition.files) for partition in source.partitions)
-    rows = source.num_rows() if is_all and not size_bytes else None
-    with progress(doing, size_bytes or rows, "bytes" if size_bytes else "rows") as advance:
+    with progress(doing, size_bytes or None, "bytes" if size_bytes else "rows") as advance:
 
         def tell(batch: RawBatch | None) -> None:
             advance((batch.input_bytes if size_bytes else batch.num_rows) if batch else 0)
@@ -92,24 +82,6 @@ def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[Object
     return frozenset() if config.path is None else frozenset(find_files(config.path, stop).stats)
 
 
-def input_rows(config: DataConfig, stop: StopSignal) -> int | None:
-    """Return the rows of the input if they are cheap to count. Raises DataError if there is no input."""
-    if config.path is None:
-        return SyntheticSource(config).num_rows()
-    listing = find_files(config.path, stop)
-    if _is_esci(config, listing.stats):
-        return None
-    found = choose_files(listing, config.format, config.path).found
-    return _footer_rows(listing.storage, [(stat.key, name) for stat, name in found])
-
-
-def _footer_rows(storage: Storage, files: Sequence[tuple[str, str]]) -> int | None:
-    """Return the rows of files with these keys and formats; None if that is much to read."""
-    if any(name != "parquet" for _, name in files) or len(files) > _MAX_FOOTERS:
-        return None
-    return sum(parquet_rows(storage, key) for key, _ in files)
-
-
 class SyntheticSource:
     fixed_labels: Mapping[str, float] = {}
     passed_over: tuple[str, ...] = ()
@@ -128,10 +100,6 @@ class SyntheticSource:
             Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
             for name in synthetic.partitions(config.synthetic)
         )
-
-    def num_rows(self) -> int | None:
-        made = self._config.synthetic
-        return made.num_queries * made.num_days * len(synthetic.GRADES)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         plan = plan_columns(self._config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)
@@ -154,10 +122,6 @@ class FileSource:
     passed_over: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     fixed_labels: ClassVar[Mapping[str, float]] = {}
-
-    def num_rows(self) -> int | None:
-        files = [(file.key, file.format) for partition in self.partitions for file in partition.files]
-        return _footer_rows(self.storage, files)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         uri, num_rows = self.storage.uri(file.key), batch_rows(self.config.rows_per_chunk)

@@ -89,7 +89,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
     max_bytes = 4 * text_characters(config.bucket_shapes)
     files = [file for partition in source.partitions for file in partition.files]
     found = Survey()
-    with reading_progress("looking at labels and texts", source, files) as tell:
+    with reading_progress("looking at labels and texts", files) as tell:
         for number, file in enumerate(files):
             found.sample.seen = number
             for raw in source.read(file, fields):

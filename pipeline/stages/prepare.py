@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.data.digest import store_digest
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import PreparedData, prepare
-from pipeline.data.token_sets import QUARANTINE
+from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.split_size import count_queries, figure_name, size_advice
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
