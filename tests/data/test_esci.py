@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
-from pipeline.data import esci as esci_module
+from pipeline.data import sources as sources_module
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.esci import NO_PRODUCT, EsciSource, cut_utf8
 from pipeline.data.shards import map_safetensors
-from pipeline.data.sources import open_source
+from pipeline.data.sources import NO_PRODUCT, EsciSource, cut_utf8, open_source
 from pipeline.data.token_sets import SPLITS, FileRows, TokenSetInfo
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import DiskFull
@@ -129,14 +128,14 @@ def opened(folder: Path, scratch: Path) -> EsciSource:
 def test_processes_of_a_machine_index_the_products_once(
     esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, plain = list[int](), esci_module._index_products
+    made, plain = list[int](), sources_module._index_products
 
     def slowly(*given: Any) -> None:
         made.append(threading.get_ident())
         time.sleep(0.2)
         plain(*given)
 
-    monkeypatch.setattr(esci_module, "_index_products", slowly)
+    monkeypatch.setattr(sources_module, "_index_products", slowly)
     sources = [opened(esci, tmp_path / "scratch") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         all_of = list(pool.map(lambda source: source.index, sources))
@@ -146,14 +145,14 @@ def test_processes_of_a_machine_index_the_products_once(
 
 @pytest.mark.fault
 def test_a_full_disk_while_products_are_indexed(esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = esci_module._index_products
+    plain = sources_module._index_products
 
     def on_a_full_disk(storage: Any, products: Any, folder: Path, limit: int) -> None:
         (folder / "texts.bin").symlink_to("/dev/full")
         plain(storage, products, folder, limit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(esci_module, "_index_products", on_a_full_disk)
+        patch.setattr(sources_module, "_index_products", on_a_full_disk)
         with pytest.raises(DiskFull, match="no space left while writing"):
             opened(esci, tmp_path).index.look_up([], [])
     next(tmp_path.rglob("texts.bin")).unlink()
