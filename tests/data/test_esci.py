@@ -17,8 +17,7 @@ from pipeline.data import sources as sources_module
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.shards import map_safetensors
 from pipeline.data.sources import NO_PRODUCT, EsciSource, cut_utf8, open_source
-from pipeline.data.token_sets import SPLITS, FileRows, TokenSetInfo
-from pipeline.io.commit import read_manifest
+from pipeline.data.token_sets import SPLITS, FileRows
 from pipeline.io.storage import DiskFull
 
 LABELS = "ESCI"
@@ -74,28 +73,6 @@ def test_join_by_id_and_locale(esci: Path, tmp_path: Path) -> None:
         assert text.decode().startswith(f"Brand point {number}" if int(number) % 2 else f"point {number}")
         assert len(text) <= 4 * 16 * 64
     assert [(bad.row, bad.reason) for bad in batch.bad] == [(row, NO_PRODUCT) for row in range(9, 60, 10)]
-
-
-@pytest.mark.stage
-def test_prepared_with_its_own_labels_and_gains(esci: Path, workplace: Any) -> None:
-    config = DataConfig(
-        path=str(esci),
-        filter={"product_locale": "us"},
-        num_workers=1,
-        max_bad_fraction=0.2,
-        valid_fraction=0.3,
-        tokenizer=TokenizerConfig(vocab_size=300),
-    )
-    place = workplace("one")
-    result = place.prepare(config)
-    manifest = read_manifest(place.storage, result.token_set_prefixes[0])
-    assert manifest
-    info = TokenSetInfo.model_validate(manifest.fields)
-    assert result.labels == ("I", "C", "S", "E")
-    assert info.label_gains == (0.0, 0.01, 0.1, 1.0)
-    assert info.rows_read == 40
-    assert info.reasons == {NO_PRODUCT: 4}
-    assert set(info.splits) == {"train", "valid", "test"}, "valid is carved out of train"
 
 
 @pytest.mark.stage
@@ -198,6 +175,7 @@ def test_every_example_is_accounted_for(esci: Path, workplace: Any, locale: str,
         blank=0,
     )
     assert info.files == (expected,)
+    assert (result.labels, info.label_gains) == (("I", "C", "S", "E"), (0.0, 0.01, 0.1, 1.0))
     assert (result.rows, result.rows_bad, result.rows_filtered) == (expected.good, expected.bad, expected.filtered)
 
 
