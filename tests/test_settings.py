@@ -398,7 +398,7 @@ NOT_HASHED = frozenset(
             "log",
         ),
         *("report", "data.num_workers", "data.workers", "train.deadline", "train.collective_timeout_s"),
-        *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
+        *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason"),
         *(
             "mine.workers",
             "mine.queries_per_part",

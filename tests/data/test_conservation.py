@@ -23,6 +23,7 @@ from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, CatalogueReader, look_at
 from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.embed.texts import TextRules, judge_rows
+from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.retrieval import CatalogueFile
 from pipeline.io.commit import read_manifest
@@ -88,10 +89,11 @@ def check_retrieval(storage: Storage, made: Made, chooser: random.Random) -> Non
     assert stat is not None
     file = CatalogueFile(config, Files(storage, ((stat, str(suffix_format(made.name))),)))
     found = file.queries()
-    assert found.num_items == len(found.query_of) == len(made.ids)
+    assert int(found.is_item.sum()) == len(found.query_of) == len(made.ids)
     assert found.item_of.tolist() == list(range(len(made.ids)))
-    rows = chooser.choice((7, 1000, 8192))
-    windows = list(file.windows(found.is_item, rows, lambda number: True, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "WINDOW_ROWS", rows := chooser.choice((7, 1000, 8192)))
+        windows = list(file.windows(found.is_item, lambda number: True, 64))
     assert [first for first, _ in windows] == list(range(0, len(made.ids), rows))
     assert sum(len(texts) for _, texts in windows) == len(made.ids)
 

@@ -20,8 +20,9 @@ from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores
-from pipeline.registry.promote import promote, roll_back
+from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, read_history
+from pipeline.registry.serving import roll_back_model
 from pipeline.stages import evaluate
 from tests.stages.evaluate_case import FLAGS, Case, noisy, not_a_number
 
@@ -110,7 +111,7 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     assert "forced: a rehearsal" in promoted.entries[-1].reasons
     assert "done already; promoted, figures" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
     author = Author(by="an operator", code_version="v")
-    roll_back(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
+    roll_back_model(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
     again = f"trnpipe registry promote {worse} --force REASON puts it there again"
     assert f"rolled back since ({again})" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
 
@@ -139,13 +140,14 @@ def test_scores_of_a_head_that_was_not_trained_are_no_figures(case: Case) -> Non
 def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(case: Case) -> None:
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=4,8")
     whole = case.report().candidate
-    assert whole.retrieval is not None and list(whole.retrieval_by_width) == [4, 8]
-    assert "search with vectors cut to fewer dimensions" in told and "candidate 8" in told
-    narrow = whole.retrieval_by_width[4].values
-    assert narrow.keys() == whole.retrieval.values.keys() and narrow != whole.retrieval.values
+    assert whole.retrieval is not None and list(whole.ndcg_by_width) == [4, 8]
+    assert "search of the candidate with vectors cut to 8 dimensions: nDCG 0." in told
+    narrow = whole.ndcg_by_width[4]
+    assert 0 < narrow < whole.retrieval.values["retrieval_ndcg@10"]
     case.run("--no-evaluate.promote", "--embed.output.dimensions=4")
     cut = case.report().candidate
-    assert cut.retrieval is not None and cut.retrieval.values == narrow and not cut.retrieval_by_width
+    assert cut.retrieval is not None and not cut.ndcg_by_width
+    assert cut.retrieval.values["retrieval_ndcg@10"] == narrow
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=33", code=78)
     assert "evaluate.retrieval.dimensions is 33, the model's vectors have 32" in told
 
