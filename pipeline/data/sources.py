@@ -224,7 +224,7 @@ class EsciSource:
 
     @cached_property
     def index(self) -> "ProductIndex":
-        """The index is built in a folder by one process at a time; `index.npz` appears last."""
+        """Built in a folder by one process at a time; `index.npz` appears last."""
         file = self.products
         limit = 4 * text_characters(self.config.bucket_shapes)  # a character has at most 4 bytes
         folder = self.folder / fingerprint([file.content_id, None, limit])
