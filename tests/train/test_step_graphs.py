@@ -216,9 +216,9 @@ def test_operators_that_the_host_traces_for_a_step(
     program = make_program(Traced(), config)
     assert len(program.strategy.masters) == vectors
     (micros,) = batches_of(rows, 1)
-    with Operators() as accumulating:
+    with Operators() as accumulating:  # type: ignore[no-untyped-call]
         program.accumulate(micros)
-    with Operators() as updating:
+    with Operators() as updating:  # type: ignore[no-untyped-call]
         program._update(control(1))
     print(accumulating.count, updating.count)
     assert updating.count <= of_update
