@@ -200,14 +200,16 @@ class Traced(CpuBackend):
 class Operators(TorchDispatchMode):
     """Counts the operators that a device that traces would be handed."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("head_rate", "vectors", "of_step", "of_update"), [(1.0, 2, 900, 155), (20.0, 4, 930, 185)])
+@pytest.mark.parametrize(("head_rate", "vectors", "of_step", "of_update"), [(1.0, 2, 700, 125), (20.0, 4, 750, 170)])
 def test_operators_that_the_host_traces_for_a_step(
     rows: TokenRows, head_rate: float, vectors: int, of_step: int, of_update: int
 ) -> None:
@@ -220,6 +222,5 @@ def test_operators_that_the_host_traces_for_a_step(
         program.accumulate(micros)
     with Operators() as updating:  # type: ignore[no-untyped-call]
         program._update(control(1))
-    print(accumulating.count, updating.count)
     assert updating.count <= of_update
     assert accumulating.count + updating.count <= of_step
