@@ -13,7 +13,7 @@ from pydantic import AliasPath, BaseModel, Field, ValidationError
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import BatchClient, Detail
-from jobs.targets.batch.limits import check_plan
+from jobs.targets.batch.requests import check_plan
 from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.machines import NODES
