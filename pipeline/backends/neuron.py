@@ -39,19 +39,13 @@ def load_package() -> Any:
     Raises ConfigError where there is none, or not that of the installed torch.
     """
     version, ours = native_version(), tuple(int(part) for part in torch.__version__.split(".")[:2])
-    wanted = f"torch-neuronx {ours[0]}.{ours[1]}, whose first two numbers are those of torch"
-    if version is None:
-        raise ConfigError("torch-neuronx is not installed", expected=wanted, next_command=_INSTALL)
-    found = metadata.version("torch-neuronx")
-    if version < NATIVE_SINCE:
+    found = "not installed" if version is None else metadata.version("torch-neuronx")
+    if version is None or version < NATIVE_SINCE or version != ours:
         raise ConfigError(
-            f"torch-neuronx {found} is that of PyTorch/XLA",
-            expected=f"the native device: torch-neuronx {NATIVE_SINCE[0]}.{NATIVE_SINCE[1]} or later",
-            next_command=f"--backend xla; or {_INSTALL}",
-        )
-    if version != ours:
-        raise ConfigError(
-            f"torch {torch.__version__} with torch-neuronx {found}", expected=wanted, next_command=_INSTALL
+            f"torch {torch.__version__} with torch-neuronx {found}",
+            expected=f"the native device: torch-neuronx {NATIVE_SINCE[0]}.{NATIVE_SINCE[1]} or later, whose first two"
+            " numbers are those of torch",
+            next_command=f"--backend xla where torch-neuronx is that of PyTorch/XLA; or {_INSTALL}",
         )
     try:
         return importlib.import_module("torch_neuronx")

@@ -171,13 +171,16 @@ class XlaBackend(Backend):
         torch.manual_seed(seed)
         self._xm.set_rng_state(seed, device=str(self.device))
 
+    def _metric(self, name: str) -> tuple[int, float]:
+        """Return (times, seconds) of what the runtime counts."""
+        data = self._metrics.metric_data(name)
+        return (0, 0.0) if data is None else (int(data[0]), float(data[1]) / 1e9)
+
     def compile_count(self) -> int:
-        data = self._metrics.metric_data("CompileTime")
-        return 0 if data is None else int(data[0])
+        return self._metric("CompileTime")[0]
 
     def compile_seconds(self) -> float:
-        data = self._metrics.metric_data("CompileTime")
-        return 0.0 if data is None else float(data[1]) / 1e9
+        return self._metric("CompileTime")[1]
 
     def host_operators(self) -> dict[str, int]:
         names = [name for name in self._metrics.counter_names() if name.startswith("aten::")]
@@ -193,8 +196,7 @@ class XlaBackend(Backend):
         return str(self._xla._XLAC._get_graph_hash(list(tensors)).hex())
 
     def execute_seconds(self) -> float:
-        data = self._metrics.metric_data("ExecuteTime")
-        return 0.0 if data is None else float(data[1]) / 1e9
+        return self._metric("ExecuteTime")[1]
 
     def memory_bytes(self) -> int | None:
         """On Neuron what the driver counts. torch_xla's get_memory_info ends the process where a plug-in has no figures

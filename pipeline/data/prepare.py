@@ -302,7 +302,7 @@ def _encode_all(
     files = [file for work in works for file in work.partition.files]
     if not files:
         return {}
-    with reading_progress("tokenising", source, files) as tell:  # workers are at most a chunk each behind
+    with reading_progress("tokenising", files) as tell:  # workers are at most a chunk each behind
         results = run_tasks(
             encode_chunk,
             encoding.tokenizer.data,
