@@ -57,7 +57,7 @@ class ScoreProgram:
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
     ) -> None:
-        """Takes the model over: only its structure stays. Load weights before scoring."""
+        """Take the model over: only its structure stays. Load weights before scoring."""
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
         self._layout = FlatLayout.of(model)
