@@ -67,19 +67,6 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
     return EXIT_OK
 
 
-def queue_messages(cycle: OpenCycle, plan: Plan, records: Sequence[JobRecord], closed: Closed | None) -> None:
-    """Store what there is to tell of a cycle. No failure of this is one of the cycle."""
-    if not cycle.settings.jobs.notify.is_set:
-        return
-    try:
-        for name, message in _messages(cycle, plan, records, closed):
-            _put(cycle, name, message)
-    except Preempted:
-        raise
-    except Exception as error:  # also of a bug: a cycle ends as it ends, whoever is told
-        cycle.say(f"notify: no message was queued: {type(error).__name__}: {error}")
-
-
 def _messages(
     cycle: OpenCycle, plan: Plan, records: Sequence[JobRecord], closed: Closed | None
 ) -> Iterator[tuple[str, Message]]:
@@ -129,15 +116,22 @@ def _put(cycle: OpenCycle, name: str, message: Message) -> None:
         storage.write_if_absent(told, b"")
 
 
-def send_messages(cycle: OpenCycle) -> int:
-    """Send what is pending, of all cycles; return how many still are. No failure of this is one of the cycle."""
+def send_messages(
+    cycle: OpenCycle, plan: Plan | None = None, records: Sequence[JobRecord] = (), closed: Closed | None = None
+) -> int:
+    """Store what there is to tell of a cycle (if `plan` is given), and send what is pending, of all cycles.
+
+    Return how many messages still are. No failure of this is one of the cycle, which ends as it ends.
+    """
     if not cycle.settings.jobs.notify.is_set:
         return 0
     try:
+        for name, message in _messages(cycle, plan, records, closed) if plan else ():
+            _put(cycle, name, message)
         return _send(cycle)
     except Preempted:
         raise
-    except Exception as error:  # also of a bug: they wait for the next look at a cycle. Its text may hold an address.
+    except Exception as error:  # also of a bug. The text of an unknown error may hold an address.
         seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
         cycle.say(f"notify: messages were not sent: {seen}")
         return 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from jobs.commands.again import begin_again, ended_line, is_run, refuse_other, script_digest, unused_settings
-from jobs.commands.notify import queue_messages, send_messages
+from jobs.commands.notify import send_messages
 from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState
@@ -243,8 +243,7 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         standing = cycle.standing()
         look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
         say(f"cycle {store.cycle}: {standing}{look}")
-        queue_messages(cycle, plan, records, None)
-        send_messages(cycle)
+        send_messages(cycle, plan, records)
         return EXIT_OK
     if store.closed() != closed:
         # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
@@ -259,8 +258,9 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
             )
         else:
             say(f"report: {store.storage.uri(report_key(store.cycle))}")
-        queue_messages(cycle, plan, records, closed)
+        send_messages(cycle, plan, records, closed)
         store.close(closed)
-    send_messages(cycle)
+    else:
+        send_messages(cycle)
     say(f"cycle {store.cycle}: {closed.text}")
     return exit_code_of_cycle(closed, records)

@@ -14,6 +14,7 @@ from safetensors.numpy import save
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
+from pipeline.data.config import DataConfig
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
@@ -71,25 +72,14 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class EncodeSettings:
-    """How to encode the chunks of a partition."""
-
-    rules: RowRules
-    buckets: tuple[Bucket, ...]
-    lexical: bool
-    query_prefix: str
-    product_prefix: str
-
-
-@dataclass(frozen=True)
 class ChunkTask:
     """One chunk to encode. `index` counts the chunks of a partition; `name` is part of its shards' file names."""
 
-    partition: str
     index: int
     name: str
     chunk: Chunk
-    settings: EncodeSettings
+    rules: RowRules
+    config: DataConfig
     staging: Staging
 
 
@@ -103,19 +93,19 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
 
     Returns the name of the partition, the index of the chunk and the record.
     """
-    settings, tokenizer = task.settings, _tokenizer(tokenizer_json)
-    rows, bad, rows_read = clean(task.chunk, settings.rules)
-    limit = text_characters(settings.buckets)
-    queries = tokenizer.encode([settings.query_prefix + query[:limit] for query in rows.query])
+    config, tokenizer, buckets = task.config, _tokenizer(tokenizer_json), task.config.bucket_shapes
+    rows, bad, rows_read = clean(task.chunk, task.rules)
+    limit = text_characters(buckets)
+    queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.query])
     products = tokenizer.encode(
         [
-            settings.product_prefix + product_text(title, text, limit)
+            config.product_prefix + product_text(title, text, limit)
             for title, text in zip(rows.title, rows.text, strict=True)
         ]
     )
-    bucket, truncated, num_tokens = place_pairs(queries, products, settings.buckets)
+    bucket, truncated, num_tokens = place_pairs(queries, products, buckets)
     numeric = rows.numeric
-    if settings.lexical:
+    if config.lexical:
         numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
     shards: dict[Split, ShardInfo] = {}
     sizes: dict[str, int] = {}
@@ -128,8 +118,8 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             if not len(index):
                 continue
             name = f"{split}-{task.name}.safetensors"
-            by_bucket = [index[bucket[index] == number] for number in range(len(settings.buckets))]
-            arrays = _shard_arrays(rows, numeric, queries, products, by_bucket, tokenizer, settings.buckets)
+            by_bucket = [index[bucket[index] == number] for number in range(len(buckets))]
+            arrays = _shard_arrays(rows, numeric, queries, products, by_bucket, tokenizer, buckets)
             data = save(arrays)
             write_bytes_atomic(task.staging.files / name, data)
             shards[split], sizes[name] = ShardInfo(file=name, rows=tuple(map(len, by_bucket))), len(data)
@@ -148,7 +138,7 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
         )
         write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
-    return task.partition, task.index, record
+    return task.rules.partition, task.index, record
 
 
 def _shard_arrays(

@@ -1,7 +1,7 @@
 """Vectors of an earlier cycle: which cycle, where its rows lie by the hashes of id and text, and taking them over."""
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,15 @@ from pydantic import Field, JsonValue
 from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import natural_key
-from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.embed.vectors import KIND, Stored, VectorLayout, VectorSet, find_vectors
+from pipeline.embed.vectors import Stored, VectorLayout, VectorSet, find_vectors
 from pipeline.io import atomic
-from pipeline.io.commit import read_manifest
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Storage, os_errors
 
-MAX_CYCLES = 20
-"""Finished cycles on S3 whose manifest is read: so many of the last by name, and of those that were finished last."""
-_STAT_THREADS = 16
+_READ_THREADS = 16
 
 
 class EarlierCycle(Record):
@@ -48,15 +44,15 @@ def find_earlier(
 
     Raises ConfigError if a cycle was named whose vectors were made in another way, DataError if it has none.
     """
-    sets: list[VectorSet] = []
-    others = sorted((name for name in workspace.list_dirs("embeddings") if name != cycle), key=natural_key)
-    for name in _latest(workspace, others):
-        try:
-            manifest = read_manifest(workspace, f"embeddings/{name}")
-            if manifest is not None and manifest.kind == KIND:
-                sets.append(VectorSet(workspace, f"embeddings/{name}", manifest))
-        except DataError:  # damaged, or of another version: nothing to carry over from
-            continue
+    others = [name for name in workspace.list_dirs("embeddings") if name != cycle]
+    found = run_parallel(
+        lambda name: _finished(workspace, name),
+        others,
+        num_threads=_READ_THREADS,
+        stop=workspace.stop,
+        doing="looking for earlier vectors",
+    )
+    sets = [one for one in found if one is not None]
     sets.sort(key=lambda one: (one.info.generation, natural_key(one.info.cycle)))
     chosen = None
     if wanted == "auto":
@@ -76,19 +72,12 @@ def find_earlier(
     return Earlier(previous, carry_from, sets[-1].info.generation if sets else 0)
 
 
-def _latest(workspace: Storage, cycles: Sequence[str]) -> Iterable[str]:
-    """Return the cycles that may hold the newest vectors, whatever they are called; on a disk all of them."""
-    if len(cycles) <= MAX_CYCLES or workspace.local_path("") is not None:
-        return cycles
-    stats = run_parallel(
-        lambda name: workspace.stat(f"embeddings/{name}/{MANIFEST_NAME}"),
-        cycles,
-        num_threads=_STAT_THREADS,
-        stop=workspace.stop,
-        doing="looking for earlier vectors",
-    )
-    ages = [(stat.age_s, name) for stat, name in zip(stats, cycles, strict=True) if stat and stat.age_s is not None]
-    return {*cycles[-MAX_CYCLES:], *(name for _, name in sorted(ages)[:MAX_CYCLES])}
+def _finished(workspace: Storage, cycle: str) -> VectorSet | None:
+    """Return the vectors of a cycle; None if they are unfinished, damaged or of another version."""
+    try:
+        return find_vectors(workspace, cycle)
+    except DataError:
+        return None
 
 
 def _difference(one: VectorSet, made_by: Mapping[str, JsonValue], layout: VectorLayout) -> str:

@@ -36,7 +36,7 @@ from pipeline.io.storage import Storage
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.strategies.base import Precision
+from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, structure
 from pipeline.retrieval.products import text_hashes
 from pipeline.retrieval.search import search_vectors

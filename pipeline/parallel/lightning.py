@@ -26,7 +26,7 @@ from pipeline.backends import on_neuron
 from pipeline.core.errors import ConfigError
 from pipeline.parallel.checkpoint import check_shapes, tensor_shapes
 from pipeline.parallel.config import Plan
-from pipeline.parallel.mesh import TIMEOUT_S, Mesh, mesh_of
+from pipeline.parallel.mesh import TIMEOUT_S, current_mesh, mesh_of
 from pipeline.parallel.parallelize import UnitRule, find_units, parallelize
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
 from pipeline.parallel.tensors import LIMITS, clip_grad_norm
@@ -105,7 +105,6 @@ class Strategy(ModelParallelStrategy):
         self._environment = self.cluster_environment = Environment()
         self._plan, self._timeout_s = plan, timeout_s
         self._units, self._tensor_plan = units, tensor_plan
-        self._mesh: Mesh | None = None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -121,15 +120,9 @@ class Strategy(ModelParallelStrategy):
             )
 
     @property
-    def mesh(self) -> Mesh:
-        """Once the Trainer has set up this rank. Raises ConfigError before."""
-        if self._mesh is None:
-            raise ConfigError("the Trainer has not set up its ranks yet", expected="in or after `setup` of the module")
-        return self._mesh
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.layout.data_size, "rank": self.mesh.layout.data_rank}
+        layout = current_mesh().layout
+        return {"num_replicas": layout.data_size, "rank": layout.data_rank}
 
     @property
     def _module(self) -> Any:
@@ -153,13 +146,13 @@ class Strategy(ModelParallelStrategy):
         self._environment.validate_settings(self.num_processes, self.num_nodes)
         reset_seed()
         self.set_world_ranks()
-        self._mesh = mesh_of(self._plan, device=self.root_device.type, timeout_s=self._timeout_s)
-        self._device_mesh = self._module._device_mesh = self._mesh.devices
+        mesh = mesh_of(self._plan, device=self.root_device.type, timeout_s=self._timeout_s)
+        self._device_mesh = self._module._device_mesh = mesh.devices
 
     def setup(self, trainer: Trainer) -> None:
         trainer.accelerator.setup(trainer)
         if not isinstance(self._module, FSDPModule):
-            parallelize(self._module, self.mesh, units=self._units, tensor_plan=self._tensor_plan)
+            parallelize(self._module, current_mesh(), units=self._units, tensor_plan=self._tensor_plan)
         if fused_parts(self._module):
             raise ConfigError(
                 "FusedColwise of several parts: a checkpoint of Lightning would have its rows interleaved",

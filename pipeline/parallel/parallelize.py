@@ -249,23 +249,9 @@ def _described(model: nn.Module) -> str:
 
 
 def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise ConfigError for what sharding would change without a word, or fail on without saying where."""
-    for name, unit in units:
-        if not _is_called(unit) or unit is model:
-            raise ConfigError(
-                f"unit {name!r} is {'the model itself' if unit is model else f'a {type(unit).__name__}'}",
-                expected="modules within the model that its forward pass calls",
-                next_command="return its members from `units`",
-            )
+    """Raise ConfigError for parameters that sharding would untie without a word."""
     owners: dict[int, tuple[str, str]] = {}
-    dtypes: dict[str, tuple[torch.dtype, str]] = {}
     for name, parameter, owner in _owned(model, "", "no unit", {id(unit): f"unit {name!r}" for name, unit in units}):
-        if parameter.ndim == 0:
-            raise ConfigError(
-                f"parameter {name!r} is a scalar, which cannot be cut in shards",
-                expected="at least one dimension",
-                next_command=f"make {name!r} a vector of one element: torch.ones(1), not torch.ones(())",
-            )
         first_name, first_owner = owners.setdefault(id(parameter), (name, owner))
         if first_owner != owner:
             raise ConfigError(
@@ -273,13 +259,6 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
                 " sharding, with different gradients",
                 expected="parameters shared only within one unit, or by what is in no unit",
                 next_command="transform(..., units=...) with one unit that holds both, or without these units",
-            )
-        dtype, typed_name = dtypes.setdefault(owner, (parameter.dtype, name)) if parameter.requires_grad else (None, "")
-        if dtype not in (None, parameter.dtype):
-            raise ConfigError(
-                f"parameters of two types in {owner}: {typed_name!r} {dtype}, {name!r} {parameter.dtype}",
-                expected="one type in a unit",
-                next_command="model.float() before transform; precision bf16 is a key of the plan",
             )
 
 

@@ -87,11 +87,9 @@ def tensor_styles(model: nn.Module, given: TensorPlan | None, layout: Layout) ->
 
     Raises ConfigError for a model without one, for styles that are not known here, and for what does not divide.
     """
-    plan = given or _plan_of(model, layout.tensor_size)
-    names = [name for name, _ in model.named_modules()]
     found = []
-    for pattern, style in plan.items():
-        matches = [name for name in names if _matches(name, pattern)]
+    for pattern, style in (given or _plan_of(model, layout.tensor_size)).items():
+        matches = [name for name, _ in model.named_modules() if _matches(name, pattern)]
         if not matches:
             raise ConfigError(
                 f"tensor plan: no module of {type(model).__name__} is called {pattern!r}",
@@ -125,21 +123,20 @@ def _plan_of(model: nn.Module, degree: int) -> TensorPlan:
                 next_command="--train.parallel.tensor-degree 1",
             )
         plan = _OURS
-        heads: dict[str, Any] = {"num_heads": model.encoder.layers[0].num_heads}
+        heads: list[Any] = [model.encoder.layers[0].num_heads]
     elif theirs := getattr(config, "base_model_tp_plan", None):
         prefix = str(getattr(model, "base_model_prefix", ""))
         prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
         plan = {prefix + pattern: style for pattern, style in theirs.items()}
-        heads = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+        heads = [getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
     else:
         raise ConfigError(
             f"tensor_degree above 1 for {type(model).__name__}, which has no plan of how it is split",
             expected="a model whose configuration has base_model_tp_plan, or a plan that is given",
             next_command='transform(..., tensor_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})',
         )
-    for name, count in heads.items():
-        if isinstance(count, int) and count % degree:
-            raise _not_divided(degree, f"{count} heads ({name})")
+    if any(count % degree for count in heads):
+        raise _not_divided(f"tensor_degree {degree}", f"heads ({', '.join(map(str, heads))})")
     return plan
 
 
@@ -167,7 +164,7 @@ def _style(pattern: str, style: Style) -> ParallelStyle:
 
 
 def _check_split(model: nn.Module, name: str, style: ParallelStyle, layout: Layout) -> None:
-    """Raise ConfigError for a module that cannot be split so: tied, of another kind, or of a size that is not even."""
+    """Raise ConfigError for a module that shares a parameter, or whose size does not divide evenly."""
     module = model.get_submodule(name)
     names = Counter(map(id, dict(model.named_parameters(remove_duplicate=False)).values()))
     if any(names[id(parameter)] > 1 for parameter in module.parameters()):
@@ -176,33 +173,21 @@ def _check_split(model: nn.Module, name: str, style: ParallelStyle, layout: Layo
             expected="parameters of one name",
             next_command=f"leave {name!r} out of tensor_plan",
         )
-    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+    if not isinstance(module, nn.Linear):
         return
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise ConfigError(
-            f"tensor plan: {name!r} is a {type(module).__name__}", expected="an nn.Linear or an nn.Embedding"
-        )
-    outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
-    if isinstance(style, RowwiseParallel):
-        if inputs % layout.tensor_size:
-            raise _not_divided(layout.tensor_size, f"{inputs} inputs of {name!r}")
-        return
-    outputs //= style.parts if isinstance(style, FusedColwise) else 1
-    if outputs % layout.tensor_size:
-        raise _not_divided(layout.tensor_size, f"{outputs} outputs of {name!r}")
-    # torch puts rows that are cut twice, and not evenly, together in a wrong order (2.9).
-    if isinstance(module, nn.Linear) and module.weight.shape[0] % (layout.tensor_size * layout.shard_size):
-        raise ConfigError(
-            f"shard_degree {layout.shard_size} by tensor_degree {layout.tensor_size} over {module.weight.shape[0]}"
-            f" outputs of {name!r}",
-            expected="degrees whose product divides them",
-            next_command="another shard_degree or tensor_degree",
-        )
+    degree = f"tensor_degree {layout.tensor_size}"
+    if isinstance(style, RowwiseParallel) and module.in_features % layout.tensor_size:
+        raise _not_divided(degree, f"{module.in_features} inputs of {name!r}")
+    if isinstance(style, ColwiseParallel):
+        outputs = module.out_features // (style.parts if isinstance(style, FusedColwise) else 1)
+        if outputs % layout.tensor_size:
+            raise _not_divided(degree, f"{outputs} outputs of {name!r}")
+        # torch puts rows that are cut twice, and not evenly, together in a wrong order (2.9).
+        if module.out_features % (layout.tensor_size * layout.shard_size):
+            raise _not_divided(
+                f"shard_degree {layout.shard_size} by {degree}", f"{module.out_features} outputs of {name!r}"
+            )
 
 
-def _not_divided(degree: int, what: str) -> ConfigError:
-    return ConfigError(
-        f"tensor_degree {degree} over {what}",
-        expected="a degree that divides them",
-        next_command="another tensor_degree",
-    )
+def _not_divided(degree: str, what: str) -> ConfigError:
+    return ConfigError(f"{degree} over {what}", expected="a degree that divides them", next_command="another degree")

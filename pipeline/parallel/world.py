@@ -112,30 +112,14 @@ def worker_of(jobs: int, world: World, env: Mapping[str, str], stage: str, job: 
 
 def job_index(jobs: int, env: Mapping[str, str], stage: str, job: int | None = None) -> int:
     """Return the index of this job among `jobs`: `job` if it is given, else that of the array. Raises ConfigError."""
-    if job is not None:
-        source, index = f"{stage}.worker", job
-    elif given := env.get(ARRAY_INDEX):
-        if not given.isdecimal():
-            raise ConfigError(f"{ARRAY_INDEX} is {given!r}", expected="a number, as trnjobs-entry sets it")
-        source, index = ARRAY_INDEX, int(given)
-        if jobs == 1:
-            raise ConfigError(
-                f"{ARRAY_INDEX} is {given}, but {stage}.workers is 1: every job of the array would do all the work",
-                expected="the size of the array",
-                next_command=f"--{stage}.workers SIZE, in the command of the array job",
-            )
-    elif jobs > 1:
-        raise ConfigError(
-            f"{stage}.workers is {jobs}, and nothing says which of them this is",
-            expected=f"an array job of that size, which sets {ARRAY_INDEX}",
-            next_command=f"{ARRAY_INDEX}=INDEX in its environment, from 0",
-        )
-    else:
+    given = env.get(ARRAY_INDEX, "")
+    if job is None and not given and jobs == 1:
         return 0
-    if index >= jobs:
+    index = job if job is not None else int(given) if given.isdecimal() else jobs
+    if index >= jobs or (job is None and jobs == 1):  # every job of an array would do all the work
         raise ConfigError(
-            f"{source} is {index} of {jobs} workers",
-            expected=f"0 to {jobs - 1}",
+            f"{stage}: worker {(given or 'unknown') if job is None else job} of {jobs}",
+            expected=f"in {ARRAY_INDEX} of an array job, or --{stage}.worker, an index below --{stage}.workers",
             next_command=f"--{stage}.workers SIZE, the size of the array",
         )
     return index

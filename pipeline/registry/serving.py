@@ -10,24 +10,24 @@ mix two vector spaces. serving.json names a checkpoint and the vectors made with
 from collections.abc import Iterable
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.commit import verify_dir
-from pipeline.io.storage import KeyNotFound, Storage
-from pipeline.registry.checkpoints import read_checkpoint
-from pipeline.registry.promote import roll_back, rollback_target
+from pipeline.io.storage import Storage
+from pipeline.registry.promote import plan_rollback, put_back, verified_target
 from pipeline.registry.records import (
     FOLDER,
     Author,
     Digest,
-    ModelName,
+    OfModel,
     Pointer,
     check_model,
     one_line,
+    read_current,
     read_pointer,
 )
 
@@ -51,12 +51,11 @@ class Vectors(Record):
         return ours > theirs
 
 
-class Pair(Record):
+class Pair(OfModel):
     """All of serving.json: a checkpoint and vectors made with it."""
 
     schema_version: Literal[1] = 1
     id: str = Field("", description="Hash of everything else; empty in files of earlier versions")
-    model: ModelName
     checkpoint: str = Field(description="Prefix in the workspace, or the URI of a checkpoint elsewhere")
     digest: Digest = Field(description="Digest of its manifest")
     vectors: Vectors
@@ -95,22 +94,18 @@ def pair_key(model: str) -> str:
 
 def read_pair(workspace: Storage, model: str) -> tuple[Pair, str] | None:
     """Return the pair and its etag; None before the first. Raises CheckpointError if it is damaged."""
-    key = pair_key(model)
-    stat = workspace.stat(key)  # before the content: a conditional write with it never overwrites what was not read
-    if stat is None:
-        return None
-    try:
-        return _parsed(workspace, key, model), stat.etag
-    except KeyNotFound:
-        return None
+    return _read(workspace, pair_key(model), model)
+
+
+def _read(workspace: Storage, key: str, model: str) -> tuple[Pair, str] | None:
+    repair = "put back an earlier version of the object; serving.json is the newest file below pairs/ beside it"
+    return read_current(workspace, key, Pair, model, "pair of a model and vectors", repair)
 
 
 def past_pairs(workspace: Storage, model: str) -> tuple[Pair, ...]:
     """Return every pair that was served, oldest first, including the one that is served now."""
-    past = (_parsed(workspace, key, model) for key in _past_keys(workspace, model))
-    found = {pair.generation: pair for pair in past}
-    if now := read_pair(workspace, model):
-        found[now[0].generation] = now[0]
+    past = [_read(workspace, key, model) for key in (*_past_keys(workspace, model), pair_key(model))]
+    found = {one[0].generation: one[0] for one in past if one is not None}
     return tuple(found[generation] for generation in sorted(found))
 
 
@@ -148,16 +143,18 @@ def serve_verified_pair(workspace: Storage, pair: Pair) -> str:
 def roll_back_model(
     workspace: Storage, model: str, to: str, *, reason: str, author: Author, without_vectors: bool = False
 ) -> Pointer:
-    """Put an earlier production checkpoint back (promote.roll_back), and serve it with its vectors: both or neither.
+    """Put an earlier production checkpoint back, and serve it with its vectors: both or neither.
 
-    If nothing is served, or `without_vectors`, production moves alone. serving.json moves first: killed between the
-    two, the same command ends what it began, and the name of the checkpoint that is still in production takes it back.
-    Raises ConfigError if no vectors of that checkpoint were ever served, CheckpointError if it is damaged.
+    The one at prefix `to`, or with '' the one before; repeating that goes further back. If nothing is served, or
+    `without_vectors`, production moves alone. serving.json moves first: killed between the two, the same command ends
+    what it began, and the name of the checkpoint that is still in production takes it back. Raises ConfigError if no
+    vectors of that checkpoint were ever served, CheckpointError if it is damaged.
     """
     served = read_pair(workspace, model)
-    current, *_, target = rollback_target(workspace, model, to, reason=reason)
+    rollback = plan_rollback(workspace, model, to, reason=reason)
+    current, target = rollback.current, rollback.target
     if served is None or without_vectors:
-        return roll_back(workspace, model, to, reason=reason, author=author)
+        return put_back(workspace, rollback, author=author)
     if target is None and served[0].production_follows != current.generation:
         return current
     wanted, pairs = target or current.production, past_pairs(workspace, model)
@@ -171,21 +168,15 @@ def roll_back_model(
         )
     gone = _rolled_back_vectors(pairs)
     pair = max(usable, key=lambda pair: (pair.vectors.digest not in gone, pair.generation))
-    changes = {"action": "rolled_back", "reason": one_line(reason), "author": author}
-    if target is None:
-        _put(workspace, pair, served, **changes)
-        return current
-    found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
-    if found.digest != pair.digest:
-        raise CheckpointError(
-            f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
-            expected=f"{pair.digest}, as when it was served",
-            next_command="trnpipe registry show; choose another checkpoint",
-        )
+    follows = None
+    if target is not None:
+        verified_target(workspace, target)
+        follows = current.generation
     # Written even if the pair is served already: a verify that saw production before this rollback then loses.
-    if served[0].is_of != pair.is_of or served[0].production_follows != current.generation:
-        _put(workspace, pair, served, **changes, production_follows=current.generation)
-    return roll_back(workspace, model, target.checkpoint, reason=reason, author=author, generation=target.generation)
+    if target is None or served[0].is_of != pair.is_of or served[0].production_follows != follows:
+        changes = {"reason": rollback.reason, "author": author, "production_follows": follows}
+        _put(workspace, pair, served, action="rolled_back", **changes)
+    return put_back(workspace, rollback, author=author)
 
 
 def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
@@ -230,8 +221,8 @@ def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, **chang
     """
     now, etag = found or (None, "")
     # If serving.json was lost or an earlier version put back the history counts, so that no number is used twice.
-    keys = _past_keys(workspace, pair.model)[-1:]
-    known = [one for one in (now, *(_parsed(workspace, key, pair.model) for key in keys)) if one is not None]
+    last = [_read(workspace, key, pair.model) for key in _past_keys(workspace, pair.model)[-1:]]
+    known = [one[0] for one in (found, *last) if one is not None]
     fields = {
         "generation": max((one.generation for one in known), default=0) + 1,
         "replaced": known[0].vectors.digest if known else None,
@@ -285,19 +276,3 @@ def _check_vectors(workspace: Storage, pair: Pair) -> None:
             expected=f"those with the digest {pair.vectors.digest}, every file in full size",
             next_command="trnpipe serving show; choose another cycle",
         )
-
-
-def _parsed(workspace: Storage, key: str, model: str) -> Pair:
-    try:
-        pair = Pair.model_validate_json(workspace.read_bytes(key))
-        if pair.model != model:
-            raise ValueError(f"it is of model {pair.model}")
-    except ValueError as error:
-        reason = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(
-            f"{workspace.uri(key)} is no pair of a model and vectors: {reason}",
-            expected="what trnpipe embed verify or a rollback wrote there",
-            next_command="put back an earlier version of the object; serving.json is the newest file below pairs/"
-            " beside it",
-        ) from error
-    return pair

@@ -21,7 +21,7 @@ from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
-from pipeline.parallel.strategies.base import KINDS, Strategy
+from pipeline.parallel.strategies import KINDS, Strategy
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig, needs_two_passes, rows_of_batch

@@ -140,7 +140,7 @@ def test_processes_of_a_machine_index_the_products_once(
     monkeypatch.setattr(esci_module, "_index_products", slowly)
     sources = [opened(esci, tmp_path / "scratch") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        all_of = list(pool.map(lambda source: source._products, sources))
+        all_of = list(pool.map(lambda source: source.index, sources))
     assert len(made) == 1
     assert all(index.look_up([b"P1", b"P9"], [b"us", b"us"])[2].tolist() == [True, False] for index in all_of)
 
@@ -156,9 +156,9 @@ def test_a_full_disk_while_products_are_indexed(esci: Path, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(esci_module, "_index_products", on_a_full_disk)
         with pytest.raises(DiskFull, match="no space left while writing"):
-            opened(esci, tmp_path)._products.look_up([], [])
+            opened(esci, tmp_path).index.look_up([], [])
     next(tmp_path.rglob("texts.bin")).unlink()
-    assert opened(esci, tmp_path)._products.look_up([b"P1"], [b"us"])[2].tolist() == [True]
+    assert opened(esci, tmp_path).index.look_up([b"P1"], [b"us"])[2].tolist() == [True]
 
 
 @given(st.text(), st.integers(0, 30))

@@ -73,13 +73,12 @@ ACTIONS_OF_SAGEMAKER = {
 }
 SERVICE_LOOK = {"batch:DescribeServiceJob", "batch:ListServiceJobs"}
 ACTIONS_OF_THE_QUEUE = {
-    "driver": SERVICE_LOOK
-    | {"batch:DescribeServiceEnvironments", "batch:SubmitServiceJob", "batch:TerminateServiceJob"},
+    "driver": SERVICE_LOOK | {"batch:SubmitServiceJob", "batch:TerminateServiceJob"},
     "report": SERVICE_LOOK,
 }
 # Service Authorization Reference: these have no resource types.
 NO_RESOURCE_LEVEL = LOOK | NETWORK | SERVICE_LOOK
-NO_RESOURCE_LEVEL |= {"batch:DescribeServiceEnvironments", "cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
+NO_RESOURCE_LEVEL |= {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
 # What narrows an action further, in each statement that allows it.
 CONDITIONS = {
     "s3:ListBucket": "s3:prefix",

@@ -14,7 +14,7 @@ from pipeline.backends import module_device, open_backend, open_host
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import RelevanceInputs, RelevanceOutputs, build_model
 from pipeline.parallel.activations import recompute_units
-from pipeline.parallel.strategies.base import Precision
+from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import FlatStrategy
 
 SPEC = InputSpec(vocab_size=50, pad_id=0, labels=("a", "b"), label_gains=(0.0, 1.0), categorical_ids=(4,))

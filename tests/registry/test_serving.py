@@ -256,7 +256,7 @@ def test_a_rollback_that_was_ended_between_its_moves(
         raise Preempted("SIGTERM")
 
     with monkeypatch.context() as patch, pytest.raises(Preempted):
-        patch.setattr(serving, "roll_back", ended)
+        patch.setattr(serving, "put_back", ended)
         roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
     assert served(workspace) == (two[1].checkpoint, "c2")
     assert "not finished" in serve_verified_pair(workspace, pair)

@@ -226,7 +226,7 @@ def test_without_a_catalogue_the_products_of_the_data_are_embedded(workspace: St
     ("words", "code", "reason"),
     [
         (("--embed.output.dimensions=17",), 78, "the model's vectors have 16"),
-        (("--embed.workers=2",), 78, "nothing says which of them this is"),
+        (("--embed.workers=2",), 78, "worker unknown of 2"),
         (("--embed.catalogue.path=nowhere",), 65, "nowhere does not exist"),
         (("--embed.catalogue.id=sku",), 65, "no column 'sku'"),
         (("--model-name=other",), 74, "no checkpoint of model other is promoted"),

@@ -145,7 +145,7 @@ class CycleRow(Record):
     stage_s: Mapping[str, float] = Field(description="Machine seconds by stage")
     stage_usd: Mapping[str, float | None]
     rows: int | None
-    drift: float | None = Field(None, description="Mean cosine to the vectors of the cycle before")
+    drift: float | None = Field(None, description="Of cycles of earlier versions")
 
     def value_of(self, metric: str) -> float | None:
         """The candidate's value of one metric; None if it was not measured, or not stored by an earlier version."""
@@ -382,7 +382,6 @@ def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow
         stage_s={one.name: one.all_ms / 1000 for one in ledger.stages()},
         stage_usd={one.name: one.usd for one in ledger.stages()},
         rows=rows if isinstance(rows, int) else None,
-        drift=data.vectors.mean_cosine if data.vectors else None,
     )
 
 

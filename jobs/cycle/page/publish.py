@@ -250,7 +250,6 @@ def trends(rows: Sequence[CycleRow], metric: str) -> list[tuple[str, Markup, lis
         ("took", lambda row: row.took_s, format_duration),
         ("goodput", lambda row: row.goodput, format_share),
         ("rows", lambda row: row.rows, number),
-        ("mean cosine to the vectors before", lambda row: row.drift, number),
     ]
     found = []
     for name, value, words in kinds:

@@ -21,7 +21,7 @@ from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.activations import recomputed
-from pipeline.parallel.strategies.base import Chunk, Precision, State, Strategy
+from pipeline.parallel.strategies import Chunk, Precision, State, Strategy
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 ALIGNED = 16  # elements; see _segments

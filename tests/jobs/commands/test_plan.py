@@ -177,45 +177,33 @@ def test_what_would_not_run_is_refused_before_anything_is_sent(
     assert seen in err and "Traceback" not in err
 
 
-def test_a_cycle_on_trn2_is_planned_for_one_machine_of_64_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    trn2 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn2.toml'}", "--cycle=2026-11-20"]
-    assert cli.main(["plan", *trn2, *WHERE, IMAGE, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    train = next(one for one in shown if one["SubmitJob"]["jobName"].endswith("-train"))
-    container = train["RegisterJobDefinition"]["containerProperties"]
-    assert len(container["linuxParameters"]["devices"]) == 16
-    command = train["SubmitJob"]["containerOverrides"]["command"]
-    assert command[command.index("--launch.processes") + 1] == "64"
+ON = ["health", "compile", "train", "evaluate"]
+SMALL = [f"--jobs.{name}.{what}" for name in ON for what in ("instance=trn2.3xlarge", "processes=4")]
 
 
-@pytest.mark.parametrize("instance", ["trn2.48xlarge", "trn2u.48xlarge"])
-def test_a_cycle_on_trn2_is_planned_for_two_machines(capsys: pytest.CaptureFixture[str], instance: str) -> None:
-    files = ("base.toml", "jobs/trn2.toml", "jobs/trn2-nodes.toml")
-    names = ("health", "compile", "train", "evaluate")
-    words = [
-        *(f"--config={CONFIGS / file}" for file in files),
-        *(f"--jobs.{name}.instance={instance}" for name in names),
-    ]
-    assert cli.main(["plan", *words, "--cycle=2026-11-20", *WHERE, IMAGE, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    for name, nodes in (("health", 2), ("compile", 2), ("train", 2), ("evaluate", 2)):
-        job = next(one for one in shown if one["SubmitJob"]["jobName"].endswith(f"-{name}"))
-        definition = job["RegisterJobDefinition"]
-        assert definition.get("nodeProperties", {}).get("numNodes", 0) == nodes
-        if nodes:
+@pytest.mark.parametrize(
+    ("files", "flags", "nodes", "neurons", "processes"),
+    [
+        (["trn2"], [], 1, 16, "64"),
+        (["trn2"], [*SMALL, "--train.global-batch-size=512"], 1, 1, "4"),
+        (["trn2", "trn2-nodes"], [f"--jobs.{name}.instance=trn2u.48xlarge" for name in ON], 2, 16, ""),
+    ],
+)
+def test_a_cycle_on_trn2(
+    files: list[str], flags: list[str], nodes: int, neurons: int, processes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--config={CONFIGS / 'base.toml'}", *(f"--config={CONFIGS / 'jobs' / name}.toml" for name in files)]
+    assert cli.main(["plan", *words, *flags, "--cycle=2026-11-20", *WHERE, IMAGE, "--json"]) == 0
+    shown = {one["SubmitJob"]["jobName"].rpartition("-")[2]: one for one in json.loads(capsys.readouterr().out)}
+    for name in ON if nodes > 1 else ("train",):
+        definition = shown[name]["RegisterJobDefinition"]
+        container = definition.get("containerProperties")
+        if nodes > 1:
+            assert definition["nodeProperties"]["numNodes"] == nodes
             container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
-            paths = [one["hostPath"] for one in container["linuxParameters"]["devices"]]
-            assert [len([path for path in paths if kind in path]) for kind in ("neuron", "uverbs")] == [16, 16]
-
-
-def test_jobs_on_trn2_3xlarge_ask_for_its_one_chip(capsys: pytest.CaptureFixture[str]) -> None:
-    trn2 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn2.toml'}", "--cycle=2026-11-20"]
-    stages = ("health", "compile", "train", "evaluate")
-    small = [f"--jobs.{name}.{what}" for name in stages for what in ("instance=trn2.3xlarge", "processes=4")]
-    assert cli.main(["plan", *trn2, *small, "--train.global-batch-size=512", *WHERE, IMAGE, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    train = next(one for one in shown if one["SubmitJob"]["jobName"].endswith("-train"))
-    container = train["RegisterJobDefinition"]["containerProperties"]
-    assert [one["hostPath"] for one in container["linuxParameters"]["devices"]] == ["/dev/neuron0"]
-    needs = {one["type"]: one["value"] for one in container["resourceRequirements"]}
-    assert needs == {"VCPU": "12", "MEMORY": "116000"}
+        paths = [one["hostPath"] for one in container["linuxParameters"]["devices"]]
+        kinds = [len([path for path in paths if kind in path]) for kind in ("neuron", "uverbs")]
+        assert kinds == [neurons, 16 if nodes > 1 else 0]
+    if processes:
+        command = shown["train"]["SubmitJob"]["containerOverrides"]["command"]
+        assert command[command.index("--launch.processes") + 1] == processes

@@ -202,7 +202,7 @@ def _kill_one(process: "subprocess.Popen[bytes]", rng: random.Random) -> bool:
         ranks = [
             one
             for one in psutil.Process(process.pid).children(recursive=True)
-            if "pipeline.parallel.rank" in one.cmdline()
+            if "rank" in one.cmdline() and "torchrun" not in one.cmdline()
         ]
         victim = rng.choice([*ranks, psutil.Process(process.pid)])
         victim.send_signal(signal.SIGKILL)

@@ -113,7 +113,6 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "went on at step 20",
         "0.93 to 1.00",
         "120 rows were right before and are wrong now",
-        "Cosines to the vectors of cycle first",
         "900 groups of new partitions and 100 of earlier ones (10% replayed)",
         "rows without a value",
         "reason 3",
