@@ -136,7 +136,7 @@ def test_a_stop_ends_it(check: Callable[[StopSignal], object]) -> None:
 )
 def test_the_error_tells_what_to_do(text: str, backend: CpuBackend, kind: type[BaseException]) -> None:
     error = RuntimeError(text)
-    better = diagnose_device_error(error, backend, HealthConfig(), num_nodes=1, stop=StopSignal())
+    better = diagnose_device_error(error, backend, HealthConfig(), stop=StopSignal())
     assert type(better) is kind
     assert (better is error) == (kind is RuntimeError)
     assert text.split(" ")[0].rstrip(":") in str(better)
@@ -149,4 +149,4 @@ def test_what_the_settings_allow_is_no_fault_of_the_device() -> None:
         (HealthConfig(), TransientError),
         (HealthConfig(tolerances=dict.fromkeys(get_args(OperationName), 0.05)), RuntimeError),
     ):
-        assert type(diagnose_device_error(error, coarse, config, num_nodes=1, stop=StopSignal())) is kind
+        assert type(diagnose_device_error(error, coarse, config, stop=StopSignal())) is kind

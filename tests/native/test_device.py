@@ -155,7 +155,7 @@ def test_an_error_of_the_runtime_is_raised_as_what_it_means(opened: InChild) -> 
         from pipeline.health.config import HealthConfig
         from pipeline.health.device import diagnose_device_error
         error = RuntimeError("Neuron execution failed: NRT_EXEC_HW_ERR_HBM_UE status=1201")
-        better = diagnose_device_error(error, backend, HealthConfig(), num_nodes=1, stop=StopSignal())
+        better = diagnose_device_error(error, backend, HealthConfig(), stop=StopSignal())
         assert isinstance(better, TransientError), better
         """,
     )
