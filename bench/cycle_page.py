@@ -22,11 +22,12 @@ from pipeline.context import Figure, StageResult, store_result
 from pipeline.data.digest import PartitionDigest, PrepareDigest
 from pipeline.data.digest import digest_key as prepared_key
 from pipeline.data.token_sets import QuarantinedRow
-from pipeline.embed.digest import Check, Histogram, VectorCounts, VerifyDigest
+from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.digest import digest_key as vectors_key
-from pipeline.evaluate.digest import NUM_BINS, SCORE_BINS, Bin, Example, ModelDigest, QueryChanges, ScoreDigest
+from pipeline.evaluate.digest import SCORE_BINS, Bin, Example, ModelDigest, QueryChanges, ScoreDigest
 from pipeline.evaluate.digest import digest_key as scores_key
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
+from pipeline.evaluate.metrics.labels import NUM_BINS
 from pipeline.evaluate.metrics.measure import MetricReport
 from pipeline.evaluate.report import BaselineReport, EvaluationReport, HoldoutReport, ModelReport, store_report
 from pipeline.health.check import CheckResult, NodeReport
@@ -309,12 +310,11 @@ def _prepared(cycle: str, bad_rows: int, text: str) -> PrepareDigest:
 
 
 def _vectors(cycle: str, parent: str, text: str) -> VerifyDigest:
-    drift = Histogram(edges=tuple(i / 20 for i in range(21)), counts=tuple(i * i for i in range(20)))
     return VerifyDigest(
         cycle=cycle, passed=True, model_digest=f"d-{cycle}", vectors_digest="v", previous=parent or None,
         rows=1_000_000,
-        counts=VectorCounts(embedded=900_000, carried=100_000, new=10, gone=5), drift=drift if parent else None,
-        mean_cosine=0.98 if parent else None, moved_share=0.01, recompute_min_cosine=0.9999,
+        counts=VectorCounts(embedded=900_000, carried=100_000, new=10, gone=5), drift=None, mean_cosine=None,
+        moved_share=None, recompute_min_cosine=0.9999,
         checks=(Check(name="files", outcome="pass", seen=text or "5 files, 1.2 MiB"),),
     )  # fmt: skip
 

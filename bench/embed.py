@@ -29,11 +29,10 @@ from pipeline.core.footprint import EncoderSizes
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import Embedder, open_engine
+from pipeline.embed.engine import Embedder, distinct_texts, open_engine, row_batches, row_shapes
 from pipeline.embed.unpadded import PackedLinear, packs_weights
-from pipeline.embed.windows import distinct_texts, row_batches, row_shapes
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import initial_model
+from pipeline.model.weights import initial_model
 
 NAME = "embed"
 TITLE = "Titles/s of offline embedding against sentence-transformers `encode`: same weights, CPU and titles, fp32"

@@ -23,13 +23,12 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.config import CatalogueConfig, OutputConfig
-from pipeline.embed.engine import Embedder, Start, Wait
-from pipeline.embed.finish import finish
+from pipeline.embed.engine import Embedder, HostBatch, Start, Wait, flat_batches
 from pipeline.embed.flow import Flow, embed_shards, worker_processes
-from pipeline.embed.plan import EmbedPlan, pin_plan
+from pipeline.embed.parts import finish
+from pipeline.embed.plan import QUARANTINE_ROWS, WINDOW_ROWS, EmbedPlan, pin_plan
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vectors import ModelRef, VectorLayout
-from pipeline.embed.windows import HostBatch, flat_batches
 from pipeline.io.storage import Storage, open_storage
 
 WIDTH, MAX_TOKENS, TOKENS_PER_BATCH = 384, 128, 32_768
@@ -133,7 +132,7 @@ def make_plan(catalogue: Storage, num_files: int, workspace: Storage) -> EmbedPl
     """Look at the footers of the first files and pin what follows from them."""
     stats = [stat for stat in catalogue.list("") if stat.key.endswith(".parquet")]
     found = look_at(catalogue, stats[:num_files], CatalogueColumns(id="product_id", title="title"))
-    config, output = CatalogueConfig(), OutputConfig()
+    output = OutputConfig()
     plan = EmbedPlan(
         cycle="bench",
         generation=1,
@@ -144,8 +143,8 @@ def make_plan(catalogue: Storage, num_files: int, workspace: Storage) -> EmbedPl
         layout=VectorLayout(format=output.format, dtype=output.dtype, dim=WIDTH, id_type=found.id_type),
         max_tokens=MAX_TOKENS,
         rows_per_part=output.rows_per_part,
-        window_rows=config.window_rows,
-        quarantine_rows=config.quarantine_rows,
+        window_rows=WINDOW_ROWS,
+        quarantine_rows=QUARANTINE_ROWS,
         previous=None,
         carry_from=None,
     )

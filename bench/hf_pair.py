@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, Trainer, TrainerCallback, Traini
 from pipeline.data.loader import target_tensors, to_tensors
 from pipeline.data.shards import Arrays
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import to_hf
 from pipeline.model.interactions import Interactions
 from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs

@@ -11,7 +11,7 @@ from bench.stepper import make_program, open_stepper, train_config
 from pipeline.backends import open_host
 from pipeline.core.batch_order import Bucket
 from pipeline.model.config import ModelConfig
-from pipeline.model.hf_weights import initial_model
+from pipeline.model.weights import initial_model
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.train.config import batch_share

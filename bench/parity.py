@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.results import ROOT, Figure, Target, figure, finish
 from pipeline.core.errors import EXIT_OK, GateRefused
-from pipeline.parity.compare import CurveFigures, ParityReport
+from pipeline.evaluate.parity import ParityReport
 
 NAME = "parity"
 TITLE = "Largest difference of the holdout accuracy between XLA and CPU at any evaluation of 300 steps"
@@ -38,27 +38,19 @@ def run_parity(flags: Sequence[str], a: str, b: str, folder: Path) -> ParityRepo
 
 def figures_of(report: ParityReport, prefix: str, text: str) -> list[Figure]:
     """What a reader wants of one comparison."""
-    pairs, scores, vectors = report.compared.evaluations, report.compared.scores, report.compared.vectors
-    curve: CurveFigures = report.compared.curve
-    worst = max(pairs, key=lambda pair: pair.relative)
+    worst = max(report.evaluations, key=lambda pair: pair.relative)
     found = [
         figure(f"{prefix}_metric", worst.relative, "share", f"largest difference of the accuracy, {text}"),
-        figure(f"{prefix}_last_metric", pairs[-1].relative, "share", f"difference after the last step, {text}"),
-        figure(
-            f"{prefix}_loss",
-            max(pair.loss_relative for pair in pairs),
-            "share",
-            f"largest difference of the holdout loss, {text}",
-        ),
-        figure(f"{prefix}_first_losses", curve.first_loss, "share", f"of the loss in the first steps, {text}"),
-        figure(f"{prefix}_step_losses", curve.max_loss, "share", f"of the loss in any step, {text}"),
-        figure(f"{prefix}_probability", scores.max_probability, "", f"largest difference of a probability, {text}"),
-        figure(f"{prefix}_decisions", scores.decisions, "rows", f"with another decision, {text}"),
+        figure(f"{prefix}_last_metric", report.evaluations[-1].relative, "share", f"after the last step, {text}"),
+        figure(f"{prefix}_decisions", report.decisions, "rows", f"with another decision, {text}"),
     ]
-    if scores.spearman is not None:
-        found.append(figure(f"{prefix}_rank_distance", 1 - scores.spearman, "", f"1 - rank correlation, {text}"))
-    if vectors is not None:
-        found.append(figure(f"{prefix}_cosine_distance", 1 - vectors.min_cosine, "", f"1 - least cosine, {text}"))
+    named = {"holdout_loss": "loss", "first_losses": "first_losses", "probability": "probability"}
+    for name, short in named.items():
+        check = next(check for check in report.checks if check.name == name)
+        found.append(figure(f"{prefix}_{short}", check.value or 0.0, "", f"{check.text}, {text}"))
+    for name in ("correlation", "cosine"):
+        if (value := report.value(name)) is not None:
+            found.append(figure(f"{prefix}_{name}_distance", 1 - value, "", f"1 - least {name}, {text}"))
     return found
 
 
@@ -67,12 +59,12 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
     arguments = parser.parse_args()
-    first, steps, every = (20, 10, 5) if arguments.quick else (300, 300, 50)
+    first, steps = (20, 12) if arguments.quick else (300, 300)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         flags = ["--config", str(ROOT / "configs" / "quickstart.toml"), "--workspace", name, "--cycle", CYCLE]
         flags += ["--data.path", str(arguments.data), "--data.name", "pricerunner", "--train.max-steps", str(first)]
-        flags += ["--parity.steps", str(steps), "--parity.evaluate-every", str(every), "--train.metric", "accuracy"]
+        flags += ["--parity.steps", str(steps), "--train.metric", "accuracy"]
         for stage in ("prepare", "train"):
             command = [sys.executable, "-m", "pipeline", stage, *flags, "--backend", "cpu"]
             subprocess.run(command, cwd=ROOT, check=True)
@@ -84,12 +76,12 @@ def main() -> None:
     finish(
         NAME,
         TITLE,
-        METHOD.format(first=first, steps=steps, every=every, rows=full.compared.scores.rows),
+        METHOD.format(first=first, steps=steps, every=steps // 6, rows=full.rows),
         figures,
         target=Target(figure="fp32_metric", comparison="<=", value=full.max_difference),
         also=["fp32_loss", "bf16_metric"],
         quick=arguments.quick,
-        settings={"config": "quickstart", "evaluations": len(full.compared.evaluations)},
+        settings={"config": "quickstart", "evaluations": len(full.evaluations)},
     )
 
 

@@ -42,7 +42,7 @@ CASES = (
     Case("r2_all", 2, "{}", "2 ranks, shard all"),
     Case("r2_tensor", 2, '{"tensor_degree": 2}', "2 ranks, tensor_degree 2"),
     Case("r2_all_recompute", 2, f"{{{_RECOMPUTE}}}", "2 ranks, shard all, recompute"),
-    Case("r2_all_offload", 2, '{"offload_horizon": 2}', "2 ranks, shard all, recompute, offload_horizon 2"),
+    Case("r2_all_offload", 2, '{"recompute": "units", "offload": true}', "2 ranks, shard all, recompute, offload"),
     Case("r4_data", 4, '{"shard_degree": 1}', "4 ranks, data parallel"),
     Case("r4_all", 4, "{}", "4 ranks, shard all"),
     Case("r4_hybrid", 4, '{"shard_degree": 2}', "4 ranks, shard_degree 2"),

@@ -14,7 +14,7 @@ from pipeline.core.batch_order import BatchPlan, Bucket
 from pipeline.data.loader import RowSource
 from pipeline.data.training_groups import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import initial_model
+from pipeline.model.weights import initial_model
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
 from pipeline.train.step import TrainProgram, flat_strategy
 from pipeline.train.stream import BatchStream

@@ -17,17 +17,16 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, Literal
 
+from markupsafe import Markup
 from pydantic import Field
 
 from jobs.commands.show import log_lines
 from jobs.commands.submit import cancel_cycle, close_cycle, submit_plan
-from jobs.cycle.cost_ledger import read_ledger
 from jobs.cycle.job_records import Closed, JobRecord, Outcome
 from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
-from jobs.cycle.page.charts import escaped, table
-from jobs.cycle.page.data import CycleRow, Job, PageData, gather, jobs_of, row_of
-from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.page.sections import outcome_sentence
+from jobs.cycle.ledger import read_ledger
+from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
+from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
 from jobs.plan.dag import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
@@ -64,10 +63,8 @@ class CycleStatus(Record):
         return [job.model_dump(mode="json") for job in self.jobs]
 
     def _repr_html_(self) -> str:
-        head = ("job", "state", "tries", "ran", "exit", "why")
-        rows = [(job.name, job.state.lower(), *job.cells) for job in self.jobs]
-        said = f"cycle {self.cycle}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
-        return f"<p><b>{escaped(said)}</b></p>{table(head, rows, {2, 3, 4})}"
+        title = f"cycle {self.cycle}: {self.outcome}" + (f", {self.reason}" if self.reason else "")
+        return _html(title, ("name", "state", "tries", "ran_s", "exit_code", "why"), self.table)
 
 
 class CycleResult(CycleRow):
@@ -86,10 +83,7 @@ class CycleResult(CycleRow):
         ]
 
     def _repr_html_(self) -> str:
-        rows = [(row["stage"], row["figure"], str(row["value"])) for row in self.table]
-        return (
-            f"<p><b>{escaped(f'cycle {self.cycle}: {self.outcome}')}</b></p>{table(('stage', 'figure', 'value'), rows)}"
-        )
+        return _html(f"cycle {self.cycle}: {self.outcome}", ("stage", "figure", "value"), self.table)
 
 
 class CyclePage(Record):
@@ -102,7 +96,16 @@ class CyclePage(Record):
         return f"CyclePage(uri={self.uri!r})"
 
     def _repr_html_(self) -> str:
-        return f"<p><b>{escaped(outcome_sentence(self.data))}</b></p><p>{escaped(self.uri)}</p>"
+        return visible(Markup("<p><b>{}</b></p><p>{}</p>").format(outcome_sentence(self.data), self.uri))
+
+
+def _html(title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table for a notebook; every text is escaped."""
+    cell, line = Markup("<td>{}</td>"), Markup("<tr>{}</tr>")
+    body = Markup().join(line.format(Markup().join(cell.format(row[name]) for name in columns)) for row in rows)
+    head = Markup().join(Markup("<th>{}</th>").format(name) for name in columns)
+    table = Markup("<p><b>{}</b></p><table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>")
+    return visible(table.format(title, head, body))
 
 
 class Cycle:

@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "history": "list the cycles of a workspace",
     "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
     "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
-    "notify": "send pending notifications; --test: first a test message to every webhook",
+    "notify": "send pending notifications; --test: first a test message to every address",
     "driver": "entry point of the scheduler: start the cycle that is due, once; missed and late ones by policy",
     "config": "print every setting with its value and source, [jobs] included",
 }
@@ -99,7 +99,7 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
             add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
         case "notify":
-            add("--test", action="store_true", help="a message to every webhook first")
+            add("--test", action="store_true", help="first a test message to every address")
         case "cancel":
             add("--reason", default="by hand", help="recorded with the cycle")
         case "history":

@@ -1,14 +1,13 @@
 """`[jobs]`: how a cycle becomes jobs, where they run, and when cycles are due."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from jobs.schedule import ScheduleConfig
 from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.core.record import Record
-from pipeline.proc.children import PLATFORM_S
 
 
 class StageJob(Record):
@@ -57,77 +56,59 @@ class Step(StageJob):
 
 TargetName = Literal["local", "batch", "sagemaker"]
 
-NotifyEvent = Literal["promoted", "refused", "failed", "late", "recovered", "retried"]
 
+class NotifyConfig(Record):
+    """Who is told of the ends of cycles and of missed deadlines. The addresses are secrets, and in no settings file."""
 
-class Webhook(Record):
-    """One address that is told of cycles. The address itself is a secret, and in no file of settings."""
+    retired: ClassVar[Mapping[str, Any]] = {"webhooks": {}, "page_url": ..., "retried_at": ..., "budget_s": ...}
+    url_variable: str = Field(
+        "",
+        pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$",
+        description="Environment variable that holds Apprise URLs, with spaces between them",
+    )
+    url_secret: str = Field(
+        "",
+        pattern=r"^(arn:[A-Za-z0-9/_+=.@:-]+|[A-Za-z0-9/_+=.@-]*)$",
+        description="Secret of AWS Secrets Manager that does, by name or ARN",
+    )
 
-    form: Literal["json", "slack"] = "json"
-    url_variable: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
-    url_secret: str = Field("", pattern=r"^(arn:[A-Za-z0-9/_+=.@:-]+|[A-Za-z0-9/_+=.@-]*)$")
-    events: tuple[NotifyEvent, ...] = get_args(NotifyEvent)
+    @property
+    def is_set(self) -> bool:
+        return bool(self.url_variable or self.url_secret)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if bool(self.url_variable) == bool(self.url_secret):
-            raise ValueError(
-                "expected one of url_variable (an environment variable that holds the URL) and url_secret (a secret of"
-                " AWS Secrets Manager that does)"
-            )
+        if self.url_variable and self.url_secret:
+            raise ValueError("both url_variable and url_secret; expected one of them")
         return self
-
-
-class NotifyConfig(Record):
-    """Who is told what of a cycle, and how long that may take."""
-
-    webhooks: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], Webhook] = Field(
-        {}, description="By name: form json or slack, url_variable or url_secret, events (default: all)"
-    )
-    page_url: str = Field(
-        "", pattern=r"^(https?://\S+)?$", description="What reports/<cycle>.html is found below; none: the workspace"
-    )
-    retried_at: int = Field(3, ge=2, le=10, description="Tries of one job from which on the team is told of each")
-    budget_s: float = Field(10.0, gt=0, le=60, description="Seconds for all messages at one end of a cycle")
 
 
 class SageMakerConfig(Record):
     """How training jobs of Amazon SageMaker run the jobs of a cycle (sagemaker)."""
 
-    via: Literal["direct", "queue"] = Field(
-        "direct", description="SageMaker's own calls, or service jobs of AWS Batch, which share a quota between teams"
+    retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("via", "output", "spot_wait_s", "infra_check", "poll_s", "price_factor"), ...
     )
-    queue: str = Field("", description="Fair-share queue of service jobs, by name or ARN (via queue)")
+    queue: str = Field(
+        "",
+        description="Fair-share queue of service jobs of AWS Batch, by name or ARN; empty: training jobs are created by"
+        " SageMaker's own calls",
+    )
     subnets: tuple[str, ...] = Field((), max_length=16, description="Of the VPC of the jobs; none: no VPC")
     security_groups: tuple[str, ...] = Field((), max_length=5, description="Of the VPC of the jobs")
     volume_gib: int = Field(100, ge=1, description="Disk of a machine, where it has none of its own")
-    output: str = Field("", description="S3 prefix for what SageMaker itself keeps; empty: sagemaker/ in the workspace")
     keep_alive_s: int = Field(
         0, ge=0, le=3600, description="Seconds that machines wait for a next job of the same shape; needs a quota"
     )
     spot: bool = Field(False, description="Managed Spot capacity; taken away, a job starts again in place")
-    spot_wait_s: int = Field(6 * 3600, ge=60, description="Seconds that a job may wait for Spot capacity")
-    infra_check: bool = Field(True, description="SageMaker checks machines with accelerators before a multi-node job")
-    poll_s: float = Field(30.0, gt=0, description="Seconds between two looks at the jobs")
-    price_factor: float = Field(
-        1.15,
-        gt=0,
-        description="Price of a machine over that of EC2, where jobs.prices has no ml.* of it (read for ml.p5.48xlarge"
-        " and ml.p4d.24xlarge; others unread)",
-    )
-
-    @model_validator(mode="after")
-    def _queue_where_needed(self) -> Self:
-        if bool(self.queue) != (self.via == "queue"):
-            raise ValueError(
-                f"via {self.via} with queue {self.queue!r}; expected a queue with via queue, and only then"
-            )
-        return self
 
 
 class JobsConfig(Record):
     """The jobs of a cycle, where they run, and what they may cost."""
 
+    retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("blocked_dwell_s", "titles_per_s", "vcpu_titles_per_s", "local_memory_mib", "stop_grace_s"), ...
+    )
     name: str = Field("trnpipe", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="First word of all names of jobs")
     target: TargetName = Field("local", description="This machine, AWS Batch, or Amazon SageMaker")
     image: str = Field("", description="Container image, pinned by digest (batch, sagemaker)")
@@ -140,22 +121,11 @@ class JobsConfig(Record):
         {}, description="Variables of every job, as NAME=value; shown in plans, so no secrets"
     )
     sla_s: int | None = Field(None, ge=60, description="Seconds from its scheduled time within which a cycle must end")
-    blocked_dwell_s: int = Field(900, ge=0, description="Seconds a queue stays blocked before a job is ended for it")
     prices: dict[str, float] = Field({}, description="USD an hour by instance type, before the table of list prices")
     vcpu_usd_per_hour: float | None = Field(
         None, ge=0, description="USD an hour of a vCPU of machines whose type has no price; null: cost unknown"
     )
-    titles_per_s: dict[str, Annotated[float, Field(gt=0)]] = Field(
-        {}, description="Titles a second that a machine of a type embeds, to compare costs before it was measured"
-    )
-    vcpu_titles_per_s: float | None = Field(
-        None, gt=0, description="Titles a second that a vCPU of other machines embeds; null: not known until measured"
-    )
     local_vcpus: int = Field(0, ge=0, description="vCPUs that local jobs share; 0: those of this machine")
-    local_memory_mib: int = Field(0, ge=0, description="MiB that local jobs share; 0: those of this machine")
-    stop_grace_s: float = Field(
-        PLATFORM_S, gt=0, description="Seconds from SIGTERM to SIGKILL of local jobs (Batch: 30)"
-    )
     schedule: ScheduleConfig = ScheduleConfig()
     notify: NotifyConfig = NotifyConfig()
     sagemaker: SageMakerConfig = SageMakerConfig()

@@ -1,6 +1,6 @@
 """The settings of `trnjobs`: those of the pipeline, and `[jobs]` beside them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -61,3 +61,22 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSett
             table = table[section]
         table[last] = value
     return resolve((), {}, model=CycleSettings, given=changed).settings
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the places in which two trees differ, as (dotted name, before, now)."""
+    if before == now:
+        return
+    left, right = _table(before), _table(now)
+    if left is None or right is None:
+        yield name, before, now
+        return
+    for key in dict.fromkeys((*left, *right)):
+        yield from differences(left.get(key), right.get(key), f"{name}.{key}" if name else key)
+
+
+def _table(value: Any) -> Mapping[str, Any] | None:
+    """Return a mapping, or a list of named tables by their names."""
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "name" in one for one in value):
+        return {str(one["name"]): one for one in value}
+    return value if isinstance(value, Mapping) else None

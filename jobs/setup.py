@@ -15,9 +15,9 @@ from typing import Self
 from zoneinfo import ZoneInfo
 
 from jobs.config import StageJob
-from jobs.cycle.cost_ledger import CycleLedger, read_ledger
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobRecord
+from jobs.cycle.ledger import CycleLedger, read_ledger
 from jobs.cycle.tables import failure_lines
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
@@ -25,7 +25,6 @@ from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target
 from jobs.targets.failures import with_errors
-from jobs.targets.local.engine import Slots
 from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError
@@ -36,7 +35,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.paths import user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
-from pipeline.proc.children import ENGINE_MARGIN_S
+from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
 from pipeline.proc.signals import stop_on_signals
 from pipeline.train.config import batch_share
 
@@ -157,7 +156,7 @@ def open_cycle(settings: CycleSettings, say: Say, stop: StopSignal | None = None
 def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
     """Signals set the stop that is given here; this process then has the time that local jobs need to end."""
     stop = StopSignal()
-    with stop_on_signals(stop, grace_s=settings.jobs.stop_grace_s + ENGINE_MARGIN_S):
+    with stop_on_signals(stop, grace_s=PLATFORM_S + ENGINE_MARGIN_S):
         yield stop
 
 
@@ -262,13 +261,9 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
         from jobs.targets.local.target import LocalTarget, this_machine
         from pipeline.context import scratch_folder
 
-        scratch, machine, jobs = scratch_folder(settings, store.storage, os.environ), this_machine(), settings.jobs
-        machine = Slots(
-            vcpus=jobs.local_vcpus or machine.vcpus,
-            memory_mib=jobs.local_memory_mib or machine.memory_mib,
-            gangs=machine.gangs,
-        )
-        return LocalTarget(store, scratch, machine, say, stop, jobs.stop_grace_s)
+        scratch, machine = scratch_folder(settings, store.storage, os.environ), this_machine()
+        machine = machine.model_copy(update={"vcpus": settings.jobs.local_vcpus or machine.vcpus})
+        return LocalTarget(store, scratch, machine, say, stop)
     from jobs.targets.batch.client import BatchClient, LogsClient, connect  # boto3 takes a while to import
 
     logs = LogsClient(connect("logs"), stop=stop)
@@ -279,8 +274,7 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
 
         training = SageMakerClient(connect("sagemaker"), stop=stop)
         queue = QueueRoute(ServiceJobClient(connect("batch"), stop=stop), training, say)
-        poll_s = settings.jobs.sagemaker.poll_s
-        return SageMakerTarget(DirectRoute(training), queue, logs, store, say, stop, poll_s)
+        return SageMakerTarget(DirectRoute(training), queue, logs, store, say, stop)
     from jobs.targets.batch.target import BatchTarget
 
     return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)

@@ -155,7 +155,7 @@ def open_context(
     # Processes that a stage starts for itself, a trial run or ranks under test, leave the log to it. Of an array of
     # jobs the first one writes: a thousand would only hinder each other.
     is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0"
-    is_first = is_first and not (settings.data.worker or settings.embed.worker)
+    is_first = is_first and not settings.embed.worker
     logs = is_first and not {TRACE_FILE, RANK_REPORTS} & env.keys()
     writer = f"{words[0] if words else 'tool'}-{env.get(ATTEMPT, '1')}"
     key = f"cycles/{cycle}/events.jsonl"

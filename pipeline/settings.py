@@ -142,9 +142,9 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "report": True,
     "data": {"num_workers": True, "worker": True, "workers": True},
     "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
-    "evaluate": {"candidate": True, "promote": True, "force_reason": True, "save_every_s": True},
+    "evaluate": {"candidate": True, "promote": True, "force_reason": True},
     "mine": {"workers": True, "queries_per_part": True},
-    "embed": {"worker": True, "workers": True, "tokenise_processes": True, "verify": True},
+    "embed": {"worker": True, "workers": True, "verify": True},
 }
 
 

@@ -29,7 +29,6 @@ LAYERS = (
     ("train", "convert"),
     ("command_line",),
     ("stages",),
-    ("parity",),
     ("commands",),
     ("cli", "__main__"),
 )
@@ -52,7 +51,6 @@ CORE_MAY_IMPORT = {"numpy", "xxhash", "pydantic"}
 ONLY_IN = {
     "torch_xla": ("pipeline/backends/xla.py",),
     "lightning": ("pipeline/parallel/lightning.py",),
-    "matplotlib": ("pipeline/parity/compare.py",),
     "torch_neuronx": ("pipeline/backends/",),
     "boto3": ("pipeline/io/", "jobs/targets/batch/"),
     "botocore": ("pipeline/io/", "jobs/targets/batch/", "jobs/targets/sagemaker/"),
@@ -68,7 +66,7 @@ ONLY_IN = {
         "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
-        "pipeline/parity/record.py",
+        "pipeline/commands/parity.py",
         "pipeline/retrieval/exact.py",
         "pipeline/stages/",
         "pipeline/telemetry/console.py",

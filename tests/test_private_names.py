@@ -53,29 +53,14 @@ def imported(file: str, purpose: str, module: str, *names: str) -> Iterator[Use]
         yield Use(file, f"{module}.{name}", purpose)
 
 
-XLA, C10D, TOPO = "pipeline/backends/xla.py", "pipeline/backends/c10d.py", "pipeline/parallel/collectives.py"
-NEURON, MEMORY, DELAYED = (
-    "pipeline/backends/neuron.py",
-    "pipeline/parallel/memory.py",
-    "pipeline/parallel/delayed_init.py",
-)
+XLA, NEURON = "pipeline/backends/xla.py", "pipeline/backends/neuron.py"
 STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/parallelize.py"
 MODULES, LIGHTNING = "pipeline/parallel/strategies/fsdp.py", "pipeline/parallel/lightning.py"
-OFFLOAD, MESH, TENSORS = "pipeline/parallel/offload.py", "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"
-PARTS = "pipeline/parallel/parts.py"
+MESH, TENSORS = "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"
 OPTIMIZER, UNPADDED = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py"
-_C10D, _XLAC, _GROUP = "torch._C._distributed_c10d", "torch_xla._XLAC", "torch.distributed.ProcessGroup"
-_GROUP_PARTS = ("_DistributedBackendOptions", "_create_work_from_future")
+_XLAC = "torch_xla._XLAC"
 
 USES = (
-    *imported(C10D, "parts of a process group", _C10D, "Backend", *_GROUP_PARTS),
-    *imported(C10D, "what a collective is asked for", _C10D, "AllgatherOptions"),
-    *of(C10D, "the time-out of a group", f"{_C10D}.Backend.Options._timeout"),
-    *either(C10D, "all-gather of one tensor", f"{_GROUP}.all_gather_single", f"{_GROUP}._allgather_base"),
-    *either(C10D, "reduce-scatter of one", f"{_GROUP}.reduce_scatter_single", f"{_GROUP}._reduce_scatter_base"),
-    *of(TOPO, "a group made of libraries", f"{_GROUP}._register_backend", f"{_GROUP}._set_default_backend"),
-    *of(TOPO, "a group made of libraries", f"{_GROUP}._set_group_name", f"{_GROUP}._get_backend"),
-    *of(TOPO, "the stages' time-out", "torch.distributed.ProcessGroupGloo._set_default_timeout"),
     *either(
         MESH,
         "the time-out of sub-groups",
@@ -92,23 +77,14 @@ USES = (
         ),
     ),
     *imported(NEURON, "how many graphs were compiled", "torch._dynamo.utils", "counters"),
-    *imported(MEMORY, "memory tracked without devices", "torch._subclasses.fake_tensor", "FakeTensorMode"),
-    *imported(MEMORY, "memory of FSDP2", "torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker"),
-    *imported(MEMORY, "ranks that are not there", "torch.testing._internal.distributed.fake_pg", "FakeStore"),
-    *imported(DELAYED, "operations on meta, as they come", "torch.utils._python_dispatch", "TorchDispatchMode"),
-    *imported(DELAYED, "arguments of an operation", "torch.utils._pytree", "tree_map_only"),
-    *of(DELAYED, "values within bounds, which nobody draws on meta", "torch.nn.init._no_grad_trunc_normal_"),
-    *of(DELAYED, "what an operation writes", "torch.ops.aten.add.Tensor._schema"),
-    *of(DELAYED, "one storage from another", "torch.UntypedStorage._cdata"),
     *of(STYLES, "columns of fused products", "torch.distributed.tensor.parallel.ColwiseParallel._apply"),
     *of(TRANSFORM, "parameters from meta to a device, buffers as they are", "torch.nn.Module._apply"),
     *imported(
         TENSORS, "a rank's part of a tensor", "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"
     ),
-    *of(PARTS, "a number that is read from a DTensor", "torch.distributed.tensor.DTensor._op_dispatcher"),
-    *of(PARTS, "the same", "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"),
-    *of(PARTS, "the same", "torch.ops.aten._local_scalar_dense"),
-    *of(OFFLOAD, "whether a tensor was changed in place", "torch.Tensor._version"),
+    *of(TENSORS, "a number that is read from a DTensor", "torch.distributed.tensor.DTensor._op_dispatcher"),
+    *of(TENSORS, "the same", "torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers"),
+    *of(TENSORS, "the same", "torch.ops.aten._local_scalar_dense"),
     *of(MODULES, "slices in their place before the first step", "torch.distributed.fsdp.FSDPModule._get_fsdp_state"),
     *of(MODULES, "the same", "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init"),
     *of(LIGHTNING, "the mesh, for a user's module", "lightning.pytorch.LightningModule._device_mesh"),

@@ -397,15 +397,14 @@ NOT_HASHED = frozenset(
             "storage",
             "log",
         ),
-        *("report", "data.num_workers", "data.worker", "data.workers", "train.deadline", "train.collective_timeout_s"),
-        *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason", "evaluate.save_every_s"),
+        *("report", "data.num_workers", "data.workers", "train.deadline", "train.collective_timeout_s"),
+        *("train.parallel", "evaluate.candidate", "evaluate.promote", "evaluate.force_reason"),
         *(
             "mine.workers",
             "mine.queries_per_part",
             "embed.worker",
             "embed.workers",
         ),
-        *("embed.tokenise_processes", "embed.verify"),
     }
 )
 """Settings, and whole sections, that change where, when and how fast a cycle runs, and not what it makes."""

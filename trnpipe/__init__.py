@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from pipeline.core.errors import TrnpipeError as TrnpipeError
     from pipeline.core.stop import StopSignal as StopSignal
     from pipeline.embed.vectors import open_vectors as open_vectors
-    from pipeline.parallel.adopt import init as init
-    from pipeline.parallel.adopt import layout as layout
-    from pipeline.parallel.adopt import transform as transform
+    from pipeline.parallel.checkpoint import load as load
+    from pipeline.parallel.checkpoint import save as save
     from pipeline.parallel.config import Plan as Plan
-    from pipeline.parallel.delayed_init import delayed_init as delayed_init
-    from pipeline.parallel.files import load as load
-    from pipeline.parallel.files import save as save
     from pipeline.parallel.lightning import Environment as Environment
     from pipeline.parallel.lightning import Strategy as Strategy
+    from pipeline.parallel.mesh import init as init
+    from pipeline.parallel.mesh import layout as layout
+    from pipeline.parallel.parallelize import delayed_init as delayed_init
+    from pipeline.parallel.parallelize import transform as transform
     from pipeline.parallel.tensors import clip_grad_norm as clip_grad_norm
     from pipeline.registry.model import Registry as Registry
     from pipeline.settings import Settings as Settings
@@ -51,11 +51,11 @@ _NAMES = {
     "pipeline.core.errors": ("TrnpipeError",),
     "pipeline.core.stop": ("StopSignal",),
     "pipeline.embed.vectors": ("open_vectors",),
-    "pipeline.parallel.adopt": ("init", "layout", "transform"),
+    "pipeline.parallel.checkpoint": ("load", "save"),
     "pipeline.parallel.config": ("Plan",),
-    "pipeline.parallel.delayed_init": ("delayed_init",),
-    "pipeline.parallel.files": ("load", "save"),
     "pipeline.parallel.lightning": ("Environment", "Strategy"),
+    "pipeline.parallel.mesh": ("init", "layout"),
+    "pipeline.parallel.parallelize": ("delayed_init", "transform"),
     "pipeline.parallel.tensors": ("clip_grad_norm",),
     "pipeline.registry.model": ("Registry",),
     "pipeline.settings": ("Settings", "resolve"),

@@ -62,11 +62,8 @@ collective_timeout_s = 15.0
 every_steps = 6
 [embed]
 compiled = false
-tokenise_processes = 1
 [embed.output]
 rows_per_part = 64
-[embed.verify]
-sample = 16
 [gate]
 min_queries = 2
 min_slice_queries = 2
@@ -87,7 +84,6 @@ total_deadline_s = 8.0
 [log]
 every_steps = 4
 [jobs]
-stop_grace_s = 5.0
 local_vcpus = 2
 [jobs.environment]
 OMP_NUM_THREADS = "1"
@@ -98,7 +94,6 @@ TRNJOBS_GRACE_S = "5"
 TRNJOBS_BUNDLE_S = "3"
 [jobs.schedule]
 expression = "cron(0 0 * * ? *)"
-policy = "skip"
 max_late_s = 1000000000
 """
 """The gate lets every model pass: whether it judges well is measured elsewhere. Nothing waits for minutes."""

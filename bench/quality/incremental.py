@@ -32,7 +32,6 @@ _FIRST_DAY = date(2026, 1, 1)
 _CHEAP = [
     *("--evaluate.split", "valid", "--evaluate.retrieval.enabled", "false"),
     *("--evaluate.baselines.bm25", "false", "--evaluate.baselines.boosting", "false"),
-    *("--evaluate.baselines.hybrid", "false"),
 ]
 """Of the days before the last: they are promoted, and nothing is told of them."""
 _PROMOTE = [

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from jobs.cycle.job_states import CANCELLED
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, script_of
-from jobs.settings import of_all_jobs, values_of, with_values
-from jobs.setup import OpenCycle, make_plan, make_run, submitter
+from jobs.settings import differences, of_all_jobs, values_of, with_values
+from jobs.setup import OpenCycle, submitter
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import ConfigError, DataError, TrnpipeError
 from pipeline.registry.records import verdict_key
@@ -22,6 +22,10 @@ from pipeline.registry.records import verdict_key
 MAX_CHANGES = 8
 MAX_CHARACTERS = 60
 """Of one value."""
+_NOT_PLANNED = tuple(
+    f"jobs.{name}" for name in ("prices", "vcpu_usd", "sla_s", "schedule", "notify", "local_", "target")
+)
+"""Begin the names of settings that make no other plan."""
 
 
 def is_run(cycle: OpenCycle) -> bool:
@@ -45,7 +49,7 @@ def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
 
 
 def changes(cycle: OpenCycle, plan: Plan, target: str) -> list[str]:
-    """What differs from the submission on record, as `name: stored -> given` without secrets."""
+    """Return what differs from the submission on record, as `name: stored -> given` without secrets."""
     claim, stored = cycle.store.claim(), cycle.store.plan()
     if stored is None:
         return ["its plan is not there, as another start from the beginning was interrupted"]
@@ -53,62 +57,16 @@ def changes(cycle: OpenCycle, plan: Plan, target: str) -> list[str]:
     if claim is not None and claim.target != target:
         found.append(("target", claim.target, target))
     if stored != plan:
-        found += list(_settings_changes(cycle)) or list(_plan_changes(stored, plan))
+        try:
+            before = of_all_jobs(with_values(cycle.store.settings() or {}, {}))
+        except (ConfigError, DataError):  # of another version
+            before = of_all_jobs(cycle.settings)
+        # The plans tell where another version, or another folder, plans equal settings differently.
+        own = differences(before, of_all_jobs(cycle.settings))
+        found += [one for one in own if not one[0].startswith(_NOT_PLANNED)] or list(
+            differences(stored.model_dump(mode="json"), plan.model_dump(mode="json"))
+        )
     return [_change(*one) for one in found]
-
-
-def _settings_changes(cycle: OpenCycle) -> Iterator[tuple[str, Any, Any]]:
-    """(name, stored, given) of the settings that make another plan."""
-    try:
-        tree = cycle.store.settings()
-        stored = with_values(tree, {}) if tree is not None else None
-    except (ConfigError, DataError):  # of another version: the plans tell the rest
-        return
-    if stored is None:
-        return
-    here = {name: getattr(cycle.settings, name) for name in ("cycle", "workspace", "launch", "scratch")}
-    make, shared = make_run if is_run(cycle) else make_plan, of_all_jobs(stored)
-    before, now = values_of(shared), values_of(of_all_jobs(cycle.settings))
-    try:
-        planned = make(stored.model_copy(update=here))
-    except TrnpipeError:
-        planned = None
-    for name, value in now.items():
-        if before.get(name) == value:
-            continue
-        if is_run(cycle) or name.startswith("jobs."):  # not all of those are part of a plan
-            try:
-                if make(with_values(shared, {name: value}).model_copy(update=here)) == planned:
-                    continue
-            except TrnpipeError:  # it cannot be without another one: both differ
-                pass
-        yield from _parts(name, before.get(name), value)
-
-
-def _plan_changes(stored: Plan, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
-    """(field, stored, given) of plans: equal settings that another version of trnpipe, or another folder, plans so."""
-    before, now = (one.model_dump(mode="json") for one in (stored, plan))
-    for name in now:
-        yield from _parts(name, before.get(name), now[name])
-
-
-def _parts(name: str, before: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The places in which two values of one name differ."""
-    if before == now:
-        return
-    tables = [_table(value) for value in (before, now)]
-    if tables[0] is None or tables[1] is None or not (tables[0] or tables[1]):
-        yield name, before, now
-        return
-    for key in dict.fromkeys((*tables[0], *tables[1])):
-        yield from _parts(f"{name}.{key}", tables[0].get(key), tables[1].get(key))
-
-
-def _table(value: Any) -> Mapping[str, Any] | None:
-    """A mapping, or a list of named tables by their names."""
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "name" in one for one in value):
-        return {str(one["name"]): one for one in value}
-    return value if isinstance(value, Mapping) else None
 
 
 def _change(name: str, before: Any, now: Any) -> str:
@@ -135,8 +93,8 @@ def unused_settings(cycle: OpenCycle) -> list[str]:
     given = values_of(
         cycle.settings.model_dump(mode="json", exclude_unset=True, exclude={"cycle", "workspace", "jobs"})
     )
-    pairs = ((name, stored[name], value) for name, value in given.items() if name in stored)
-    return [_change(*one) for name, before, value in pairs for one in _parts(name, before, value)][:MAX_CHANGES]
+    known = {name: value for name, value in given.items() if name in stored}
+    return [_change(*one) for one in differences({name: stored[name] for name in known}, known)][:MAX_CHANGES]
 
 
 def _without_secret_flags(words: Sequence[str]) -> Iterator[str]:

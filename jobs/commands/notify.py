@@ -1,103 +1,198 @@
-"""Word to the team: `trnjobs notify`, and what every look at a cycle does for it."""
+"""Messages to a team through Apprise: `trnjobs notify`, and what everyone who looks at a cycle does for them.
+
+A message is stored in the workspace until every address has taken it, so that none is lost:
+
+notify/<cycle>/<name>.json          what is still to be sent, and which addresses have had it; gone when all have
+cycles/<cycle>/jobs/told/<name>     the message was made: nobody makes it again
+
+The first is written before the second, and both before the cycle is closed. A kill between an answer and the note of it
+sends that message again.
+"""
 
 import argparse
+import logging
 import os
 import time
-from dataclasses import replace
+import unicodedata
+from collections.abc import Iterator, Sequence
 
-from jobs.cycle.cost_ledger import read_ledger
-from jobs.cycle.cycle_store import claims_by_age
+from pydantic import Field
+
 from jobs.cycle.job_records import Closed, JobRecord
-from jobs.cycle.messages import Message, deliver, messages_of, put_messages
+from jobs.cycle.job_states import failed_leaf, first_failure
+from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.publish import report_key
+from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
 from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result
-from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TransientError
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError
+from pipeline.core.format import format_duration
+from pipeline.core.optional import missing_package
 from pipeline.core.progress import Say
+from pipeline.core.record import Record
+from pipeline.io.storage import read_record
+
+OUTBOX = "notify"
+MAX_TEXT = 1500
+"""Characters of a line: reasons of jobs and of the gate are texts of others."""
+
+
+class Message(Record):
+    """One thing that a team is told."""
+
+    title: str
+    body: str
+    at: float = Field(description="When it happened, in seconds since 1970")
+    taken_by: tuple[int, ...] = Field((), description="Places of addresses in their list")
 
 
 def run_notify(arguments: argparse.Namespace, say: Say) -> int:
-    """Send the messages that wait; `--test`: a message to every webhook first.
+    """Send the pending messages; `--test`: first a test message to every address.
 
-    Raises ConfigError without a webhook, TransientError when one did not take everything.
+    Raises ConfigError without an address, TransientError if one did not take everything.
     """
     cycle = open_cycle(arguments.settings, say)
-    settings, store = cycle.settings, cycle.store
-    if not settings.jobs.notify.webhooks:
+    if not cycle.settings.jobs.notify.is_set:
         raise ConfigError(
-            "jobs.notify.webhooks is empty",
-            expected="a webhook",
-            next_command="a table [jobs.notify.webhooks.team] with form and url_variable in a --config file",
+            "jobs.notify has no address",
+            expected="url_variable or url_secret",
+            next_command="see `trnjobs config` for [jobs.notify]; addresses: https://github.com/caronc/apprise/wiki",
         )
     if arguments.test:
-        at = time.time()
-        test = _about(cycle, at).model_copy(
-            update={"id": f"{settings.jobs.name}/{store.cycle}/test-{round(1000 * at)}", "text": "a test of trnjobs"}
-        )
-        put_messages(store, [test])
+        _put(cycle, f"test-{round(1000 * time.time())}", _message(cycle, "a test of trnjobs", ()))
     if waiting := send_messages(cycle):
-        raise TransientError(f"{waiting} messages are pending", next_command="trnjobs notify, once the webhook answers")
-    say(f"all messages were delivered to {', '.join(settings.jobs.notify.webhooks)}")
+        raise TransientError(f"{waiting} messages are pending", next_command="trnjobs notify")
+    say("all messages were delivered")
     return EXIT_OK
 
 
-def make_messages(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], closed: Closed | None) -> None:
-    """Put what there is to tell of a cycle into the outbox. No failure of it is one of the cycle."""
-    settings, store = cycle.settings, cycle.store
-    if not settings.jobs.notify.webhooks:
+def _messages(
+    cycle: OpenCycle, plan: Plan, records: Sequence[JobRecord], closed: Closed | None
+) -> Iterator[tuple[str, Message]]:
+    """Yield a message for a missed deadline and one for the end of the cycle, each with its name within the cycle."""
+    store = cycle.store
+    ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed)
+    due, reached = ledger.deadline_at, closed.at if closed else store.clock()
+    if due is not None and reached > due:
+        yield "late-deadline", _message(cycle, "its deadline has passed", (), at=due)
+    if closed is None or closed.outcome == "cancelled":
         return
-    try:
-        rounds, names = store.rounds(), list(claims_by_age(store))
-        earlier = names[: names.index(store.cycle)] if store.cycle in names else []
-        before = replace(store, cycle=earlier[-1]).closed() if earlier else None
-        evaluated = load_result(store.storage, store.cycle, "evaluate")
-        found = messages_of(
-            _about(cycle, store.clock()),
-            read_ledger(store, plan, records, settings.jobs, closed=closed),
-            records,
-            closed=closed,
-            round_=(closed.round if closed else None) or max(rounds, default=1),
-            promoted=bool(evaluated and evaluated.figures.get("promoted")),
-            without_comparison=bool(evaluated and evaluated.figures.get("without_comparison")),
-            failed_before=before is not None and before.outcome == "failed",
-            retried_at=settings.jobs.notify.retried_at,
-            rounds={one.id: number for number in rounds if number > 1 for one in store.submitted(number).values()},
-        )
-        put_messages(store, found)
-    except Preempted:
-        raise
-    except Exception as error:  # also of a bug: a cycle ends as it ends, whoever is told
-        cycle.say(f"notify: no message was queued: {type(error).__name__}: {error}")
+    evaluated = load_result(store.storage, store.cycle, "evaluate")
+    figures = evaluated.figures if evaluated else {}
+    event: str = closed.outcome
+    if event == "succeeded" and figures.get("promoted"):
+        event = "promoted WITHOUT a comparison" if figures.get("without_comparison") else "promoted"
+    took = None if ledger.began_at is None else closed.at - ledger.began_at
+    facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total))
+    lines = [closed.reason, "; ".join(word for word in facts if word)]
+    first = first_failure(records)
+    if first and (failed := failed_leaf(first)):
+        lines += (failed.attempts[-1].error or NO_LOG).splitlines()
+        lines.append(logs_command(failed, store.storage.root, store.cycle))
+    name = f"{event.partition(' ')[0]}-{closed.round or max(store.rounds(), default=1)}"
+    yield name, _message(cycle, event.upper() if event == "failed" else event, lines, at=closed.at)
 
 
-def send_messages(cycle: OpenCycle) -> int:
-    """Send what waits, of all cycles; how many messages still wait. No failure of it is one of the cycle."""
-    config = cycle.settings.jobs.notify
-    if not config.webhooks:
+def _message(cycle: OpenCycle, what: str, lines: Sequence[str], *, at: float | None = None) -> Message:
+    store = cycle.store
+    title = f"{cycle.settings.jobs.name} {store.cycle}: {what}"
+    body = "\n".join(plain(line) for line in (*lines, store.storage.uri(report_key(store.cycle))) if line)
+    return Message(title=plain(title), body=body, at=store.clock() if at is None else at)
+
+
+def plain(text: str) -> str:
+    """Return one line without control, format and bidirectional characters, of at most MAX_TEXT characters."""
+    words = "".join(" " if unicodedata.category(one)[0] in "CZ" else one for one in text).split()
+    line = " ".join(words)
+    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
+
+
+def _put(cycle: OpenCycle, name: str, message: Message) -> None:
+    """Store a message, unless it was made before."""
+    storage, told = cycle.store.storage, cycle.store.key(f"told/{name}")
+    if storage.stat(told) is None:
+        storage.write_if_absent(f"{OUTBOX}/{cycle.name}/{name}.json", message.model_dump_json(indent=1).encode())
+        storage.write_if_absent(told, b"")
+
+
+def send_messages(
+    cycle: OpenCycle, plan: Plan | None = None, records: Sequence[JobRecord] = (), closed: Closed | None = None
+) -> int:
+    """Store what there is to tell of a cycle (if `plan` is given), and send what is pending, of all cycles.
+
+    Return how many messages still are. No failure of this is one of the cycle, which ends as it ends.
+    """
+    if not cycle.settings.jobs.notify.is_set:
         return 0
-    from jobs.targets.batch.client import secret_text  # boto3 takes a while to import
-
     try:
-        return deliver(cycle.store.storage, config, os.environ, secret_text, cycle.say)
+        for name, message in _messages(cycle, plan, records, closed) if plan else ():
+            _put(cycle, name, message)
+        return _send(cycle)
     except Preempted:
         raise
-    except Exception as error:  # also of a bug: they wait for the next cycle to look
-        cycle.say(f"notify: messages were not sent: {type(error).__name__}: {error}")
+    except Exception as error:  # also of a bug. The text of an unknown error may hold an address.
+        seen = error.seen if isinstance(error, ConfigError) else type(error).__name__
+        cycle.say(f"notify: messages were not sent: {seen}")
         return 1
 
 
-def _about(cycle: OpenCycle, at: float) -> Message:
-    settings, store = cycle.settings, cycle.store
-    key, base = report_key(store.cycle), settings.jobs.notify.page_url.rstrip("/")
-    return Message(
-        id="",
-        event="test",
-        at=at,
-        pipeline=settings.jobs.name,
-        cycle=store.cycle,
-        model=settings.model_name,
-        workspace=store.storage.root,
-        text="",
-        page=f"{base}/{key.rpartition('/')[2]}" if base else store.storage.uri(key),
-    )
+def _send(cycle: OpenCycle) -> int:
+    """Send every pending message to each address that has not taken it; an address that fails is left alone then."""
+    storage, pending = cycle.store.storage, list[tuple[str, Message]]()
+    for stat in storage.list(OUTBOX):
+        again = f"delete {storage.uri(stat.key)}"
+        try:
+            found = read_record(storage, stat.key, Message, "a message", "trnjobs", next_command=again)
+        except DataError as error:
+            cycle.say(f"notify: {error.seen}; next: {again}")
+            continue
+        if found is not None:  # else another process has sent it meanwhile
+            pending.append((stat.key, found))
+    if not pending:
+        return 0
+    try:
+        import apprise
+    except ImportError as error:
+        raise missing_package("apprise", "jobs.notify", error) from error
+    logging.getLogger("apprise").disabled = True  # it may name an address, which is a secret
+    addresses = _addresses(cycle)
+    waiting, failed = 0, set[int]()
+    for key, message in sorted(pending, key=lambda one: one[1].at):
+        taken = set(message.taken_by)
+        for place, address in enumerate(addresses):
+            if place in taken or place in failed:
+                continue
+            sender = apprise.Apprise()
+            if sender.add(address) and sender.notify(title=message.title, body=message.body, body_format="text"):
+                taken.add(place)
+            else:
+                failed.add(place)
+        if taken >= set(range(len(addresses))):
+            storage.delete([key])
+            continue
+        waiting += 1
+        if taken != set(message.taken_by):
+            left = message.model_copy(update={"taken_by": tuple(sorted(taken))})
+            storage.write_bytes(key, left.model_dump_json(indent=1).encode())
+    for place in sorted(failed):
+        cycle.say(f"notify: address {place + 1} of jobs.notify did not take a message; it stays pending")
+    return waiting
+
+
+def _addresses(cycle: OpenCycle) -> list[str]:
+    """Return the addresses, which no message may show. Raises ConfigError if there is none."""
+    config = cycle.settings.jobs.notify
+    if config.url_secret:
+        from jobs.targets.batch.client import secret_text  # boto3 takes a while to import
+
+        text = secret_text(config.url_secret)
+    else:
+        text = os.environ.get(config.url_variable, "")
+    if not text.split():
+        raise ConfigError(
+            f"{config.url_secret or config.url_variable} is empty",
+            expected="Apprise URLs, one or several with spaces between them",
+            next_command="set it where cycles are closed: the driver, and whoever submits",
+        )
+    return text.split()

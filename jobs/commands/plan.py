@@ -3,27 +3,16 @@
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.forecast import (
-    EMBED,
-    VCPU,
-    Amount,
-    EmbedRun,
-    array_lines,
-    embed_rate_lines,
-    embed_run,
-    expected_seconds,
-)
 from jobs.cycle.job_records import JobRecord
+from jobs.cycle.ledger import expected_seconds
 from jobs.cycle.tables import plan_lines, target_cost_lines
 from jobs.plan.cost import prices_of
-from jobs.plan.cycle import MINE
-from jobs.plan.dag import Plan
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
@@ -32,19 +21,11 @@ from jobs.targets.batch.limits import check_plan
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
-from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError
 from pipeline.core.progress import Say
-from pipeline.core.stop import StopSignal
-from pipeline.data.sources import input_rows
-from pipeline.data.token_sets import SPLITS, Split
-from pipeline.evaluate.split_size import figure_name, size_advice
 from pipeline.io.paths import temporary_folder
 from pipeline.settings import resolve
 
-PREPARE = "prepare"
-_DONE = {PREPARE: "rows_prepared", MINE: "queries", EMBED: "rows_embedded"}
-"""The figure of a result that says how much a job did."""
 HISTORY = 10  # cycles that the expected durations are the median of
 
 
@@ -76,86 +57,23 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
         for line in change_lines(BatchClient(connect("batch")), plan):
             say(line)
     else:
-        records: Sequence[tuple[JobRecord, ...]] = ()
-        runs: Mapping[str, Sequence[EmbedRun]] = {}
-        split_lines: Sequence[str] = ()
+        seconds: dict[str, float] = {}
         try:
-            store = open_cycle(settings, say).store
-            records, runs = _earlier(store, target)
-            split_lines = _split_lines(settings, store)
+            seconds = expected_seconds(_earlier_records(open_cycle(settings, say).store))
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
-        prices, jobs = prices_of(settings.jobs, target), settings.jobs
-        stated = jobs.titles_per_s | ({} if jobs.vcpu_titles_per_s is None else {VCPU: jobs.vcpu_titles_per_s})
-        for line in plan_lines(plan, expected_seconds(records), prices, jobs.sla_s):
-            say(line)
         by_target = {name: prices_of(settings.jobs, name) for name in ("local", "batch", "sagemaker")}
-        for line in target_cost_lines(plan, expected_seconds(records), by_target):
+        for line in plan_lines(plan, seconds, by_target[target], settings.jobs.sla_s):
             say(line)
-        for line in embed_rate_lines(plan, runs.get(EMBED, ()), stated, prices):
-            say(line)
-        for line in (*array_lines(plan, _amounts(settings, plan, runs), runs, prices), *split_lines):
+        for line in target_cost_lines(plan, seconds, by_target):
             say(line)
     return EXIT_OK
 
 
-def _split_lines(settings: CycleSettings, store: CycleStore) -> list[str]:
-    """A warning if the judged split of this cycle, or else of the last one prepared, is too small for the gate."""
-    names = [store.cycle, *reversed([name for name in claims_by_age(store) if name != store.cycle][-HISTORY:])]
-    for name in names:
-        result = load_result(store.storage, name, PREPARE)
-        if result is None:
-            continue
-        split, counts = settings.evaluate.split, dict[Split, int]()
-        for one in SPLITS:
-            if isinstance(number := result.figures.get(figure_name(one)), int):
-                counts[one] = number
-        if split in counts and counts[split] < settings.gate.min_queries:
-            return [f"cycle {name}: {size_advice(split, counts[split], settings.gate.min_queries, counts)}"]
-        return []
-    return []
-
-
-def _amounts(settings: CycleSettings, plan: Plan, runs: Mapping[str, Sequence[EmbedRun]]) -> dict[str, Amount]:
-    """The work of the arrays that prepare and mine: the rows of the input where they are cheap to count, else as many
-    as the cycle before had. Raises DataError for an input that is not there.
-    """
-    amounts: dict[str, Amount] = {}
-    per_part = {PREPARE: settings.data.rows_per_chunk, MINE: settings.mine.queries_per_part}
-    for job in plan.jobs:
-        if job.name not in per_part or not job.array_size:
-            continue
-        what = "rows" if job.name == PREPARE else "queries"
-        rows = input_rows(settings.data, StopSignal()) if job.name == PREPARE else None
-        if rows is not None:
-            amounts[job.name] = Amount(rows, per_part[job.name], "rows of the input")
-        elif job.name in runs and (last := list(runs[job.name])[-1:]):
-            amounts[job.name] = Amount(last[0].titles, per_part[job.name], f"{what}, as in cycle {last[0].cycle}")
-    return amounts
-
-
-def _earlier(store: CycleStore, target: str) -> tuple[list[tuple[JobRecord, ...]], dict[str, list[EmbedRun]]]:
-    """What the cycles before tell, oldest first: the records of all, and by job how fast its work went.
-
-    `target`: where the plan would run. What a machine here has embedded says nothing of one of AWS Batch.
-    """
-    claims = claims_by_age(store)
-    names = [name for name in claims if name != store.cycle][-HISTORY:]
-    cycles = [CycleStore(store.storage, name, store.clock) for name in names]
-    records, runs = [one.records() for one in cycles], dict[str, list[EmbedRun]]()
-    for one, its_records in zip(cycles, records, strict=True):
-        claim = claims[one.cycle]
-        if claim is None or claim.target != target:
-            continue
-        plan = one.plan()
-        for record in its_records:
-            if plan is None or record.name not in _DONE:
-                continue
-            result = load_result(one.storage, one.cycle, record.name)
-            units = result.figures.get(_DONE[record.name]) if result is not None else None
-            if isinstance(units, int) and (run := embed_run(one.cycle, plan.job(record.name), record, units)):
-                runs.setdefault(record.name, []).append(run)
-    return records, runs
+def _earlier_records(store: CycleStore) -> list[tuple[JobRecord, ...]]:
+    """Return the records of the newest cycles before this one, oldest first."""
+    names = [name for name in claims_by_age(store) if name != store.cycle][-HISTORY:]
+    return [replace(store, cycle=name).records() for name in names]
 
 
 def run_fit(arguments: argparse.Namespace, say: Say) -> int:
@@ -171,8 +89,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
         files = [*planned.files, *arguments.config, told]
         settings = resolve(files, os.environ, arguments.flags, CycleSettings).settings
     schedule = settings.jobs.schedule.schedule()
-    when = schedule.next(datetime.now(UTC))
-    first = "" if when is None else cycle_name(schedule, when)  # empty where only EventBridge knows it
+    first = cycle_name(schedule, next(schedule.after(datetime.now(UTC))))
     plan = make_plan(settings.model_copy(update={"cycle": settings.cycle or first}))
     check_plan(plan)
     problems = list(dict.fromkeys(account_problems(plan, planned.account)))
@@ -184,6 +101,5 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
         )
     for warning in dict.fromkeys(account_warnings(plan, planned.account)):
         say(f"warning: {warning}")
-    by_schedule = first or f"when EventBridge reads {schedule.expression}"
-    say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {by_schedule}")
+    say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
     return EXIT_OK

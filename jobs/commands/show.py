@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from jobs.cycle.cost_ledger import CycleLedger, success_of
 from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
+from jobs.cycle.ledger import CycleLedger, success_of
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
 from jobs.setup import OpenCycle, open_cycle

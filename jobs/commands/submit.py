@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from jobs.commands.again import begin_again, ended_line, is_run, refuse_other, script_digest, unused_settings
-from jobs.commands.notify import make_messages, send_messages
+from jobs.commands.notify import send_messages
 from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState
@@ -24,6 +24,9 @@ from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
+
+BLOCKED_DWELL_S = 900.0
+"""How long a queue may stay blocked before a job that waits in it is ended."""
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
@@ -213,7 +216,7 @@ def close_cycle(cycle: OpenCycle) -> None:
     cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
-    for line in target.check_blocked(records, dwell_s=cycle.settings.jobs.blocked_dwell_s):
+    for line in target.check_blocked(records, dwell_s=BLOCKED_DWELL_S):
         cycle.say(line)
     finish(cycle, plan, records)
     cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))
@@ -240,8 +243,7 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         standing = cycle.standing()
         look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
         say(f"cycle {store.cycle}: {standing}{look}")
-        make_messages(cycle, plan, records, None)
-        send_messages(cycle)
+        send_messages(cycle, plan, records)
         return EXIT_OK
     if store.closed() != closed:
         # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
@@ -256,8 +258,9 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
             )
         else:
             say(f"report: {store.storage.uri(report_key(store.cycle))}")
-        make_messages(cycle, plan, records, closed)
+        send_messages(cycle, plan, records, closed)
         store.close(closed)
-    send_messages(cycle)
+    else:
+        send_messages(cycle)
     say(f"cycle {store.cycle}: {closed.text}")
     return exit_code_of_cycle(closed, records)

@@ -3,11 +3,9 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from jobs.cycle.attempt_time import SPENT
-from jobs.cycle.cost_ledger import CycleLedger, Success, Total, success_of, sum_if_known
-from jobs.cycle.forecast import critical_seconds
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
+from jobs.cycle.ledger import SPENT, CycleLedger, Success, Total, critical_seconds, success_of, sum_if_known
 from jobs.plan.cost import Prices, job_usd
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec

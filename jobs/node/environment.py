@@ -14,17 +14,27 @@ variables of AWS Batch become them, in jobs/node/sagemaker.py the files of SageM
 """
 
 import hashlib
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Self
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError
 
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import Record
 from pipeline.io.storage import Storage
-from pipeline.parallel.network import MASTER_PORT
-from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES, node_from_env
+from pipeline.parallel.world import (
+    ARRAY_INDEX,
+    ATTEMPT,
+    JOB_ID,
+    MAIN_ADDRESS,
+    MASTER_PORT,
+    NODE,
+    NUM_NODES,
+    node_from_env,
+)
 from pipeline.proc.children import COMMAND_S
 
 ROUND = "TRNJOBS_ROUND"
@@ -84,35 +94,31 @@ class Place:
         return bool(self.workspace and self.cycle)
 
 
-@dataclass(frozen=True)
-class Timing:
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Timing(Record):
     """How long things may take, in seconds. `TRNJOBS_GATHER_S` in the environment sets `gather_s`, and so on."""
 
-    heartbeat_s: float = 5.0
-    lost_after_s: float = 30.0
+    heartbeat_s: Seconds = 5.0
+    lost_after_s: Seconds = 30.0
     """A node that has not been heard of for so long is lost."""
-    gather_s: float = 900.0
+    gather_s: Seconds = 900.0
     """For all nodes to come: AWS Batch starts them in any order, minutes apart."""
-    grace_s: float = COMMAND_S
+    grace_s: Seconds = COMMAND_S
     """From SIGTERM to SIGKILL of the command; AWS Batch kills the container after 30."""
-    bundle_s: float = 10.0
+    bundle_s: Seconds = 10.0
     """For the post-mortem."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
         """Raises ConfigError for what is no positive number."""
-        given = dict[str, float]()
-        for name in (field.name for field in fields(cls)):
-            variable = f"TRNJOBS_{name.upper()}"
-            if variable not in env:
-                continue
-            try:
-                given[name] = float(env[variable])
-            except ValueError:
-                given[name] = math.nan
-            if not 0 < given[name] < math.inf:
-                raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0")
-        return cls(**given)
+        names = {name: f"TRNJOBS_{name.upper()}" for name in cls.model_fields}
+        try:
+            return cls.model_validate({name: env[of] for name, of in names.items() if of in env})
+        except ValidationError as error:
+            variable = names[str(error.errors()[0]["loc"][0])]
+            raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0") from error
 
 
 def job_variables(plan: Plan, job: JobSpec, round_: int) -> dict[str, str]:

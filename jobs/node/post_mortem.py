@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal
 
@@ -13,8 +13,8 @@ from jobs.node.group import NodeSeen
 from pipeline.core.record import Record
 
 MAX_BYTES = 2**20
-MAX_EVENTS = 200
-MAX_LOG_LINES = 400
+MAX_LINES = 400  # of the log; half as many events
+_SHORT: dict[str, Any] = {"events": (), "log": (), "stacks": {}, "processes": (), "settings": None, "environment": {}}
 SHOWN_PREFIXES = ("TRN", "AWS_BATCH", "NEURON", "PJRT", "XLA", "CCOM_", "GLOO_", "FI_")
 SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "KEY", "APIKEY"})
 HIDDEN = "***"
@@ -69,23 +69,14 @@ def secrets_of(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES) -> bytes:
-    """JSON without secrets, of `max_bytes` at most: the oldest lines go first, then stacks and settings."""
-    halves: list[Callable[[PostMortem], dict[str, Any]]] = [
-        lambda cut: {"events": cut.events[len(cut.events) // 2 + 1 :]},
-        lambda cut: {"log": cut.log[len(cut.log) // 2 + 1 :]},
-    ]
-    shortenings: list[Callable[[PostMortem], dict[str, Any]]] = [
-        lambda cut: {"events": cut.events[-MAX_EVENTS:], "log": cut.log[-MAX_LOG_LINES:]},
-        *(8 * halves),
-        lambda cut: {"stacks": {pid: text[:4096] for pid, text in [*cut.stacks.items()][:32]}},
-        lambda cut: {"processes": cut.processes[:32]},
-        lambda cut: {"settings": "left out: too long", "environment": {}},
-        lambda cut: {"processes": (), "stacks": {}, "command": cut.command[:1], "nodes": cut.nodes[:32]},
-        lambda cut: {"reason": cut.reason[:1000], "unread": ()},
-    ]
+    """JSON without secrets, of `max_bytes` at most: the oldest lines go first, then what else is long."""
     data = b""
-    for shorten in shortenings:
-        one = one.model_copy(update=shorten(one))
+    for lines in (MAX_LINES, 100, 20, 0):
+        one = one.model_copy(update={"events": one.events[-lines // 2 :], "log": one.log[-lines:]} if lines else _SHORT)
+        if not lines:
+            one = one.model_copy(
+                update={"command": one.command[:1], "nodes": one.nodes[:32], "reason": one.reason[:1000]}
+            )
         data = json.dumps(without_secrets(one.model_dump(mode="json"), secrets), indent=1).encode() + b"\n"
         if len(data) <= max_bytes:
             break

@@ -18,12 +18,12 @@ from jobs.node.command import Command, deserves_post_mortem
 from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
 from jobs.node.group import NodeGroup
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
-from jobs.node.sagemaker import sagemaker_variables, write_failure
+from jobs.node.sagemaker import resolve_ipv4, sagemaker_variables, write_failure
 from jobs.node.supervisor import Outcome, Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError, error_in_log, headline
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
-from pipeline.parallel.network import gang_variables, has_efa, own_interface
+from pipeline.parallel.world import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
 from pipeline.proc.cleanup import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
@@ -42,7 +42,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     keeper of the local target.
     """
     timing = Timing.from_env(env)
-    ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
+    ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s, resolve=resolve_ipv4)
     place = Place.from_env({**env, **ours})
     with watched_signals() as signals, guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it

@@ -35,15 +35,15 @@ def sagemaker_variables(
     env: Mapping[str, str],
     *,
     gather_s: float,
-    resolve: Callable[[str], str] | None = None,
+    resolve: Callable[[str], str],
     sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, str]:
-    """The words of a place, and of its network; empty where this is no training job.
+    """Return the variables of a place and of its network; none where this is no training job.
 
-    Waits up to `gather_s` for the name of the main node to resolve. Every try is a training job of its own; which one,
-    the one who made it says in TRNJOBS_ATTEMPT, or its nodes count (`count_start`). Raises ConfigError for files that
-    do not fit together, TransientError for a name that never resolves.
+    Waits up to `gather_s` for the name of the main node to resolve. Every attempt is a training job of its own: which,
+    TRNJOBS_ATTEMPT tells, or its nodes count (`count_start`). Raises ConfigError for files that do not fit together,
+    TransientError for a name that never resolves.
     """
     root = root_of(env)
     if root is None:
@@ -52,7 +52,18 @@ def sagemaker_variables(
     own, hosts, interface = _read_hosts(root / "input" / "config" / "resourceconfig.json")
     if len(hosts) == 1:
         return words
-    address = _resolved(hosts[0], gather_s, resolve or resolve_ipv4, sleep, clock)
+    until, address = clock() + gather_s, ""
+    while not address:
+        try:
+            address = str(ipaddress.IPv4Address(resolve(hosts[0])))
+        except OSError as error:
+            if clock() >= until:
+                raise TransientError(
+                    f"the main node {hosts[0]} has no address after {gather_s:g} s: {error}",
+                    expected="a name that resolves within TRNJOBS_GATHER_S",
+                    next_command="trnjobs retry; the network of the training job, if it repeats",
+                ) from error
+            sleep(PAUSE_S)
     words |= {NUM_NODES: str(len(hosts)), NODE: str(hosts.index(own)), MAIN_ADDRESS: address, "MASTER_ADDR": address}
     if interface:  # over what the image says: it differs between machines
         words |= dict.fromkeys(("CCOM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
@@ -60,7 +71,7 @@ def sagemaker_variables(
 
 
 def resolve_ipv4(host: str) -> str:
-    """Raises OSError while the name is not known."""
+    """Resolve a name. Raises OSError while it is not known."""
     return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
 
 
@@ -99,24 +110,3 @@ def _read_hosts(path: Path) -> tuple[str, list[str], str]:
             expected="current_host, hosts and network_interface_name, as SageMaker writes them",
             next_command=f"unset {JOB_VARIABLE}, where this is no training job",
         ) from error
-
-
-def _resolved(
-    host: str,
-    gather_s: float,
-    resolve: Callable[[str], str],
-    sleep: Callable[[float], object],
-    clock: Callable[[], float],
-) -> str:
-    until = clock() + gather_s
-    while True:
-        try:
-            return str(ipaddress.IPv4Address(resolve(host)))
-        except OSError as error:
-            if clock() >= until:
-                raise TransientError(
-                    f"the main node {host} has no address after {gather_s:g} s: {error}",
-                    expected="a name that resolves within TRNJOBS_GATHER_S",
-                    next_command="trnjobs retry; the network of the training job, if it repeats",
-                ) from error
-            sleep(PAUSE_S)

@@ -12,6 +12,9 @@ from jobs.plan.resources import ml_machine, ml_name, ml_vcpus
 from jobs.plan.spec import JobSpec
 from pipeline.core.machines import NODES
 
+SAGEMAKER_PRICE_FACTOR = 1.15
+"""Price of a machine over that of EC2 if jobs.prices has no ml.* of it (read for ml.p5.48xlarge, ml.p4d.24xlarge)."""
+
 
 @dataclass(frozen=True)
 class Prices:
@@ -36,7 +39,7 @@ class Prices:
 
 
 def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
-    factor = jobs.sagemaker.price_factor if target == "sagemaker" else None
+    factor = SAGEMAKER_PRICE_FACTOR if target == "sagemaker" else None
     return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour, factor)
 
 

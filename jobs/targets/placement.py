@@ -16,6 +16,7 @@ from pipeline.core.record import Record
 SAGEMAKER = "sagemaker"
 """Key of its placement within that of a job; plans of settings without `[jobs.sagemaker]` have none."""
 SPOT_WAIT_S = 6 * 3600
+"""Seconds that a job may wait for Spot capacity beyond its timeout."""
 
 
 class BatchPlacement(Record):

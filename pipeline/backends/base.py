@@ -62,7 +62,7 @@ class Backend(Protocol):
     compiles_steps: bool = False
     """True where training and evaluation, too, are modules that `compiled` makes programs of, one for each shape."""
     spreads: frozenset[str]
-    """Which of parameters, tensor, offload, collectives a plan may ask for (pipeline/parallel/config.py)."""
+    """Which of parameters, tensor, offload, process_group a plan may ask for (pipeline/parallel/config.py)."""
     default_tokens: int
     """Tokens of a batch of texts to embed, where the settings leave it to the device."""
 
@@ -103,12 +103,6 @@ class Backend(Protocol):
     def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
         """Copies in host memory, once what computes the tensors has run; only the call waits. After a step boundary."""
         return lambda: [tensor.detach().cpu() for tensor in tensors]
-
-    def move(self, tensors: Sequence["Tensor"], *, to_host: bool) -> tuple[list["Tensor"], Callable[[], None]]:
-        """Copies in host memory or on the device, made beside what is computed next; eager devices only.
-
-        The call makes what is computed after it wait for them, not the host; both sides have to live until then.
-        """
 
     def barrier(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
         """The same values; what is computed of them is not replaced by what was computed before (lazy devices)."""

@@ -17,7 +17,7 @@ from pipeline.backends.prefetch import prefetched
 class Eager(Backend):
     """Collectives of the process group of a tensor's device: gloo or nccl."""
 
-    spreads = frozenset({"parameters", "tensor", "offload", "collectives"})
+    spreads = frozenset({"parameters", "tensor", "offload", "process_group"})
 
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
         """That of all ranks, or of a group; its own where there is no process group."""
@@ -104,9 +104,6 @@ class CpuBackend(Eager):
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         copies = [tensor.detach().clone() for tensor in tensors]
         return lambda: copies
-
-    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
-        return self.to_host(tensors), lambda: None
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
         return replayed(torch.get_rng_state, torch.set_rng_state)

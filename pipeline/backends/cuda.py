@@ -75,18 +75,6 @@ class CudaBackend(Accelerator):
 
         return wait
 
-    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
-        """On the stream of copies, after what has been asked of the current one: memory may just have been let go."""
-        target = {"device": "cpu", "pin_memory": True} if to_host else {"device": self.device}
-        copies = [torch.empty_like(tensor, **target) for tensor in tensors]
-        self._copying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copying):
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
-            copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        return copies, lambda: torch.cuda.current_stream().wait_event(copied)
-
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
         return replayed(torch.cuda.get_rng_state, torch.cuda.set_rng_state)
 

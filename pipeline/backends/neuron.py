@@ -110,13 +110,6 @@ class NeuronBackend(Accelerator):
             dist.all_reduce(whole)
             self._divided(whole, together, dist.get_world_size())
 
-    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
-        raise ConfigError(
-            f"activations offloaded by {self.name}",
-            expected="recompute: AWS does not state offloading for this device",
-            next_command="offload_horizon 0",
-        )
-
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
         return replayed(torch.neuron.get_rng_state, torch.neuron.set_rng_state)  # type: ignore[attr-defined]
 

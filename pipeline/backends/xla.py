@@ -148,13 +148,6 @@ class XlaBackend(Backend):
         self._xla.sync()
         return self.fetch(tensors)()
 
-    def move(self, tensors: Sequence[Tensor], *, to_host: bool) -> tuple[list[Tensor], Callable[[], None]]:
-        raise ConfigError(
-            f"activations offloaded by {self.device_name()}",
-            expected="a device that runs each operation as it comes",
-            next_command="offload_horizon 0",
-        )
-
     def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Common subexpression elimination of XLA does not look past it."""
         after = [tensor.clone() for tensor in tensors]  # of names, not of memory: the barrier changes them in place

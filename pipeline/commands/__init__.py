@@ -69,18 +69,6 @@ TOOLS: dict[str, Tool] = {
         "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
         switches=frozenset({"--hlo"}),
     ),
-    "scaling": Tool(
-        "what the plan in train.parallel takes: memory of a rank, step and efficiency on 1 to 128 nodes, cost of an"
-        " epoch, and a better plan",
-        arguments={"": ("[CHECKPOINT]",)},
-        switches=frozenset({"--json", "--decisions"}),
-        options={
-            "--fabric": "NAME  machine (default: estimate.instance)",
-            "--nodes": "N  that the better plan is for (default: 1)",
-            "--samples": "N  of an epoch (default: 1000000)",
-            "--fixed-s": "SECONDS  of a step that no node shares: update, host (default: 0)",
-        },
-    ),
     "cache": Tool(
         "the compiled graphs of this machine: status, repair, sync",
         actions={
@@ -109,7 +97,7 @@ TOOLS: dict[str, Tool] = {
         "the model and the vectors that are served together: show, rollback",
         actions={
             "show": "the pair that is served, and earlier pairs",
-            "rollback": "serve the previous pair, or that of a cycle; production follows its model",
+            "rollback": "serve the vectors before of the same model, or those of a cycle; production stays",
         },
         arguments={"rollback": ("[CYCLE]",)},
         switches=frozenset({"--json"}),
@@ -134,11 +122,11 @@ TOOLS: dict[str, Tool] = {
         arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
         options={
             "--out": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: a local folder",
-            "--format": "NAME  sentence-transformers (default), transformers, safetensors, torch, torchscript",
+            "--format": "NAME  sentence-transformers (default; transformers opens it too), safetensors, torchscript",
             "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
-            "--shapes": "16,32,16x32  torchscript: lengths to embed, pairs to score (default: data's)",
-            "--batch-size": "N  torchscript: texts or pairs of one call (default: 1)",
+            "--bucket": "16x32  torchscript: tokens of a query and of a product (default: the data's longest)",
+            "--batch-size": "N  torchscript: pairs of one call (default: 1)",
         },
     ),
     "launch": Tool(
@@ -148,7 +136,7 @@ TOOLS: dict[str, Tool] = {
     "embed": Tool(
         STAGES["embed"],
         actions={
-            "verify": "read every byte of the vectors: ids, numbers, a recomputed sample, drift; exit 65 when wrong"
+            "verify": "read every byte of the vectors: ids, numbers, catalogue, a recomputed sample; exit 65 if wrong"
         },
         switches=frozenset({"--json"}),
     ),

@@ -1,6 +1,6 @@
-"""`trnpipe embed verify`: are a cycle's vectors whole, right and those of its catalogue; exit 65 when they are not.
+"""`trnpipe embed verify`: check that a cycle's vectors are whole, right and those of its catalogue; exit 65 if not.
 
-What has passed may be served: the pair of the model and these vectors goes into the registry (registry/serving.py).
+Vectors that have passed are served if their model is in production (registry/serving.py).
 """
 
 import sys
@@ -24,7 +24,6 @@ from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
     Picked,
     check_catalogue,
-    check_drift,
     check_files,
     check_numbers,
     check_sample,
@@ -65,7 +64,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
                 expected="every check to pass",
                 next_command=f"delete {vectors.storage.uri(vectors.prefix)} and embed again, or embed in a new cycle",
             )
-        console.info(_serve(settings, ctx, vectors))
+        console.info(_serve(ctx, vectors))
         result = ctx.finish(
             NAME,
             started,
@@ -80,11 +79,9 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     return EXIT_OK
 
 
-def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
-    """Let the vectors be served with their model; what became of it, in words."""
+def _serve(ctx: StageContext, vectors: VectorSet) -> str:
+    """Serve the vectors if their model is in production. Return a status message."""
     info = vectors.info
-    if settings.embed.verify.serve == "none":
-        return "verify: the vectors are not served (embed.verify.serve is none)"
     pair = Pair(
         model=info.model.name,
         checkpoint=info.model.place,
@@ -102,13 +99,10 @@ def _serve(settings: Settings, ctx: StageContext, vectors: VectorSet) -> str:
 
 
 def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
-    """The cheap ones first; the sample is picked while the catalogue is read."""
-    config = settings.embed.verify
+    """Make the cheap checks first; the sample is picked while the catalogue is read."""
     picked: list[Picked] = []
 
     def catalogue() -> Check:
-        if not config.catalogue:
-            return skipped("catalogue", "embed.verify.catalogue is off")
         plan = pinned_plan(ctx.workspace, ctx.cycle)
         if plan is None or plan.fingerprint != vectors.info.plan:
             return skipped("catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown")
@@ -116,11 +110,10 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             vectors,
             plan,
             catalogue_storage(plan, settings, ctx),
-            sample=config.sample,
             judged=partial(
                 run_tasks,
                 judge_again,
-                num_workers=settings.embed.tokenise_processes,
+                num_workers=settings.data.num_workers,
                 stop=ctx.stop,
                 doing="reading the catalogue again",
                 in_order=True,
@@ -131,7 +124,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
 
     def sample() -> Check:
         if not picked:
-            return skipped("sample", "no text was sampled: the catalogue was not read, or embed.verify.sample is 0")
+            return skipped("sample", "no text was sampled: the catalogue was not read")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)
         made_by = vectors.info.made_by
         max_tokens, chunks = int(str(made_by["max_tokens"])), int(str(made_by.get("chunks", 1)))
@@ -146,20 +139,10 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
             open_embedder(checkpoint, open_host(), fp32, stop=ctx.stop).stream,
             prefix=checkpoint.state.inputs.product_prefix,
             max_tokens=max_tokens,
-            min_cosine=config.min_cosine,
         )
 
-    def drift() -> Check:
-        name = vectors.info.previous
-        if name is None:
-            return skipped("drift", "there was no finished cycle before")
-        if not ctx.workspace.stat(f"embeddings/{name}/MANIFEST.json"):
-            return skipped("drift", f"the vectors of cycle {name} are gone")
-        return check_drift(vectors, find_vectors(ctx.workspace, name), ctx.scratch, config.min_drift_cosine, ctx.stop)
-
     yield run_check("files", lambda: check_files(vectors))
-    yield run_check("numbers", lambda: check_numbers(vectors, config.norm_tolerance, ctx.stop))
-    yield run_check("unique", lambda: check_unique(vectors, ctx.scratch, ctx.stop))
+    yield run_check("numbers", lambda: check_numbers(vectors, ctx.stop))
+    yield run_check("unique", lambda: check_unique(vectors, ctx.stop))
     yield run_check("catalogue", catalogue)
     yield run_check("sample", sample)
-    yield run_check("drift", drift)

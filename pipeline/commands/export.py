@@ -11,8 +11,8 @@ from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
 from pipeline.commands.registry import check_flags, readable_model
 from pipeline.context import StageContext, open_context
-from pipeline.convert.exporting import ExportPlan, check_plan, default_shapes, destination, parse_shapes, write_export
-from pipeline.convert.record import Format
+from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export
+from pipeline.convert.source import Format
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
@@ -22,16 +22,15 @@ from pipeline.data.token_sets import read_token_sets
 from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
-from pipeline.model.families import FAMILIES
+from pipeline.model.hf import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.records import read_pointer
 from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
-OUT, FORMAT, SHAPES, BATCH_SIZE, FAMILY = "--out", "--format", "--shapes", "--batch-size", "--family"
+OUT, FORMAT, BUCKET, BATCH_SIZE, FAMILY = "--out", "--format", "--bucket", "--batch-size", "--family"
 FORMATS: tuple[Format, ...] = get_args(Format)
-PROGRAMS = "torchscript"
 MOST = 65_536
 """Tokens of a text, and texts of a batch."""
 
@@ -40,8 +39,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Export one checkpoint, or vectors. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     if call.action == "vectors":
         return _export_vectors(settings, stop, say, call)
-    check_flags(call, "export", frozenset({OUT, FORMAT, "--max-tokens", SHAPES, BATCH_SIZE, FAMILY}))
-    out, asked = call.options.get(OUT, ""), call.options.get(FORMAT, FORMATS[0])
+    check_flags(call, "export", frozenset({OUT, FORMAT, "--max-tokens", BUCKET, BATCH_SIZE, FAMILY}))
+    out, asked, family = call.options.get(OUT, ""), call.options.get(FORMAT, FORMATS[0]), call.options.get(FAMILY)
     if not out:
         raise ConfigError(
             "no folder to export to is given", expected=f"{OUT} DIR", next_command="trnpipe export --help"
@@ -51,18 +50,17 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         raise ConfigError(
             f"{FORMAT} {asked}", expected=f"one of {', '.join(FORMATS)}", next_command=f"give another {FORMAT}"
         )
-    family = call.options.get(FAMILY)
-    if family is not None and (family not in FAMILIES or format_ not in ("sentence-transformers", "transformers")):
+    if family is not None and (family not in FAMILIES or format_ != FORMATS[0]):
         raise ConfigError(
             f"family {family!r} in format {format_}",
-            expected=f"one of {', '.join(FAMILIES)}, for the formats of other libraries",
+            expected=f"one of {', '.join(FAMILIES)}, for format {FORMATS[0]}",
             next_command=f"give another {FAMILY}, or leave it out",
         )
-    idle = [name for name in (SHAPES, BATCH_SIZE) if name in call.options and format_ != PROGRAMS]
+    idle = [name for name in (BUCKET, BATCH_SIZE) if name in call.options and format_ != "torchscript"]
     if idle:
         raise ConfigError(
             f"{idle[0]} does not apply to format {format_}",
-            expected=f"it with {PROGRAMS}",
+            expected="it with torchscript",
             next_command=f"leave {idle[0]} out",
         )
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
@@ -70,14 +68,10 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         plan = _plan(settings, ctx, checkpoint, prefix, format_, call)
         check_plan(checkpoint, plan)
         fields = {"checkpoint": checkpoint.uri, "digest": checkpoint.digest, "format": format_}
-        with destination(
-            out, retry=settings.storage, workspace=ctx.workspace, scratch=scratch, fields=dict(fields)
-        ) as new:
+        with destination(out, retry=settings.storage, stop=stop, scratch=scratch, fields=dict(fields)) as new:
             record = write_export(checkpoint, plan, new, stop)
             size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
         say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
-        for program in record.programs:
-            say(f"  {program.file}: {program.text}, {' and '.join(str(list(one.shape)) for one in program.inputs)}")
         say(f"committed: {out}, {format_bytes(size_bytes)}; its README.md tells how to load it")
     return EXIT_OK
 
@@ -120,17 +114,16 @@ def _plan(
     else:
         token_sets = read_token_sets(ctx.workspace, prepared.token_sets)
         buckets = tuple(Bucket.parse(text) for text in token_sets[0].info.buckets)
-    longest = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
-    known = state.max_tokens or min(longest, state.model.max_positions)
-    batch_size = call.number(BATCH_SIZE, 1, MOST)
-    shapes = call.options.get(SHAPES)
+    longest = max(buckets, key=lambda bucket: (bucket.product_tokens, bucket.query_tokens))
+    known = state.max_tokens or min(max(longest.query_tokens, longest.product_tokens), state.model.max_positions)
     return ExportPlan(
         format=format_,
         max_tokens=call.number("--max-tokens", known, MOST),
-        shapes=parse_shapes(shapes, batch_size) if shapes else default_shapes(buckets, batch_size),
         model_name=settings.model_name,
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
         family=cast(Any, call.options.get(FAMILY, state.model.architecture)),  # run() has looked at it
+        bucket=Bucket.parse(call.options[BUCKET]) if BUCKET in call.options else longest,
+        batch_size=call.number(BATCH_SIZE, 1, MOST),
     )
 
 

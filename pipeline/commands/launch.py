@@ -9,7 +9,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.parallel.launch import launch
+from pipeline.parallel.launch import launch_script
 from pipeline.settings import Settings
 
 USAGE = "trnpipe launch --launch.processes N -- SCRIPT.py [ARGUMENT ...]"
@@ -17,7 +17,7 @@ USAGE = "trnpipe launch --launch.processes N -- SCRIPT.py [ARGUMENT ...]"
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """The exit code of the ranks: see gang_exit_code. Raises ConfigError."""
-    code = launch(script_words(call.command), settings.launch.processes, stop, module="pipeline.parallel.rank")
+    code = launch_script(script_words(call.command), settings.launch.processes, stop)
     if stop.is_set():
         print(f"trnpipe launch: stopped by {stop.reason}; exit {code}", file=sys.stderr)
     return code

@@ -3,7 +3,7 @@
 import json
 
 from pipeline.commands import ToolCall
-from pipeline.commands.registry import JSON, REASON, check_flags, open_registry, say_change, served_line
+from pipeline.commands.registry import JSON, REASON, check_flags, open_registry, served_line
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -17,10 +17,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     model = registry.model
     if call.action == "rollback":
         cycle = call.arguments[0] if call.arguments else ""
-        before = registry.production()
-        say(f"{model}: {served_line(registry.rollback_serving(cycle, reason=reason))}")
-        if (now := registry.production()) and now != before:
-            say_change(before, now, say)
+        say(f"{model}: {served_line(registry.rollback_vectors(cycle, reason=reason))}")
         return EXIT_OK
     pairs, served = registry.pairs(), registry.serving()
     if JSON in call.switches:

@@ -7,17 +7,17 @@ says (tokenization_bert.py), and sentence-transformers may lower-case on top of 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import tokenizers
-from pydantic import AliasChoices, ConfigDict, Field, JsonValue, RootModel, ValidationError, model_validator
+from pydantic import Field, JsonValue, RootModel, ValidationError
 
 from pipeline.convert.source import TOKENIZER_BYTES, Source
 from pipeline.core.errors import ConfigError, first_line
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import folder_key, join_key
 from pipeline.model.config import PRESETS, ModelConfig, Pooling
-from pipeline.model.hf_config import EncoderJson, Foreign
+from pipeline.model.hf import EncoderJson, Foreign
 
 
 def settings_of(found: EncoderJson, base: ModelConfig, source: str, **changes: Any) -> ModelConfig:
@@ -42,7 +42,6 @@ def settings_of(found: EncoderJson, base: ModelConfig, source: str, **changes: A
 MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
 POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 """Name there to the name here."""
-# As saved by sentence-transformers before 5.4; its order.
 LEGACY = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -50,6 +49,38 @@ LEGACY = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
+}
+"""Poolings as saved by sentence-transformers before 5.4, in its order."""
+# The names under which SentenceTransformer.encode_query and encode_document look for a prompt, in their order.
+QUERY, PRODUCT = ("query",), ("document", "passage", "corpus")
+
+# The keys of its files that are honoured here, with the values they may have (None: any). Others must say nothing.
+_Keys = Mapping[str, tuple[JsonValue, ...] | None]
+_OF_SENTENCE: _Keys = {
+    "max_seq_length": None,
+    "do_lower_case": (True, False),
+    "processor_kwargs.model_max_length": None,
+    "tokenizer_args.model_max_length": None,  # its earlier name
+    "transformer_task": ("feature-extraction",),
+    "modality_config.text.method": ("forward",),
+    "modality_config.text.method_output_name": ("last_hidden_state",),
+    "module_output_name": ("token_embeddings",),
+    "unpad_inputs": (True, False),
+}
+_OF_POOLING: _Keys = {
+    "embedding_dimension": None,
+    "word_embedding_dimension": None,
+    "pooling_mode": None,
+    "include_prompt": (True, False),
+    **dict.fromkeys(LEGACY, (True, False)),
+}
+_OF_NORMALIZE: _Keys = dict.fromkeys(("module_input_name", "module_output_name"), ("sentence_embedding",))
+_OF_MODEL: _Keys = {
+    "__version__": None,
+    "model_type": ("SentenceTransformer",),
+    "prompts": None,
+    "default_prompt_name": None,
+    "similarity_fn_name": ("cosine", "dot", "euclidean"),
 }
 
 
@@ -59,7 +90,7 @@ class FolderSettings:
 
     format: Literal["sentence-transformers", "transformers"]
     folder: str
-    """Where the Hugging Face files lie in the folder, with a slash at its end; mostly ''."""
+    """Prefix of the Hugging Face files in the folder, with a slash at its end; mostly ''."""
     pooling: Pooling
     max_tokens: int | None
     lowercase: bool
@@ -77,99 +108,38 @@ class _Modules(RootModel[tuple[_Module, ...]]):
     """modules.json as sentence-transformers writes it"""
 
 
-class _Honoured(Foreign):
-    """A file whose every key is honoured here; others may only say nothing: null, false or empty."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="after")
-    def _no_other_key(self) -> Self:
-        other = next((f"{key} = {value!r}" for key, value in (self.model_extra or {}).items() if value), "")
-        if other:
-            raise ValueError(f"{other} has no counterpart in trnpipe")
-        return self
+class _Object(RootModel[dict[str, JsonValue]]):
+    """A JSON object as sentence-transformers writes it"""
 
 
-class _Pooling(_Honoured):
-    """The config.json of a sentence-transformers pooling, over the tokens of the prompt too"""
+def _read_keys(source: Source, name: str, known: _Keys) -> dict[str, JsonValue]:
+    """Return the keys that are set, nested ones joined by dots. Raises ConfigError for what has no counterpart here."""
+    found: dict[str, JsonValue] = {}
 
-    embedding_dimension: int | None = None
-    word_embedding_dimension: int | None = None
-    pooling_mode: str | tuple[str, ...] | None = None
-    include_prompt: bool = True
-    pooling_mode_cls_token: bool = False
-    pooling_mode_max_tokens: bool = False
-    pooling_mode_mean_tokens: bool = False
-    pooling_mode_mean_sqrt_len_tokens: bool = False
-    pooling_mode_weightedmean_tokens: bool = False
-    pooling_mode_lasttoken: bool = False
+    def take(key: str, value: JsonValue) -> None:
+        if isinstance(value, dict) and key not in known:
+            for inner, content in value.items():
+                take(f"{key}.{inner}", content)
+            return
+        allowed = known.get(key, ())
+        if value and allowed is not None and value not in allowed:
+            raise ConfigError(
+                f"{source.where(name)}: {key} = {value!r} has no counterpart in trnpipe",
+                expected=f"{' or '.join(map(repr, allowed))}" if allowed else "nothing under that key",
+                next_command="correct that file, or name another model",
+            )
+        found[key] = value
 
-    def mode(self) -> str:
-        """The one name, or all of them joined."""
-        legacy = tuple(mode for key, mode in LEGACY.items() if getattr(self, key))
-        modes = self.pooling_mode or legacy or "mean"
-        return modes if isinstance(modes, str) else " + ".join(modes)
-
-
-class _Processor(_Honoured):
-    """How its tokenizer is opened"""
-
-    model_max_length: int | None = Field(None, ge=3)
-
-
-class _Text(_Honoured):
-    """What is called for a text"""
-
-    method: Literal["forward"] = "forward"
-    method_output_name: Literal["last_hidden_state"] = "last_hidden_state"
-
-
-class _Modality(_Honoured):
-    """What a model is given"""
-
-    text: _Text = _Text()
-
-
-class _Sentence(_Honoured):
-    """sentence_bert_config.json as sentence-transformers writes it"""
-
-    max_seq_length: int | None = Field(None, ge=3)
-    do_lower_case: bool = False
-    processor_kwargs: _Processor = Field(
-        _Processor(), validation_alias=AliasChoices("processor_kwargs", "tokenizer_args")
-    )
-    transformer_task: Literal["feature-extraction"] = "feature-extraction"
-    modality_config: _Modality = _Modality()
-    module_output_name: Literal["token_embeddings"] = "token_embeddings"
-    unpad_inputs: bool | None = None
-
-
-class _Normalize(_Honoured):
-    """The config.json of a sentence-transformers Normalize, of the pooled vector"""
-
-    module_input_name: Literal["sentence_embedding"] = "sentence_embedding"
-    module_output_name: Literal["sentence_embedding"] = "sentence_embedding"
-
-
-# The names under which SentenceTransformer.encode_query and encode_document look for a prompt, in their order.
-QUERY, PRODUCT = ("query",), ("document", "passage", "corpus")
-
-
-class _Model(_Honoured):
-    """config_sentence_transformers.json as sentence-transformers writes it"""
-
-    versions: JsonValue = Field(None, validation_alias="__version__")
-    model_type: Literal["SentenceTransformer"] = "SentenceTransformer"
-    prompts: dict[str, str | None] = Field(default_factory=dict)
-    default_prompt_name: str | None = None
-    similarity_fn_name: Literal["cosine", "dot", "euclidean"] | None = None
+    for key, value in source.json(name, _Object).root.items():
+        take(key, value)
+    return found
 
 
 def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSettings:
     """`pooling_of_plain`: of a folder without modules.json. Raises ConfigError naming what has no counterpart here."""
     if not source.has(MODULES):
-        notes = (f"pooling {pooling_of_plain}, from model.pooling",)
-        return FolderSettings("transformers", "", pooling_of_plain, None, lowercase=False, notes=notes)
+        note = f"pooling {pooling_of_plain}, from model.pooling"
+        return FolderSettings("transformers", "", pooling_of_plain, None, lowercase=False, notes=(note,))
     modules = source.json(MODULES, _Modules).root
     kinds = [module.type.rpartition(".")[2] for module in modules]
     ours = all(module.type.startswith("sentence_transformers.") for module in modules)
@@ -180,58 +150,83 @@ def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSet
             next_command="import a model of these modules",
         )
     folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
-    sentence = source.json(folder + SENTENCE, _Sentence) if source.has(folder + SENTENCE) else _Sentence()
-    model = source.json(MODEL, _Model) if source.has(MODEL) else _Model()
+    sentence = _read_keys(source, folder + SENTENCE, _OF_SENTENCE) if source.has(folder + SENTENCE) else {}
+    model = _read_keys(source, MODEL, _OF_MODEL) if source.has(MODEL) else {}
     for module in modules[2:]:
         name = join_key(folder_key(module.path), "config.json")
         if source.has(name):
-            source.json(name, _Normalize)
-    prompts = {name: text for name, text in model.prompts.items() if text}
-    query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
-    others = {name: text for name, text in prompts.items() if text not in (query, product)}
-    used = ", ".join(f"{name} {text!r}" for name, text in sorted(others.items()))
-    told = [f"sentence-transformers may put further prompts before texts ({used}); trnpipe does not"] if used else []
-    if query or product:
-        told.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
-    found = source.json(f"{pooling}config.json", _Pooling)
-    always = prompts.get(model.default_prompt_name or "", "")
-    if always and not always == query == product:
+            _read_keys(source, name, _OF_NORMALIZE)
+    if "Normalize" not in kinds and model.get("similarity_fn_name") not in (None, "cosine"):
         raise ConfigError(
-            f"{source.where(MODEL)}: default_prompt_name {model.default_prompt_name!r}: {always!r} before every text",
-            expected="prompts by the names query and document",
-            next_command="set default_prompt_name to null there, and prompts query and document",
+            f"{source.where(MODEL)}: similarity_fn_name {model['similarity_fn_name']} without a Normalize module",
+            expected="cosine, or that module: vectors have length one in trnpipe",
+            next_command="import a model that was trained for cosine similarity",
         )
-    if "Normalize" not in kinds:
-        if model.similarity_fn_name not in (None, "cosine"):
-            raise ConfigError(
-                f"{source.where(MODEL)}: similarity_fn_name {model.similarity_fn_name} without a Normalize module",
-                expected="cosine, or that module: vectors have length one in trnpipe",
-                next_command="import a model that was trained for cosine similarity",
-            )
-        told.append("sentence-transformers leaves these vectors at their length; here they have length one")
-    where, mode = source.where(f"{pooling}config.json"), found.mode()
+    found = _read_keys(source, f"{pooling}config.json", _OF_POOLING)
+    where, mode = source.where(f"{pooling}config.json"), _pooling_mode(found)
     if mode not in POOLINGS:
         raise ConfigError(
             f"{where}: pooling {mode}",
             expected="one of " + ", ".join(POOLINGS),
             next_command="import a model with that pooling",
         )
-    if prompts and not found.include_prompt:
+    query, product, has_prompts, notes = _prompts(source, model)
+    if has_prompts and found.get("include_prompt") is False:
         raise ConfigError(
             f"{where}: include_prompt false, with prompts before texts",
             expected="a pooling over all tokens, those of the prompt too",
             next_command="import a model with include_prompt true, or remove its prompts",
         )
+    if "Normalize" not in kinds:
+        notes += ("sentence-transformers leaves these vectors at their length; here they have length one",)
+    longest = (
+        sentence.get(key)
+        for key in ("max_seq_length", "processor_kwargs.model_max_length", "tokenizer_args.model_max_length")
+    )
+    max_tokens = next((value for value in longest if value), None)
+    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 3):
+        raise ConfigError(f"{source.where(folder + SENTENCE)}: max_seq_length {max_tokens!r}", expected="3 or more")
     return FolderSettings(
         "sentence-transformers",
         folder,
         POOLINGS[mode],
-        sentence.max_seq_length or sentence.processor_kwargs.model_max_length,
-        sentence.do_lower_case,
-        tuple(told),
+        max_tokens,
+        bool(sentence.get("do_lower_case")),
+        notes,
         query,
         product,
     )
+
+
+def _pooling_mode(found: Mapping[str, JsonValue]) -> str:
+    """Return the one name, or all of them joined."""
+    modes = found.get("pooling_mode") or [mode for key, mode in LEGACY.items() if found.get(key)] or "mean"
+    return " + ".join(map(str, modes)) if isinstance(modes, list) else str(modes)
+
+
+def _prompts(source: Source, model: Mapping[str, JsonValue]) -> tuple[str, str, bool, tuple[str, ...]]:
+    """Return the prompts of queries and of products, whether there are any, and notes.
+
+    Raises ConfigError for one before every text.
+    """
+    given = model.get("prompts") or {}
+    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values() if text):
+        raise ConfigError(f"{source.where(MODEL)}: prompts {given!r}", expected="texts by name")
+    prompts = {name: str(text) for name, text in given.items() if text}
+    query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
+    others = sorted((name, text) for name, text in prompts.items() if text not in (query, product))
+    used = ", ".join(f"{name} {text!r}" for name, text in others)
+    notes = [f"sentence-transformers may put further prompts before texts ({used}); trnpipe does not"] if used else []
+    if query or product:
+        notes.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
+    always = prompts.get(str(model.get("default_prompt_name")), "")
+    if always and not always == query == product:
+        raise ConfigError(
+            f"{source.where(MODEL)}: default_prompt_name puts {always!r} before every text",
+            expected="prompts by the names query and document",
+            next_command="set default_prompt_name to null there, and prompts query and document",
+        )
+    return query, product, bool(prompts), tuple(notes)
 
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -11,19 +11,16 @@ from torch import Tensor
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.store import Checkpoint, Origin, TrainState, open_checkpoint, prefix_of
 from pipeline.convert.hugging_face import TOKENIZER, read_folder_settings, read_tokenizer, settings_of
-from pipeline.convert.record import FILE, SCHEMA_VERSION, ExportRecord
-from pipeline.convert.source import JSON_BYTES, TOKENIZER_BYTES, Source
+from pipeline.convert.source import EXPORT_FILE, JSON_BYTES, SCHEMA_VERSION, TOKENIZER_BYTES, ExportRecord, Source
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage, join_key
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.factory import module_weights
-from pipeline.model.families import as_bert
-from pipeline.model.hf_config import CONFIG, hf_config, read_config
-from pipeline.model.hf_weights import HEAD_PARTS, encoder_from_hf, model_from_hf, to_hf
+from pipeline.model.hf import CONFIG, HEAD_PARTS, as_bert, encoder_from_hf, hf_config, model_from_hf, read_config, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
-from pipeline.model.weight_files import find_weights, load_tensors, without_wrappers
+from pipeline.model.weights import find_weights, load_tensors, without_wrappers
 
 # A model of another tool, read and checked: from a Hugging Face folder, our own export, or a bare file of weights.
 
@@ -68,7 +65,7 @@ def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
     """
     if source.file:
         return _bare_file(source, given, scratch)
-    if source.has(FILE):
+    if source.has(EXPORT_FILE):
         return _own_export(source, scratch)
     if given.model.factory is not None:
         raise ConfigError(
@@ -135,11 +132,11 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
 
 
 def _own_export(source: Source, scratch: Path) -> ForeignModel:
-    record = source.json(FILE, ExportRecord)
+    record = source.json(EXPORT_FILE, ExportRecord)
     if record.schema_version != SCHEMA_VERSION or not record.weights:
-        seen = f"schema {record.schema_version}" if record.weights else f"programs only ({record.format})"
+        seen = f"schema {record.schema_version}" if record.weights else f"program only ({record.format})"
         raise CheckpointError(
-            f"{source.where(FILE)}: {seen}",
+            f"{source.where(EXPORT_FILE)}: {seen}",
             expected=f"weights, in schema {SCHEMA_VERSION}",
             next_command="export the checkpoint again with --format safetensors",
         )
@@ -162,7 +159,7 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
     sizes = (config.mlp_sizes, config.feature_sizes, record.inputs.categorical_ids)
     if (layers := config.encoder.num_layers + sum(map(len, sizes))) > len(weights):
         raise CheckpointError(
-            f"{source.where(FILE)} tells of {layers} layers, its files of {len(weights)} tensors",
+            f"{source.where(EXPORT_FILE)} tells of {layers} layers, its files of {len(weights)} tensors",
             expected="the files that belong to it",
             next_command="export the model again",
         )

@@ -1,36 +1,67 @@
-"""What comes from outside, a folder or one file on any storage, read within limits; of weights no code is ever run."""
+"""What is imported: a folder or one file on any storage, read within limits. No code of it is ever run."""
 
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from pipeline.checkpoint.store import KIND as CHECKPOINT
-from pipeline.convert.record import KIND as EXPORT
+from pipeline.checkpoint.store import Parent, PublishedWeights
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import format_bytes
 from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.progress import progress
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import check_record, read_manifest, record_of
 from pipeline.io.downloads import HEAD_BYTES, check_downloaded
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, os_errors, place_of
-from pipeline.model.hf_config import parse_json
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.hf import parse_json
 
 JSON_BYTES = 4 * 2**20
 TOKENIZER_BYTES = 128 * 2**20
 WEIGHT_BYTES = 32 * 2**30  # eight billion parameters in fp32
 
+EXPORT, EXPORT_FILE = "export", "trnpipe.json"
+"""Kind of the manifest of an exported folder, and the file that describes it."""
+SCHEMA_VERSION = 1
+Family = Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"]
+Format = Literal["sentence-transformers", "safetensors", "torchscript"]
+
 Json = TypeVar("Json", bound=BaseModel)
+
+
+class ExportRecord(Record):
+    """The checkpoint behind an exported folder, and the files that hold its weights."""
+
+    retired: ClassVar[dict[str, Any]] = {"programs": []}
+
+    schema_version: int = SCHEMA_VERSION
+    format: str = Field(description="A Format, or transformers or torch, which earlier versions wrote")
+    checkpoint: Parent = Field(description="What was exported; the parent of what is imported from here")
+    model: ModelConfig
+    inputs: InputSpec
+    max_tokens: int = Field(ge=3, description="Texts are cut to this, [CLS] and [SEP] included")
+    tokenizer_fingerprint: str
+    watermark: str
+    partitions: dict[str, str]
+    also_seen: dict[str, str] = Field({}, description="As in the state of a checkpoint")
+    trained_head: bool = True
+    published: PublishedWeights | None = Field(None, description="As in the state of a checkpoint")
+    settings_hash: str
+    code_version: str
+    weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: a program only")
+    family: Family = Field("bert", description="Whose names the encoder has (model/families.py)")
 
 
 @dataclass
 class Source:
-    """What is to be imported. Files of one of our own exports are held against its manifest."""
+    """What is to be imported. Files of one of our own exports are checked against its manifest."""
 
     storage: Storage
     folder: str
@@ -51,25 +82,25 @@ class Source:
         return fingerprint({name: record.xxh3_128 for name, record in self.records.items()})
 
     def where(self, name: str) -> str:
-        """URI of one file; '' for the folder itself."""
+        """Return the URI of one file; '' for the folder itself."""
         return self.storage.uri(join_key(self.folder, name) if name else self.folder)
 
     def has(self, name: str) -> bool:
         return self.storage.stat(join_key(self.folder, name)) is not None
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """A small file. Raises CheckpointError when it is missing, too large or not what its manifest says."""
+        """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
         self._check_size(name, limit_bytes)
         data = self.storage.read_bytes(join_key(self.folder, name))
         self._note(name, record_of(BytesIO(data)))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
-        """A small JSON file. Raises ConfigError naming the field that does not fit."""
+        """Read a small JSON file. Raises ConfigError naming the field that does not fit."""
         return parse_json(self.read(name, JSON_BYTES), model, self.where(name))
 
     def local(self, name: str, scratch: Path) -> Path:
-        """A file of weights as a local one. Raises as `read` does."""
+        """Return a file of weights as a local one, downloaded if needed. Raises as `read` does."""
         self._check_size(name, WEIGHT_BYTES)
         key = join_key(self.folder, name)
         path = self.storage.local_path(key)
@@ -112,7 +143,7 @@ class Source:
 
 
 def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
-    """The folder or file at a path or URI. Raises ConfigError when nothing is there, or a checkpoint of ours."""
+    """Open the folder or file at a path or URI. Raises ConfigError if nothing is there, or a checkpoint of ours."""
     storage, name = place_of(text, retry=retry, stop=stop)
     if storage.stat(name) is not None:
         return Source(storage, "", file=name)

@@ -91,7 +91,6 @@ class Workload:
     accumulation: int = 1
     precision: Precision = "fp32"
     dropout: bool = False
-    """fp32 tensors that the optimizer keeps for each parameter (AdamW: 2)."""
     contrastive: ContrastiveBatch | None = None
     """None: off."""
     recompute: bool = False
@@ -235,13 +234,6 @@ def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int
     return step + (contrastive.flops(encoder.width) if contrastive is not None else 0.0)
 
 
-def step_seconds(flops: float, peak_tflops: float, mfu: float) -> float:
-    """Time of `flops` on a core that reaches `mfu` (0 to 1) of `peak_tflops`. Raises ConfigError outside that."""
-    if not 0.0 < mfu <= 1.0 or peak_tflops <= 0.0:
-        raise ConfigError(f"MFU {mfu} of {peak_tflops} TFLOPS", expected="an MFU above 0 and at most 1, a peak above 0")
-    return flops / (peak_tflops * 1e12 * mfu)
-
-
 def estimate(
     parameters: int,
     encoder: EncoderSizes,
@@ -257,7 +249,7 @@ def estimate(
     machine = MACHINES[instance]
     flops = step_flops(encoder, workload, sample_parameters)
     peak_tflops = machine.core_tflops_fp32 if workload.precision == "fp32" else machine.core_tflops_bf16
-    seconds = step_seconds(flops, peak_tflops, mfu)
+    seconds = flops / (peak_tflops * 1e12 * mfu)
     return Estimate(machine, footprint(parameters, encoder, workload), flops, mfu, seconds)
 
 

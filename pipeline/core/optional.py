@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pipeline.core.errors import ConfigError, first_line
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
+    "apprise": ("apprise>=1.9",),
     "lightning": ("lightning>=2.6.6",),
-    "matplotlib": ("matplotlib>=3.9",),
     "optuna": ("optuna>=4",),
     "sklearn": ("scikit-learn>=1.7",),
     "tensorboard": ("tensorboard>=2.18",),

@@ -58,7 +58,7 @@ class TokenizerConfig(Record):
 class DataConfig(Record):
     """Input and its preparation."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"esci_locale": None, "quarantine_rows": 1000}
+    retired: ClassVar[Mapping[str, Any]] = {"esci_locale": None, "quarantine_rows": 1000, "worker": None}
     name: str = Field("catalogue", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Dataset name in the workspace")
     path: str | None = Field(None, description="File or folder (file:// or s3://); none: the synthetic catalogue")
     format: Literal["auto", "parquet", "csv", "jsonl", "esci"] = Field(
@@ -89,9 +89,6 @@ class DataConfig(Record):
     rows_per_chunk: int = Field(50_000, ge=100, description="Rows tokenised at a time by one worker (bounds memory)")
     num_workers: int = Field(0, ge=0, description="Tokenising processes; 0: one per core")
     workers: int = Field(1, ge=1, le=10_000, description="Jobs that share the partitions, such as the size of an array")
-    worker: int | None = Field(
-        None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
-    )
     tokenizer: TokenizerConfig = TokenizerConfig()
     query_prefix: str = Field(
         "", max_length=200, description="Put before every query, as its encoder was trained: 'query: ' for e5"

@@ -1,7 +1,8 @@
-"""What pages draw of the prepared data: `cycles/<cycle>/prepare/digest.json`."""
+"""The summary of prepared data for the report page: `cycles/<cycle>/prepare/digest.json`."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal
 
 from pydantic import Field
@@ -11,12 +12,8 @@ from pipeline.data.token_sets import QUARANTINE, QuarantinedRow, Split, TokenSet
 from pipeline.io.storage import KeyNotFound, Storage, read_record
 
 SAMPLES_PER_REASON = 5
-MAX_REASONS = 50
-"""Of more reasons the rarest are left out."""
-MAX_FILES = 20
-"""Newest partitions with bad rows whose quarantine is looked at."""
-MAX_CONTENT = 200
-"""Characters of a row in quarantine."""
+MAX_REASONS, MAX_FILES, MAX_CONTENT = 50, 20, 200
+"""The most frequent reasons; newest partitions whose bad rows are read; characters of a row."""
 
 
 class PartitionDigest(Record):
@@ -54,26 +51,31 @@ def digest_key(cycle: str) -> str:
 def store_digest(
     workspace: Storage, cycle: str, token_sets: Mapping[str, TokenSetInfo], *, labels: tuple[str, ...], examples: int
 ) -> None:
-    """Of all partitions of a cycle, by their prefix; `examples`: bad rows of a reason, at most; 0: no texts."""
+    """Store the summary of a cycle's partitions, given by prefix. `examples`: bad rows shown of a reason at most."""
     infos = token_sets.values()
-    reasons = Counter[str]()
-    for info in infos:
-        reasons.update(info.reasons)
-    most = dict(reasons.most_common(MAX_REASONS))
+    reasons = dict(sum((Counter(info.reasons) for info in infos), Counter[str]()).most_common(MAX_REASONS))
+    samples: dict[str, list[QuarantinedRow]] = {reason: [] for reason in reasons}
+    newest = sorted(token_sets.items(), key=lambda one: one[1].watermark, reverse=True)
     limit = min(examples, SAMPLES_PER_REASON)
+    for prefix in [prefix for prefix, info in newest if info.rows_bad and limit][:MAX_FILES]:
+        with suppress(KeyNotFound):  # a set of an early version has no such file
+            for line in workspace.read_bytes(f"{prefix}/{QUARANTINE}").splitlines():
+                row = QuarantinedRow.model_validate_json(line)
+                if len(samples.get(row.reason, range(limit))) < limit:
+                    samples[row.reason].append(row.model_copy(update={"content": row.text[:MAX_CONTENT]}))
     digest = PrepareDigest(
         cycle=cycle,
         labels=labels,
         buckets=next(iter(infos)).buckets,
         partitions=tuple(sorted(map(_partition, infos), key=lambda one: (one.watermark, one.partition))),
-        reasons=most,
-        samples=_samples(workspace, token_sets, most, limit) if limit else (),
+        reasons=reasons,
+        samples=tuple(row for rows in samples.values() for row in rows),
     )
     workspace.write_bytes(digest_key(cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
 
 def load_digest(workspace: Storage, cycle: str) -> PrepareDigest | None:
-    """None when there is none. Raises DataError when it cannot be read."""
+    """Return the stored summary of a cycle, None if there is none. Raises DataError if it cannot be read."""
     return read_record(
         workspace, digest_key(cycle), PrepareDigest, "a digest of prepared data", f"trnpipe prepare --cycle {cycle}"
     )
@@ -94,24 +96,3 @@ def _partition(info: TokenSetInfo) -> PartitionDigest:
         tokens=info.tokens,
         without_category=info.without_category,
     )
-
-
-def _samples(
-    workspace: Storage, token_sets: Mapping[str, TokenSetInfo], reasons: Mapping[str, int], limit: int
-) -> tuple[QuarantinedRow, ...]:
-    """Of the newest partitions, in the order of the reasons."""
-    newest = sorted(token_sets.items(), key=lambda one: one[1].watermark, reverse=True)
-    found: dict[str, list[QuarantinedRow]] = {reason: [] for reason in reasons}
-    for prefix in [prefix for prefix, info in newest if info.rows_bad][:MAX_FILES]:
-        for row in _quarantine(workspace, f"{prefix}/{QUARANTINE}"):
-            if len(found.get(row.reason, range(limit))) < limit:
-                found[row.reason].append(row.model_copy(update={"content": row.text[:MAX_CONTENT]}))
-    return tuple(row for rows in found.values() for row in rows)
-
-
-def _quarantine(workspace: Storage, key: str) -> Sequence[QuarantinedRow]:
-    try:
-        lines = workspace.read_bytes(key).splitlines()
-    except KeyNotFound:  # of a version without one
-        return ()
-    return [QuarantinedRow.model_validate_json(line) for line in lines]

@@ -1,6 +1,7 @@
 """Encode one chunk of rows: validate, tokenise, pack and write one shard per split, then a record of completion."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,10 +14,11 @@ from safetensors.numpy import save
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
+from pipeline.data.config import DataConfig
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
-from pipeline.data.tokenizer import PairTokens, TextTokenizer, id_dtype, pack, pair_tokens
+from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs
 from pipeline.data.validate import CleanRows, Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.storage import os_errors
@@ -70,25 +72,14 @@ class Staging:
 
 
 @dataclass(frozen=True)
-class EncodeSettings:
-    """How to encode the chunks of a partition."""
-
-    rules: RowRules
-    buckets: tuple[Bucket, ...]
-    lexical: bool
-    query_prefix: str
-    product_prefix: str
-
-
-@dataclass(frozen=True)
 class ChunkTask:
     """One chunk to encode. `index` counts the chunks of a partition; `name` is part of its shards' file names."""
 
-    partition: str
     index: int
     name: str
     chunk: Chunk
-    settings: EncodeSettings
+    rules: RowRules
+    config: DataConfig
     staging: Staging
 
 
@@ -102,17 +93,19 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
 
     Returns the name of the partition, the index of the chunk and the record.
     """
-    settings, tokenizer = task.settings, _tokenizer(tokenizer_json)
-    rows, bad, rows_read = clean(task.chunk, settings.rules)
-    limit = text_characters(settings.buckets)
-    products = [
-        settings.product_prefix + product_text(title, text, limit)
-        for title, text in zip(rows.title, rows.text, strict=True)
-    ]
-    queries = tokenizer.encode([settings.query_prefix + query[:limit] for query in rows.query])
-    pairs = pair_tokens(queries, tokenizer.encode(products), settings.buckets)
+    config, tokenizer, buckets = task.config, _tokenizer(tokenizer_json), task.config.bucket_shapes
+    rows, bad, rows_read = clean(task.chunk, task.rules)
+    limit = text_characters(buckets)
+    queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.query])
+    products = tokenizer.encode(
+        [
+            config.product_prefix + product_text(title, text, limit)
+            for title, text in zip(rows.title, rows.text, strict=True)
+        ]
+    )
+    bucket, truncated, num_tokens = place_pairs(queries, products, buckets)
     numeric = rows.numeric
-    if settings.lexical:
+    if config.lexical:
         numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
     shards: dict[Split, ShardInfo] = {}
     sizes: dict[str, int] = {}
@@ -125,18 +118,19 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             if not len(index):
                 continue
             name = f"{split}-{task.name}.safetensors"
-            arrays, counts = _shard_arrays(rows, numeric, pairs, index, tokenizer, settings.buckets)
+            by_bucket = [index[bucket[index] == number] for number in range(len(buckets))]
+            arrays = _shard_arrays(rows, numeric, queries, products, by_bucket, tokenizer, buckets)
             data = save(arrays)
             write_bytes_atomic(task.staging.files / name, data)
-            shards[split], sizes[name] = ShardInfo(file=name, rows=counts), len(data)
+            shards[split], sizes[name] = ShardInfo(file=name, rows=tuple(map(len, by_bucket))), len(data)
         record = ChunkRecord(
             file=task.chunk.file,
             rows_filtered=task.chunk.num_rows - rows_read,
             rows_read=rows_read,
             rows_bad=reasons.total(),
             reasons=dict(sorted(reasons.items())),
-            truncated_rows=int(pairs.truncated.sum()),
-            tokens=int(pairs.num_tokens.sum()),
+            truncated_rows=int(truncated.sum()),
+            tokens=int(num_tokens.sum()),
             shards=shards,
             sizes_bytes=sizes,
             quarantined=quarantined(bad[:QUARANTINE_ROWS]),
@@ -144,42 +138,36 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
         )
         write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
-    return task.partition, task.index, record
+    return task.rules.partition, task.index, record
 
 
 def _shard_arrays(
     rows: CleanRows,
     numeric: Float32s,
-    pairs: PairTokens,
-    index: Int64s,
+    queries: Tokens,
+    products: Tokens,
+    by_bucket: Sequence[Int64s],
     tokenizer: TextTokenizer,
-    buckets: tuple[Bucket, ...],
-) -> tuple[Arrays, tuple[int, ...]]:
-    """Return the tensors of rows `index` by their names in a shard, and the number of rows in each bucket."""
+    buckets: Sequence[Bucket],
+) -> Arrays:
+    """Return the tensors of a shard by their names. `by_bucket`: the numbers of its rows."""
+    columns: Arrays = {
+        "label": rows.label,
+        "gain": rows.gain,
+        "numeric": numeric,
+        "categorical": rows.categorical,
+        "sample_id": rows.sample_id,
+        "query_id": rows.query_id,
+    }
+    if rows.slices.names:
+        columns["slice"] = rows.slices.values
+    pad_id, sep_id, dtype = tokenizer.pad_id, tokenizer.sep_id, id_dtype(tokenizer.vocab_size)
     arrays: Arrays = {}
-    counts = []
-    dtype = id_dtype(tokenizer.vocab_size)
-    for place, bucket in enumerate(buckets):
-        chosen = index[pairs.bucket[index] == place]
-        counts.append(len(chosen))
+    for number, (bucket, chosen) in enumerate(zip(buckets, by_bucket, strict=True)):
         if not len(chosen):
             continue
-        for side, tokens, length in (
-            ("query", pairs.query, bucket.query_tokens),
-            ("product", pairs.product, bucket.product_tokens),
-        ):
-            arrays[f"b{place}.{side}"] = pack(
-                tokens, chosen, length, pad_id=tokenizer.pad_id, sep_id=tokenizer.sep_id, dtype=dtype
-            )
-        columns: Arrays = {
-            "label": rows.label,
-            "gain": rows.gain,
-            "numeric": numeric,
-            "categorical": rows.categorical,
-            "sample_id": rows.sample_id,
-            "query_id": rows.query_id,
-        }
-        if rows.slices.names:
-            columns["slice"] = rows.slices.values
-        arrays |= {f"b{place}.{name}": np.ascontiguousarray(values[chosen]) for name, values in columns.items()}
-    return arrays, tuple(counts)
+        sides = (("query", queries, bucket.query_tokens), ("product", products, bucket.product_tokens))
+        for side, tokens, length in sides:
+            arrays[f"b{number}.{side}"] = pack(tokens, chosen, length, pad_id=pad_id, sep_id=sep_id, dtype=dtype)
+        arrays |= {f"b{number}.{name}": np.ascontiguousarray(values[chosen]) for name, values in columns.items()}
+    return arrays

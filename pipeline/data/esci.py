@@ -6,9 +6,10 @@ built. The texts are in one file below scratch and are read through a memory map
 
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -71,54 +72,48 @@ def open_esci(config: DataConfig, listing: Listing, scratch: Path) -> "EsciSourc
     return EsciSource(config, storage, partitions, product, scratch / "esci", passed_over, warnings)
 
 
+@dataclass(frozen=True)
 class EsciSource:
     """Examples with their products' titles. `text` is brand, colour, bullet points and description, in this order."""
 
-    fixed_labels: Mapping[str, float] = GAINS
-
-    def __init__(
-        self,
-        config: DataConfig,
-        storage: Storage,
-        partitions: tuple[Partition, ...],
-        products: InputFile,
-        folder: Path,
-        passed_over: tuple[str, ...],
-        warnings: tuple[str, ...],
-    ) -> None:
-        self._config, self._storage, self.partitions = config, storage, partitions
-        self._product_file, self._folder = products, folder
-        self.passed_over, self.warnings = passed_over, warnings
+    config: DataConfig
+    storage: Storage
+    partitions: tuple[Partition, ...]
+    products: InputFile
+    folder: Path
+    passed_over: tuple[str, ...]
+    warnings: tuple[str, ...]
+    fixed_labels: ClassVar[Mapping[str, float]] = GAINS
 
     def num_rows(self) -> int | None:
-        return sum(parquet_rows(self._storage, file.key) for part in self.partitions for file in part.files)
+        return sum(parquet_rows(self.storage, file.key) for part in self.partitions for file in part.files)
 
     @cached_property
-    def _products(self) -> "ProductIndex":
+    def index(self) -> "ProductIndex":
         """The index is built in a folder by one process at a time; `index.npz` appears last."""
-        file = self._product_file
-        limit = 4 * text_characters(self._config.bucket_shapes)  # a character has at most 4 bytes
-        folder = self._folder / fingerprint([file.content_id, None, limit])
-        with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self._storage.stop):
+        file = self.products
+        limit = 4 * text_characters(self.config.bucket_shapes)  # a character has at most 4 bytes
+        folder = self.folder / fingerprint([file.content_id, None, limit])
+        with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self.storage.stop):
             if not (folder / "index.npz").exists():
-                _index_products(self._storage, file, folder, limit)
+                _index_products(self.storage, file, folder, limit)
         return ProductIndex(folder)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         """Yield rows with title and text; rows without a product are bad."""
-        plan = ColumnPlan((*_FIELDS.items(), *feature_pairs(self._config)))
+        plan = ColumnPlan((*_FIELDS.items(), *feature_pairs(self.config)))
         plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
-        uri, num_rows = self._storage.uri(file.key), batch_rows(self._config.rows_per_chunk)
+        uri, num_rows = self.storage.uri(file.key), batch_rows(self.config.rows_per_chunk)
         for batch in read_file(
-            self._storage, file.key, "parquet", lambda names: _checked(plan, names, uri), num_rows, file.version
+            self.storage, file.key, "parquet", lambda names: _checked(plan, names, uri), num_rows, file.version
         ):
-            self._storage.stop.raise_if_set(f"reading {uri}")
+            self.storage.stop.raise_if_set(f"reading {uri}")
             columns = batch.columns
             ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
-            titles, texts, found = self._products.look_up(ids, locales)
+            titles, texts, found = self.index.look_up(ids, locales)
             columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
             columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
-            is_bad = ~found & filter_mask(columns, self._config.filter)
+            is_bad = ~found & filter_mask(columns, self.config.filter)
             bad = tuple(
                 BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
                 for i in np.flatnonzero(is_bad)

@@ -17,13 +17,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.readers import (
-    Planner,
-    object_version,
-    read_file,
-    suffix_format,
-    version_of,
-)
+from pipeline.data.readers import Planner, object_version, read_file, suffix_format, version_of
 from pipeline.data.rows import READER_VERSION, RawBatch, shorten
 from pipeline.io.commit import record_of
 from pipeline.io.paths import user_path
@@ -141,7 +135,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
     is_local = "://" not in path or path.startswith("file:///")
     local = user_path(path.removeprefix("file://") if is_local else "/")
     with os_errors("looking at", path):
-        may_be_file = not local.is_dir() if is_local else bool(urlsplit(path).path.strip("/"))
+        is_folder = local.is_dir() if is_local else not urlsplit(path).path.strip("/")
         is_missing = is_local and not local.exists()
     if is_missing:
         raise DataError(
@@ -155,18 +149,18 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
             expected="a folder above it, below which such keys are read too, or keys without empty parts",
             next_command=f"{setting} {re.sub('(?<!:)//+.*', '/', path)}",
         )
-    if may_be_file:
+    if not is_folder:
         storage, name = place_of(path, retry=retry or RetryPolicy(), stop=stop)
-        if stat := storage.stat(name):
-            below = () if is_local else tuple(islice(open_storage(path, retry=retry, stop=stop).list(""), 1))
-            if below and stat.size_bytes and not path.endswith("/"):
-                raise DataError(
-                    f"{path} is a file, and there are files below it too, such as {path}/{below[0].key}",
-                    expected="a file, or a folder",
-                    next_command=f"{setting} {path}/ reads what is below it; rename the file to read that",
-                )
-            if not below:
-                return Listing(storage, (stat,))
+        stat = storage.stat(name)
+        below = [] if is_local else list(islice(open_storage(path, retry=retry, stop=stop).list(""), 1))
+        if stat and below and stat.size_bytes and not path.endswith("/"):
+            raise DataError(
+                f"{path} is a file, and there are files below it too, such as {path}/{below[0].key}",
+                expected="a file, or a folder",
+                next_command=f"{setting} {path}/ reads what is below it; rename the file to read that",
+            )
+        if stat and not below:
+            return Listing(storage, (stat,))
     storage = open_storage(path, retry=retry, stop=stop)
     if is_local and (broken := _no_files(local)):
         raise DataError(
@@ -175,12 +169,6 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
             next_command=f"restore the files, or remove what this names: find -L {path} ! -type f ! -type d",
         )
     stats = list(storage.list(""))
-    if marked := [stat.key for stat in stats if stat.size_bytes and stat.key.rpartition("/")[2] == ""]:
-        raise DataError(
-            f"{len(marked)} key(s) below {path} end with '/' and hold bytes, such as {marked[0]!r}",
-            expected="keys that end with the name of a file",
-            next_command="copy these objects to keys with a name and a suffix, or delete them",
-        )
     held = tuple(stat for stat in stats if _holds_rows(stat))
     keys = {stat.key for stat in held}
     return Listing(storage, held, tuple(stat.key for stat in stats if stat.key not in keys))
@@ -283,7 +271,7 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
         raise DataError(
             f"{path} holds dt= folders and also {days[FLAT][0].key}",
             expected="either dt=YYYY-MM-DD/ folders or a flat folder",
-            next_command=f"move {days[FLAT][0].key} into a dt= folder",
+            next_command="move it into a dt= folder",
         )
     return tuple(Partition(name, tuple(days[name]), extra_ids) for name in sorted(days))
 

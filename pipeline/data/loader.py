@@ -17,7 +17,7 @@ from pipeline.model.relevance import GroupInputs, RelevanceInputs
 
 
 class RowSource(Protocol):
-    """Rows by (pool, number), whose texts end where padding begins."""
+    """Rows by (pool, number). Texts end where padding begins."""
 
     @property
     def pad_id(self) -> int: ...
@@ -25,7 +25,7 @@ class RowSource(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """`fields`: the arrays wanted at least; none: all."""
+        """Read rows with at least the arrays `fields` (none: all)."""
 
 
 class GroupSource(Protocol):
@@ -52,9 +52,9 @@ class MicroBatch:
 def training_batches(
     source: GroupSource, plan: BatchPlan, share: RankShare, start: int, stop: int
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` each, without end markers.
+    """Yield the micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` of each.
 
-    `plan` is over groups.
+    `plan` orders groups.
     """
     for position in range(start, stop):
         batch = plan.batch(position)
@@ -68,12 +68,12 @@ def training_batches(
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """What a model needs to score rows; 32-bit integers only (64-bit ones are truncated on Neuron)."""
+    """Return what a model needs to score rows, with 32-bit integers (64-bit ones are truncated on Neuron)."""
     return {name: torch.from_numpy(arrays[name]) for name in RelevanceInputs._fields}
 
 
 def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Tensor]:
-    """What training needs of G groups of S slots.
+    """Return what training needs of G groups of S slots.
 
     tokens, positions, segments int32 [G, T], query_key and place (of the group in the global batch) int32 [G];
     product_key int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1,
@@ -84,7 +84,7 @@ def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Ten
 
 
 def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """What groups are trained towards, see model/losses.Targets."""
+    """Return the targets of groups, see model/losses.Targets."""
     is_row = arrays["is_row"]
     without = np.where(arrays["is_mined"], 0.0, -1.0)
     return {
@@ -96,12 +96,12 @@ def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
 
 
 def _key32(ids: Int64s) -> Tensor:
-    """All 64 bits folded to int32."""
+    """Fold all 64 bits to int32."""
     wide = ids.view(np.uint64)
     return torch.from_numpy((wide ^ (wide >> np.uint64(32))).astype(np.uint32).view(np.int32))
 
 
 def sample_digest(sample_ids: Int64s) -> int:
-    """A 64-bit digest of a set of samples, the same in any order; digests of parts add up (mod 2^64)."""
+    """Return a 64-bit digest of a set of samples, the same in any order; digests of parts add up (mod 2^64)."""
     with np.errstate(over="ignore"):
         return int(mix64(sample_ids.astype(np.uint64)).sum(dtype=np.uint64))

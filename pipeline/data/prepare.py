@@ -20,7 +20,7 @@ from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.encode import ChunkRecord, ChunkTask, EncodeSettings, Staging, encode_chunk
+from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
 from pipeline.data.input_files import Partition
 from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
@@ -107,7 +107,7 @@ class _Work:
 
     partition: Partition
     prefix: str
-    settings: EncodeSettings
+    rules: RowRules
     staging: Staging
     read: dict[str, FileCount] = field(default_factory=dict)
     done: dict[int, ChunkRecord] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def prepare(
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_Work](), list[str]()
     for number, partition in enumerate(source.partitions):
-        prefix, settings = name_partition(encoding, partition, carve_valid=bool(source.fixed_labels))
+        prefix, rules = name_partition(encoding, partition, carve_valid=bool(source.fixed_labels))
         prefixes.append(prefix)
         staging = Staging(scratch / "tokens" / prefix.rpartition("/")[2])
         if info := _committed(encoding, prefix, workspace):
@@ -164,7 +164,7 @@ def prepare(
             shutil.rmtree(staging.folder, ignore_errors=True)
             infos[prefix] = info
         elif number % config.workers == worker:
-            works.append(_Work(partition, prefix, settings, staging))
+            works.append(_Work(partition, prefix, rules, staging))
     infos |= (prepared := _encode_all(encoding, workspace, source, works, events, stop))
     for prefix in prefixes:
         if prefix not in infos and (info := _committed(encoding, prefix, workspace)):  # by another worker
@@ -245,8 +245,8 @@ def _labels_and_tokenizer(
     return Encoding(config, found, labels), store_tokenizer(config, trained_on, workspace, found, scratch)
 
 
-def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: bool) -> tuple[str, EncodeSettings]:
-    """Return the prefix of a partition's token set, which names all that its bytes depend on, and how to encode it."""
+def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: bool) -> tuple[str, RowRules]:
+    """Return the prefix of a partition's token set, which names all that its bytes depend on, and its rules."""
     config, labels = encoding.config, encoding.labels
     rules = RowRules(
         partition=partition.name,
@@ -260,15 +260,10 @@ def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: boo
         carve_valid=carve_valid,
         slices=config.slices,
     )
-    # Only if set: data prepared before these settings existed keeps its name.
-    later = {
-        "slices": list(config.slices),
-        "query_prefix": config.query_prefix,
-        "product_prefix": config.product_prefix,
-    }
+    later = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix"})
     name = fingerprint(
         {
-            **{name: value for name, value in later.items() if value},
+            **{name: value for name, value in later.items() if value},  # so data prepared before them keeps its name
             "format": FORMAT_VERSION,
             "content": partition.content_id,
             "tokenizer": encoding.tokenizer.fingerprint,
@@ -286,14 +281,7 @@ def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: boo
             "rows_per_chunk": config.rows_per_chunk,
         }
     )
-    settings = EncodeSettings(
-        rules=rules,
-        buckets=config.bucket_shapes,
-        lexical=config.lexical,
-        query_prefix=config.query_prefix,
-        product_prefix=config.product_prefix,
-    )
-    return f"tokens/{config.name}/{name}", settings
+    return f"tokens/{config.name}/{name}", rules
 
 
 # Tokenise the chunks of all partitions in one stream, and commit each partition as it completes.
@@ -352,7 +340,7 @@ def _tasks(
                     work.note(index, record)
                 else:
                     name = f"{number:05d}-{place:05d}"
-                    yield ChunkTask(work.partition.name, index, name, chunk, work.settings, work.staging)
+                    yield ChunkTask(index, name, chunk, work.rules, config, work.staging)
                 index += 1
         work.num_chunks = index
 
@@ -388,7 +376,7 @@ def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -
 
 def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo:
     config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
-    records, categorical = work.records(), work.settings.rules.categorical
+    records, categorical = work.records(), work.rules.categorical
     shards = shards_by_split(records)
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
     names = merge_names(record.slices for record in records)

@@ -19,7 +19,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
 EXTRA = ("slice", "partition")
-"""Arrays that evaluation asks for beside: int64 [N, S] of data/validate.py, and int64 [N], the shard's partition."""
+"""Further arrays of evaluation: int64 [N, S] of data/validate.py, and int64 [N], the partition of the shard."""
 _BLOCK_ROWS = 65_536
 
 
@@ -33,7 +33,7 @@ class ShardFile:
 
 
 def map_safetensors(path: Path) -> Arrays:
-    """Every tensor of a safetensors file as a read-only memory map (format: 8-byte header length, JSON, data)."""
+    """Map every tensor of a safetensors file, read-only (format: 8-byte header length, JSON, data)."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))
@@ -67,16 +67,15 @@ class TokenRows:
         return tuple(int(size) for size in self._starts[-1])
 
     def blocks(self) -> Iterator[tuple[int, Int64s]]:
-        """(bucket, row numbers) of all rows in order, a bounded number at a time."""
+        """Yield (bucket, row numbers) of all rows in order, a bounded number at a time."""
         for bucket, size in enumerate(self.sizes):
             for start in range(0, size, _BLOCK_ROWS):
                 yield bucket, np.arange(start, min(size, start + _BLOCK_ROWS), dtype=np.int64)
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """Rows `rows[i]` of bucket `pools[i]`, widened to the shape of `bucket` with padding.
+        """Read rows `rows[i]` of bucket `pools[i]`, widened to the shape of `bucket` with padding.
 
-        Returns the arrays of `fields` (none: all of FIELDS and those opened beside), N rows each, in the order asked
-        for.
+        Returns the arrays of `fields` (none: all that were opened), N rows each, in the order of `rows`.
         """
         shape = self.buckets[bucket]
         num_tokens = {"query": shape.query_tokens, "product": shape.product_tokens}

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from pydantic import JsonValue
@@ -13,16 +14,9 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data import esci, synthetic
 from pipeline.data.config import DataConfig
-from pipeline.data.input_files import (
-    InputFile,
-    Partition,
-    choose_files,
-    find_files,
-    group_by_day,
-    input_warnings,
-)
+from pipeline.data.input_files import InputFile, Partition, choose_files, find_files, group_by_day, input_warnings
 from pipeline.data.readers import parquet_rows, read_file
-from pipeline.data.rows import RawBatch, batch_rows, plan_columns, to_fields
+from pipeline.data.rows import ColumnPlan, RawBatch, batch_rows, plan_columns, to_fields
 from pipeline.io.storage import ObjectStat, Storage
 
 _MAX_FOOTERS = 1000
@@ -150,31 +144,25 @@ class SyntheticSource:
                 first += len(part)
 
 
+@dataclass(frozen=True)
 class FileSource:
-    fixed_labels: Mapping[str, float] = {}
+    """Files of one table."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        storage: Storage,
-        partitions: tuple[Partition, ...],
-        passed_over: tuple[str, ...] = (),
-        warnings: tuple[str, ...] = (),
-    ) -> None:
-        self._config, self._storage, self.partitions = config, storage, partitions
-        self.passed_over, self.warnings = passed_over, warnings
+    config: DataConfig
+    storage: Storage
+    partitions: tuple[Partition, ...]
+    passed_over: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    fixed_labels: ClassVar[Mapping[str, float]] = {}
 
     def num_rows(self) -> int | None:
         files = [(file.key, file.format) for partition in self.partitions for file in partition.files]
-        return _footer_rows(self._storage, files)
+        return _footer_rows(self.storage, files)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        uri = self._storage.uri(file.key)
-        yield from read_file(
-            self._storage,
-            file.key,
-            file.format,
-            lambda names: plan_columns(self._config, names, uri).only(fields),
-            batch_rows(self._config.rows_per_chunk),
-            file.version,
-        )
+        uri, num_rows = self.storage.uri(file.key), batch_rows(self.config.rows_per_chunk)
+
+        def plan(names: list[str]) -> ColumnPlan:
+            return plan_columns(self.config, names, uri).only(fields)
+
+        yield from read_file(self.storage, file.key, file.format, plan, num_rows, file.version)

@@ -72,10 +72,7 @@ class LabelCount:
 
 @dataclass
 class Survey:
-    """`has_rows`: the filter keeps some. `without_gain`: a file that has rows and no column of gains.
-
-    `malformed`: the first row that could not be read.
-    """
+    """`has_rows`: the filter keeps some. `without_gain`: a file with rows and no gains. `malformed`: the first one."""
 
     sample: TextSample = field(default_factory=TextSample)
     labels: dict[str, LabelCount] = field(default_factory=dict)

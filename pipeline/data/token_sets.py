@@ -1,4 +1,4 @@
-"""Prepared partitions: what a folder of token shards says of itself, which ones a run takes, opened for reading."""
+"""Prepared partitions: the account of a folder of token shards, the choice of a run, and opening for reading."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from pipeline.io.commit import fetch_dir, read_manifest
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec
 
-# What a folder of token shards says about itself: the `fields` of its MANIFEST.json.
+# The account of a folder of token shards: the `fields` of its MANIFEST.json.
 
 FORMAT_VERSION = 1
 KIND = "tokens"
@@ -46,7 +46,7 @@ class SliceInfo(Record):
 
 
 class FileRows(Record):
-    """What became of every row of an input file. Blank lines are no rows."""
+    """The account of every row of an input file. Blank lines are no rows."""
 
     file: str
     rows: int = Field(description="As the format counts them: the Parquet footer, CSV records, lines of JSON")
@@ -156,9 +156,9 @@ class Partition:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run takes.
+    """The partitions of a run.
 
-    new: trained on in full. old: for replay. late: changed after a parent trained on them; replayed, never new again.
+    new: trained on in full. old: for replay. late: changed after a parent was trained on them; replayed like old ones.
     """
 
     new: tuple[Partition, ...]
@@ -174,10 +174,10 @@ class Selection:
 def select_partitions(
     prepared: Sequence[Partition], *, parent_watermark: str | None, parent_partitions: Mapping[str, str]
 ) -> Selection:
-    """Split by the parent's watermark (None: no parent, everything is new).
+    """Split partitions by the parent's watermark (None: no parent, everything is new).
 
-    A dated partition is new when its date lies after the watermark; an undated one when the parent did not train on
-    this very content.
+    A dated partition is new if its date is after the watermark, an undated one if the parent was not trained on its
+    content.
     """
     if parent_watermark is None:
         return Selection(tuple(prepared), (), ())
@@ -203,22 +203,13 @@ class TokenSet:
         return Partition(self.info.partition, self.info.watermark, self.info.fingerprint)
 
 
-_COMMON = (
-    "tokenizer_fingerprint",
-    "query_prefix",
-    "product_prefix",
-    "buckets",
-    "labels",
-    "numeric",
-    "categorical",
-    "pad_id",
-    "slice_columns",
-)
-"""What all partitions of a run must have in common."""
+_TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
+_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")
+"""Fields that are equal in all partitions of a run."""
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:
-    """What partitions say of themselves. Raises DataError for one not committed, ConfigError when they do not fit."""
+    """Read the accounts of partitions. Raises DataError for one not committed, ConfigError if they do not fit."""
     sets: list[TokenSet] = []
     for prefix in prefixes:
         manifest = read_manifest(workspace, prefix)
@@ -253,9 +244,9 @@ def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSe
 def open_rows(
     workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, extra: Sequence[str] = ()
 ) -> TokenRows:
-    """The rows of one split over all given partitions; S3 shards are fetched and verified first.
+    """Open the rows of one split of all given partitions; S3 shards are fetched and verified first.
 
-    `extra`: arrays to read beside shards.FIELDS, of shards.EXTRA; `partition` is the place in `sets`.
+    `extra`: arrays of shards.EXTRA to read as well; `partition` is the index in `sets`.
     """
     shards = []
     for place, token_set in enumerate(sets):
@@ -267,7 +258,7 @@ def open_rows(
 
 
 def spec_of(info: TokenSetInfo) -> InputSpec:
-    """What prepared data fixes about a model."""
+    """Return what prepared data fixes of a model."""
     return InputSpec(
         vocab_size=info.vocab_size,
         pad_id=info.pad_id,

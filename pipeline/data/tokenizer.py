@@ -1,4 +1,4 @@
-"""The text tokenizer: trained here (WordPiece) or given as a tokenizer.json, and named by its content."""
+"""The text tokenizer: trained here (WordPiece) or given as a tokenizer.json, with its fixed-shape arrays of ids."""
 
 import json
 import os
@@ -34,8 +34,9 @@ from pipeline.proc.pool import run_tasks
 SAMPLE_ROWS = 1_000_000
 """Rows read, spread over the input, to train a tokenizer."""
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 _ALPHABET = 1000
+"""Characters kept at most, the most frequent ones, each of them a token."""
 _EQUIVALENTS = {
     "[PAD]": ("[PAD]", "<pad>"),
     "[CLS]": ("[CLS]", "<s>", "<bos>"),
@@ -48,34 +49,26 @@ _DIGITS = {"type": "Digits", "individual_digits": False}
 
 
 def has_vocabulary(folder: str, ours: bytes) -> bool:
-    """Whether the tokenizer.json of a model's folder (URI) has the tokens of `ours`; False where there is none.
+    """Return whether a model's folder (URI) has a tokenizer.json with the tokens of `ours`; False if it has none.
 
-    Raises ConfigError naming a token that has another number there: the model would read other words.
+    Raises ConfigError if a token has another number there, because the model would read other words.
     """
     storage = open_storage(folder)
+    uri = storage.uri(TOKENIZER_FILE)
     try:
-        data = storage.read_bytes(FILE)
+        data = storage.read_bytes(TOKENIZER_FILE)
     except KeyNotFound:
         return False
-    found, wanted = (_vocabulary(TextTokenizer(one, where)) for one, where in ((data, storage.uri(FILE)), (ours, "")))
+    found, wanted = TextTokenizer(data, uri).vocabulary, TextTokenizer(ours).vocabulary
     if found == wanted:
         return True
     token = min(found.items() ^ wanted.items(), key=lambda one: one[1])[0]
     raise ConfigError(
-        f"{storage.uri(FILE)} has {len(found):,} tokens, the data was tokenised with {len(wanted):,};"
+        f"{uri} has {len(found):,} tokens, the data was tokenised with {len(wanted):,};"
         f" {token!r} is number {found.get(token)} there and {wanted.get(token)} here",
         expected="the tokenizer that belongs to the weights of --model.init-from",
-        next_command=f"trnpipe prepare --data.tokenizer.path {storage.uri(FILE)}",
+        next_command=f"trnpipe prepare --data.tokenizer.path {uri}",
     )
-
-
-def _vocabulary(tokenizer: "TextTokenizer") -> dict[str, int]:
-    return tokenizers.Tokenizer.from_str(tokenizer.data.decode()).get_vocab(with_added_tokens=True)
-
-
-def tokenizer_fingerprint(data: bytes) -> str:
-    """32 hex digits of the bytes of a tokenizer.json."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,7 @@ class Tokens:
 
 
 def pieces(tokens: Tokens, size: int) -> Iterator[Tokens]:
-    """`size` texts at a time; one empty piece of no texts."""
+    """Yield `size` texts at a time, and one empty piece if there are no texts."""
     count = len(tokens.lengths)
     return (tokens.part(start, min(count, start + size)) for start in range(0, max(1, count), size))
 
@@ -109,7 +102,7 @@ class TextTokenizer:
     Args:
         data: the bytes of a tokenizer.json.
         source: where it came from, for messages.
-    Raises DataError when it cannot be parsed or lacks a special token.
+    Raises DataError if it cannot be parsed or lacks a special token.
     """
 
     def __init__(self, data: bytes, source: str = "tokenizer.json") -> None:
@@ -125,8 +118,8 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.data, self.source = data, source
-        self.fingerprint = tokenizer_fingerprint(data)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(data)
+        self.vocabulary = vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         special = {}
         for name, equivalents in _EQUIVALENTS.items():
@@ -143,24 +136,24 @@ class TextTokenizer:
     @property
     def splits_digits(self) -> bool:
         """Whether words are cut where letters and digits meet."""
-        return _has_digits(_pre_tokenizers(json.loads(self.data)))
+        return any(part["type"] == _DIGITS["type"] for part in _pre_tokenizers(json.loads(self.data)))
 
     def with_split_digits(self) -> "TextTokenizer":
-        """One of the same vocabulary that also cuts words where letters and digits meet; itself where it does already.
+        """Return a tokenizer of the same vocabulary that also cuts words where letters and digits meet.
 
         Sellers write one model number as tp1724, tp 1724 and TP-1724; as pieces of words these have little in common.
         """
+        if self.splits_digits:
+            return self
         content = json.loads(self.data)
         parts = _pre_tokenizers(content)
-        if _has_digits(parts):
-            return self
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*parts, _DIGITS]} if parts else _DIGITS
         return TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), self.source)
 
     def encode(self, texts: Sequence[str]) -> Tokens:
-        """Tokens of each text, not truncated. Equal texts are tokenised once.
+        """Return the tokens of each text, not truncated. Equal texts are tokenised once.
 
-        A text that spells out the padding token is read without it: that token says where a text ends.
+        A padding token that a text spells out is left out, because it marks the end of a text.
         """
         unique = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         distinct = list(unique)
@@ -182,17 +175,13 @@ class TextTokenizer:
 
 
 def _pre_tokenizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of a tokenizer.json, in order."""
+    """Return the pre-tokenizers of a tokenizer.json in order."""
     words = content.get("pre_tokenizer")
     return [] if words is None else list(words.get("pretokenizers", [words]))
 
 
-def _has_digits(parts: Sequence[Mapping[str, Any]]) -> bool:
-    return any(part["type"] == _DIGITS["type"] for part in parts)
-
-
 def take(tokens: Tokens, index: Int64s) -> Tokens:
-    """Texts by number, in the order (and as often as) asked for. Shape of `index`: [M]."""
+    """Return texts by number, in the order of `index` [M]."""
     lengths = tokens.lengths[index]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     shift = np.repeat(tokens.offsets[index] - offsets[:-1], lengths)
@@ -200,11 +189,11 @@ def take(tokens: Tokens, index: Int64s) -> Tokens:
 
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> bytes:
-    """A BERT-style WordPiece as the bytes of tokenizer.json; the same texts give the same bytes.
+    """Train a BERT-style WordPiece and return its tokenizer.json; the same texts give the same bytes.
 
     The library numbers the `##x` pieces of single characters in the order of a randomly seeded hash map, and breaks
-    ties between merges by these numbers. Handing them over as "special tokens" pins the numbers; the vocabulary found
-    then goes into a tokenizer of its own, in which they are not special.
+    ties between merges by these numbers. Passing them as "special tokens" pins the numbers. The resulting vocabulary is
+    put into a new tokenizer in which they are not special.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     unique = list(dict.fromkeys(texts))
@@ -249,14 +238,14 @@ def _wordpiece(vocabulary: dict[str, int], config: TokenizerConfig) -> tokenizer
 
 
 def id_dtype(vocab_size: int) -> npt.DTypeLike:
-    """uint16 when every id fits, else int32."""
+    """Return uint16 if every id fits, else int32."""
     return np.uint16 if vocab_size <= 65_536 else np.int32
 
 
 def pack(
     tokens: Tokens, index: Int64s, length: int, *, pad_id: int, sep_id: int, dtype: npt.DTypeLike
 ) -> npt.NDArray[Any]:
-    """Texts `index` [n] as one array [n, length]: cut to `length` (the last token is then [SEP]) and padded."""
+    """Return texts `index` [n] as an array [n, length], cut (the last token is then [SEP]) or padded."""
     lengths = np.minimum(tokens.lengths[index], length)
     places = np.arange(length)
     inside = places < lengths[:, None]
@@ -267,37 +256,20 @@ def pack(
     return packed
 
 
-@dataclass(frozen=True)
-class PairTokens:
-    """Tokens of N pairs and where each goes: `bucket` [N]; `truncated` [N] bool; `num_tokens` [N] after truncation."""
-
-    query: Tokens
-    product: Tokens
-    bucket: Int64s
-    truncated: Bools
-    num_tokens: Int64s
-
-
-def pair_tokens(query: Tokens, product: Tokens, buckets: Sequence[Bucket]) -> PairTokens:
+def place_pairs(query: Tokens, product: Tokens, buckets: Sequence[Bucket]) -> tuple[Int64s, Bools, Int64s]:
+    """Return of N pairs the bucket [N], whether a side is truncated [N], and the tokens [N] after truncation."""
     bucket = assign_buckets(query.lengths, product.lengths, buckets)
     query_size = np.array([shape.query_tokens for shape in buckets])[bucket]
     product_size = np.array([shape.product_tokens for shape in buckets])[bucket]
-    return PairTokens(
-        query,
-        product,
-        bucket,
-        (query.lengths > query_size) | (product.lengths > product_size),
-        np.minimum(query.lengths, query_size) + np.minimum(product.lengths, product_size),
-    )
+    truncated = (query.lengths > query_size) | (product.lengths > product_size)
+    return bucket, truncated, np.minimum(query.lengths, query_size) + np.minimum(product.lengths, product_size)
 
 
 # Which tokenizer to use: given, found in the workspace, or trained; and where it is kept.
 
-TOKENIZER_FILE = "tokenizer.json"
-
 
 def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) -> TextTokenizer | None:
-    """The one named in the settings, else the parent model's. Raises DataError or ConfigError when it is no use."""
+    """Return the tokenizer named in the settings, else the parent model's. Raises DataError, ConfigError."""
     if config.tokenizer.path is None:
         return None if parent is None else TextTokenizer(parent, "the parent model's tokenizer")
     path = config.tokenizer.path
@@ -314,10 +286,10 @@ def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) 
 
 
 def find_tokenizer(config: DataConfig, source: Source, workspace: Storage) -> TextTokenizer | None:
-    """One trained earlier with these settings on data that is still all there, unchanged.
+    """Return a tokenizer trained earlier with these settings on partitions that are all still there, unchanged.
 
-    So new days do not change the vocabulary, which would make every old partition be tokenised again. Of several, the
-    one trained on most partitions.
+    New days do not change the vocabulary then, and old partitions are not tokenised again. If there are several, the
+    one trained on most partitions is taken.
     """
     root = f"tokens/{config.name}/tokenizers"
     present = {partition.name: partition.content_id for partition in source.partitions}
@@ -333,8 +305,7 @@ def find_tokenizer(config: DataConfig, source: Source, workspace: Storage) -> Te
 
 
 def train_in_worker(config: DataConfig, texts: list[str], stop: StopSignal) -> TextTokenizer:
-    """Train in another process: the library cannot be interrupted, a process can."""
-    # The library says nothing while it works, so there is no total; that it goes on, and since when, is shown.
+    """Train in another process, because the library cannot be interrupted. It reports no progress."""
     with progress("training the tokenizer", None, "texts") as advance:
         advance(len(texts))
         (data,) = run_tasks(
@@ -360,11 +331,11 @@ def store_tokenizer(
     tokenizer: TextTokenizer,
     scratch: Path,
 ) -> str:
-    """Commit it unless it is there; returns its prefix. `trained_on`: None for a tokenizer that was given."""
+    """Commit a tokenizer unless it is there, and return its prefix. `trained_on`: None if it was given."""
     prefix = f"tokens/{config.name}/tokenizers/{tokenizer.fingerprint}"
     if read_manifest(workspace, prefix) is None:
         folder = scratch / "tokenizer" / tokenizer.fingerprint
-        # A new file: what stands there may be one with what an earlier or another commit has published.
+        # A new file, because the old one may be a hard link of what an earlier commit has published.
         write_bytes_atomic(folder / TOKENIZER_FILE, tokenizer.data)
         fields: dict[str, JsonValue] = {
             "training": None if trained_on is None else _training(config),

@@ -1,4 +1,4 @@
-"""From raw rows to usable ones: every row either passes or gets one reason why not."""
+"""Judge raw rows: every row either passes or gets one reason why it cannot be used."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,8 +21,8 @@ BAD_GAIN = "gain is not a number from 0 to 1"
 _TRUTHS = {b"true": 1.0, b"false": 0.0}
 _SPLIT_NAMES = {"train": 0, "valid": 1, "validation": 1, "val": 1, "dev": 1, "test": 2}
 
-# Columns by which evaluation tells rows apart. A value is stored as the hash of its name; the names lie beside it: so
-# the workers that tokenise need not agree on numbers, and neither do partitions.
+# Columns by which evaluation groups rows. A value is stored as the hash of its name, and the names separately, so that
+# workers and partitions need not agree on numbers.
 
 Names = dict[str, tuple[str, ...]]
 NO_VALUE = -1
@@ -41,7 +41,7 @@ class Slices:
 
 
 def slice_rows(columns: Mapping[str, Sequence[bytes | None]], kept: Sequence[int]) -> Slices:
-    """The slices of the rows `kept` [N] of some columns. Raises DataError for a column with far too many values."""
+    """Return the slices of the rows `kept` [N]. Raises DataError for a column with far too many values."""
     values = np.full((len(kept), len(columns)), NO_VALUE, dtype=np.int64)
     names: list[tuple[str, set[str]]] = []
     for place, (column, cells) in enumerate(columns.items()):
@@ -53,7 +53,7 @@ def slice_rows(columns: Mapping[str, Sequence[bytes | None]], kept: Sequence[int
 
 
 def merge_names(parts: Iterable[Mapping[str, Iterable[str]]]) -> Names:
-    """All names of each column, sorted. Raises DataError for a column with far too many."""
+    """Return all names of each column, sorted. Raises DataError for a column with far too many."""
     merged: dict[str, set[str]] = {}
     for part in parts:
         for column, names in part.items():
@@ -69,7 +69,7 @@ def merge_names(parts: Iterable[Mapping[str, Iterable[str]]]) -> Names:
 
 
 def codes_of(values: Int64s, names: Sequence[str]) -> Int64s:
-    """Hashes [N] as codes [N] into `names`; -1 for NO_VALUE. Raises DataError for a hash of no name."""
+    """Return hashes [N] as codes [N] into `names`, -1 for NO_VALUE. Raises DataError for a hash without a name."""
     hashes = np.array([hash63(name) for name in names], dtype=np.int64)
     order = np.argsort(hashes)
     places = np.minimum(np.searchsorted(hashes[order], values), max(0, len(names) - 1))
@@ -89,7 +89,10 @@ def codes_of(values: Int64s, names: Sequence[str]) -> Int64s:
 
 @dataclass(frozen=True)
 class RowRules:
-    """What makes a row usable. `label_gains`: gain per label for rows without a gain of their own."""
+    """What makes a row usable. `label_gains`: by label, for rows without a gain.
+
+    `carve_valid`: take the validation rows out of train by hash, for layouts that only know train and test (ESCI).
+    """
 
     partition: str
     labels: tuple[str, ...]
@@ -100,7 +103,6 @@ class RowRules:
     valid_fraction: float
     test_fraction: float
     carve_valid: bool
-    """Take the validation rows out of train by hash: for layouts that only know train and test (ESCI)."""
     slices: tuple[str, ...] = ()
 
 
@@ -122,7 +124,7 @@ class CleanRows:
 
 
 def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -> npt.NDArray[np.bool_]:
-    """Rows [N] whose filter columns equal one of the wanted values each (`a|b`)."""
+    """Return the rows [N] whose filter columns each equal one of the wanted values (`a|b`)."""
     keep = np.ones(columns.num_rows, dtype=np.bool_)
     for column, value in wanted.items():
         wanted_values = pa.array([canonical_text(part).encode() for part in value.split("|")], pa.large_binary())
@@ -133,7 +135,7 @@ def filter_mask(columns: pa.RecordBatch | pa.Table, wanted: Mapping[str, str]) -
 
 
 def numbers(column: pa.Array) -> npt.NDArray[np.float64]:
-    """The numbers of a field [N], given as floats or as bytes; NaN where there is none. Truth values are 1 and 0."""
+    """Return the numbers of a field of floats or bytes [N], NaN for anything else. Booleans are 1 and 0."""
     if pa.types.is_floating(column.type):
         return np.asarray(column.fill_null(float("nan")).to_numpy(zero_copy_only=False), dtype=np.float64)
     found = np.full(len(column), np.nan)
@@ -146,7 +148,7 @@ def numbers(column: pa.Array) -> npt.NDArray[np.float64]:
 
 
 class _Rows:
-    """The columns of a chunk with one reason (or None) per row; the first reason stays."""
+    """The columns of a chunk with one reason or None for each row; the first reason is kept."""
 
     def __init__(self, table: pa.Table, rows: Int64s, lines: Int64s) -> None:
         self.table, self.rows, self.lines, self.fields = table, rows, lines, table.column_names
@@ -157,7 +159,7 @@ class _Rows:
             self.reason[row] = self.reason[row] or reason
 
     def text(self, field: str) -> list[str]:
-        """Stripped texts; missing and undecodable ones are empty, the latter marked."""
+        """Return stripped texts. Missing and undecodable ones are empty, and the latter are marked."""
         if field not in self.fields:
             return [""] * len(self.rows)
         column = self.table[field]
@@ -177,7 +179,7 @@ class _Rows:
 def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     """Apply the filter, then judge every row.
 
-    Returns the usable rows, the bad ones (those the reader found first), and the number of rows judged.
+    Returns the usable rows, the bad ones (first those of the reader), and the number of rows judged.
     """
     table = chunk.table()
     keep = filter_mask(table, rules.filter)
@@ -231,7 +233,7 @@ def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int1
 
 
 def _features(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-    """Numeric features, and hash ids from 1 of categories: bytes are hashed as they are, valid text or not."""
+    """Return numeric features and the hash ids of categories; bytes are hashed whether they are valid text or not."""
     numeric = np.zeros((len(rows.rows), len(rules.numeric)), dtype=np.float32)
     for place, column in enumerate(rules.numeric):
         with np.errstate(over="ignore"):
@@ -245,15 +247,15 @@ def _features(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.float32], np
 
 
 def category_id(value: bytes | None, num_ids: int) -> int:
-    """The id of one category: 0 for missing, else 1 + hash modulo (num_ids - 1)."""
+    """Return the id of a category: 0 for missing, else 1 + hash modulo (num_ids - 1)."""
     stripped = value.strip() if value else b""
     return 1 + hash63(stripped) % (num_ids - 1) if stripped else 0
 
 
 def _queries_and_splits(rows: _Rows, rules: RowRules, queries: Sequence[str]) -> tuple[Int64s, npt.NDArray[np.int8]]:
-    """The hash of the query id, or of the query in lower case when there is no id; and the split.
+    """Return the hash of the query id (default: of the query in lower case) and the split of each row.
 
-    That is told by the split column, else by the query: all its rows land in one split, whatever the number of rows.
+    Without a split column the split is a function of the query, so all rows of a query are in one.
     """
     keys = [given or query.lower() for given, query in zip(rows.text("query_id"), queries, strict=True)]
     hashes = {key: hash63(key) for key in set(keys)}

@@ -18,7 +18,7 @@ from pipeline.data.token_sets import QuarantinedRow
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
 
-# How a catalogue is cut into work shards, and which worker does which. Pure: every worker comes to the same plan.
+# How a catalogue is cut into work shards. Pure: every worker comes to the same plan.
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,13 @@ def plan_shards(groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[W
     return tuple(shards)
 
 
-def share_of(num_shards: int, worker: int, workers: int) -> range:
-    """Indices of the shards that `worker` of `workers` does: every `workers`-th.
-
-    New rows mostly come together, so neighbours go to different workers. Raises ValueError for a worker out of range.
-    """
-    if not 0 <= worker < workers:
-        raise ValueError(f"worker {worker} of {workers}")
-    return range(worker, num_shards, workers)
-
-
 IdType = Literal["int64", "uint64", "string"]
 ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 NUM_FOOTER_THREADS = 8
 
 
 class CatalogueColumns(Record):
-    """What the columns are called. One named `text` may be missing; any other name was a wish."""
+    """Names of the columns. Only a text column with the default name may be missing."""
 
     id: str
     title: str
@@ -90,7 +80,7 @@ class CatalogueColumns(Record):
     filter: dict[str, str] = Field(default_factory=dict)
 
     def plan(self, available: Sequence[str], file: str) -> ColumnPlan:
-        """The columns to read of one file. Raises DataError listing those there are."""
+        """Return the columns to read of one file. Raises DataError listing those there are."""
         pairs = [("id", self.id), ("title", self.title)]
         if self.text != self.title:
             pairs.append(("text", self.text))
@@ -134,7 +124,7 @@ class Catalogue(Record):
 
 
 def look_at(storage: Storage, stats: Sequence[ObjectStat], columns: CatalogueColumns) -> Catalogue:
-    """Read the footers. Raises DataError for a file that is no Parquet, lacks a column or has ids of another type."""
+    """Read the footers. Raises DataError for a file that is not Parquet, lacks a column or has ids of another type."""
     found = run_parallel(
         lambda stat: _footer(storage, stat, columns),
         sorted(stats, key=lambda stat: stat.key.encode()),
@@ -202,7 +192,7 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
 
 
 def not_parquet(uri: str, error: Exception) -> DataError:
-    """The one wording for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return DataError(
         f"{uri} cannot be read as parquet: {error}",
         expected="a whole Parquet file",
@@ -212,13 +202,6 @@ def not_parquet(uri: str, error: Exception) -> DataError:
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def row_bytes(metadata: pq.RowGroupMetaData, columns: Sequence[str]) -> int:
-    """Bytes of one row in the columns to be read, as Parquet holds them before compression; at least 1."""
-    chunks = (metadata.column(place) for place in range(metadata.num_columns))
-    total = sum(int(chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in columns)
-    return max(1, total // max(1, int(metadata.num_rows)))
 
 
 # Rows of work shards, read row group by row group: memory stays within a few batches, whatever the files look like.
@@ -245,8 +228,8 @@ class RawWindow:
 class CatalogueReader:
     """Reads shards in rising order; going on within a row group costs nothing. Use as a context manager.
 
-    Raises DataError when a file is not the one the work was planned with: what comes out of a change in the middle
-    would be half one catalogue and half another.
+    Raises DataError if a file is not the one the work was planned with: the result would be half one catalogue and
+    half another.
     """
 
     def __init__(self, catalogue: Catalogue, storage: Storage, window_rows: int) -> None:
@@ -260,7 +243,7 @@ class CatalogueReader:
         self._close()
 
     def read(self, shard: WorkShard) -> Iterator[RawWindow]:
-        """The rows of a shard, at most `window_rows` and about BATCH_BYTES at a time.
+        """Yield the rows of a shard, at most `window_rows` and about BATCH_BYTES at a time.
 
         The last window comes once all files of the shard are known to be those of the plan.
         """
@@ -327,12 +310,15 @@ class _OpenGroup:
     def __init__(self, file: pq.ParquetFile, piece: Piece, plan: ColumnPlan, window_rows: int) -> None:
         self.plan, self.file = plan, file
         self.place, self.position = (piece.file, piece.group), 0
-        size = max(1, min(window_rows, BATCH_BYTES // row_bytes(file.metadata.row_group(piece.group), plan.inputs)))
+        group = file.metadata.row_group(piece.group)
+        chunks = [group.column(number) for number in range(group.num_columns)]
+        total = sum(int(chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in plan.inputs)
+        size = max(1, min(window_rows, BATCH_BYTES // max(1, total // max(1, int(group.num_rows)))))
         self._batches = file.iter_batches(size, row_groups=[piece.group], columns=plan.inputs, use_threads=False)
         self._left: pa.RecordBatch | None = None
 
     def take(self, limit: int) -> pa.RecordBatch:
-        """At most `limit` rows. StopIteration when the group has fewer than its footer said."""
+        """Return at most `limit` rows. Raises StopIteration if the group has fewer than its footer says."""
         batch = self._left if self._left is not None and len(self._left) else next(self._batches)
         self._left = batch.slice(limit)
         self.position += min(limit, len(batch))
@@ -340,7 +326,7 @@ class _OpenGroup:
 
 
 def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.RecordBatch:
-    """Input columns as fields: text as large_binary, numbers as ids in their type."""
+    """Return input columns as fields: text as large_binary, numbers as ids in their type."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     fields = to_fields(columns, plan)
     if id_type == "string":

@@ -12,6 +12,8 @@ from pipeline.core.record import Record
 class CatalogueConfig(Record):
     """What is to be embedded: a table with one row for each text."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"quarantine_rows": 1000, "window_rows": 16_384}
+
     path: str | None = Field(
         None, description="File or folder (file:// or s3://); none: the distinct products of the data input"
     )
@@ -24,10 +26,6 @@ class CatalogueConfig(Record):
     )
     max_bad_fraction: float = Field(
         0.05, ge=0, le=1, description="Share of rows without a usable id or text above which the catalogue is refused"
-    )
-    quarantine_rows: int = Field(1000, ge=1, description="Bad rows kept, with reasons")
-    window_rows: int = Field(
-        16_384, ge=1, le=1_000_000, description="Rows tokenised at a time, and texts sorted by length together"
     )
 
 
@@ -50,23 +48,19 @@ class OutputConfig(Record):
 
 
 class VerifyConfig(Record):
-    """What `trnpipe embed verify` looks at."""
+    """Settings of earlier versions: `trnpipe embed verify` always makes all of its checks."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"ann_queries": ..., "ann_rows": ..., "min_recall": ...}
-
-    serve: Literal["serving", "none"] = Field(
-        "serving",
-        description="serving: verified vectors of the model in production go into registry/<model>/serving.json",
-    )
-    catalogue: bool = Field(True, description="Read the catalogue again and hold its ids and texts against the parts")
-    sample: int = Field(256, ge=0, description="Texts embedded again in fp32 on the CPU; 0: none")
-    min_cosine: float = Field(
-        0.999, ge=-1, le=1, description="Lowest cosine between a stored vector and its recomputation"
-    )
-    norm_tolerance: float = Field(0.01, gt=0, description="Largest distance of a stored vector's length from one")
-    min_drift_cosine: float | None = Field(
-        None, ge=-1, le=1, description="Lowest mean cosine to the previous cycle; none: drift is only told"
-    )
+    retired: ClassVar[Mapping[str, Any]] = {
+        "ann_queries": ...,
+        "ann_rows": ...,
+        "min_recall": ...,
+        "serve": "serving",
+        "catalogue": True,
+        "sample": 256,
+        "min_cosine": 0.999,
+        "norm_tolerance": 0.01,
+        "min_drift_cosine": None,
+    }
 
 
 FRAME = 2
@@ -77,6 +71,8 @@ GRAPH_FIELDS = frozenset({"buckets", "tokens_per_batch", "precision"})
 
 class EmbedConfig(Record):
     """How catalogue texts become vectors."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"tokenise_processes": 0}
 
     buckets: tuple[Annotated[int, Field(ge=8)], ...] = Field(
         (128, 512),
@@ -93,8 +89,8 @@ class EmbedConfig(Record):
         1,
         ge=1,
         le=64,
-        description="Most chunks that a text longer than the model reads is taken apart in, its vector their mean by"
-        " tokens; what is behind them is cut; 1: none, so longer texts are cut or chunked",
+        description="Most chunks into which a text longer than the model reads is split; its vector is their mean,"
+        " weighted by tokens. Text beyond them is cut",
     )
     precision: Literal["fp32", "bf16"] = Field(
         "fp32",
@@ -108,7 +104,6 @@ class EmbedConfig(Record):
     worker: int | None = Field(
         None, ge=0, description="Which of them this is, from 0; none: TRNJOBS_INDEX, or the only one"
     )
-    tokenise_processes: int = Field(0, ge=0, description="Processes that read and tokenise; 0: one per core")
     catalogue: CatalogueConfig = CatalogueConfig()
     output: OutputConfig = OutputConfig()
     verify: VerifyConfig = VerifyConfig()
@@ -122,28 +117,28 @@ class EmbedConfig(Record):
         return self
 
     def batch_tokens(self, default: int) -> int:
-        """Tokens of a batch; `default`: those of its device, Backend.default_tokens."""
+        """Return the tokens of a batch; `default`: those of its device, Backend.default_tokens."""
         return self.tokens_per_batch or max(default, self.buckets[-1])
 
     def chunk_limit(self, max_tokens: int | None, max_positions: int) -> int:
-        """Tokens read at a time: as many as the model has learnt to (when that is known) and a row holds."""
+        """Return the tokens read at a time: as many as the model has learnt to (if known) and a row holds."""
         return min(max_tokens or max_positions, max_positions, self.buckets[-1])
 
     def row_limit(self, max_tokens: int | None, max_positions: int) -> int:
-        """Tokens of the longest row, where the model would read more at a time; else 0."""
+        """Return the tokens of the longest row if the model would read more at a time, else 0."""
         limit = self.chunk_limit(max_tokens, max_positions)
         return limit if limit < min(max_tokens or max_positions, max_positions) else 0
 
     def text_limit(self, max_tokens: int | None, max_positions: int) -> int:
-        """Tokens of a text that are read, in one or several chunks."""
+        """Return the tokens of a text that are read, in one or several chunks."""
         return whole_limit(self.chunk_limit(max_tokens, max_positions), self.chunks)
 
 
 def whole_limit(chunk_tokens: int, chunks: int) -> int:
-    """Tokens of a text that fills `chunks` chunks: each has [CLS] and [SEP] of its own."""
+    """Return the tokens of a text that fills `chunks` chunks: each has [CLS] and [SEP] of its own."""
     return chunks * (chunk_tokens - FRAME) + FRAME
 
 
 def chunk_of(max_tokens: int, chunks: int) -> int:
-    """Tokens of one of the `chunks` chunks that a text of `max_tokens` fills, see whole_limit."""
+    """Return the tokens of one of the `chunks` chunks that a text of `max_tokens` fills, see whole_limit."""
     return (max_tokens - FRAME) // chunks + FRAME

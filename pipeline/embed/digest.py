@@ -34,8 +34,8 @@ class VectorCounts(Record):
 
     embedded: int
     carried: int = Field(description="Vectors taken over from an earlier cycle")
-    new: int | None = Field(description="Ids that the previous cycle had not; none: there was nothing to compare with")
-    gone: int | None = Field(description="Ids of the previous cycle that are not there any more")
+    new: int | None = Field(description="Ids that the cycle had not from which vectors were taken over; none: no such")
+    gone: int | None = Field(description="Ids of that cycle that are not there any more")
 
 
 class VerifyDigest(Record):
@@ -46,13 +46,13 @@ class VerifyDigest(Record):
     passed: bool
     model_digest: str = Field(description="Of the checkpoint that made the vectors")
     vectors_digest: str = Field(description="Of their manifest")
-    previous: str | None = Field(description="The cycle that drift is measured against")
+    previous: str | None = Field(description="The cycle before")
     rows: int
     counts: VectorCounts
-    drift: Histogram | None = Field(description="Cosines between both cycles' vectors of ids in common, a sample")
-    mean_cosine: float | None
-    moved_share: float | None
-    ann_recall: float | None = Field(None, description="Of cycles of earlier versions")
+    drift: Histogram | None = Field(None, description="Of cycles of earlier versions, as are the next three")
+    mean_cosine: float | None = None
+    moved_share: float | None = None
+    ann_recall: float | None = None
     recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
     checks: tuple[Check, ...]
 

@@ -1,6 +1,6 @@
-"""The work of one worker: rows are read here, judged and tokenised in worker processes, embedded, and written in parts.
+"""The work of one worker: rows are read, judged and tokenised in worker processes, embedded, and written in parts.
 
-Texts stream through the device while the next are tokenised and finished parts written.
+Texts stream through the device while the next are tokenised and finished parts are written.
 """
 
 import threading
@@ -24,8 +24,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.catalogue import CatalogueReader, RawWindow, WorkShard
 from pipeline.embed.engine import Embed, EmbedFigures
-from pipeline.embed.finish import too_many_bad
-from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix
+from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix, too_many_bad
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRules, Window, make_window
 from pipeline.embed.vectors import VectorSet
@@ -36,8 +35,8 @@ from pipeline.telemetry.events import EventName
 
 FEED_DEPTH = 2
 """Windows of tokens that wait for the device."""
-FILL_DEPTH = 1
-"""Windows of vectors that wait to be converted."""
+BEHIND_DEPTH = 6
+"""Windows of vectors, and complete parts, that wait to be converted and written."""
 
 MakeWindows = Callable[[TextRules, Iterator[RawWindow]], Generator[Window, None, None]]
 """Runs make_window for each, in order."""
@@ -57,7 +56,7 @@ class Flow:
 
 
 def worker_processes(num_workers: int, stop: StopSignal) -> MakeWindows:
-    """Worker processes, one per core for 0."""
+    """Return what runs make_window in processes, one per core for 0."""
     return partial(
         run_tasks, make_window, num_workers=num_workers, stop=stop, doing="reading the catalogue", in_order=True
     )
@@ -73,7 +72,7 @@ def embed_shards(
 ) -> None:
     """Embed and commit some shards. Raises TrnpipeError; whatever is complete then is committed.
 
-    `embedded` is called in this thread after each window, `written` with each part in the writer's.
+    `embedded` is called in this thread after each window, `written` with each part in the thread that writes.
     """
     last = time.monotonic()
 
@@ -89,19 +88,17 @@ def embed_shards(
         _closed_after(items),
         ThreadPoolExecutor(1, "part-writer") as writer,  # on leaving, also by an error, what was handed over is written
         prefetched(items, FEED_DEPTH) as ready,
-        ThreadPoolExecutor(1, "part-filler") as filler,
     ):
-        line = _Line(ready, write, writer, filler, flow.stop)
+        line = _Line(ready, write, writer, flow.stop)
         for vectors in embed(line.windows()):
             line.fill(vectors)
             embedded()
-            line.settle()
         line.finish()
 
 
 @contextmanager
 def _closed_after(items: Generator[object, None, None]) -> Iterator[None]:
-    """End the reader and its processes on leaving, by then out of the hands of the thread that ran ahead."""
+    """End the reader and its processes on leaving, when the thread that ran ahead has released them."""
     try:
         yield
     finally:
@@ -126,7 +123,7 @@ class Complete:
 
 
 def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete, None, None]:
-    """The texts of all shards in order, `plan.window_rows` at a time, and each part as it is complete.
+    """Yield the texts of all shards in order, `plan.window_rows` at a time, and each part as it is complete.
 
     Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
     """
@@ -142,7 +139,7 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete,
 
 
 def _texts_of(part: OpenPart, windows: Iterator[Window], limit: int) -> Iterator[Texts]:
-    """The texts of one part, `limit` at a time."""
+    """Yield the texts of one part, `limit` at a time."""
     held: list[tuple[Tokens, Int64s]] = []
     room = limit
 
@@ -168,14 +165,11 @@ def _texts_of(part: OpenPart, windows: Iterator[Window], limit: int) -> Iterator
         yield joined()
 
 
-# Finished parts are written behind the device, one at a time; one more may wait.
-
-
 class _Line:
-    """What the device has been given and not yet answered, in order, with complete parts in between.
+    """What the device was given and has not answered, in order, with complete parts in between.
 
-    Vectors are converted in the thread of `filler`, and parts written in that of `writer`: the one that drives the
-    device goes on. The embedder may ask for windows in a thread of its own.
+    Vectors are converted and parts written by one thread behind the one that drives the device. The embedder may ask
+    for windows in a thread of its own.
     """
 
     def __init__(
@@ -183,107 +177,74 @@ class _Line:
         ready: Iterator[Texts | Complete],
         write: Callable[[OpenPart], None],
         writer: ThreadPoolExecutor,
-        filler: ThreadPoolExecutor,
         stop: StopSignal,
     ) -> None:
-        self._ready, self._write, self._writer, self._filler, self._stop = ready, write, writer, filler, stop
-        self._waiting: deque[Texts | Complete] = deque()
-        self._filling: deque[Future[None]] = deque()
-        self._writing: deque[Future[None]] = deque()
-        self._lock = threading.Lock()
+        self._ready, self._write, self._writer, self._stop = ready, write, writer, stop
+        self._waiting, self._behind = deque[Texts | Complete](), deque[Future[None]]()
+        self._lock, self._failed = threading.Lock(), False
 
     def windows(self) -> Iterator[Tokens]:
+        """Yield the texts for the device."""
         for item in self._ready:
             self._stop.raise_if_set("embedding")
-            self._waiting.append(item)
+            with self._lock:
+                self._waiting.append(item)
+                self._write_complete()
             if isinstance(item, Texts):
                 yield item.tokens
-            else:
-                self.settle()
 
     def fill(self, vectors: Float32s) -> None:
-        """Vectors of the first texts that wait. Raises what went wrong with those before them."""
+        """Hand over the vectors of the first texts that wait. Raises what went wrong with those before them."""
         with self._lock:
             first = self._waiting.popleft()
             if not isinstance(first, Texts):
                 raise RuntimeError("the embedder answered more windows than it was given")
-            self._filling.append(self._filler.submit(first.part.fill, first.rows, vectors))
-            _wait_for_all_but(FILL_DEPTH, self._filling)
-
-    def settle(self) -> None:
-        """Hand over the parts that wait for nothing any more. Raises what went wrong with one before them."""
-        with self._lock:
-            while self._waiting and isinstance(first := self._waiting[0], Complete):
-                _wait_for_all_but(0, self._filling)
-                _wait_for_all_but(1, self._writing)
-                before = self._writing[-1] if self._writing else None
-                self._writing.append(self._writer.submit(self._write_after, before, first.part))
-                self._waiting.popleft()
-            if self._writing and self._writing[0].done():
-                _wait_for_all_but(len(self._writing) - 1, self._writing)
+            self._hand_over(partial(first.part.fill, first.rows, vectors))
+            self._write_complete()
 
     def finish(self) -> None:
-        """Until every part is written."""
-        self.settle()
-        _wait_for_all_but(0, self._writing)
+        """Wait until every part is written."""
+        self._wait_for_all_but(0)
         if self._waiting:
             raise RuntimeError("the embedder ended before all windows had their vectors")
 
-    def _write_after(self, before: Future[None] | None, part: OpenPart) -> None:
-        if before is not None:
-            before.result()  # no part is written after one that failed
-        self._write(part)
+    def _write_complete(self) -> None:
+        """Hand over the parts that wait for no vectors."""
+        while self._waiting and isinstance(first := self._waiting[0], Complete):
+            self._hand_over(partial(self._write, first.part))
+            self._waiting.popleft()
+
+    def _hand_over(self, work: Callable[[], None]) -> None:
+        def unless_failed() -> None:
+            if not self._failed:  # nothing is written after what failed
+                try:
+                    work()
+                except BaseException:
+                    self._failed = True
+                    raise
+
+        self._wait_for_all_but(BEHIND_DEPTH)
+        self._behind.append(self._writer.submit(unless_failed))
+
+    def _wait_for_all_but(self, number: int) -> None:
+        """Raise the error of the first that failed. It stays: nothing goes on after it."""
+        while len(self._behind) > number or (self._behind and self._behind[0].done()):
+            self._behind[0].result()
+            self._behind.popleft()
 
 
-def _wait_for_all_but(number: int, running: deque[Future[None]]) -> None:
-    """Raises the error of the first that failed. It stays: nothing goes on after it."""
-    while len(running) > number:
-        running[0].result()
-        running.popleft()
-
-
-# How it goes: lines, events, figures, and an early end when too much of the catalogue is bad.
+# Progress of one worker: lines, events, figures, and an early end when too much of the catalogue is bad.
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-@dataclass(frozen=True)
-class PaceFigures:
-    """`eta_s` is None before anything is done, `usd_per_million` (texts, at this pace) without a price."""
-
-    rows: int
-    total: int
-    texts_per_s: float
-    tokens_per_s: float
-    padding_share: float
-    idle_share: float
-    eta_s: float | None
-    usd_per_million: float | None
-
-    def line(self) -> str:
-        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s | $...`"""
-        eta = () if self.eta_s is None else (f"eta {format_duration(self.eta_s)}",)
-        cost = () if self.usd_per_million is None else (f"${self.usd_per_million:.3g} a million texts",)
-        return " | ".join(
-            (
-                f"embed {format_count(self.rows)}/{format_count(self.total)} rows",
-                f"{format_count(self.texts_per_s)} texts/s",
-                f"{format_count(self.tokens_per_s)} tokens/s",
-                f"padding {format_share(self.padding_share)}",
-                f"idle {format_share(self.idle_share)}",
-                *eta,
-                *cost,
-            )
-        )
-
-
 class EmbedWatch:
-    """Adds up what one worker does, and says so. `parts` are those finished by this run.
+    """Adds up and reports what one worker does. `parts`: those finished by this run.
 
     Args:
         total: rows of the worker's share.
         done: of them finished by an earlier attempt.
-        price_usd_per_hour: of the machine's part that this worker has; None when nobody knows.
+        price_usd_per_hour: of the machine's part that this worker has; None if unknown.
     """
 
     def __init__(
@@ -298,22 +259,22 @@ class EmbedWatch:
         max_bad_fraction: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._ctx, self._plan, self._device = ctx, plan, device
+        self._ctx, self._plan, self._device, self._clock = ctx, plan, device, clock
         self._total, self._done, self._price = total, done, price_usd_per_hour
         self._max_bad_fraction, self._reasons = max_bad_fraction, Counter[str]()
-        self._clock = clock
         self._started = self._last_line_s = clock()
         self._passed = 0  # rows that needed no device: taken over, bad, or left out by the filter
         self.parts = 0
 
     def embedded(self) -> None:
+        """Print a line now and then."""
         now = self._clock()
         if now - self._last_line_s >= SECONDS_BETWEEN_LINES:
             self._last_line_s = now
-            self._ctx.console.info(self.read().line())
+            self._ctx.console.info(self.line())
 
     def written(self, record: PartRecord) -> None:
-        """Raises DataError once more rows are bad than the whole catalogue may have."""
+        """Record a part. Raises DataError once more rows are bad than the whole catalogue may have."""
         self.parts += 1
         self._passed += self._plan.shards[record.index].rows - record.counts.embedded
         self._ctx.events.emit(
@@ -325,42 +286,45 @@ class EmbedWatch:
             place = self._ctx.workspace.uri(records_prefix(self._plan))
             raise too_many_bad(bad, rows, self._reasons, self._max_bad_fraction, place)
 
-    def read(self) -> PaceFigures:
-        """Figures since the start."""
-        device, seconds = self._device, max(1e-9, self._clock() - self._started)
+    def line(self) -> str:
+        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s | $...`"""
+        device, seconds, cost = self._device, self._seconds(), self._usd_per_million()
         rows = device.texts + self._passed
-        return PaceFigures(
-            rows=self._done + rows,
-            total=self._total,
-            texts_per_s=device.texts / seconds,
-            tokens_per_s=device.tokens / seconds,
-            padding_share=device.padding_share,
-            idle_share=device.idle_share,
-            eta_s=(self._total - self._done - rows) * seconds / rows if rows else None,
-            usd_per_million=None if self._price is None else usd_per_million(self._price, device.texts, seconds),
+        eta = f" | eta {format_duration((self._total - self._done - rows) * seconds / rows)}" if rows else ""
+        return (
+            f"embed {format_count(self._done + rows)}/{format_count(self._total)} rows"
+            f" | {format_count(device.texts / seconds)} texts/s | {format_count(device.tokens / seconds)} tokens/s"
+            f" | padding {format_share(device.padding_share)} | idle {format_share(device.idle_share)}{eta}"
+            + ("" if cost is None else f" | ${cost:.3g} a million texts")
         )
 
     def finish(self) -> dict[str, Figure]:
-        """The last line; how this run went."""
-        pace = self.read()
-        self._ctx.console.info(pace.line())
-        cost = pace.usd_per_million
+        """Print the last line. Return how this run went."""
+        self._ctx.console.info(self.line())
+        device, seconds, cost = self._device, self._seconds(), self._usd_per_million()
         return {
-            "texts_per_s": round(pace.texts_per_s, 1),
-            "tokens_per_s": round(pace.tokens_per_s, 1),
-            "padding_share": float(f"{pace.padding_share:.4g}"),
-            "idle_share": float(f"{pace.idle_share:.4g}"),
+            "texts_per_s": round(device.texts / seconds, 1),
+            "tokens_per_s": round(device.tokens / seconds, 1),
+            "padding_share": float(f"{device.padding_share:.4g}"),
+            "idle_share": float(f"{device.idle_share:.4g}"),
             "usd_per_million_texts": None if cost is None else float(f"{cost:.4g}"),
         }
 
+    def _seconds(self) -> float:
+        return max(1e-9, self._clock() - self._started)
+
+    def _usd_per_million(self) -> float | None:
+        return None if self._price is None else usd_per_million(self._price, self._device.texts, self._seconds())
+
 
 def share_price(settings: Settings, ctx: StageContext, backend: Backend) -> float | None:
-    """Dollars an hour for what this process has of the machine; None where the price of another one would be told."""
+    """Return dollars an hour for this process's share of the machine.
+
+    None if no price is known, or the configured one is for another kind of machine.
+    """
     given = settings.estimate.price_usd_per_hour
     instance = MACHINES.get(settings.estimate.instance)
     price = price_usd_per_hour(settings.estimate.instance, given)
-    if price is None:
-        return None
-    if backend.is_neuron and instance is not None:
+    if price is not None and backend.is_neuron and instance is not None:
         return price / instance.num_cores
-    return None if given is None else price / ctx.world.local_world_size
+    return None if given is None or price is None else price / ctx.world.local_world_size

@@ -1,45 +1,62 @@
-"""Parts: the rows of one work shard with their vectors, and the record of what became of them."""
+"""Parts: rows of one work shard with their vectors, the record of what became of them, and the end of the cycle.
+
+The worker that finds all parts there looks over all of them and publishes one marker. Several workers may do so at
+once, or again after a kill: all of them write the same bytes.
+"""
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import Field
+from pydantic import Field, JsonValue
 
-from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.errors import NumericError
-from pipeline.data.rows import BadRow, quarantined
+from pipeline import __version__
+from pipeline.context import Figure, StageContext, StageResult
+from pipeline.core.arrays import Float32s, Int64s, UInt64s
+from pipeline.core.errors import DataError, NumericError, TransientError
+from pipeline.core.format import format_bytes, format_duration
+from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
+from pipeline.core.stop import StopSignal
+from pipeline.data.rows import BadRow, quarantine_lines, quarantined
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.carry_over import take_over
+from pipeline.embed.carry_over import RowIndex, index_of, open_earlier, part_and_row, place_of, take_over
 from pipeline.embed.catalogue import ID_TYPES
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import DUPLICATE_ID, Window
 from pipeline.embed.vectors import (
+    KIND,
+    QUARANTINE,
     PartCounts,
+    PartInfo,
     PartRows,
     Stored,
     VectorLayout,
     VectorSet,
+    VectorSetInfo,
     metadata_of,
     part_files,
     shorten_vectors,
     to_stored,
     vectors_prefix,
 )
+from pipeline.io.commit import check_sizes, hash_bytes, read_manifest
 from pipeline.io.parts import Part, Parts
-from pipeline.io.storage import Storage
+from pipeline.io.storage import Storage, join_key, names_in
+from pipeline.telemetry.console import Console
+from pipeline.telemetry.events import EventName
 
 
 @dataclass
 class OpenPart:
-    """Rows of one work shard while the part is made: rows come in as they are read, vectors as the device gives them.
+    """Rows of one work shard while the part is made: rows are added as they are read, vectors as they are computed.
 
     Args:
         room: rows of the shard, of which some may turn out bad.
@@ -59,7 +76,7 @@ class OpenPart:
         self._scale = np.empty(self.room, dtype=np.float32) if self.layout.has_scale else None
 
     def add(self, window: Window) -> tuple[Tokens, Int64s]:
-        """Take rows in; the tokens to embed, and the row of this part that each of their vectors belongs to."""
+        """Add rows. Return the tokens to embed, and the row of this part that each of their vectors belongs to."""
         self.counts["read"] += window.rows.num_read
         self._add_bad(window.rows.bad)
         window = self._without_duplicates(window)
@@ -76,7 +93,7 @@ class OpenPart:
         return window.tokens, target
 
     def fill(self, rows: Int64s, vectors: Float32s) -> None:
-        """Vectors [N, D] of rows [N], cut and converted. Raises NumericError for what is no number."""
+        """Store vectors [N, D] of rows [N], cut and converted. Raises NumericError for NaN or infinity."""
         if not np.isfinite(vectors).all():
             bad = rows[~np.isfinite(vectors).all(axis=1)]
             raise NumericError(
@@ -87,13 +104,13 @@ class OpenPart:
         self._put(rows, *to_stored(shorten_vectors(vectors, self.layout.dim), self.layout))
 
     def carry(self, earlier: VectorSet) -> None:
-        """Take the vectors over that an earlier cycle has."""
+        """Take over the vectors that an earlier cycle has."""
         place = np.concatenate([np.zeros(0, dtype=np.int64), *(window.place for window in self._windows)])
         if len(taken := np.flatnonzero(place >= 0)):
             self._put(taken, *take_over(earlier, place[taken]))
 
     def finished(self) -> PartRows:
-        """All rows, once every vector is in."""
+        """Return all rows, once every vector is in."""
         rows, empty = [window.rows for window in self._windows], np.zeros(0, dtype=np.uint64)
         return PartRows(
             ids=pa.concat_arrays([pa.array([], ID_TYPES[self.layout.id_type]), *(one.ids for one in rows)]),
@@ -115,7 +132,7 @@ class OpenPart:
         self.bad += rows[: self.quarantine_rows - len(self.bad)]
 
     def _without_duplicates(self, window: Window) -> Window:
-        """Rows whose id has not been in this part; the others are bad rows."""
+        """Return the rows whose id is new in this part; the others are bad rows."""
         rows = window.rows
         ids = rows.ids.to_pylist()
         new = set(ids)
@@ -149,7 +166,7 @@ def stem_of(index: int) -> str:
 
 
 def records_prefix(plan: EmbedPlan) -> str:
-    """Records are those of one plan: an earlier one's prove nothing."""
+    """Return the prefix of the records, which names the plan."""
     return f"cycles/{plan.cycle}/embed/parts-{plan.fingerprint[:16]}"
 
 
@@ -191,7 +208,7 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
 
 
 def id_range(ids: pa.Array) -> tuple[str, str]:
-    """Smallest and largest id as text; empty for no ids."""
+    """Return the smallest and the largest id as text; empty for no ids."""
     found = pc.min_max(ids)
     return tuple("" if found[end].as_py() is None else str(found[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
 
@@ -207,3 +224,204 @@ def load_records(storage: Storage, plan: EmbedPlan) -> list[PartRecord]:
         records.append(record.model_copy(update={"quarantined": record.quarantined[:room]}))
         room -= len(records[-1].quarantined)
     return records
+
+
+# Ids that are in more than one part. Within a part they are found as rows are read; this is the look over all.
+
+
+def find_duplicates(
+    hashes: Iterable[UInt64s], ids_of: Callable[[int, Int64s], list[Any]], *, limit: int, stop: StopSignal
+) -> dict[int, Int64s]:
+    """Return the rows, by part, whose id is in an earlier part: the first in the order of the catalogue stays.
+
+    Args:
+        hashes: those of the ids of each part, in order.
+        ids_of: the ids of some rows of a part; called only for rows with equal hashes, which alone prove nothing.
+        limit: if more rows have equal hashes, about so many of them are returned.
+    Memory: 40 bytes a row, and the ids of rows with equal hashes.
+    """
+    every, places = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
+    for part, values in enumerate(hashes):
+        stop.raise_if_set("looking for ids in several parts")
+        every.append(values)
+        places.append(place_of(part, np.arange(len(values), dtype=np.int64)))
+    order = np.argsort(np.concatenate(every), kind="stable")
+    ordered, place = np.concatenate(every)[order], np.concatenate(places)[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=~ordered[:1]))
+    sizes = np.diff(starts, append=len(ordered))
+    sizes[(np.cumsum(sizes - 1) - (sizes - 1)) > limit] = 1
+    parts, rows = part_and_row(place[np.repeat(sizes > 1, np.diff(starts, append=len(ordered)))])
+    names = np.empty(len(parts), dtype=object)
+    for part in np.unique(parts).tolist():
+        chosen = np.flatnonzero(parts == part)
+        chosen = chosen[np.argsort(rows[chosen])]
+        names[chosen] = ids_of(part, rows[chosen])
+    later, seen = np.zeros(len(parts), dtype=np.bool_), set[Any]()
+    for number, name in enumerate(names.tolist()):  # by hash, then by place
+        later[number] = name in seen
+        seen.add(name)
+    return {part: np.sort(rows[later & (parts == part)]) for part in np.unique(parts[later]).tolist()}
+
+
+_TOP_REASONS = 3
+
+
+def finish(
+    workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
+) -> VectorSet:
+    """Publish the manifest over all parts, which must be there.
+
+    Ids in several parts are taken out of the later ones, whose files appear under another name. Raises DataError if
+    too many rows are bad, or none is good.
+    """
+    try:
+        return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)
+    except (DataError, TransientError):
+        manifest = read_manifest(workspace, vectors_prefix(plan.cycle))
+        if manifest is None or manifest.kind != KIND:
+            raise
+        published = VectorSet(workspace, vectors_prefix(plan.cycle), manifest)
+        if published.info.plan != plan.fingerprint:
+            raise
+        return published  # another worker was first, and removed what it had written again while this one read it
+
+
+def _finish(
+    workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
+) -> VectorSet:
+    prefix = vectors_prefix(plan.cycle)
+    records = load_records(workspace, plan)
+    draft = VectorSet(workspace, prefix, _manifest(plan, records, PartCounts(), {}, None))
+    earlier = open_earlier(workspace, plan.carry_from) if plan.carry_from else None
+    limit = int(max_bad_fraction * draft.info.counts.read)
+    bad = [*plan.catalogue.unreadable_sample, *(row for record in records for row in record.quarantined)]
+    dropped = PartCounts()
+    duplicates = find_duplicates(
+        (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
+        draft.ids_at,
+        limit=limit,
+        stop=stop,
+    )
+    for index, rows in duplicates.items():
+        stop.raise_if_set("taking out duplicate ids")
+        file, shown = draft.info.parts[index].files[-1], rows[: max(0, plan.quarantine_rows - len(bad))]
+        for row, name in zip(shown.tolist(), draft.ids_at(index, shown), strict=True):
+            bad.append(QuarantinedRow(file=file, row=row, reason=DUPLICATE_ID, content={"id": name}))
+        dropped += PartCounts(bad=len(rows))
+        if earlier is not None:
+            _, known = RowIndex(index_of(earlier, scratch, stop)).look_up(draft.hashes(index)[0][rows])
+            dropped += PartCounts(known=-int(known.sum()))
+        records[index] = _without(draft, plan, records[index], rows)
+    deleted = None
+    if earlier is not None:
+        deleted = earlier.info.rows - draft.info.counts.known - dropped.known
+    quarantine = quarantine_lines(bad[: plan.quarantine_rows])
+    files = {QUARANTINE: FileRecord(size_bytes=len(quarantine), xxh3_128=hash_bytes(quarantine))}
+    manifest = _manifest(plan, records, dropped, files, deleted)
+    result = VectorSet(workspace, prefix, manifest)
+    counts = result.info.counts
+    if not result.info.rows or counts.bad > max_bad_fraction * counts.read:
+        key = f"cycles/{plan.cycle}/embed/refused.jsonl"
+        workspace.write_bytes(key, quarantine)
+        raise too_many_bad(counts.bad, counts.read, result.info.reasons, max_bad_fraction, workspace.uri(key))
+    workspace.write_bytes(join_key(prefix, QUARANTINE), quarantine)
+    check_sizes(workspace, prefix, manifest)
+    workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())  # or another worker was first
+    # Files of parts that were written again, or that an earlier plan left.
+    superseded = {name for name in names_in(workspace, prefix) if name.startswith("part-")} - manifest.files.keys()
+    workspace.delete(join_key(prefix, name) for name in sorted(superseded))
+    return result
+
+
+def _manifest(
+    plan: EmbedPlan, records: list[PartRecord], dropped: PartCounts, files: dict[str, FileRecord], deleted: int | None
+) -> Manifest:
+    """`dropped`: what to add for rows that were taken out because an earlier part has their id."""
+    reasons = Counter(plan.catalogue.unreadable) + Counter({DUPLICATE_ID: dropped.bad})
+    unreadable = sum(plan.catalogue.unreadable.values())
+    counts = dropped + PartCounts(read=unreadable, bad=unreadable)
+    for record in records:
+        reasons.update(record.reasons)
+    info = VectorSetInfo(
+        cycle=plan.cycle,
+        generation=plan.generation,
+        plan=plan.fingerprint,
+        catalogue=plan.catalogue.digest,
+        model=plan.model,
+        made_by=plan.made_by,
+        layout=plan.layout,
+        rows=sum(record.rows for record in records),
+        counts=sum((record.counts for record in records), counts),
+        reasons=dict(sorted(reasons.items())),
+        carried_from=plan.carry_from.cycle if plan.carry_from else None,
+        deleted=deleted,
+        previous=plan.previous.cycle if plan.previous else None,
+        parts=tuple(
+            PartInfo(files=tuple(record.files), rows=record.rows, id_min=record.id_min, id_max=record.id_max)
+            for record in records
+        ),
+    )
+    fields: dict[str, JsonValue] = info.model_dump(mode="json")
+    for record in records:
+        files = files | record.files
+    return Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
+
+
+def _without(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s) -> PartRecord:
+    """Write a part again without some rows, under another name: the first files stay what their record says."""
+    kept = np.setdiff1d(np.arange(record.rows, dtype=np.int64), rows)
+    vectors, scale = draft.stored(record.index, kept)
+    id_hash, text_hash = draft.hashes(record.index)
+    names = [batch["id"] for batch in draft.columns(record.index, ["id"])]
+    ids = pa.concat_arrays(names).take(kept)
+    part = PartRows(ids, vectors, scale, id_hash[kept], text_hash[kept])
+    files = part_files(plan.layout, f"{stem_of(record.index)}-unique", part, plan.metadata)
+    there: dict[str, FileRecord] = {}
+    for name, data in files.items():
+        draft.storage.write_bytes(draft.key(name), data)
+        there[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
+    low, high = id_range(ids)
+    return record.model_copy(update={"rows": len(kept), "files": there, "id_min": low, "id_max": high})
+
+
+def too_many_bad(bad: int, read: int, reasons: Mapping[str, int], max_bad_fraction: float, sample: str) -> DataError:
+    """Return the error for a catalogue that is refused."""
+    top = Counter(reasons).most_common(_TOP_REASONS)
+    return DataError(
+        f"{bad:,} of {read:,} rows of the catalogue are bad"
+        + (": " + ", ".join(f"{reason} ({count:,})" for reason, count in top) if top else ""),
+        expected=f"at most {max_bad_fraction:.1%} (embed.catalogue.max_bad_fraction), and one good row",
+        next_command=f"look at {sample}; repair the catalogue and embed it in a new cycle, or raise"
+        " --embed.catalogue.max-bad-fraction",
+    )
+
+
+def report_end(ctx: StageContext, vectors: VectorSet, result: StageResult) -> None:
+    """Print and record what became of the whole catalogue."""
+    info, counts = vectors.info, vectors.info.counts
+    if counts.bad:
+        ctx.events.emit(EventName.ROWS_QUARANTINED, rows=counts.bad, reasons=info.reasons)
+    bad = f" | {counts.bad:,} bad: " + ", ".join(f"{name} {n:,}" for name, n in info.reasons.items())
+    deleted = "" if info.deleted is None else f", {info.deleted:,} deleted"
+    chunked = f", {counts.chunked:,} in chunks" if counts.chunked else ""
+    Console().info(  # also where another rank than the first was last
+        f"embed: {info.rows:,} vectors of {info.layout.dim} x {info.layout.dtype} in {len(info.parts)} parts, "
+        f"{format_bytes(vectors.manifest.size_bytes)} | {counts.embedded:,} embedded, {counts.carried:,} carried over"
+        f"{deleted}{bad if counts.bad else ''} | {counts.truncated:,} texts cut{chunked} | "
+        f"{format_duration((result.finished - result.started).total_seconds())} | "
+        f"{ctx.workspace.uri(vectors.prefix)}"
+    )
+
+
+def totals(vectors: VectorSet) -> dict[str, Figure]:
+    """Return the figures of the whole catalogue."""
+    info = vectors.info
+    counts: dict[str, Figure] = {f"rows_{name}": value for name, value in info.counts if name != "tokens"}
+    return {
+        "rows": info.rows,
+        **counts,
+        "rows_deleted": info.deleted,
+        "tokens": info.counts.tokens,
+        "parts": len(info.parts),
+        "size_bytes": vectors.manifest.size_bytes,
+    }

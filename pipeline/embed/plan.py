@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,12 @@ import pyarrow.parquet as pq
 import xxhash
 from pydantic import Field, JsonValue
 
-from pipeline import __version__
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Bools
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint, hash63
-from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
+from pipeline.core.manifest import FileRecord
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
@@ -31,12 +31,12 @@ from pipeline.data.rows import RawBatch, quarantined
 from pipeline.data.sources import open_source, reading_progress
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
-from pipeline.embed.carry_over import EarlierCycle, HashSpill, find_earlier
+from pipeline.embed.carry_over import EarlierCycle, find_earlier
 from pipeline.embed.catalogue import Catalogue, CatalogueColumns, WorkShard, look_at
 from pipeline.embed.config import CatalogueConfig, EmbedConfig
 from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vectors_prefix
 from pipeline.io import atomic
-from pipeline.io.commit import hash_bytes, read_manifest
+from pipeline.io.commit import commit_files, hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, read_record
 from pipeline.registry.checkpoints import incumbent_prefix, key_in, locate
 from pipeline.settings import Settings
@@ -44,17 +44,19 @@ from pipeline.settings import Settings
 # The catalogue that the settings name; what cannot be read by row groups is brought into the workspace once.
 #
 # That is CSV and JSON lines, and, when no catalogue is named, the distinct products of the data input: of rows with the
-# same product id the first one counts. Memory: a file's rows, and a byte for each row of the data input.
+# same product id the first one counts. Memory: a file's rows, and 24 bytes for each row of the data input.
 
 KIND = "catalogue"
 FORMAT_VERSION = 1
 FILE_ROWS = 50_000
 FILE_BYTES = 4 * 2**20
 """About the size of a file: small enough for local storage to name it by its content."""
+WINDOW_ROWS = 16_384
+"""Rows that are tokenised at a time, and texts that are sorted by length together."""
+QUARANTINE_ROWS = 1000
+"""Bad rows that are kept, with reasons."""
 _BATCH_ROWS = 4096
-_ASSUMED_ROWS = 4_000_000
 _SAMPLE_ROWS = 100
-_SPILL = np.dtype([("hash", "<u8"), ("other", "<u8"), ("place", "<i8")])
 _SCHEMA = pa.schema([("id", pa.large_binary()), ("title", pa.large_binary()), ("text", pa.large_binary())])
 COLUMNS = CatalogueColumns(id="id", title="title", text="text")
 """What the columns of a gathered catalogue are called."""
@@ -71,17 +73,15 @@ class GatheredInfo(Record):
 def gather_products(
     config: DataConfig, workspace: Storage, *, scratch: Path, stop: StopSignal
 ) -> tuple[str, GatheredInfo]:
-    """The distinct products of the data input. Raises DataError when it cannot be used."""
+    """Gather the distinct products of the data input. Raises DataError if it cannot be used."""
     source = open_source(config, scratch=scratch, stop=stop)
-    name = fingerprint(
-        {
-            "format": FORMAT_VERSION,
-            "content": [partition.content_id for partition in source.partitions],
-            "columns": config.columns.model_dump(include={"product_id", "title", "text"}),
-            "filter": dict(config.filter),
-            "esci_locale": None,
-        }
-    )
+    content: dict[str, JsonValue] = {
+        "format": FORMAT_VERSION,
+        "content": [partition.content_id for partition in source.partitions],
+        "columns": config.columns.model_dump(include={"product_id", "title", "text"}),
+        "filter": dict(config.filter),
+        "esci_locale": None,
+    }
     files = [file for partition in source.partitions for file in partition.files]
 
     def products() -> Iterator[RawBatch]:
@@ -93,43 +93,35 @@ def gather_products(
                     yield _as_catalogue(batch, "product_id", config.filter)
 
     def distinct() -> Iterator[RawBatch]:
-        is_first = _first_rows(products(), scratch / "embed", source.num_rows(), stop)
-        start = 0
+        is_first, start = _first_rows(products()), 0
         for batch in products():
             keep = is_first[start : start + len(batch.rows)]
             start += len(batch.rows)
             yield replace(batch, columns=batch.columns.filter(pa.array(keep)), rows=batch.rows[keep])
 
-    return _gather(workspace, name, distinct())
+    return _gather(workspace, content, distinct())
 
 
 def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> tuple[str, GatheredInfo]:
-    """All rows of files. Raises DataError for a file without the columns."""
-    name = fingerprint(
-        {
-            "format": FORMAT_VERSION,
-            "content": [[file.key, file.content_id] for file in files.inputs],
-            "columns": columns.model_dump(),
-        }
-    )
-
-    def rows() -> Iterator[RawBatch]:
-        for batch in files.read(lambda uri: partial(columns.plan, file=uri), _BATCH_ROWS, "reading the catalogue"):
-            yield _as_catalogue(batch, "id", columns.filter)
-
-    return _gather(workspace, name, rows())
+    """Gather all rows of files. Raises DataError for a file without the columns."""
+    content: dict[str, JsonValue] = {
+        "format": FORMAT_VERSION,
+        "content": [[file.key, file.content_id] for file in files.inputs],
+        "columns": columns.model_dump(),
+    }
+    batches = files.read(lambda uri: partial(columns.plan, file=uri), _BATCH_ROWS, "reading the catalogue")
+    return _gather(workspace, content, (_as_catalogue(batch, "id", columns.filter) for batch in batches))
 
 
 def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> RawBatch:
-    """Rows with fields id, title, text. A product without an id gets the hash of its title."""
+    """Return rows with fields id, title, text. A product without an id gets the hash of its title."""
     columns, rows = batch.columns, batch.rows
     if wanted:
         keep = filter_mask(columns, wanted)
         columns, rows = columns.filter(pa.array(keep)), rows[keep]
-    nothing = pa.nulls(len(rows), pa.large_binary())
-    title = columns["title"]
-    text = columns["text"] if "text" in columns.schema.names else nothing
-    if id_field in columns.schema.names:
+    names, title = columns.schema.names, columns["title"]
+    text = columns["text"] if "text" in names else pa.nulls(len(rows), pa.large_binary())
+    if id_field in names:
         ids = columns[id_field]
     else:
         hashes = [str(hash63(value.strip())).encode() if value else None for value in title.to_pylist()]
@@ -137,81 +129,64 @@ def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> Raw
     return replace(batch, columns=pa.RecordBatch.from_arrays([ids, title, text], schema=_SCHEMA), rows=rows)
 
 
-def _first_rows(batches: Iterator[RawBatch], folder: Path, num_rows: int | None, stop: StopSignal) -> Bools:
-    """Of every row, whether no row before it has its id. Rows without an id are all kept, to be judged."""
+def _first_rows(batches: Iterator[RawBatch]) -> Bools:
+    """Return for every row whether no row before it has its id. Rows without an id are all kept, to be judged."""
+    found = [np.zeros(0, dtype=np.uint64)]
+    unnamed: list[int] = []
     total = 0
-    with HashSpill(folder, _SPILL, num_rows or _ASSUMED_ROWS) as spill:
-        unnamed: list[int] = []
-        for batch in batches:
-            ids = batch.columns["id"].to_pylist()
-            unnamed += [total + row for row, value in enumerate(ids) if not value]
-            records = np.empty(len(ids), dtype=_SPILL)
-            records["hash"] = [xxhash.xxh3_64_intdigest(value or b"") for value in ids]
-            records["other"] = [xxhash.xxh3_64_intdigest(value or b"", seed=1) for value in ids]
-            records["place"] = np.arange(total, total + len(ids))
-            spill.add(records)
-            total += len(ids)
-        is_first = np.zeros(total, dtype=np.bool_)
-        for records in spill.sorted():
-            stop.raise_if_set("looking for distinct products")
-            order = np.lexsort((records["place"], records["other"], records["hash"]))
-            same = [records[name][order][1:] == records[name][order][:-1] for name in ("hash", "other")]
-            is_new = np.concatenate([[True], ~(same[0] & same[1])])[: len(order)]
-            is_first[records["place"][order][is_new]] = True
+    for batch in batches:
+        ids = batch.columns["id"].to_pylist()
+        unnamed += [total + row for row, value in enumerate(ids) if not value]
+        found.append(np.array([xxhash.xxh3_64_intdigest(value or b"") for value in ids], dtype=np.uint64))
+        total += len(ids)
+    is_first = np.zeros(total, dtype=np.bool_)
+    is_first[np.unique(np.concatenate(found), return_index=True)[1]] = True
     is_first[unnamed] = True
     return is_first
 
 
-def _gather(workspace: Storage, name: str, batches: Iterator[RawBatch]) -> tuple[str, GatheredInfo]:
-    """Write the rows unless they are there: a committed folder of Parquet files with COLUMNS, by its prefix.
+def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator[RawBatch]) -> tuple[str, GatheredInfo]:
+    """Write the rows unless they are there, as a committed folder of Parquet files with COLUMNS. Return its prefix.
 
-    Whoever does it comes to the same files, which are never replaced.
+    Every process writes the same files, which are never replaced.
     """
-    prefix = f"catalogues/{name}"
+    prefix = f"catalogues/{fingerprint(content)}"
     if (there := read_manifest(workspace, prefix)) is not None:
         return prefix, GatheredInfo.model_validate(there.fields)
     files: dict[str, FileRecord] = {}
-    unreadable = Counter[str]()
-    sample: list[QuarantinedRow] = []
+    unreadable, sample = Counter[str](), list[QuarantinedRow]()
     held: list[pa.RecordBatch] = []
     rows = 0
-
-    def put() -> None:
-        name = f"part-{len(files):05d}.parquet"
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_batches(held, _SCHEMA), sink, compression="zstd")
-        data = sink.getvalue().to_pybytes()
-        key = join_key(prefix, name)
-        if not workspace.write_if_absent(key, data) and workspace.read_bytes(key) != data:
-            workspace.write_bytes(key, data)  # of another version
-        files[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
-        held.clear()
-
-    for batch in batches:
-        for bad in batch.bad:
-            unreadable[bad.reason] += bad.count
-        sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])
+    for batch in chain(batches, [None]):
         if held and (
-            sum(map(len, held)) + len(batch.columns) > FILE_ROWS
+            batch is None
+            or sum(map(len, held)) + len(batch.columns) > FILE_ROWS
             or sum(one.nbytes for one in held) + batch.columns.nbytes > FILE_BYTES
         ):
-            put()
-        held.append(batch.columns)
-        rows += len(batch.columns)
-    if held:
-        put()
+            sink = pa.BufferOutputStream()
+            pq.write_table(pa.Table.from_batches(held, _SCHEMA), sink, compression="zstd")
+            name, data = f"part-{len(files):05d}.parquet", sink.getvalue().to_pybytes()
+            key = join_key(prefix, name)
+            if not workspace.write_if_absent(key, data) and workspace.read_bytes(key) != data:
+                workspace.write_bytes(key, data)  # of another version
+            files[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
+            held.clear()
+        if batch is not None:
+            for bad in batch.bad:
+                unreadable[bad.reason] += bad.count
+            sample += quarantined(batch.bad[: _SAMPLE_ROWS - len(sample)])
+            held.append(batch.columns)
+            rows += len(batch.columns)
     info = GatheredInfo(rows=rows, unreadable=dict(sorted(unreadable.items())), sample=tuple(sample))
-    fields = info.model_dump(mode="json")
-    manifest = Manifest(kind=KIND, created_by=f"trnpipe {__version__}", fields=fields, files=files)
-    workspace.write_if_absent(join_key(prefix, MANIFEST_NAME), manifest.to_json())
+    commit_files(workspace, prefix, kind=KIND, fields=info.model_dump(mode="json"), files=files)
     return prefix, info
 
 
 def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext) -> Catalogue:
-    """The files to read; what is no Parquet is brought into the workspace first. Raises DataError."""
+    """Find the files to read; what is not Parquet is brought into the workspace first. Raises DataError."""
     if config.path is None:
         lock = ctx.scratch / "embed" / "gather.lock"
-        # Workers of a machine: one reads the data, the others find its files.
+        # Of the workers of a machine one reads the data, the others find its files.
         with os_errors("writing", f"file://{lock}"), atomic.exclusive(lock, ctx.stop):
             prefix, info = gather_products(data, ctx.workspace, scratch=ctx.scratch, stop=ctx.stop)
     else:
@@ -258,7 +233,7 @@ class EmbedPlan(Record):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the plan; in every part, so that no part of another plan is taken for one of this."""
+        """Name of the plan; in every part, so that no part of another plan is taken for one of this."""
         return fingerprint(self.model_dump(mode="json"))
 
     @cached_property
@@ -267,7 +242,7 @@ class EmbedPlan(Record):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What every part says of itself."""
+        """Metadata of every part."""
         made = {name: str(value) for name, value in self.made_by.items()}
         layout = {"dtype": self.layout.dtype, "dim": str(self.layout.dim)}
         model = {"model": self.model.name, "checkpoint": self.model.place}
@@ -279,7 +254,7 @@ def plan_key(cycle: str) -> str:
 
 
 def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
-    """The plan of a cycle, None before there is one. Raises DataError when it cannot be read."""
+    """Return the plan of a cycle, None before there is one. Raises DataError if it cannot be read."""
     again = _start_over(workspace, cycle)
     return read_record(
         workspace, plan_key(cycle), EmbedPlan, "an embedding plan", "this version of trnpipe embed", next_command=again
@@ -287,14 +262,14 @@ def pinned_plan(workspace: Storage, cycle: str) -> EmbedPlan | None:
 
 
 def pin_plan(workspace: Storage, plan: EmbedPlan) -> EmbedPlan:
-    """Store the plan unless another worker was first; the result is the one that counts."""
+    """Store the plan unless another worker was first. Return the one that counts."""
     workspace.write_if_absent(plan_key(plan.cycle), plan.model_dump_json(indent=1).encode() + b"\n")
     pinned = pinned_plan(workspace, plan.cycle)
     return pinned if pinned is not None else plan
 
 
 def check_asked(plan: EmbedPlan, asked: dict[str, JsonValue], workspace: Storage) -> None:
-    """Raises ConfigError naming the first setting in which this run differs from the cycle's plan."""
+    """Raise ConfigError naming the first setting in which this run differs from the cycle's plan."""
     for name in sorted(plan.asked.keys() | asked.keys()):
         if plan.asked.get(name) != asked.get(name):
             raise ConfigError(
@@ -315,11 +290,12 @@ _DATA_FIELDS = {"path", "format", "columns", "filter", "synthetic"}
 
 
 def asked_for(config: EmbedConfig, data: DataConfig) -> dict[str, JsonValue]:
-    """The settings that decide the work, by name; the data input counts where there is no catalogue."""
+    """Return the settings that decide the work, by name; the data input counts if there is no catalogue."""
     asked: dict[str, JsonValue] = {"embed.checkpoint": config.checkpoint, "embed.precision": config.precision}
     if config.chunks > 1:
         asked["embed.chunks"] = config.chunks
     catalogue = config.catalogue.model_dump(mode="json", exclude={"max_bad_fraction"})
+    catalogue |= CatalogueConfig.retired  # they were settings: plans stay what they are
     asked |= {f"embed.catalogue.{name}": value for name, value in catalogue.items()}
     asked |= {f"embed.output.{name}": value for name, value in config.output.model_dump(mode="json").items()}
     if config.catalogue.path is None:
@@ -343,12 +319,24 @@ def made_with(config: EmbedConfig, checkpoint: Checkpoint) -> dict[str, JsonValu
     return made_by | ({"chunks": config.chunks} if config.chunks > 1 else {})
 
 
+def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint | None]:
+    """Return the plan of the cycle, made if there is none; and the checkpoint if it was opened for that.
+
+    Raises ConfigError if the cycle was begun with other settings, TrnpipeError.
+    """
+    pinned, checkpoint = pinned_plan(ctx.workspace, ctx.cycle), None
+    if pinned is None:
+        made, checkpoint = make_plan(settings, ctx)
+        pinned = pin_plan(ctx.workspace, made)
+        checkpoint = checkpoint if pinned.model == made.model else None
+    check_asked(pinned, asked_for(settings.embed, settings.data), ctx.workspace)
+    return pinned, checkpoint
+
+
 def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint]:
-    """What this cycle embeds, and the checkpoint it does it with. Raises TrnpipeError."""
     config, place = settings.embed, model_place(settings, ctx)
     checkpoint = open_model(place, settings, ctx)
-    model = ModelRef(name=settings.model_name, place=place, digest=checkpoint.digest)
-    width, max_tokens = checkpoint.state.model.encoder.hidden_size, longest_text(settings, checkpoint)
+    width, made_by = checkpoint.state.model.encoder.hidden_size, made_with(config, checkpoint)
     check_dimensions("embed.output.dimensions", config.output.dimensions, width)
     catalogue = find_catalogue(config.catalogue, settings.data, ctx)
     layout = VectorLayout(
@@ -357,43 +345,30 @@ def make_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpo
         dim=config.output.dimensions or width,
         id_type=catalogue.id_type,
     )
-    made_by = made_with(config, checkpoint)
     earlier = find_earlier(ctx.workspace, ctx.cycle, config.output.carry_over, made_by, layout)
     plan = EmbedPlan(
         cycle=ctx.cycle,
         generation=earlier.generation + 1,
         asked=asked_for(config, settings.data),
         catalogue=catalogue,
-        model=model,
+        model=ModelRef(name=settings.model_name, place=place, digest=checkpoint.digest),
         made_by=made_by,
         layout=layout,
-        max_tokens=max_tokens,
+        max_tokens=longest_text(settings, checkpoint),
         rows_per_part=config.output.rows_per_part,
-        window_rows=config.catalogue.window_rows,
-        quarantine_rows=config.catalogue.quarantine_rows,
+        window_rows=WINDOW_ROWS,
+        quarantine_rows=QUARANTINE_ROWS,
         previous=earlier.previous,
         carry_from=earlier.carry_from,
     )
     return plan, checkpoint
 
 
-def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint | None]:
-    """The plan of the cycle, made when there is none; and the checkpoint if it had to be opened for that."""
-    plan = pinned_plan(ctx.workspace, ctx.cycle)
-    if plan is not None:
-        check_asked(plan, asked_for(settings.embed, settings.data), ctx.workspace)
-        return plan, None
-    made, checkpoint = make_plan(settings, ctx)
-    plan = pin_plan(ctx.workspace, made)
-    check_asked(plan, made.asked, ctx.workspace)
-    return plan, checkpoint if plan.model == made.model else None
-
-
 # The checkpoint that embeds: the promoted one, or the one named in the settings; pinned by the plan of the cycle.
 
 
 def model_place(settings: Settings, ctx: StageContext) -> str:
-    """Prefix in the workspace, or URI, of the checkpoint the settings ask for. Raises CheckpointError without one."""
+    """Return the prefix in the workspace, or URI, of the checkpoint that embeds. Raises CheckpointError without one."""
     if settings.embed.checkpoint:
         named = settings.embed.checkpoint.rstrip("/")
         return key_in(ctx.workspace, named) or named
@@ -410,13 +385,13 @@ def model_place(settings: Settings, ctx: StageContext) -> str:
 
 
 def open_model(place: str, settings: Settings, ctx: StageContext) -> Checkpoint:
-    """The checkpoint, every byte verified. Raises CheckpointError."""
+    """Open the checkpoint, every byte verified. Raises CheckpointError."""
     storage, prefix = locate(place, settings, ctx.workspace)
     return open_checkpoint(storage, prefix, ctx.scratch / "embed" / "model")
 
 
 def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Checkpoint:
-    """The checkpoint of the plan. Raises CheckpointError when it is gone or not the same any more."""
+    """Open the checkpoint of the plan. Raises CheckpointError if it is gone or has changed."""
     checkpoint = open_model(model.place, settings, ctx)
     if checkpoint.digest != model.digest:
         raise CheckpointError(
@@ -428,13 +403,13 @@ def open_pinned(model: ModelRef, settings: Settings, ctx: StageContext) -> Check
 
 
 def catalogue_storage(plan: EmbedPlan, settings: Settings, ctx: StageContext) -> Storage:
-    """Where the files of the catalogue lie."""
+    """Open the storage of the catalogue's files."""
     root = plan.catalogue.root
     return open_storage(root, retry=settings.storage, stop=ctx.stop) if root else ctx.workspace
 
 
 def check_lengths(plan: EmbedPlan, settings: Settings, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where today's settings cut texts elsewhere than those with which the plan was made."""
+    """Raise ConfigError if today's settings cut texts elsewhere than those with which the plan was made."""
     found = longest_text(settings, checkpoint)
     if found != plan.max_tokens:
         raise ConfigError(
@@ -446,6 +421,6 @@ def check_lengths(plan: EmbedPlan, settings: Settings, checkpoint: Checkpoint) -
 
 
 def longest_text(settings: Settings, checkpoint: Checkpoint) -> int:
-    """Tokens of a text that the model reads."""
+    """Return the tokens of a text that the model reads."""
     state = checkpoint.state
     return settings.embed.text_limit(state.max_tokens, state.model.max_positions)

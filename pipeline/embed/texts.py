@@ -209,10 +209,10 @@ def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
 
 
 def judge_again(context: tuple[TextRules, int], raw: RawWindow) -> TextRows:
-    """Run in a worker process of verify. Texts of the sample alone come back: their hash is a multiple of the step."""
+    """Judge rows in a worker process of verify. Return the texts of ids whose hash is a multiple of the step."""
     rules, step = context
     rows = judge_rows(rules, raw)
-    chosen = np.flatnonzero(rows.id_hash % np.uint64(step) == 0).tolist() if step else []
+    chosen = np.flatnonzero(rows.id_hash % np.uint64(step) == 0).tolist()
     return replace(rows, texts=[rows.texts[row] for row in chosen])
 
 

@@ -1,14 +1,12 @@
-"""Are committed vectors whole, right and those of their catalogue? Every check reads what is stored, and nothing else.
+"""Checks of committed vectors: whether they are whole, right and those of their catalogue, by what is stored alone.
 
-Files, numbers and ids need the vectors alone; then the catalogue is read again, a sample of it is embedded again, and
-the vectors are compared with the previous cycle's.
+Files, numbers and ids need the vectors alone; then the catalogue is read again, and a sample of it embedded again.
 """
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +17,10 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
-from pipeline.embed.carry_over import RowIndex, index_of, take_over
 from pipeline.embed.catalogue import CatalogueReader, RawWindow
-from pipeline.embed.digest import Check, Histogram, VectorCounts, VerifyDigest
+from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
-from pipeline.embed.finish import find_duplicates
-from pipeline.embed.parts import id_range
+from pipeline.embed.parts import find_duplicates, id_range
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import TextRows, TextRules, cut_tokens, id_hashes
 from pipeline.embed.vectors import VectorSet, from_stored, metadata_of, shorten_vectors
@@ -33,14 +29,18 @@ from pipeline.io.storage import Storage
 
 MAX_NAMED = 3
 """Problems of one check that are named one by one."""
+NORM_TOLERANCE = 0.01
+"""Largest distance of a stored vector's length from one: int8 comes to 0.003."""
+SAMPLE_TEXTS = 256
+"""Texts that are embedded again."""
+MIN_COSINE = 0.999
+"""Lowest cosine between a stored vector and its recomputation: int8 comes to 0.99998."""
 
 
 def digest_of(checks: Sequence[Check], vectors: VectorSet) -> VerifyDigest:
-    """All checks of one cycle's vectors, as others draw them."""
-    found = {check.name: check for check in checks}
-    nothing = skipped("", "")
-    drift, sample = (found.get(name, nothing) for name in ("drift", "sample"))
-    info, common = vectors.info, drift.figures.get("common_ids")
+    """Return all checks of one cycle's vectors as a record for pages."""
+    info = vectors.info
+    sample = next((check for check in checks if check.name == "sample"), None)
     return VerifyDigest(
         cycle=info.cycle,
         passed=all(check.outcome != "fail" for check in checks),
@@ -51,19 +51,16 @@ def digest_of(checks: Sequence[Check], vectors: VectorSet) -> VerifyDigest:
         counts=VectorCounts(
             embedded=info.counts.embedded,
             carried=info.counts.carried,
-            new=None if common is None else info.rows - int(common),
-            gone=None if common is None else int(drift.figures["gone_ids"]),
+            new=None if info.carried_from is None else info.rows - info.counts.known,
+            gone=info.deleted,
         ),
-        drift=drift.histogram,
-        mean_cosine=drift.figures.get("mean_cosine"),
-        moved_share=drift.figures.get("moved_share"),
-        recompute_min_cosine=sample.figures.get("min_cosine"),
+        recompute_min_cosine=sample.figures.get("min_cosine") if sample else None,
         checks=tuple(checks),
     )
 
 
 def judge(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> Check:
-    """A failure that names the first problems, else a pass that says what was looked at. JSON has no NaN."""
+    """Return a failure that names the first problems, else a pass that says what was checked. JSON has no NaN."""
     kept = {one: value for one, value in (figures or {}).items() if math.isfinite(value)}
     if not problems:
         return Check(name=name, outcome="pass", seen=seen, figures=kept)
@@ -76,7 +73,7 @@ def skipped(name: str, reason: str) -> Check:
 
 
 def run_check(name: str, check: Callable[[], Check]) -> Check:
-    """A part that cannot be read fails the check that needed it, not all the others."""
+    """Make a check. A part that cannot be read fails the check that needed it, not the others."""
     try:
         return check()
     except DataError as error:
@@ -89,13 +86,13 @@ _MAX_DUPLICATES = 1000
 
 
 def check_files(vectors: VectorSet) -> Check:
-    """Sizes and checksums of every file, by reading all bytes."""
+    """Check sizes and checksums of every file, by reading all bytes."""
     found = verify_dir(vectors.storage, vectors.prefix, deep=True)
     return judge("files", [], f"{len(found.files)} files, {format_bytes(found.size_bytes)}, every byte as written")
 
 
-def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -> Check:
-    """Schema and metadata, rows, ids with their hashes and ranges; finite vectors of length one."""
+def check_numbers(vectors: VectorSet, stop: StopSignal) -> Check:
+    """Check schema and metadata, rows, ids with their hashes and ranges; finite vectors of length one."""
     problems: list[str] = []
     worst, differ, texts_differ = 0.0, False, False
     first: tuple[Float32s, UInt64s] | None = None
@@ -119,7 +116,7 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
                 with np.errstate(invalid="ignore"):
                     distance = np.nan_to_num(np.abs(np.linalg.norm(values.astype(np.float64), axis=1) - 1.0))
                 worst = max(worst, float(distance.max(initial=0.0)))
-                infinite, far = ~np.isfinite(values).all(axis=1), distance > norm_tolerance
+                infinite, far = ~np.isfinite(values).all(axis=1), distance > NORM_TOLERANCE
                 for bad, what in ((infinite, "are not finite"), (far, "are not of length one")):
                     if bad.any():
                         others = int(bad.sum()) - 1
@@ -143,77 +140,16 @@ def check_numbers(vectors: VectorSet, norm_tolerance: float, stop: StopSignal) -
     return judge("numbers", problems, seen, {"max_norm_distance": worst})
 
 
-def check_unique(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Check:
-    """No id is in two rows, of one part or of several."""
-    problems: list[str] = []
-    parts = range(len(vectors.info.parts))
-    for part in parts:
-        hashes = vectors.hashes(part)[0]
-        if len(np.unique(hashes)) != len(hashes):
-            problems.append(f"{vectors.info.parts[part].files[-1]} has an id twice")
-    found = find_duplicates(
-        (vectors.hashes(part)[0] for part in parts),
-        vectors.ids_at,
-        folder=scratch / "embed",
-        expected=vectors.info.rows,
-        limit=_MAX_DUPLICATES,
-        stop=stop,
-    )
-    for part, rows in found.items():
-        name = vectors.ids_at(part, rows[:1])[0]
-        problems.append(f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are there before, such as {name!r}")
+def check_unique(vectors: VectorSet, stop: StopSignal) -> Check:
+    """Check that no id is in two rows, of one part or of several."""
+    hashes = (vectors.hashes(part)[0] for part in range(len(vectors.info.parts)))
+    found = find_duplicates(hashes, vectors.ids_at, limit=_MAX_DUPLICATES, stop=stop)
+    problems = [
+        f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are there before, such as"
+        f" {vectors.ids_at(part, rows[:1])[0]!r}"
+        for part, rows in found.items()
+    ]
     return judge("unique", problems, f"{vectors.info.rows:,} ids, each once")
-
-
-# How vectors have moved since an earlier cycle.
-
-SAMPLE_ROWS = 100_000
-"""Common rows whose vectors are compared; which ids are common is looked up for all."""
-_SAME = 0.9999
-EDGES = tuple(round(-1 + edge / 50, 2) for edge in range(101))
-"""Of the histogram of cosines."""
-
-
-def check_drift(
-    vectors: VectorSet, previous: VectorSet, scratch: Path, min_cosine: float | None, stop: StopSignal
-) -> Check:
-    """Ids in common with an earlier cycle, the mean cosine of their vectors, and the share of those that moved."""
-    name = previous.info.cycle
-    if previous.layout.dim != vectors.layout.dim:
-        return skipped("drift", f"cycle {name} has {previous.layout.dim} dimensions, this one {vectors.layout.dim}")
-    index = RowIndex(index_of(previous, scratch, stop))
-    step = np.uint64(max(1, vectors.info.rows // SAMPLE_ROWS))
-    common = 0
-    cosines: list[Float32s] = []
-    with progress("comparing with the previous cycle", vectors.info.rows, "rows") as advance:
-        for part in range(len(vectors.info.parts)):
-            stop.raise_if_set("comparing with the previous cycle")
-            hashes = vectors.hashes(part)[0]
-            place, known = index.look_up(hashes)
-            common += int(known.sum())
-            rows = np.flatnonzero(known & (hashes % step == 0))
-            ours, theirs = from_stored(*vectors.stored(part, rows)), from_stored(*take_over(previous, place[rows]))
-            cosines.append(cosine(ours, theirs))
-            advance(len(hashes))
-    found = np.concatenate(cosines)
-    added, gone = vectors.info.rows - common, previous.info.rows - common
-    ids = f"{common:,} ids in common with cycle {name}, {added:,} new, {gone:,} gone"
-    figures = {"common_ids": float(common), "gone_ids": float(gone)}
-    if not len(found):
-        return judge("drift", [], ids, figures)
-    mean, moved = float(found.mean()), float((found < _SAME).mean())
-    seen = f"{ids}; mean cosine {mean:.4f}, {moved:.1%} of the vectors moved"
-    too_far = [f"{seen}; expected at least {min_cosine}"] if min_cosine is not None and mean < min_cosine else []
-    check = judge("drift", too_far, seen, figures | {"mean_cosine": mean, "moved_share": moved})
-    counts = tuple(np.histogram(found, EDGES)[0].tolist())
-    return check.model_copy(update={"histogram": Histogram(edges=EDGES, counts=counts)})
-
-
-def cosine(left: Float32s, right: Float32s) -> Float32s:
-    """Of two vectors in each row [N, D]."""
-    lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-    found: Float32s = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-12)).astype(np.float32)
-    return found.clip(-1.0, 1.0)
 
 
 # The catalogue read again: every id with its text is in its part, in order, and nothing else is.
@@ -233,10 +169,13 @@ JudgeWindows = Callable[[tuple[TextRules, int], Iterator[RawWindow]], Generator[
 
 
 def check_catalogue(
-    vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, *, sample: int, judged: JudgeWindows
+    vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, *, judged: JudgeWindows
 ) -> tuple[Check, list[Picked]]:
-    """Hold the parts against the catalogue; also about `sample` of its texts. Raises DataError when it has changed."""
-    step = max(1, vectors.info.rows // sample) if sample else 0
+    """Hold the parts against the catalogue. Return about SAMPLE_TEXTS of its texts, too.
+
+    Raises DataError if the catalogue has changed.
+    """
+    step = max(1, vectors.info.rows // SAMPLE_TEXTS)
     rules = TextRules(b"", plan.max_tokens, plan.layout.id_type, tuple(plan.catalogue.columns.filter.items()))
     bad = read = sum(plan.catalogue.unreadable.values())
     missing, problems, picked = [np.zeros(0, dtype=np.uint64)], list[str](), list[Picked]()
@@ -253,7 +192,7 @@ def check_catalogue(
                 bad += len(rows.bad)
                 id_hash.append(rows.id_hash)
                 text_hash.append(rows.text_hash)
-                chosen = rows.id_hash[rows.id_hash % np.uint64(step) == 0] if step else ()
+                chosen = rows.id_hash[rows.id_hash % np.uint64(step) == 0]
                 for one, text in zip(map(int, chosen), rows.texts, strict=True):
                     of_shard.setdefault(one, Picked(shard.index, one, text))
                 if rows.is_last:
@@ -284,7 +223,7 @@ def check_catalogue(
     if (read, bad) != (counts.read, counts.bad):
         problems.append(f"{read:,} rows read and {bad:,} bad, the manifest says {counts.read:,} and {counts.bad:,}")
     seen = f"{read - bad:,} ids with their texts, {bad:,} bad rows, as in the catalogue"
-    return judge("catalogue", problems, seen), picked[: 2 * sample]
+    return judge("catalogue", problems, seen), picked[: 2 * SAMPLE_TEXTS]
 
 
 # Stored vectors against the same texts embedded again, in fp32 on the CPU, whatever device made them.
@@ -300,26 +239,27 @@ def check_sample(
     *,
     prefix: str,
     max_tokens: int,
-    min_cosine: float,
 ) -> Check:
-    """The smallest cosine between a stored vector and the one made now."""
+    """Check the smallest cosine between a stored vector and the one computed now."""
     there: list[Picked] = []
     stored = []
     for part in sorted({one.part for one in picked}):
         hashes = vectors.hashes(part)[0]
-        mine = {one.id_hash: one for one in picked if one.part == part}
-        rows = np.flatnonzero(np.isin(hashes, np.array(list(mine), dtype=np.uint64)))
-        there += [mine[one] for one in hashes[rows].tolist()]
+        of_part = {one.id_hash: one for one in picked if one.part == part}
+        rows = np.flatnonzero(np.isin(hashes, np.array(list(of_part), dtype=np.uint64)))
+        there += [of_part[one] for one in hashes[rows].tolist()]
         stored.append(from_stored(*vectors.stored(part, rows)))
     if not there:
         return skipped("sample", "no text was picked")
     tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in there]), max_tokens, tokenizer.sep_id)
     fresh = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
-    cosines = cosine(shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored))
+    fresh, found = shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored)
+    lengths = np.linalg.norm(fresh, axis=1) * np.linalg.norm(found, axis=1)
+    cosines = ((fresh * found).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)
     least = int(cosines.argmin())
     seen = f"{len(there)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"
     problems = [
         f"the vector of {there[row].text[:60]!r} has cosine {cosines[row]:.4f} to its recomputation"
-        for row in np.flatnonzero(~(cosines >= min_cosine)).tolist()
+        for row in np.flatnonzero(~(cosines >= MIN_COSINE)).tolist()
     ]
     return judge("sample", problems, seen, {"min_cosine": float(cosines[least])})

@@ -1,7 +1,7 @@
 """Simple tools on the holdout of an evaluation, scored once for the same data, by rank 0 when the models are done.
 
 Their scores lie under `baselines/` in the workspace, below a key of all that decides them: another candidate, another
-try and another cycle on the same data find them there.
+attempt and another cycle on the same data find them there.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,6 @@ from pipeline.core.shuffle import permute, stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_sets import TokenSetInfo, open_rows
-from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.labels import best_threshold
@@ -36,6 +35,105 @@ from pipeline.io.commit import read_manifest
 from pipeline.retrieval.bm25 import K1, WORDS, B, Bm25, nothing_found
 from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight
 
+VERSION = 1
+"""Of what the baselines do; a higher one scores them again."""
+BM25, BOOSTING = "BM25", "boosting"
+
+
+@dataclass(frozen=True)
+class ScoredBaseline:
+    """One baseline: its figures, what the gate compares, and of BM25 the lists of all queries."""
+
+    report: BaselineReport
+    baseline: Baseline
+    ranked: Ranked | None = None
+
+
+def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextManager[None]]) -> list[ScoredBaseline]:
+    """Find or score the baselines that are asked for. Raises DataError if stored ones cannot be read, Preempted."""
+    config = search.settings.evaluate
+    scored = []
+    if config.baselines.bm25 and config.retrieval.enabled:
+        with timed("bm25"):
+            scored.append(_score_bm25(search, search.task))
+    if config.baselines.boosting:
+        with timed("boosting"):
+            scored.append(_score_boosting(search))
+    return scored
+
+
+def _key(search: ModelSearch, name: str, decides: dict[str, Json]) -> str:
+    mark = fingerprint({"version": VERSION, **decides})[:16]
+    return f"baselines/{search.settings.data.name}/{name}-{mark}"
+
+
+# Search with words, and what search with a model is worth when it is fused with that.
+
+
+def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
+    """Find the best k items of every query of the task by BM25, in this process alone. Raises Preempted."""
+
+    def texts() -> Iterator[str]:
+        for part in task.texts():
+            stop.raise_if_set("indexing words of the catalogue")
+            advance(len(part))
+            yield from part
+
+    def count(row: int, scores: Float64s) -> None:
+        stop.raise_if_set("searching words of the catalogue")
+        advance(1)
+
+    with progress("indexing words of the catalogue", task.num_items, "items") as advance:
+        index = Bm25(texts())
+    queries = [text for one in task.asked for text in one.texts]
+    with progress("searching words of the catalogue", len(queries), "queries") as advance:
+        scores, items = index.search(queries, k, count)
+    return Ranked(items, scores)
+
+
+def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
+    if isinstance(task, str):
+        return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
+    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B, "words": WORDS})
+    if read_manifest(search.ctx.workspace, key) is None:
+        found = search.save(task, key, lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop))
+    else:
+        found = search.load(task, key)
+    weak = ""
+    if found.ranked is not None:
+        first = found.ranked.items[: len(task.queries.ids), 0]
+        weak = nothing_found(int((first < 0).sum()), len(first), "item")
+        if weak:
+            search.warn(f"BM25 finds nothing: {weak}")
+    report = BaselineReport(name="bm25", scores=key, retrieval=found.report, weak=weak)
+    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query, weak=weak), found.ranked)
+
+
+def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | None) -> tuple[HybridReport, ...]:
+    """Measure search of a model, whose lists are `vectors`, fused with that of BM25: by ranks, and by weight.
+
+    The weight is chosen by nDCG on the queries for tuning alone, which are not judged.
+    """
+    words, task, metrics = next((one.ranked for one in scored if one.ranked), None), search.task, search.metrics
+    if words is None or vectors is None or isinstance(task, str):
+        return ()
+    judged, tuning = len(task.queries.ids), task.tuning
+    ours, theirs = vectors.part(0, judged), words.part(0, judged)
+    ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(ours, theirs), metrics)[1])
+    if tuning is None:
+        reason = "no weight was chosen: there is no query of a valid split to choose it from"
+        return ranked, HybridReport(name="weighted", missing=reason)
+
+    def quality(items: Int64s) -> float:
+        per_query, _ = retrieval_report(tuning.ids, items, tuning.judged, metrics)
+        return float(np.nanmean(per_query.values[search.ndcg]))
+
+    end = judged + len(tuning.ids)
+    weight = best_weight(vectors.part(judged, end), words.part(judged, end), quality)
+    report = task.report(by_weight(ours, theirs, weight), metrics)[1]
+    return ranked, HybridReport(name="weighted", weight=weight, valid_queries=len(tuning.ids), retrieval=report)
+
+
 # Gradient boosting on the numeric features of prepared rows (the lexical ones, and those of the data): what a model
 # must beat to be worth an encoder.
 #
@@ -46,24 +144,25 @@ from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight
 # One thread: two take 4 times as long where another process has the second core, and give the same trees.
 
 SEED = 1
+MAX_ROWS = 200_000
+"""Rows of the train split it is fitted on at most, chosen evenly."""
 KEPT = ("sample_id", "query_id", "label", "gain")
 PROBABILITIES = "probabilities"
-_ROUNDS, _ROUNDS_AT_ONCE = 100, 25  # a fit cannot be interrupted; one that goes on gives the same trees
+_ROUNDS, _ROUNDS_AT_ONCE = 100, 25  # a fit cannot be interrupted; one that continues gives the same trees
 _BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
 class Boosting:
-    """A fitted model, and which of K labels its columns are."""
+    """A fitted model, which of K labels its columns are, and the number of rows it was fitted on."""
 
     model: Any
     labels: Int64s
     num_labels: int
     num_rows: int
-    """It was fitted on."""
 
     def score(self, holdout: Holdout, stop: StopSignal) -> Arrays:
-        """Arrays of the rows that are scored, by ascending sample_id: KEPT and probabilities float32 [N, K]."""
+        """Score the rows of a holdout: KEPT and probabilities float32 [N, K], by ascending sample_id."""
         parts: list[Arrays] = []
         with _one_thread(), progress("scoring with gradient boosting", holdout.order.total, "rows") as advance:
             for arrays in holdout.blocks((*KEPT, "numeric")):
@@ -76,7 +175,7 @@ class Boosting:
 
 
 def to_rows(arrays: Arrays, info: TokenSetInfo) -> ScoredRows:
-    """What `score` gave, as metrics read it. `info`: of the data."""
+    """Convert the arrays of `score` to what metrics read. `info`: of the data."""
     return ScoredRows(
         arrays["query_id"].astype(np.int64),
         arrays["label"].astype(np.int64),
@@ -88,16 +187,26 @@ def to_rows(arrays: Arrays, info: TokenSetInfo) -> ScoredRows:
 
 
 def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> Boosting | str:
-    """Fit on at most `max_rows` rows, the same ones each time; or why that cannot be. Raises Preempted."""
+    """Fit on at most `max_rows` rows, the same ones each time; or return why that is impossible. Raises Preempted."""
     try:
         from sklearn.ensemble import HistGradientBoostingClassifier
     except ImportError as error:
         return f"scikit-learn cannot be imported ({error}): {install_command('sklearn')}"
-    rows = _some_rows(train, max_rows, stop)
-    if not rows or not rows["numeric"].shape[1]:
-        return "prepared rows have no numeric feature (data.lexical, data.numeric)" if rows else "no row of split train"
-    labelled = rows["label"] >= 0
-    features, label = rows["numeric"][labelled], rows["label"][labelled]
+    total = sum(train.sizes)
+    chosen = np.arange(total, dtype=np.int64)
+    if total > max_rows:
+        chosen = np.sort(permute(chosen[:max_rows], total, stream_key(SEED)))
+    parts: list[Arrays] = []
+    for start in range(0, len(chosen), _BLOCK_ROWS):
+        stop.raise_if_set("reading rows for gradient boosting")
+        bucket, numbers = locate(train.sizes, chosen[start : start + _BLOCK_ROWS])
+        parts.append(train.read(bucket, numbers, len(train.sizes) - 1, ("numeric", "label")))
+    if not parts:
+        return "no row of split train"
+    features, label = (np.concatenate([part[name] for part in parts]) for name in ("numeric", "label"))
+    if not features.shape[1]:
+        return "prepared rows have no numeric feature (data.lexical, data.numeric)"
+    features, label = features[label >= 0], label[label >= 0]
     if len(np.unique(label)) < 2:
         return "the train split has rows of fewer than two labels"
     model = HistGradientBoostingClassifier(early_stopping=False, warm_start=True, random_state=SEED)
@@ -116,142 +225,18 @@ def _one_thread() -> AbstractContextManager[object]:
     return limits
 
 
-def _some_rows(train: TokenRows, max_rows: int, stop: StopSignal) -> Arrays:
-    """`numeric` [n, F] and `label` [n] of at most `max_rows` rows; nothing when there are none."""
-    total = sum(train.sizes)
-    chosen = np.arange(total, dtype=np.int64)
-    if total > max_rows:
-        chosen = np.sort(permute(chosen[:max_rows], total, stream_key(SEED)))
-    parts: list[Arrays] = []
-    for start in range(0, len(chosen), _BLOCK_ROWS):
-        stop.raise_if_set("reading rows for gradient boosting")
-        bucket, numbers = locate(train.sizes, chosen[start : start + _BLOCK_ROWS])
-        parts.append(train.read(bucket, numbers, len(train.sizes) - 1, ("numeric", "label")))
-    return {name: np.concatenate([part[name] for part in parts]) for name in ("numeric", "label")} if parts else {}
-
-
-# Search with words, and what search with a model is worth when it is fused with that.
-
-
-def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
-    """The best k of the catalogue for every query by BM25, in this process alone, with its scores. Raises Preempted."""
-
-    def texts() -> Iterator[str]:
-        for part in task.texts():
-            stop.raise_if_set("indexing words of the catalogue")
-            advance(len(part))
-            yield from part
-
-    with progress("indexing words of the catalogue", task.num_items, "items") as advance:
-        index = Bm25(texts())
-    queries = task.queries.texts + ([] if isinstance(task.tuning, str) else task.tuning.texts)
-
-    def count(row: int, scores: Float64s) -> None:
-        stop.raise_if_set("searching words of the catalogue")
-        advance(1)
-
-    with progress("searching words of the catalogue", len(queries), "queries") as advance:
-        scores, items = index.search(queries, k, count)
-    return Ranked(items, scores)
-
-
-def hybrid_reports(
-    task: RetrievalTask, vectors: Ranked, words: Ranked, metrics: MetricsConfig
-) -> tuple[HybridReport, ...]:
-    """By ranks, and by weight. The weight is chosen by nDCG on the queries for tuning alone, which are not judged.
-
-    `vectors` and `words`: lists of all queries of the task.
-    """
-    judged = len(task.queries.ids)
-    ours, theirs = vectors.part(0, judged), words.part(0, judged)
-    ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(ours, theirs), metrics)[1])
-    tuning = task.tuning
-    if isinstance(tuning, str):
-        return ranked, HybridReport(name="weighted", missing=f"no weight was chosen: {tuning}")
-    at = max((k for k in metrics.retrieval_at if k <= 10), default=min(metrics.retrieval_at))
-
-    def quality(items: Int64s) -> float:
-        per_query, _ = retrieval_report(tuning.ids, items, tuning.judged, metrics)
-        return float(np.nanmean(per_query.values[f"{RETRIEVAL}ndcg@{at}"]))
-
-    end = judged + len(tuning.ids)
-    weight = best_weight(vectors.part(judged, end), words.part(judged, end), quality)
-    weighted = HybridReport(
-        name="weighted",
-        weight=weight,
-        valid_queries=len(tuning.ids),
-        retrieval=task.report(by_weight(ours, theirs, weight), metrics)[1],
-    )
-    return ranked, weighted
-
-
-VERSION = 1
-"""Of what the baselines do; a higher one scores them again."""
-BM25, BOOSTING = "BM25", "boosting"
-_KIND = "boosting"
-
-
-@dataclass(frozen=True)
-class ScoredBaseline:
-    """One baseline: its figures, what the gate compares, and of BM25 the lists of all queries."""
-
-    report: BaselineReport
-    baseline: Baseline
-    ranked: Ranked | None = None
-
-
-def score_baselines(search: ModelSearch, timed: Callable[[str], AbstractContextManager[None]]) -> list[ScoredBaseline]:
-    """All that are asked for, found or made now. Raises DataError for saved ones that cannot be read, Preempted."""
-    config = search.settings.evaluate
-    found = []
-    if config.baselines.bm25 and config.retrieval.enabled:
-        with timed("bm25"):
-            found.append(_score_bm25(search, search.task))
-    if config.baselines.boosting:
-        with timed("boosting"):
-            found.append(_score_boosting(search, search.holdout, search.valid))
-    return found
-
-
-def fuse(search: ModelSearch, scored: list[ScoredBaseline], ranked: Ranked | None) -> tuple[HybridReport, ...]:
-    """Search of one model, whose lists are `ranked`, fused with that of BM25."""
-    words, task = next((one.ranked for one in scored if one.ranked), None), search.task
-    if not search.settings.evaluate.baselines.hybrid or not words or not ranked or isinstance(task, str):
-        return ()
-    return hybrid_reports(task, ranked, words, search.metrics)
-
-
-def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
-    if isinstance(task, str):
-        return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-    key = _key(search, "bm25", {**search.decides, "k1": K1, "b": B, "words": WORDS})
-    if read_manifest(search.ctx.workspace, key) is None:
-        lists = lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop)
-        found = search.save(task, key, lists)
-    else:
-        found = search.load(task, key)
-    weak = ""
-    if found.ranked is not None:
-        judged = len(task.queries.ids)
-        weak = nothing_found(int((found.ranked.items[:judged, 0] < 0).sum()), judged, "item")
-        if weak:
-            search.warn(f"BM25 finds nothing: {weak}")
-    report = BaselineReport(name="bm25", scores=key, retrieval=found.report, weak=weak)
-    return ScoredBaseline(report, Baseline(BM25, retrieval=found.per_query, weak=weak), found.ranked)
-
-
-def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str) -> ScoredBaseline:
-    config, ctx, info = search.settings.evaluate, search.ctx, holdout.sets[0].info
+def _score_boosting(search: ModelSearch) -> ScoredBaseline:
+    holdout, valid, ctx, info = search.holdout, search.valid, search.ctx, search.holdout.sets[0].info
     decides: dict[str, Json] = {
         "data": [one.info.fingerprint for one in search.sets],
         "holdout": holdout.name,
         "valid": valid if isinstance(valid, str) else valid.name,
-        "rows": config.baselines.boosting_rows,
+        "rows": MAX_ROWS,
     }
     key = _key(search, "boosting", decides)
     if read_manifest(ctx.workspace, key) is None:
         train = open_rows(ctx.workspace, search.sets, "train", ctx.scratch / "tokens")
-        fitted = fit(train, len(info.labels), config.baselines.boosting_rows, ctx.stop)
+        fitted = fit(train, len(info.labels), MAX_ROWS, ctx.stop)
         if isinstance(fitted, str):
             return ScoredBaseline(BaselineReport(name="boosting", missing=fitted), Baseline(BOOSTING, missing=fitted))
         threshold, chosen_on = None, holdout if holdout.split == "valid" else valid
@@ -261,17 +246,12 @@ def _score_boosting(search: ModelSearch, holdout: Holdout, valid: Holdout | str)
             except DataError as error:
                 search.warn(f"no threshold for {BOOSTING}: {error.seen}")
         arrays = fitted.score(holdout, ctx.stop)
-        saved: Mapping[str, JsonValue] = {"threshold": threshold, "fitted_rows": fitted.num_rows}
-        save_arrays(ctx.workspace, key, _KIND, arrays, ctx.scratch, saved)
+        fields: Mapping[str, JsonValue] = {"threshold": threshold, "fitted_rows": fitted.num_rows}
+        save_arrays(ctx.workspace, key, "boosting", arrays, ctx.scratch, fields)
     else:
-        arrays, saved = load_arrays(ctx.workspace, key, _KIND, ctx.scratch / _KIND)
-    rows, chosen = to_rows(arrays, info), saved.get("threshold")
+        arrays, fields = load_arrays(ctx.workspace, key, "boosting", ctx.scratch / "boosting")
+    rows, chosen = to_rows(arrays, info), fields.get("threshold")
     threshold = chosen if isinstance(chosen, float) else None
-    metrics = metric_report(rows, config.metrics, threshold)
+    metrics = metric_report(rows, search.settings.evaluate.metrics, threshold)
     report = BaselineReport(name="boosting", scores=key, metrics=metrics, threshold=threshold)
     return ScoredBaseline(report, Baseline(BOOSTING, rows=rows, threshold=threshold))
-
-
-def _key(search: ModelSearch, name: str, decides: dict[str, Json]) -> str:
-    mark = fingerprint({"version": VERSION, **decides})[:16]
-    return f"baselines/{search.settings.data.name}/{name}-{mark}"

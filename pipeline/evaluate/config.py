@@ -1,14 +1,12 @@
-"""Settings of the evaluate stage: what is scored and reported, the gate, and the comparison of two backends."""
+"""Settings of the evaluate stage: what is scored and reported, the gate, and the comparison of two sides."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from pipeline.core.record import Record
-
-# The names of metrics: what a setting, a report and the gate call them.
 
 Needs = Literal["", "rank", "label"]
 """What follows the word: nothing, `@k`, or `:label`."""
@@ -41,7 +39,7 @@ _BARE_TOO = ("f1", "precision", "recall")
 
 @dataclass(frozen=True)
 class MetricName:
-    """A name taken apart: the word, and the rank or label after it."""
+    """The name of a metric: its word, and the rank or label after it."""
 
     text: str
     word: str
@@ -58,7 +56,7 @@ class MetricName:
 
     @classmethod
     def parse(cls, text: str) -> "MetricName":
-        """Take a name apart. Raises ValueError for one that no metric has."""
+        """Parse a name. Raises ValueError if no metric has it."""
         head, colon, label = text.partition(":")  # a label may have an @
         word, at, rank = head.partition("@")
         needs, bare = KINDS.get(word), not at and not colon
@@ -68,37 +66,34 @@ class MetricName:
             return cls(text, word, rank=int(rank))
         if colon and not at and needs == "label" and label:
             return cls(text, word, label=label)
-        names: list[str] = []
-        for known, needs in KINDS.items():
-            names += [known] if not needs or known in _BARE_TOO else []
-            names += [f"{known}@K"] if needs == "rank" else [f"{known}:LABEL"] if needs == "label" else []
-        raise ValueError(f"no metric is called {text!r}; expected one of {', '.join(names)}")
+        forms = {"": "", "rank": "@K", "label": ":LABEL"}
+        names = [f"{known}{forms[needs]}" for known, needs in KINDS.items()]
+        raise ValueError(f"no metric is called {text!r}; expected one of {', '.join([*names, *_BARE_TOO])}")
 
 
-# Settings of the metrics: what is reported. The gate may compare others; it computes what it needs by name.
-
+QUERY_TOKENS = (4, 8, 16)
+"""Slices by query length: the most tokens of each but the last."""
+MAX_LEAK_SHARE = 0.05
+"""Share of holdout queries that were trained on, above which evaluate.leak refuses."""
 Cutoff = Annotated[int, Field(ge=1, le=100_000)]
+RECALL_AT, PRECISION_AT = (1, 10), (1,)
+"""Ranks that are reported; the gate may name others."""
 
 
 class MetricsConfig(Record):
     """What a model is measured by on a holdout."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"recall_at": [1, 10], "precision_at": [1], "ece_bins": 15}
+
     ndcg_at: tuple[Cutoff, ...] = Field((5, 10), description="Ranks k of nDCG@k over the rows of a query")
-    recall_at: tuple[Cutoff, ...] = Field((1, 10), description="Ranks k of recall@k over the rows of a query")
-    precision_at: tuple[Cutoff, ...] = Field((1,), description="Ranks k of precision@k over the rows of a query")
     retrieval_at: tuple[Cutoff, ...] = Field(
         (1, 10, 100),
         min_length=1,
-        description="Ranks k of recall, nDCG and success in retrieval against the whole catalogue, beside those that"
-        " the gate names",
+        description="Ranks k of recall, nDCG and success in retrieval, in addition to those that the gate names",
     )
     relevant_gain: float | None = Field(
         None, gt=0, description="Gain from which a row is relevant to MRR, recall@k and precision@k (null: best label)"
     )
-    ece_bins: int = Field(15, ge=1, le=1000, description="Equal bins of confidence in the calibration error (ECE)")
-
-
-# Settings of the gate: how much worse than the model in production a candidate may be, and how sure one must be.
 
 
 def _of_rows(text: str) -> str:
@@ -113,12 +108,13 @@ Allowed = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 OnBetter = Literal["refuse", "warn", "off"]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 
-
 DROPS: dict[Metric, Allowed] = {"ndcg@10": 0.01, "macro_f1": 0.01, "retrieval_ndcg@10": 0.01}
 
 
 class GateConfig(Record):
     """When a candidate may replace the model in production."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"without_incumbent": "floors"}
 
     floors: dict[Metric, Bound] = Field(
         {}, description="Value each metric must reach, as metric=value; of loss and ece the most it may be"
@@ -157,16 +153,12 @@ class GateConfig(Record):
         " refused, and a first one unless another comparison judges it",
     )
     min_slice_queries: int = Field(50, ge=2, description="Queries below which a slice is shown, but not judged")
-    without_incumbent: Literal["floors", "refuse"] = Field(
-        "floors",
-        description="No model in production yet: judge the first one by floors and baselines, or refuse it",
-    )
     first_without_comparison: bool = Field(
         False, description="Promote a first model that no floor and no baseline could judge, and say so on record"
     )
 
     def drops_for(self, *, searched: bool) -> dict[Metric, Allowed]:
-        """`drops`; where retrieval is not evaluated, the default ones without those of retrieval.
+        """Return `drops`; if retrieval is not evaluated, the default ones without those of retrieval.
 
         Drops that a user set stand as they are: one of retrieval then refuses.
         """
@@ -175,7 +167,7 @@ class GateConfig(Record):
         return {text: allowed for text, allowed in self.drops.items() if not MetricName.parse(text).of_retrieval}
 
     def with_ranks(self, metrics: MetricsConfig) -> MetricsConfig:
-        """`metrics` with the ranks of retrieval that are judged; itself where it has them."""
+        """Return `metrics` with the ranks of retrieval that are judged."""
         names = [*self.floors, *self.drops]
         names += [] if self.baselines == self.first_baselines == "off" else self.baseline_drops
         parsed = [MetricName.parse(text) for text in names]
@@ -185,81 +177,31 @@ class GateConfig(Record):
         return metrics.model_copy(update={"retrieval_at": tuple(sorted(judged.union(metrics.retrieval_at)))})
 
 
-# Settings of parity: what both sides compute, and how far they may be apart.
-
-Share = Annotated[float, Field(ge=0, le=1)]
-LossBar = Annotated[float, Field(ge=0, description="Largest relative difference of the holdout loss at an evaluation")]
-FirstLossBar = Annotated[
-    float, Field(ge=0, description="Largest relative difference of the training loss in the first steps")
-]
-FirstGradientBar = Annotated[
-    float, Field(ge=0, description="Largest relative difference of the gradient norm in the first steps")
-]
-ProbabilityBar = Annotated[Share, Field(description="Largest difference of a class probability")]
-MeanProbabilityBar = Annotated[Share, Field(description="Mean difference of the class probabilities")]
-CorrelationBar = Annotated[
-    float, Field(ge=-1, le=1, description="Least correlation of the scores, by value (Pearson) and rank (Spearman)")
-]
-CosineBar = Annotated[float, Field(ge=-1, le=1, description="Least cosine of a text's embeddings on both sides")]
-OverlapBar = Annotated[Share, Field(description="Least share in common of the first ten, in the mean")]
-
-
-class ParityBars(Record):
-    """Bars between two sides in fp32.
-
-    XLA:CPU and PyTorch's own CPU kernels stay 50 times and more below them (bench/results/parity.json).
-    """
-
-    max_loss_difference: LossBar = 1e-3
-    max_first_loss_difference: FirstLossBar = 1e-4
-    max_first_gradient_difference: FirstGradientBar = 1e-3
-    max_probability_difference: ProbabilityBar = 1e-4
-    mean_probability_difference: MeanProbabilityBar = 1e-5
-    min_correlation: CorrelationBar = 0.99999
-    min_cosine: CosineBar = 0.99999
-    min_overlap: OverlapBar = 0.999
-
-
-class ReducedBars(ParityBars):
-    """Bars when a side computes in bf16 or autocast.
-
-    There is none for the metric: `max_difference` holds for every precision, though training magnifies rounding. In
-    300 steps on PriceRunner, bf16 led to accuracies 0.08 to 0.2 % apart at most; so did fp32 (0.13 %) from weights that
-    were moved once by 0.2 %, the rounding of bf16.
-    """
-
-    max_loss_difference: LossBar = 2e-2
-    max_first_loss_difference: FirstLossBar = 0.1
-    max_first_gradient_difference: FirstGradientBar = 0.2
-    max_probability_difference: ProbabilityBar = 0.3
-    mean_probability_difference: MeanProbabilityBar = 5e-3
-    min_correlation: CorrelationBar = 0.999
-    min_cosine: CosineBar = 0.999
-    min_overlap: OverlapBar = 0.98
-
-
 class ParityConfig(Record):
-    """What `trnpipe parity` computes on each side, and how far sides may be apart."""
+    """What `trnpipe parity` computes on each side, and how far apart the sides may be."""
+
+    retired: ClassVar[Mapping[str, Any]] = {
+        "evaluate_every": ...,
+        "vector_rows": ...,
+        "first_steps": 10,
+        "fp32": ...,
+        "reduced": ...,
+    }
 
     checkpoint: str = Field(
         "", description="What both sides start from: a checkpoint's URI, or incumbent; empty: this cycle's candidate"
     )
-    steps: int = Field(300, ge=1, description="Optimizer steps trained from it on each side")
-    evaluate_every: int = Field(50, ge=1, description="Steps between evaluations of the holdout")
+    steps: int = Field(300, ge=1, description="Optimizer steps trained from it on each side, with six evaluations")
     rows: int = Field(20_000, ge=1, description="Most holdout rows that are scored, the same on each side")
-    vector_rows: int = Field(1_000, ge=1, description="Rows of which embeddings are compared")
     max_difference: float = Field(
         0.001, ge=0, description="Largest difference of the metric at any evaluation, relative to the first side"
     )
-    first_steps: int = Field(
-        10, ge=1, description="First steps whose losses and gradients have bars; later ones magnify rounding"
-    )
-    fp32: ParityBars = ParityBars()
-    reduced: ReducedBars = ReducedBars()
 
 
 class RetrievalConfig(Record):
     """Search with the embeddings against a whole catalogue, exactly."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"format": "auto", "window_rows": ...}
 
     enabled: bool = Field(True, description="Evaluate retrieval at all")
     catalogue: str | None = Field(
@@ -267,7 +209,6 @@ class RetrievalConfig(Record):
         description="File or folder (file:// or s3://) of items, each row with a query it is relevant to; none: the"
         " distinct products of the prepared data, judged by the gains of the holdout",
     )
-    format: Literal["auto", "parquet", "csv", "jsonl"] = Field("auto", description="Its layout; auto: by suffix")
     id: str = Field(
         "product_id",
         description="Column of the item's id; of rows with one id the first gives the texts, each its query",
@@ -288,7 +229,6 @@ class RetrievalConfig(Record):
     max_items: int = Field(
         1_000_000, ge=1, description="Without a catalogue file: most products, all relevant ones and an even sample"
     )
-    window_rows: int = Field(16_384, ge=1, le=1_000_000, description="Items read and embedded at a time")
     dimensions: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (),
         description="Also search with vectors cut to so many leading dimensions, to see what narrower ones would cost;"
@@ -299,23 +239,26 @@ class RetrievalConfig(Record):
 class BaselinesConfig(Record):
     """Simple tools on the same holdout, scored once for the same data and known to the gate."""
 
-    bm25: bool = Field(True, description="BM25 for the queries of retrieval in the same items")
+    retired: ClassVar[Mapping[str, Any]] = {"boosting_rows": 200_000, "hybrid": True, "valid_queries": 1000}
+
+    bm25: bool = Field(
+        True, description="BM25 for the queries of retrieval in the same items, alone and fused with each model"
+    )
     boosting: bool = Field(
         True, description="Gradient boosting on the numeric features, for the same rows (extra: baselines)"
-    )
-    boosting_rows: int = Field(
-        200_000, ge=100, le=5_000_000, description="Most rows of the train split it is fitted on, chosen evenly"
-    )
-    hybrid: bool = Field(True, description="Search of each model fused with that of BM25")
-    valid_queries: int = Field(
-        1000, ge=0, description="Most queries of the valid split from which the weight of the fusion is chosen; 0: none"
     )
 
 
 class EvaluateConfig(Record):
     """The candidate against the model in production, on one holdout."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"vector_rows": ...}
+    retired: ClassVar[Mapping[str, Any]] = {
+        "vector_rows": ...,
+        "save_every_s": ...,
+        "seed": 1,
+        "max_leak_share": MAX_LEAK_SHARE,
+        "query_tokens": [*QUERY_TOKENS],
+    }
 
     candidate: str = Field(
         "", description="Checkpoint to judge, checkpoints/<cycle>/step-<n> or a URI; empty: the one this cycle trained"
@@ -331,25 +274,27 @@ class EvaluateConfig(Record):
         " row of the split)",
     )
     max_rows: int = Field(0, ge=0, description="Most rows scored, whole queries chosen by a hash of their id; 0: all")
-    query_tokens: tuple[int, ...] = Field(
-        (4, 8, 16), description="Slices by query length: the most tokens of each but the last; empty: no such slices"
-    )
     leak: Literal["refuse", "warn", "off"] = Field(
         "refuse",
-        description="Holdout queries that were trained on, by id or text: refuse above max_leak_share, or warn",
+        description="Holdout queries that were trained on, by id or text: refuse if they are more than 5 %, or warn",
     )
-    max_leak_share: float = Field(0.05, ge=0, le=1, description="Share of such queries that is only warned of")
-    save_every_s: float = Field(30.0, gt=0, description="Seconds after which scored rows are saved")
     promote: bool = Field(True, description="Put a candidate that passes the gate into production")
     force_reason: str = Field("", description="Promote although the gate refuses; why (goes on record)")
-    seed: int = Field(1, ge=0, description="Seed of the bootstrap")
     metrics: MetricsConfig = MetricsConfig()
     retrieval: RetrievalConfig = RetrievalConfig()
     baselines: BaselinesConfig = BaselinesConfig()
 
-    @field_validator("query_tokens")
-    @classmethod
-    def _rising(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(a >= b for a, b in zip((0, *value), value, strict=False)):
-            raise ValueError("expected rising numbers of tokens, such as 4,8,16")
-        return value
+
+_IGNORED = {"vector_rows": 512, "window_rows": 16_384}
+"""Retired settings of which any value is ignored, as fingerprints still have them."""
+
+
+def to_json(config: Record, exclude: Container[str] = ()) -> dict[str, Any]:
+    """Return the settings with those of earlier versions at the value they have now, so that fingerprints stay."""
+    retired = {name: _IGNORED.get(name) if value is ... else value for name, value in config.retired.items()}
+    fields = {name: value for name, value in retired.items() if value is not None and name not in exclude}
+    for name, value in config.model_dump(mode="json").items():
+        if name not in exclude:
+            section = getattr(config, name)
+            fields[name] = to_json(section) if isinstance(section, Record) else value
+    return fields

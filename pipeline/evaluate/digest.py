@@ -12,12 +12,10 @@ from pydantic import Field
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.record import Record
-from pipeline.evaluate.metrics.labels import SMALLEST
+from pipeline.evaluate.metrics.labels import NUM_BINS, SMALLEST
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 from pipeline.io.storage import Storage, read_record
 
-NUM_BINS = 15
-"""Of confidence, as of the calibration error (Guo et al., 2017)."""
 SCORE_BINS = 20
 MAX_CLASSES = 20
 """Of more labels no confusion is drawn."""

@@ -19,6 +19,8 @@ from pipeline.data.shards import EXTRA, Arrays, TokenRows
 from pipeline.data.token_sets import Split, TokenSet, open_rows
 from pipeline.data.tokenizer import Tokens
 from pipeline.data.validate import codes_of, merge_names
+from pipeline.evaluate.config import MAX_LEAK_SHARE
+from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.storage import Storage
 from pipeline.parallel.gang import Gang
@@ -156,12 +158,12 @@ def find_leak(
     return Leak(len(holdout.ids), int(ids.sum()), int((texts & ~ids).sum()), unchecked)
 
 
-def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"], max_share: float) -> str:
+def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"]) -> str:
     """A warning, or nothing. Raises DataError when more of the holdout was trained on than is allowed."""
-    if leak.share > max_share and action == "refuse":
+    if leak.share > MAX_LEAK_SHARE and action == "refuse":
         raise DataError(
             leak.text(),
-            expected=f"at most {format_share(max_share)} (evaluate.max_leak_share): they score too well",
+            expected=f"at most {format_share(MAX_LEAK_SHARE)}: they score too well",
             next_command="give the data a split column that keeps queries apart, prepare and train again;"
             " or --evaluate.leak warn",
         )
@@ -237,7 +239,7 @@ class Holdout:
         _, first = np.unique(np.concatenate(found), return_index=True)
         return [join_tokens(parts[side], first) for side in sides]
 
-    def slices(self, arrays: dict[str, npt.NDArray[Any]], query_tokens: Sequence[int]) -> dict[str, SliceColumn]:
+    def slices(self, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, SliceColumn]:
         """Slice columns of scored rows: those of the data, the partition, and the length of the query."""
         columns: dict[str, SliceColumn] = {}
         of_data = self.sets[0].info.slice_columns
@@ -246,8 +248,7 @@ class Holdout:
             columns[column] = SliceColumn(codes_of(arrays["slice"][:, place], names[column]), names[column])
         partitions = tuple(token_set.info.partition for token_set in self.sets)
         columns[own_column(PARTITION, of_data)] = SliceColumn(arrays["partition"], partitions)
-        if query_tokens:
-            columns[own_column(QUERY_TOKENS, of_data)] = length_column(arrays["query_tokens"], query_tokens)
+        columns[own_column(QUERY_TOKENS, of_data)] = length_column(arrays["query_tokens"], QUERY_EDGES)
         return columns
 
 

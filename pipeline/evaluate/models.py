@@ -16,6 +16,8 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.token_sets import TokenSet, spec_of
 from pipeline.embed.engine import open_embedder
+from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
+from pipeline.evaluate.config import to_json
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Embed, open_catalogue
@@ -23,7 +25,7 @@ from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig, difference_of
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.registry.checkpoints import locate
@@ -31,6 +33,8 @@ from pipeline.registry.records import Place, Pointer, StoredVerdict, read_pointe
 from pipeline.settings import Settings
 
 PRODUCTION, NONE = "production", "none"
+SAVE_EVERY_S = 30.0
+"""Scored rows are saved this often."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +56,20 @@ class Models:
 
         Reads a catalogue file for its fingerprint. Raises DataError when there is none.
         """
-        acted_on = {"promote", "force_reason", "candidate", "save_every_s"}
         dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
         retrieval, precision = settings.evaluate.retrieval, settings.embed.precision
         path = retrieval.catalogue if retrieval.enabled else None
         states = [one.state for one in (self.candidate, self.compared) if one]
         limit = max(settings.embed.row_limit(state.max_tokens, state.model.max_positions) for state in states)
-        asked = settings.evaluate.model_dump(mode="json", exclude=acted_on)
+        # All but what is done with the verdict.
+        asked = to_json(settings.evaluate, exclude={"promote", "force_reason", "candidate", "save_every_s"})
         # What is as it is by default is left out, so that verdicts of earlier versions stand.
         return {
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
             "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
-            "evaluate": fingerprint(asked | {"vector_rows": 512}),  # the default of a setting that is gone
-            "gate": fingerprint(settings.gate.model_dump(mode="json")),
+            "evaluate": fingerprint(asked),
+            "gate": fingerprint(to_json(settings.gate)),
             "precision": settings.train.precision,
             "code_version": ctx.code_version,
             **({"dimensions": str(dimensions)} if dimensions else {}),
@@ -189,9 +193,10 @@ class ModelScorer:
             self.gang,
             ctx.stop,
             min(train.micro_batch_size, train.global_batch_size),  # as in training: the same graphs
-            self.settings.evaluate.save_every_s,
+            SAVE_EVERY_S,
         )
-        parts = PartStore(ctx.workspace_after_stop, key.replace("/scores/", "/parts/"), ctx.scratch, ctx.console.warn)
+        folder = key.replace("/scores/", "/parts/")
+        parts = PartStore.open(ctx.workspace_after_stop, folder, ctx.scratch, ctx.console.warn)
         with ctx.console.progress(f"{role}, split {holdout.split}", holdout.order.total, "rows") as advance:
             arrays = scorer.run(
                 lambda batch: {"logits": program.outputs(batch).logits}, holdout.rows, holdout.order, parts, advance
@@ -222,10 +227,10 @@ class ModelScorer:
             label=arrays["label"].astype(np.int32),
             gain=arrays["gain"],
             logits=arrays["logits"],
-            slices=holdout.slices(arrays, self.settings.evaluate.query_tokens),
+            slices=holdout.slices(arrays),
         )
         save_scores(ctx.workspace, key, scores, ctx.scratch)
-        parts.clear()
+        parts.parts.delete()
         return scores, key
 
     def embed(self, checkpoint: Checkpoint, holdout: Holdout) -> Embed:
@@ -281,7 +286,7 @@ class ModelScorer:
         decides = fingerprint(
             {
                 "holdout": holdout.name,
-                "query_tokens": list(self.settings.evaluate.query_tokens),
+                "query_tokens": list(QUERY_EDGES),
                 "precision": self.settings.train.precision,
                 "device": self.backend.device_name(),
                 **({"renamed": renamed} if renamed else {}),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -44,6 +44,8 @@ class BaselineReport(Record):
 class ModelReport(Record):
     """One model on the holdout."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"retrieval_by_width": ...}
+
     checkpoint: str = Field(description="URI")
     digest: str
     cycle: str
@@ -52,8 +54,9 @@ class ModelReport(Record):
     scores: str = Field(description="Key of its scores in the workspace")
     metrics: MetricReport
     retrieval: MetricReport | None = Field(description="None when retrieval is not evaluated")
-    retrieval_by_width: dict[int, MetricReport] = Field(
-        {}, description="The same with vectors cut to their leading dimensions (evaluate.retrieval.dimensions)"
+    ndcg_by_width: dict[int, float] = Field(
+        {},
+        description="nDCG of retrieval with vectors cut to so many leading dimensions (evaluate.retrieval.dimensions)",
     )
     hybrids: tuple[HybridReport, ...] = ()
     slices: tuple[SliceReport, ...]
@@ -177,13 +180,11 @@ def _missing(report: EvaluationReport) -> list[str]:
 
 
 def _width_lines(report: EvaluationReport) -> list[str]:
-    """Retrieval with narrower vectors, beside the vectors that are judged."""
-    columns: list[tuple[str, Mapping[str, float]]] = []
-    for role, model in _roles(report):
-        if model.retrieval and model.retrieval_by_width:
-            columns.append((role, model.retrieval.values))
-            columns += [(f"{role} {width}", one.values) for width, one in model.retrieval_by_width.items()]
-    return _beside("search with vectors cut to fewer dimensions", columns) if columns else []
+    return [
+        f"search of the {role} with vectors cut to {width} dimensions: nDCG {ndcg:.4f}"
+        for role, model in _roles(report)
+        for width, ndcg in model.ndcg_by_width.items()
+    ]
 
 
 def _hybrid_lines(report: EvaluationReport) -> list[str]:

@@ -1,7 +1,7 @@
-"""Search with a model's embeddings, every query against every item, exactly; what it found is kept in the cycle."""
+"""Search with a model's embeddings, every query against every item, exactly; the lists are kept in the cycle."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from pipeline.embed.config import whole_limit
 from pipeline.embed.engine import with_progress
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
-from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
+from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig, to_json
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
@@ -40,7 +40,13 @@ from pipeline.retrieval.products import decoded, distinct_products, join_tokens,
 from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 
-# What retrieval searches for, and where: queries, items and judgements of prepared data, or of a catalogue file.
+WINDOW_ROWS = 16_384
+"""Items read and embedded at a time."""
+MAX_TUNING = 1000
+"""Queries from which the weight of hybrid search is chosen, at most."""
+_WINDOW = 512
+_BATCH_ROWS = 8192
+NO_QUERY = -1
 
 
 @dataclass(frozen=True)
@@ -55,98 +61,101 @@ class Queries:
 
 @dataclass(frozen=True)
 class RetrievalTask:
+    """What retrieval searches for, and where.
+
+    `tuning`: further queries, of the valid split, from which the weight of hybrid search is chosen. `items` yields the
+    number of the first item and the tokens of windows, in order, of those whose number passes. `texts` yields the texts
+    of all items.
+    """
+
     queries: Queries
-    tuning: Queries | str
-    """Queries of the valid split, from which the weight of hybrid search is chosen; or why there are none."""
+    tuning: Queries | None
     num_items: int
     items: Callable[[Callable[[int], bool]], Iterator[tuple[int, Tokens]]]
-    """In order, some at a time: (number of the first, tokens); only windows whose number passes."""
     texts: Callable[[], Iterator[list[str]]]
-    """Of all items in order, some at a time."""
 
     @property
-    def tokens(self) -> Tokens:
-        """Of all queries, those for tuning last."""
-        more = [] if isinstance(self.tuning, str) else [self.tuning.tokens]
-        return join_tokens([self.queries.tokens, *more])
+    def asked(self) -> list[Queries]:
+        return [self.queries, *([self.tuning] if self.tuning else [])]
 
     def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
-        """Figures of items [Q or more, k] found for the judged queries, which come first."""
+        """Measure items [Q or more, k] found for the judged queries, which come first."""
         return retrieval_report(self.queries.ids, items[: len(self.queries.ids)], self.queries.judged, metrics)
 
 
-# A catalogue file: items, and in each row a query that its item is relevant to.
-#
-# It is read twice: for the queries, then for the titles, window by window. Memory: 33 bytes a row, and the queries
-# asked.
+class CatalogueQueries(NamedTuple):
+    """The queries of a catalogue file, number to text, and its R rows.
 
-NO_QUERY = -1
-_BATCH_ROWS = 8192
+    `valid_texts`: further queries, from which the weight of hybrid search is chosen. `query_of` [R]: the number of the
+    query that the row's item is relevant to, or NO_QUERY. `item_of` [R]: the number of the item. `is_item` [R]: whether
+    the row is the first one of its item, whose title and text count.
+    """
+
+    texts: dict[int, str]
+    valid_texts: dict[int, str]
+    query_of: Int64s
+    item_of: Int64s
+    is_item: Bools
 
 
 @dataclass(frozen=True)
 class CatalogueFile:
+    """A table of items, each row with a query that its item is relevant to.
+
+    It is read twice: for the queries, then for the titles. Memory: 33 bytes a row, and the queries asked.
+    """
+
     config: RetrievalConfig
     files: Files
 
     @property
     def content(self) -> str:
-        """Fingerprint of what they hold."""
+        """The fingerprint of the content of the files."""
         return fingerprint([[file.key, file.content_id] for file in self.files.inputs])
 
-    def queries(self) -> "CatalogueQueries":
-        """Return the queries and what is relevant to them. An item with several rows is relevant to the query of each.
+    def queries(self) -> CatalogueQueries:
+        """Read the queries and what is relevant to them. An item with several rows is relevant to the query of each.
 
         Raises DataError for missing columns, rows without an id, or no query.
         """
-        texts: dict[int, str] = {}
-        valid_texts: dict[int, str] = {}
-        asking = [(texts, self.config.queries)]
-        asking += [(valid_texts, self.config.valid_queries)] if self.config.valid_queries else []
-        item_hashes: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+        config, texts, valid_texts = self.config, dict[int, str](), dict[int, str]()
+        items: list[Int64s] = [np.zeros(0, dtype=np.int64)]
         numbers: list[Int64s] = [np.zeros(0, dtype=np.int64)]
         num_nameless = 0
         for batch in self._batches(("id", "query", "query_id")):
-            ids, queries, names = (_texts(batch, field) for field in ("id", "query", "query_id"))
-            asked_for = [
-                hash63(name or query) if query else NO_QUERY for query, name in zip(queries, names, strict=True)
-            ]
-            for known, wanted in asking:
-                may = filter_mask(batch.columns, wanted).tolist()
-                for number, query, may_ask in zip(asked_for, queries, may, strict=True):
-                    if may_ask and number != NO_QUERY:
+            ids, queries, names = (_texts(batch, name) for name in ("id", "query", "query_id"))
+            named = zip(queries, names, strict=True)
+            of_rows = [hash63(name or query) if query else NO_QUERY for query, name in named]
+            asks = filter_mask(batch.columns, config.queries)
+            tunes = filter_mask(batch.columns, config.valid_queries) & bool(config.valid_queries)
+            for known, mask in ((texts, asks), (valid_texts, tunes)):
+                for number, query, asked in zip(of_rows, queries, mask.tolist(), strict=True):
+                    if asked and number != NO_QUERY:
                         known.setdefault(number, query)
             num_nameless += ids.count("")
-            item_hashes.append(np.array([hash63(item) for item in ids], dtype=np.int64))
-            numbers.append(np.array(asked_for, dtype=np.int64))
-        every = np.concatenate(item_hashes)
-        if num_nameless:
+            items.append(np.array([hash63(item) for item in ids], dtype=np.int64))
+            numbers.append(np.array(of_rows, dtype=np.int64))
+        every = np.concatenate(items)
+        if num_nameless or not texts:
+            seen = f"{num_nameless:,} of {len(every):,} rows have no {config.id!r}"
             raise DataError(
-                f"{num_nameless:,} of {len(every):,} rows of the catalogue {self.config.catalogue} have no"
-                f" {self.config.id!r}",
-                expected="an id in every row: retrieval is judged against all items",
-                next_command="repair the file, or name another column with --evaluate.retrieval.id",
+                f"the catalogue {config.catalogue}: {seen if num_nameless else f'no query in {len(every):,} rows'}",
+                expected=f"a {config.id!r} in every row, and rows with a {config.query!r}"
+                + (f" among {dict(config.queries)}" if config.queries else ""),
+                next_command="check the file, --evaluate.retrieval.id, --evaluate.retrieval.query and"
+                " --evaluate.retrieval.queries",
             )
         _, first, of_row = np.unique(every, return_index=True, return_inverse=True)
         is_item = np.zeros(len(every), dtype=np.bool_)
         is_item[first] = True
         item_of = np.argsort(np.argsort(first))[of_row]  # items are numbered by their first rows
         valid_texts = {number: text for number, text in valid_texts.items() if number not in texts}
-        if not texts:
-            raise DataError(
-                f"the catalogue {self.config.catalogue} asks no query ({len(every):,} items read)",
-                expected=f"items with a {self.config.query!r}"
-                + (f" among {dict(self.config.queries)}" if self.config.queries else ""),
-                next_command="check --evaluate.retrieval.query and --evaluate.retrieval.queries",
-            )
         return CatalogueQueries(texts, valid_texts, np.concatenate(numbers), item_of, is_item)
 
-    def windows(
-        self, is_item: Bools, rows: int, mine: Callable[[int], bool], limit: int
-    ) -> Iterator[tuple[int, list[str]]]:
-        """What the encoder reads of each item, cut to `limit` characters, `rows` items at a time.
+    def windows(self, is_item: Bools, wanted: Callable[[int], bool], limit: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield the texts of items, cut to `limit` characters, in windows whose number is `wanted`.
 
-        Yields (number of the first item, texts), and only the windows whose number is `mine`.
+        Each with the number of its first item.
         """
         held: list[str] = []
         number = row = 0
@@ -156,12 +165,12 @@ class CatalogueFile:
             row += len(titles)
             rows_of = zip(titles, texts, kept, strict=True)
             held += [product_text(title, text, limit) for title, text, keep in rows_of if keep]
-            while len(held) >= rows:
-                if mine(number):
-                    yield number * rows, held[:rows]
-                held, number = held[rows:], number + 1
-        if held and mine(number):
-            yield number * rows, held
+            while len(held) >= WINDOW_ROWS:
+                if wanted(number):
+                    yield number * WINDOW_ROWS, held[:WINDOW_ROWS]
+                held, number = held[WINDOW_ROWS:], number + 1
+        if held and wanted(number):
+            yield number * WINDOW_ROWS, held
 
     def _batches(self, fields: Sequence[str]) -> Iterator[RawBatch]:
         planner = partial(self._plan, fields=fields)
@@ -176,55 +185,29 @@ class CatalogueFile:
 
     def _plan(self, uri: str, names: Sequence[str], fields: Sequence[str]) -> ColumnPlan:
         config = self.config
-        pairs = [("id", config.id), ("title", config.title), ("query", config.query)]
-        if config.query_id:
-            pairs.append(("query_id", config.query_id))
-        pairs.append(("text", config.text))
+        pairs = [(name, getattr(config, name)) for name in ("id", "title", "query", "text")]
+        pairs += [("query_id", config.query_id)] if config.query_id else []
         pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
 
         def setting(field: str) -> str:
-            name = field.replace("_", "-")
-            if field.startswith(FILTER):
-                name = "queries" if field.removeprefix(FILTER) in config.queries else "valid-queries"
-            return f"--evaluate.retrieval.{name}"
+            column = field.removeprefix(FILTER)
+            if column != field:
+                field = "queries" if column in config.queries else "valid-queries"
+            return f"--evaluate.retrieval.{field.replace('_', '-')}"
 
         return match_columns(pairs, names, uri, setting).only(fields)
 
 
-class CatalogueQueries(NamedTuple):
-    """The queries asked, number to text, and what each of the R rows of the file says of them.
-
-    `valid_texts`: further queries, from which the weight of hybrid search is chosen; none of those asked. `query_of`
-    [R]: the number of the query that the row's item is relevant to, or NO_QUERY. `item_of` [R]: the number of the item.
-    `is_item` [R]: whether the row is the first one of its item, whose title and text count.
-    """
-
-    texts: dict[int, str]
-    valid_texts: dict[int, str]
-    query_of: Int64s
-    item_of: Int64s
-    is_item: Bools
-
-    @property
-    def num_items(self) -> int:
-        return int(self.is_item.sum())
-
-
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> CatalogueFile:
-    """Find the files. Raises DataError when there is none."""
-    return CatalogueFile(config, open_files(path, config.format, stop, "--evaluate.retrieval.catalogue"))
+    """Find the files of a catalogue. Raises DataError if there is none."""
+    return CatalogueFile(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
 
 
 def _texts(batch: RawBatch, field: str) -> list[str]:
-    """Stripped texts of a field, empty ones when the file has no such column; bytes that are not UTF-8 are replaced."""
+    """Return a field of every row, stripped; empty texts if the file lacks it."""
     if field not in batch.columns.schema.names:
-        return [""] * len(batch.columns)
-    return [(value or b"").decode("utf-8", "replace").strip() for value in batch.columns[field].to_pylist()]
-
-
-NO_VALID = "the valid split has no query with a relevant item"
-ASK_NONE = "evaluate.baselines.valid_queries is 0"
-NO_VALID_SETTING = "evaluate.retrieval.valid_queries names no queries of the catalogue"
+        return [""] * batch.num_rows
+    return [(value or b"").decode(errors="replace").strip() for value in batch.columns[field].to_pylist()]
 
 
 def from_products(
@@ -233,13 +216,12 @@ def from_products(
     sources: Sequence[TokenRows],
     tokenizer: bytes,
     config: RetrievalConfig,
-    max_valid: int,
     stop: StopSignal,
     warn: Callable[[str], None],
 ) -> RetrievalTask | str:
-    """The holdout's queries against the distinct products of all `sources`; or why there is nothing to search for.
+    """Search for the holdout's queries among the distinct products of all `sources`; or return why that is impossible.
 
-    At most `max_valid` queries of `valid` are asked beside them; a query that is judged is none of these.
+    Queries of `valid` that are not judged are for tuning.
     """
     rows = _GradedRows.of(holdout)
     if not len(rows.query_id):
@@ -250,8 +232,8 @@ def from_products(
     if len(products) < products.num_distinct:
         warn(f"retrieval: {len(products):,} of {products.num_distinct:,} products (evaluate.retrieval.max_items)")
 
-    def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        return products.windows(config.window_rows, mine)
+    def items(wanted: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
+        return products.windows(WINDOW_ROWS, wanted)
 
     def texts() -> Iterator[list[str]]:
         return (decoded(window, tokenizer) for _, window in items(lambda number: True))
@@ -261,53 +243,49 @@ def from_products(
         judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
         return Queries(ids, tokens, decoded(tokens, tokenizer), judged)
 
-    tuning: Queries | str = valid if isinstance(valid, str) else NO_VALID if max_valid else ASK_NONE
-    if max_valid and not isinstance(valid, str):
+    tuning = None
+    if not isinstance(valid, str):
         others = _GradedRows.of(valid)
         others = others.select(products.numbers_of(others.product) >= 0)
-        ids = some_queries(np.setdiff1d(others.query_id, asked), max_valid)
-        if len(ids):
-            tuning = queries(valid, ids, others.select(np.isin(others.query_id, ids)))
+        ids = some_queries(np.setdiff1d(others.query_id, asked), MAX_TUNING)
+        tuning = queries(valid, ids, others.select(np.isin(others.query_id, ids))) if len(ids) else None
     return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts)
 
 
 def from_catalogue(
-    file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, max_valid: int, chunks: int = 1
+    file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, chunks: int = 1
 ) -> RetrievalTask:
-    """The queries of a catalogue file against all its items.
+    """Search for the queries of a catalogue file among all its items.
 
     Queries are cut as those of the prepared data, items to `chunks` times as much as products of it.
     """
-    config, largest = file.config, holdout.rows.buckets[-1]
-    found = file.queries()
+    config, largest, table = file.config, holdout.rows.buckets[-1], file.queries()
     limit = chunks * text_characters(holdout.rows.buckets)
     most_tokens = whole_limit(largest.product_tokens, chunks)
 
-    def items(mine: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
-        for first, titles in file.windows(found.is_item, config.window_rows, mine, limit):
+    def items(wanted: Callable[[int], bool]) -> Iterator[tuple[int, Tokens]]:
+        for first, titles in file.windows(table.is_item, wanted, limit):
             tokens = tokenizer.encode([spec.product_prefix + title for title in titles])
             yield first, cut_tokens(tokens, most_tokens, tokenizer.sep_id)
 
     def texts() -> Iterator[list[str]]:
-        return (titles for _, titles in file.windows(found.is_item, config.window_rows, lambda number: True, limit))
+        return (titles for _, titles in file.windows(table.is_item, lambda number: True, limit))
 
     def queries(texts_of: dict[int, str], most: int) -> Queries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
         encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
         tokens = cut_tokens(encoded, largest.query_tokens, tokenizer.sep_id)
-        rows = np.flatnonzero(np.isin(found.query_of, ids))
-        judged = Judgements(found.query_of[rows], found.item_of[rows], np.ones(len(rows)))
+        rows = np.flatnonzero(np.isin(table.query_of, ids))
+        judged = Judgements(table.query_of[rows], table.item_of[rows], np.ones(len(rows)))
         return Queries(ids, tokens, texts, judged)
 
-    tuning: Queries | str = ASK_NONE if not max_valid else NO_VALID if config.valid_queries else NO_VALID_SETTING
-    if found.valid_texts and max_valid:
-        tuning = queries(found.valid_texts, max_valid)
-    return RetrievalTask(queries(found.texts, config.max_queries), tuning, found.num_items, items, texts)
+    tuning = queries(table.valid_texts, MAX_TUNING) if table.valid_texts else None
+    return RetrievalTask(queries(table.texts, config.max_queries), tuning, int(table.is_item.sum()), items, texts)
 
 
 def some_queries(query_id: Int64s, most: int) -> Int64s:
-    """At most `most` of the ids [Q], by a hash of them; ascending."""
+    """Return at most `most` of the ids [Q], chosen by a hash of them, ascending."""
     order = np.argsort(mix64(query_id.astype(np.uint64)), kind="stable")
     return np.sort(query_id[order[:most]])
 
@@ -333,9 +311,6 @@ class _GradedRows:
         return _GradedRows(self.query_id[rows], self.product[rows], self.gain[rows])
 
 
-_WINDOW = 512
-
-
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]
 """Windows of texts to their unit vectors [n, D], in order."""
 
@@ -348,21 +323,23 @@ def search(
     stop: StopSignal,
     advance: Callable[[int], None] = lambda count: None,
     widths: Sequence[int] = (0,),
-) -> list[Ranked] | str:
-    """The `k` best items of every query of the task, with their cosines; or why there is no answer.
+) -> list[Ranked]:
+    """Find the `k` best items of every query of the task, those for tuning last, with their cosines.
 
-    One list for each of `widths`: leading dimensions of the vectors that are held against each other, 0: all. Ranks
-    share queries and items; all get the answer. Memory: the queries' vectors in every width and one window of items.
-    Raises Preempted.
+    One list for each of `widths`: the leading dimensions of the vectors that are compared, 0 for all. Ranks share
+    queries and items; all get the lists. Memory: the queries' vectors in every width and one window of items. Raises
+    NumericError if a vector is not finite, Preempted.
     """
-    world, tokens = gang.world, task.tokens
+    world, tokens = gang.world, join_tokens([queries.tokens for queries in task.asked])
     bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
-    own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))  # every rank embeds its part
+    own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))
     windows = pieces(own, _WINDOW) if len(own.lengths) else ()
     embedded = list(with_progress(embed(windows), "embedding queries", len(own.lengths))) if windows else []
     whole = np.concatenate([vectors for part in gang.gather(embedded) for vectors in part])
-    queries = [shorten_vectors(whole, width or whole.shape[1]) for width in widths]
     firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors
+
+    def cut(vectors: Float32s) -> list[Float32s]:
+        return [shorten_vectors(vectors, width or vectors.shape[1]) for width in widths]
 
     def items() -> Iterator[Tokens]:
         for first, window in task.items(lambda number: number % world.world_size == world.rank):
@@ -372,13 +349,10 @@ def search(
     def chunks() -> Iterator[tuple[int, list[Float32s]]]:
         for vectors in embed(items()):
             stop.raise_if_set("searching the catalogue")
-            yield firsts.popleft(), [shorten_vectors(vectors, width or vectors.shape[1]) for width in widths]
+            yield firsts.popleft(), cut(vectors)
             advance(len(vectors) * world.world_size)
 
-    try:
-        return search_on_ranks(gang, queries, chunks(), k)
-    except NumericError as error:
-        return error.seen
+    return search_on_ranks(gang, cut(whole), chunks(), k)
 
 
 KIND = "retrieval"
@@ -386,20 +360,23 @@ KIND = "retrieval"
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """Retrieval with one model; `per_query` and `ranked` are None when there is no answer, and `report` says why."""
+    """Retrieval with one model; `per_query` and `ranked` are None if there is none, and `report` has the reason.
+
+    `by_width`: nDCG with vectors cut to other widths than those that are judged.
+    """
 
     per_query: PerQuery | None
     report: MetricReport
     ranked: Ranked | None
-    by_width: dict[int, MetricReport] = field(default_factory=dict)
-    """With vectors cut to other widths than those that are judged."""
+    by_width: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
 class ModelSearch:
     """Searches with one model after the other, for the same queries in the same items.
 
-    What is judged are the vectors as they are embedded: cut to embed.output.dimensions.
+    What is judged are the vectors as they are embedded: cut to embed.output.dimensions. `valid`: the holdout whose
+    queries choose the weight of hybrid search, or why there is none.
     """
 
     settings: Settings
@@ -409,76 +386,65 @@ class ModelSearch:
     sets: list[TokenSet]
     holdout: Holdout
     valid: Holdout | str
-    """Whose queries may be asked to choose the weight of hybrid search; or why there are none."""
     tokenizer: bytes
     warn: Callable[[str], None]
 
     def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> RetrievalResult | None:
-        """On all ranks; None when retrieval is not to be evaluated. Raises DataError, Preempted."""
-        config, ctx = self.settings.evaluate, self.ctx
-        if not config.retrieval.enabled:
+        """Search on all ranks. Return None if retrieval is not to be evaluated. Raises DataError, Preempted."""
+        ctx, task = self.ctx, self.task if self.settings.evaluate.retrieval.enabled else None
+        if task is None:
             return None
-        task = self.task
         if isinstance(task, str):
             return self._without(task)
-        widths = self._widths(checkpoint)
-        key = self._key(checkpoint)
+        widths, key = self._widths(checkpoint), self._key(checkpoint)
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
-            return self.load(task, key, widths[1:])
-        with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
-            found = search(task, embed, max(self.metrics.retrieval_at), self.gang, ctx.stop, advance, widths)
-        if isinstance(found, str):
-            return self._without(found)
-        return self.save(
-            task, key, found[0], {width: one.items for width, one in zip(widths[1:], found[1:], strict=True)}
-        )
-
-    def _widths(self, checkpoint: Checkpoint) -> list[int]:
-        """Of the vectors: as they are embedded, then those that are only looked at. Raises ConfigError."""
-        width, config = checkpoint.state.model.encoder.hidden_size, self.settings.evaluate.retrieval
-        check_dimensions("embed.output.dimensions", self.settings.embed.output.dimensions, width)
-        for one in config.dimensions:
-            check_dimensions("evaluate.retrieval.dimensions", one, width)
-        return [self.settings.embed.output.dimensions, *config.dimensions]
+            return self.load(task, key)
+        try:
+            with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
+                lists = search(task, embed, max(self.metrics.retrieval_at), self.gang, ctx.stop, advance, widths)
+        except NumericError as error:
+            return self._without(error.seen)
+        figures = (task.report(ranked.items, self.metrics)[1].values.get(self.ndcg) for ranked in lists[1:])
+        by_width = {width: ndcg for width, ndcg in zip(widths[1:], figures, strict=True) if ndcg is not None}
+        return self.save(task, key, lists[0], by_width)
 
     def save(
-        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: Mapping[int, Int64s] | None = None
+        self, task: RetrievalTask, key: str, ranked: Ranked, by_width: dict[int, float] | None = None
     ) -> RetrievalResult:
-        """What lists are worth; rank 0 commits them, with the figures of each query for whoever compares models."""
-        narrower = by_width or {}
+        """Measure lists; rank 0 commits them, with the figures of each query."""
         per_query, report = task.report(ranked.items, self.metrics)
         if self.ctx.world.is_main:
-            lists = {"items": ranked.items, "scores": ranked.scores}
-            lists |= {f"items_of_{width}": items for width, items in narrower.items()}
-            figures = {"query_id": per_query.query_id, **per_query.values}
-            save_arrays(self.ctx.workspace, key, KIND, {**lists, **figures}, self.ctx.scratch)
-        others = {width: task.report(items, self.metrics)[1] for width, items in narrower.items()}
-        return RetrievalResult(per_query, report, ranked, others)
+            arrays = {"items": ranked.items, "scores": ranked.scores, "query_id": per_query.query_id}
+            fields = {f"{self.ndcg} in {width}": figure for width, figure in (by_width or {}).items()}
+            save_arrays(self.ctx.workspace, key, KIND, {**arrays, **per_query.values}, self.ctx.scratch, fields)
+        return RetrievalResult(per_query, report, ranked, by_width or {})
 
-    def load(self, task: RetrievalTask, key: str, widths: Sequence[int] = ()) -> RetrievalResult:
-        arrays, _ = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
+    def load(self, task: RetrievalTask, key: str) -> RetrievalResult:
+        arrays, fields = load_arrays(self.ctx.workspace, key, KIND, self.ctx.scratch / KIND)
         per_query, report = task.report(arrays["items"], self.metrics)
-        others = {width: task.report(arrays[f"items_of_{width}"], self.metrics)[1] for width in widths}
-        return RetrievalResult(per_query, report, Ranked(arrays["items"], arrays["scores"]), others)
+        by_width = {int(name.rpartition(" in ")[2]): float(str(figure)) for name, figure in fields.items()}
+        return RetrievalResult(per_query, report, Ranked(arrays["items"], arrays["scores"]), by_width)
 
     @cached_property
     def metrics(self) -> MetricsConfig:
-        """Those that are reported and those that the gate judges."""
+        """The ranks that are reported and those that the gate judges."""
         return self.settings.gate.with_ranks(self.settings.evaluate.metrics)
+
+    @property
+    def ndcg(self) -> str:
+        """The metric by which widths and weights are compared: at the largest rank up to ten, else the least one."""
+        ranks = self.metrics.retrieval_at
+        return f"{RETRIEVAL}ndcg@{max((k for k in ranks if k <= 10), default=min(ranks))}"
 
     @cached_property
     def task(self) -> RetrievalTask | str:
         """Queries, items and judgements, or why there are none."""
         config, ctx = self.settings.evaluate, self.ctx
-        max_valid = config.baselines.valid_queries
         if self._catalogue is not None:
-            spec = spec_of(self.sets[0].info)
-            tokenizer, chunks = TextTokenizer(self.tokenizer), self.settings.embed.chunks
-            return from_catalogue(self._catalogue, self.holdout, tokenizer, spec, max_valid, chunks=chunks)
+            spec, tokenizer = spec_of(self.sets[0].info), TextTokenizer(self.tokenizer)
+            return from_catalogue(self._catalogue, self.holdout, tokenizer, spec, self.settings.embed.chunks)
         sources = [open_rows(ctx.workspace, self.sets, split, ctx.scratch / "tokens") for split in SPLITS]
-        return from_products(
-            self.holdout, self.valid, sources, self.tokenizer, config.retrieval, max_valid, ctx.stop, self.warn
-        )
+        return from_products(self.holdout, self.valid, sources, self.tokenizer, config.retrieval, ctx.stop, self.warn)
 
     @cached_property
     def decides(self) -> dict[str, Json]:
@@ -488,9 +454,9 @@ class ModelSearch:
             "data": [token_set.info.fingerprint for token_set in self.sets],
             "holdout": self.holdout.name,
             "valid": self.valid if isinstance(self.valid, str) else self.valid.name,
-            "valid_queries": config.baselines.valid_queries,
+            "valid_queries": MAX_TUNING,
             "catalogue": self._catalogue.content if self._catalogue else "",
-            "retrieval": config.retrieval.model_dump(mode="json", exclude={"window_rows", "catalogue", "dimensions"}),
+            "retrieval": to_json(config.retrieval, exclude={"window_rows", "catalogue", "dimensions"}),
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
             # Nothing without chunks, as before there were any.
             **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
@@ -503,9 +469,16 @@ class ModelSearch:
         config = self.settings.evaluate.retrieval
         return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
 
+    def _widths(self, checkpoint: Checkpoint) -> list[int]:
+        """Return the width of the vectors as they are embedded, then the others. Raises ConfigError."""
+        width, config = checkpoint.state.model.encoder.hidden_size, self.settings.evaluate.retrieval
+        check_dimensions("embed.output.dimensions", self.settings.embed.output.dimensions, width)
+        for dimensions in config.dimensions:
+            check_dimensions("evaluate.retrieval.dimensions", dimensions, width)
+        return [self.settings.embed.output.dimensions, *config.dimensions]
+
     def _without(self, reason: str) -> RetrievalResult:
-        words = ("recall", "ndcg", "success")
-        names = [f"{RETRIEVAL}{word}@{k}" for k in self.metrics.retrieval_at for word in words]
+        names = [f"{RETRIEVAL}{word}@{k}" for k in self.metrics.retrieval_at for word in ("recall", "ndcg", "success")]
         missing = dict.fromkeys([*names, f"{RETRIEVAL}mrr"], reason)
         return RetrievalResult(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 

@@ -138,7 +138,7 @@ def _find_leak(
             f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
             f" holdout queries: {', '.join(unchecked[:3])}"
         )
-    if warning := judge_leak(leak, config.leak, config.max_leak_share):
+    if warning := judge_leak(leak, config.leak):
         notes.warn(warning)
     return leak
 
@@ -254,7 +254,6 @@ class Evaluation:
             searched=config.retrieval.enabled,
             baselines=[one.baseline for one in scored],
             warnings=leak_doubts(leak),
-            seed=config.seed,
         )
         advice = verdict_advice(
             verdict,
@@ -341,7 +340,7 @@ class Evaluation:
             scores=side.scores_key,
             metrics=metric_report(rows, metrics, side.threshold),
             retrieval=found.report if found else None,
-            retrieval_by_width=found.by_width if found else {},
+            ndcg_by_width=found.by_width if found else {},
             hybrids=fuse(self.search, scored, found.ranked) if found else (),
             slices=slice_reports(rows, metrics, side.threshold),
             threshold=side.threshold,

@@ -1,4 +1,4 @@
-"""The one scoring loop: a model on rows of static shapes, split over ranks, saved on the way; and figures of it."""
+"""Score rows of static shapes with a model, split over ranks and saved on the way, and measure the scores."""
 
 import math
 import time
@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
 from pipeline.compile.watch import GraphWatch, Place
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import CheckpointError, DataError
-from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.loader import RowSource, to_tensors
@@ -31,13 +30,13 @@ from pipeline.evaluate.metrics.labels import accuracy, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored_rows import Queries, mean_over_queries, value_of
-from pipeline.evaluate.scores import commit_arrays, to_probabilities
-from pipeline.io.commit import fetch_dir, read_manifest
+from pipeline.evaluate.scores import to_probabilities
+from pipeline.io.parts import Part, Parts
 from pipeline.io.storage import Storage
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.strategies.base import Precision
+from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, structure
 from pipeline.retrieval.products import text_hashes
 from pipeline.retrieval.search import search_vectors
@@ -98,56 +97,47 @@ class ScoreProgram:
         return outputs
 
 
-# Scored rows on their way to a score set: committed part by part, so that a killed evaluation goes on.
-#
-# A part holds rows of the holdout's order from place `start` on.
-
-KIND = "score part"
-FILE = "part.safetensors"
-
-
 @dataclass(frozen=True)
 class PartStore:
-    """The parts of one model on one holdout, below `prefix`."""
+    """Scored rows of one model on one holdout, stored part by part, so that a killed evaluation continues.
 
-    storage: Storage
-    prefix: str
-    scratch: Path
+    A part is named by the position in the holdout's order of its first row.
+    """
+
+    parts: Parts[Part]
+    cache_dir: Path
     warn: Callable[[str], None]
 
+    @classmethod
+    def open(cls, storage: Storage, prefix: str, scratch: Path, warn: Callable[[str], None]) -> "PartStore":
+        parts = Parts(storage, f"{prefix}/done", prefix, Part, lambda start: (f"{start:012d}.safetensors",))
+        return cls(parts, scratch / "parts", warn)
+
     def load(self) -> tuple[int, list[Arrays]]:
-        """The place to go on from, and the arrays of all rows before it. A damaged part and those after it are lost."""
-        place, found = 0, list[Arrays]()
-        for name in self.storage.list_dirs(f"{self.prefix}/"):
-            prefix = f"{self.prefix}/{name}"
-            try:
-                manifest = read_manifest(self.storage, prefix)
-                if manifest is None or manifest.fields.get("start") != place:
-                    break
-                arrays = load_file(fetch_dir(self.storage, prefix, self.scratch / "parts") / FILE)
-            except (DataError, SafetensorError, OSError) as error:
-                self.warn(f"scores from row {place:,} on are computed again: {error}")
-                break
-            found.append(arrays)
-            place += len(arrays["sample_id"])
+        """Return the position to continue from, and the arrays of the rows before it. A damaged part loses all."""
+        place, found, done = 0, list[Arrays](), self.parts.done()
+        try:
+            while place in done:
+                (path,) = self.parts.fetch(place, self.cache_dir)
+                found.append(load_file(path))
+                place += len(found[-1]["sample_id"])
+        except (DataError, SafetensorError, OSError) as error:
+            self.warn(f"scores are computed again: {error}")
+            self.parts.delete()
+            return 0, []
         return place, found
 
     def commit(self, start: int, arrays: Arrays) -> None:
-        prefix = f"{self.prefix}/{start:012d}"
-        commit_arrays(self.storage, prefix, FILE, arrays, self.scratch, kind=KIND, fields={"start": start})
-
-    def clear(self) -> None:
-        """Remove all parts, markers first: they are in a score set now."""
-        names = self.storage.list_dirs(f"{self.prefix}/")
-        self.storage.delete([f"{self.prefix}/{name}/{MANIFEST_NAME}" for name in names])
-        self.storage.delete_prefix(f"{self.prefix}/")
+        (name,) = self.parts.names(start)
+        whole = {key: np.ascontiguousarray(values) for key, values in arrays.items()}
+        self.parts.commit(Part(index=start), {name: save(whole)})
 
 
 Score = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """A batch on the device to what is kept of it, by name, such as logits [B, K]: on the device too."""
 
 KEPT = ("sample_id", "query_id", "label", "gain", "slice", "partition")
-"""Arrays of the token shards that go into scores, where there are any; `query_tokens` [N] is counted beside."""
+"""Arrays of the token shards that go into scores, if they exist; `query_tokens` [N] is counted as well."""
 _SHORT_S, _LONG_S, _MOST_BATCHES = 1.0, 4.0, 256
 
 
@@ -172,10 +162,10 @@ class Scorer:
         advance: Callable[[int], None] = lambda count: None,
         kept: Callable[[Arrays], Arrays] | None = None,
     ) -> Arrays:
-        """What `kept` takes of every row (KEPT and query_tokens) and what `score` says of it, by ascending sample_id.
+        """Return what `kept` takes of every row (KEPT and query_tokens) and its scores, by ascending sample_id.
 
-        Ranks meet after every few batches. With `parts` the first one saves what is done and alone gets the arrays;
-        without, nothing is saved and all get them. Raises Preempted when any rank is told to stop.
+        Ranks exchange results after every few batches. With `parts` rank 0 saves them and alone gets the arrays;
+        without, nothing is saved and all ranks get them. Raises Preempted when any rank is told to stop.
         """
 
         def for_scores(arrays: Arrays) -> Arrays:
@@ -211,13 +201,13 @@ class Scorer:
                     {name: values[:num_real] for name, values in {**of_rows, **scores}.items()}
                     for _, num_real, of_rows, scores in done
                 ]
-                said = self.gang.gather((joined(mine), self.clock() - began, self.stop.is_set()))
+                gathered = self.gang.gather((joined(mine), self.clock() - began, self.stop.is_set()))
                 count = sum(len(span.rows) for span, _, _, _ in done)
                 place += count
                 advance(count)
                 # Tensor peers scored the same rows.
-                fresh += [part for part, _, _ in said[:: layout.tensor_size]] if is_main or not parts else []
-                stopping = any(stopped for _, _, stopped in said)
+                fresh += [part for part, _, _ in gathered[:: layout.tensor_size]] if is_main or not parts else []
+                stopping = any(stopped for _, _, stopped in gathered)
                 due = self.clock() - since >= self.save_every_s and place < order.total
                 if parts and is_main and (due or stopping):
                     parts.commit(saved, joined(fresh))
@@ -227,7 +217,7 @@ class Scorer:
                     saved_rows = f"scoring a holdout; {place:,} of {order.total:,} rows are saved"
                     self.stop.raise_if_set(saved_rows if parts else "evaluating the holdout")
                 # Ranks meet after few enough batches to stop soon, and enough not to wait for each other all the time.
-                seconds = max(seconds for _, seconds, _ in said)
+                seconds = max(seconds for _, seconds, _ in gathered)
                 if seconds < _SHORT_S:
                     size = min(size * 2, _MOST_BATCHES)
                 elif seconds > _LONG_S:

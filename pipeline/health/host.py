@@ -18,7 +18,7 @@ from pipeline.core.machines import GIB
 from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
 from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage, os_errors
-from pipeline.parallel.network import MASTER_PORT, own_address
+from pipeline.parallel.world import MASTER_PORT, own_address
 
 SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
 MIN_SHM_GIB = 1.0  # loader workers hand over batches through it; 64 MiB, the default of a container, end in SIGBUS

@@ -13,6 +13,7 @@ from pipeline.core.record import Record, with_retired
 Architecture = Literal["bert", "mpnet", "modernbert"]
 Pooling = Literal["mean", "cls", "last"]
 _OF_MODERNBERT = frozenset({"global_attention_every", "local_attention", "global_rope_theta", "local_rope_theta"})
+"""Retired: every published ModernBERT has these values (model/encoder.py)."""
 _OF_FACTORY = frozenset({"factory", "factory_options"})
 _OF_OURS = frozenset(
     {"preset", "architecture", "num_layers", "num_heads", "intermediate_size", "layer_norm_eps", "dropout"}
@@ -23,6 +24,8 @@ ENCODER_FIELDS = (
 )
 """What decides the encoder, beside its sizes."""
 MOST_POSITIONS = 8192
+MPNET_PAD = 1
+"""Padding of every MPNet: its code counts positions from this token, whatever its settings say."""
 
 
 class EncoderSize(Record):
@@ -46,6 +49,14 @@ PRESETS: dict[str, EncoderSize] = {
 class ModelConfig(Record):
     """A text encoder shared by query and product, interactions over both embeddings, and a relevance head."""
 
+    retired: ClassVar[Mapping[str, Any]] = {
+        "global_attention_every": 3,
+        "local_attention": 128,
+        "global_rope_theta": 160_000.0,
+        "local_rope_theta": 10_000.0,
+        "interactions": "both",
+        "categorical_size": 16,
+    }
     preset: Literal["tiny", "small", "base", "large"] = Field(
         "tiny", description="Encoder sizes: 128x2, 384x6, 768x12, 1024x24"
     )
@@ -73,19 +84,6 @@ class ModelConfig(Record):
     layer_norm_eps: float = Field(1e-12, gt=0, description="Layer-norm epsilon of the encoder (BERT: 1e-12)")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in the encoder (0: off; very slow on XLA:CPU)")
     pooling: Pooling = Field("mean", description="Text embedding from token states: their mean, the first or the last")
-    global_attention_every: int = Field(
-        3,
-        ge=1,
-        description="Of modernbert: layers of which the first sees the whole text, the others their surroundings",
-    )
-    local_attention: int = Field(
-        128, ge=2, description="Of modernbert: tokens that the other layers see, half of them to either side"
-    )
-    global_rope_theta: float = Field(160_000.0, gt=1, description="Of modernbert: base of rotary angles, whole text")
-    local_rope_theta: float = Field(10_000.0, gt=1, description="Of modernbert: base of rotary angles, surroundings")
-    interactions: Literal["explicit", "implicit", "both"] = Field(
-        "both", description="explicit: product, difference, DCN-v2 cross; implicit: deep MLP"
-    )
     interaction_size: int = Field(
         128, ge=4, description="Width each text embedding is projected to for the interactions"
     )
@@ -99,7 +97,6 @@ class ModelConfig(Record):
     feature_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (64, 64), description="Widths of the MLP over numeric and categorical features"
     )
-    categorical_size: int = Field(16, ge=1, description="Embedding width of each categorical feature")
     init_from: str | None = Field(
         None,
         description="URI of a Hugging Face folder to start the encoder from, of the architecture above or of the"
@@ -128,10 +125,10 @@ class ModelConfig(Record):
         return self
 
     def used_fields(self) -> dict[str, Any]:
-        """Fields that say something about this architecture, for JSON.
+        """Return the fields that say something about this architecture, for JSON.
 
-        BERT has none of those that came with others, so that identities of runs and names of graphs stay what they were
-        before there were others.
+        BERT has none of those that came with others, and retired ones have their neutral values, so that identities of
+        runs and names of graphs stay what they were.
         """
         unused = set[str]() if self.architecture == "modernbert" else set(_OF_MODERNBERT)
         if not self.token_match:
@@ -142,7 +139,7 @@ class ModelConfig(Record):
             unused |= _OF_FACTORY
             if self.architecture == "bert":
                 unused.add("architecture")
-        return self.model_dump(mode="json", exclude=unused)
+        return {name: value for name, value in with_retired(self).items() if name not in unused}
 
     def shape(self) -> dict[str, Any]:
         """The fields above with the sizes of the encoder; of one that a factory builds its width, options as text."""
@@ -274,8 +271,6 @@ def difference_of(ours: object, theirs: object) -> str:
 def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
     """Raises ConfigError naming the first field in which two models differ in shape."""
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}
-    if found.architecture != "modernbert":
-        ignored |= _OF_MODERNBERT
     sizes = None
     if found.factory is not None and ours.factory is not None:
         ignored |= _OF_OURS

@@ -2,7 +2,7 @@
 
 Here are BERT (post layer norm, erf GELU, learned positions), MPNet, which adds a bias by the distance of two tokens,
 and ModernBERT. Query, key and value are one matrix. The arithmetic is that of transformers. Weights go from and to
-Hugging Face names in model/hf_weights.py.
+Hugging Face names in model/hf.py.
 """
 
 import math
@@ -234,6 +234,13 @@ def initialise(encoder: TextEncoder, generator: torch.Generator) -> None:
 # Every third layer sees the whole text, the others see so many tokens to either side. gte-modernbert and others are of
 # this form.
 
+GLOBAL_EVERY = 3
+"""Layers of which the first sees the whole text, the others their surroundings."""
+LOCAL_ATTENTION = 128
+"""Tokens that the other layers see, half of them to either side."""
+ROPE_THETA = {True: 160_000.0, False: 10_000.0}
+"""Base of rotary angles of layers that see the whole text, and of the others."""
+
 
 class ModernLayer(nn.Module):
     """Self-attention and gated feed-forward, each with a layer norm before and a residual around it."""
@@ -279,18 +286,16 @@ class ModernBertEncoder(TextEncoder):
         self.layers = nn.ModuleList(ModernLayer(config, is_first=number == 0) for number in range(size.num_layers))
         self.final_norm = LayerNorm(size.hidden_size, eps=config.layer_norm_eps, bias=False)
         self._head_width = size.hidden_size // size.num_heads
-        self._is_global = [number % config.global_attention_every == 0 for number in range(size.num_layers)]
-        self._reach = config.local_attention // 2
-        self._thetas = {True: config.global_rope_theta, False: config.local_rope_theta}
+        self._is_global = [number % GLOBAL_EVERY == 0 for number in range(size.num_layers)]
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
         """Texts of a row lie in one piece, so distances in the row are those in the text."""
         numbers = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         places = numbers[None] if positions is None else positions
         hidden = dropout(self.embedding_norm(self.word_embeddings(tokens)), self.dropout, training=self.training)
-        is_far = (numbers[None, :] - numbers[:, None]).abs() > self._reach
+        is_far = (numbers[None, :] - numbers[:, None]).abs() > LOCAL_ATTENTION // 2
         inputs = {
-            kind: (hidden_scores(seen, hidden), *_rotations(places, self._head_width, self._thetas[kind]))
+            kind: (hidden_scores(seen, hidden), *_rotations(places, self._head_width, ROPE_THETA[kind]))
             for kind, seen in ((True, masked), (False, masked | is_far))
         }
         for layer, is_global in zip(self.layers, self._is_global, strict=True):

@@ -49,7 +49,6 @@ class FactoryEncoder(TextEncoder):
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.module = _built(self._name, {**config.factory_options, **options}).float()
-            _check_tensors(self.module, self._name)
             self._check_vectors(vocab_size, min(config.max_positions, _PROBED_TOKENS))
 
     @property
@@ -107,106 +106,93 @@ class FactoryEncoder(TextEncoder):
 
     @torch.no_grad()
     def _check_vectors(self, vocab_size: int, longest: int) -> None:
-        """Two texts with the first and the last token of the vocabulary, then one of them in the longest row."""
+        """Probe two texts with the first and the last token of the vocabulary, then one of them in the longest row."""
         was_training = self.module.training
         self.module.eval()
         ids = torch.linspace(0, vocab_size - 1, _NARROW, dtype=torch.float64).round().to(torch.int32)
         ids[ids == self.pad_id] = (self.pad_id + 1) % vocab_size
-        short = ids[-_SHORT:]
         narrow = torch.full((2, _NARROW), self.pad_id, dtype=torch.int32)
-        narrow[0], narrow[1, :_SHORT] = ids, short
+        narrow[0], narrow[1, :_SHORT] = ids, ids[-_SHORT:]
         wide = torch.full((1, max(longest, _NARROW)), self.pad_id, dtype=torch.int32)
-        wide[0, :_SHORT] = short
-        found = self._probe(narrow)[1], self._probe(wide)[0]
+        wide[0, :_SHORT] = ids[-_SHORT:]
+        short, padded = self._probe(narrow)[1], self._probe(wide)[0]
         self.module.train(was_training)
-        difference = float((found[0] - found[1]).abs().max())
-        if not difference <= _TOLERANCE * max(1.0, float(found[0].abs().max())):
-            raise ConfigError(
-                f"model.factory {self._name}: the vector of a text changes by {difference:.2g} when its row is padded"
-                f" from {_NARROW} to {wide.shape[1]} tokens",
-                expected="a module that leaves out what attention_mask masks",
-                next_command=f"correct the module; {_PAGE}",
+        difference = float((short - padded).abs().max())
+        if not difference <= _TOLERANCE * max(1.0, float(short.abs().max())):
+            raise _refused(
+                self._name,
+                f"the vector of a text changes by {difference:.2g} when its row is padded from {_NARROW} to"
+                f" {wide.shape[1]} tokens",
+                "a module that leaves out what attention_mask masks",
             )
 
     def _probe(self, tokens: Tensor) -> Tensor:
-        """Vectors [B, D] of tokens [B, T]. Raises ConfigError for anything else."""
+        """Return vectors [B, D] of tokens [B, T]. Raises ConfigError for anything else."""
         rows, length = tokens.shape
-        with _named(f"model.factory {self._name}: its module, given {rows} texts of {length} tokens,"):
+        with _user_code(self._name, f"its module, given {rows} texts of {length} tokens,"):
             states: object = self.states(tokens, None, (tokens == self.pad_id)[:, None])
         shapes = ((rows, length, self.width), (rows, self.width))
         if not isinstance(states, Tensor):
             seen = f"a {type(states).__name__}"
         elif tuple(states.shape) not in shapes:
             seen = f"shape {list(states.shape)}"
-        elif not states.is_floating_point() or not bool(states.isfinite().all()):
-            seen = "numbers that are not finite" if states.is_floating_point() else f"a tensor of {states.dtype}"
+        elif not states.is_floating_point():
+            seen = f"a tensor of {states.dtype}"
+        elif not bool(states.isfinite().all()):
+            seen = "numbers that are not finite"
         else:
             return self.pool(states, tokens)
-        raise ConfigError(
-            f"model.factory {self._name}: its module returned {seen} for {rows} texts of {length} tokens",
-            expected=f"states {list(shapes[0])} or vectors {list(shapes[1])}, {self.width} being model.hidden_size",
-            next_command=f"correct the module, or give --model.hidden-size; {_PAGE}",
+        raise _refused(
+            self._name,
+            f"its module returned {seen} for {rows} texts of {length} tokens",
+            f"states {list(shapes[0])} or vectors {list(shapes[1])}, {self.width} being model.hidden_size",
         )
 
 
-def _built(name: str, arguments: Mapping[str, object]) -> nn.Module:
-    place, _, attribute = name.partition(":")
-    with _named(f"model.factory {name}: import of {place}", "install its package, or name its folder in PYTHONPATH"):
-        build = getattr(importlib.import_module(place), attribute, None)
-    parameters = inspect.signature(build).parameters if callable(build) else {}
-    if not callable(build) or not set(ARGUMENTS) <= parameters.keys():
-        seen = f"{attribute}({', '.join(parameters)})" if callable(build) else f"no function {attribute}"
-        raise ConfigError(
-            f"model.factory {name}: {place} has {seen}",
-            expected=f"def {attribute}(*, {', '.join(ARGUMENTS)}, ...) -> torch.nn.Module",
-            next_command=f"correct the name or the function; {_PAGE}",
-        )
-    with _named(f"model.factory {name}:"):
-        module = build(**arguments)
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"model.factory {name} returned a {type(module).__name__}",
-            expected="a torch.nn.Module that maps (input_ids, attention_mask) to states or vectors",
-            next_command=f"correct the function; {_PAGE}",
-        )
-    return module
+def _refused(name: str, seen: str, expected: str) -> ConfigError:
+    return ConfigError(f"model.factory {name}: {seen}", expected=expected, next_command=f"correct it; {_PAGE}")
 
 
 @contextmanager
-def _named(what: str, next_command: str = "correct the factory, or model.factory_options") -> Iterator[None]:
-    """Whatever the user's code raises is a ConfigError with its place in that code."""
+def _user_code(name: str, doing: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into a ConfigError with its place in that code."""
     try:
         yield
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        message = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{what} raised {type(error).__name__}: {message}{where}",
-            expected=f"an encoder as in {_PAGE}",
-            next_command=next_command,
-        ) from error
+        message = f"{doing} raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"
+        raise _refused(name, message, f"an encoder as in {_PAGE}, its package installed or in PYTHONPATH") from error
 
 
-def _check_tensors(module: nn.Module, name: str) -> None:
-    """All a checkpoint holds of a model are parameters that are trained, each under one name."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    first: dict[int, str] = {}
-    seen = "" if parameters else "no parameter"
-    for key, parameter in parameters.items():
-        other = first.setdefault(id(parameter), key)
-        if other != key:
-            seen = f"{other} and {key}, which are one parameter"
-        elif not parameter.requires_grad:
-            seen = f"{key}, which does not require a gradient"
-    if kept := sorted(module.state_dict().keys() - parameters.keys()):
-        seen = f"{kept[0]}, a buffer that is saved"
-    if seen:
-        raise ConfigError(
-            f"model.factory {name}: its module has {seen}",
-            expected="parameters under one name each, all of them trained, and buffers with persistent=False",
-            next_command=f"correct the module; {_PAGE}",
+def _built(name: str, arguments: Mapping[str, object]) -> nn.Module:
+    """Import the factory and call it. Raises ConfigError if it is none, or its module cannot be trained and saved."""
+    place, _, attribute = name.partition(":")
+    with _user_code(name, f"import of {place}"):
+        build = getattr(importlib.import_module(place), attribute, None)
+    parameters = inspect.signature(build).parameters if callable(build) else {}
+    if not callable(build) or not set(ARGUMENTS) <= parameters.keys():
+        seen = f"{attribute}({', '.join(parameters)})" if callable(build) else f"no function {attribute}"
+        raise _refused(
+            name, f"{place} has {seen}", f"def {attribute}(*, {', '.join(ARGUMENTS)}, ...) -> torch.nn.Module"
         )
+    with _user_code(name, attribute):
+        module = build(**arguments)
+    if not isinstance(module, nn.Module):
+        raise _refused(name, f"{attribute} returned a {type(module).__name__}", "a torch.nn.Module")
+    # All a checkpoint holds of a model are parameters that are trained, each under one name.
+    named, first = dict(module.named_parameters(remove_duplicate=False)), dict[int, str]()
+    faults = [] if named else ["no parameter"]
+    for key, parameter in named.items():
+        if (other := first.setdefault(id(parameter), key)) != key:
+            faults.append(f"{other} and {key}, which are one parameter")
+        elif not parameter.requires_grad:
+            faults.append(f"{key}, which does not require a gradient")
+    faults += [f"{key}, a buffer that is saved" for key in sorted(module.state_dict().keys() - named.keys())]
+    if faults:
+        expected = "parameters under one name each, all of them trained, and buffers with persistent=False"
+        raise _refused(name, f"its module has {faults[-1]}", expected)
+    return module
 
 
 def module_weights(

@@ -10,6 +10,8 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.ops import unit
 
 _CONSTANT = 1e-4  # deviation below which a number says nothing
+_CATEGORICAL_SIZE = 16
+"""Embedding width of each categorical feature."""
 
 
 class CrossNetwork(nn.Module):
@@ -40,8 +42,8 @@ class FeatureEncoder(nn.Module):
         if self.num_numeric:
             self.scale = nn.Parameter(torch.ones(self.num_numeric))
             self.shift = nn.Parameter(torch.zeros(self.num_numeric))
-        self.embeddings = nn.ModuleList(nn.Embedding(ids, config.categorical_size) for ids in spec.categorical_ids)
-        inputs = self.num_numeric + config.categorical_size * len(spec.categorical_ids)
+        self.embeddings = nn.ModuleList(nn.Embedding(ids, _CATEGORICAL_SIZE) for ids in spec.categorical_ids)
+        inputs = self.num_numeric + _CATEGORICAL_SIZE * len(spec.categorical_ids)
         widths = (inputs, *config.feature_sizes) if inputs else (0,)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.width = widths[-1]
@@ -123,21 +125,16 @@ class Interactions(nn.Module):
     def __init__(self, config: ModelConfig, spec: InputSpec) -> None:
         super().__init__()
         size = config.interaction_size
-        self.explicit = config.interactions != "implicit"
-        self.implicit = config.interactions != "explicit"
         self.query_projection = nn.Linear(config.encoder.hidden_size, size)
         self.product_projection = nn.Linear(config.encoder.hidden_size, size)
         self.features = FeatureEncoder(config, spec)
         self.match = TokenMatch(config) if config.token_match else None
         self.width = self.features.width + (self.match.width if self.match else 0)
         joint = 2 * size + self.width
-        if self.explicit:
-            self.cross = CrossNetwork(joint, config.cross_layers)
-            self.width += joint + 2 * size + 1
-        if self.implicit:
-            widths = (joint, *config.mlp_sizes)
-            self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-            self.width += widths[-1]
+        self.cross = CrossNetwork(joint, config.cross_layers)
+        widths = (joint, *config.mlp_sizes)
+        self.mlp = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.width += joint + 2 * size + 1 + widths[-1]
 
     def forward(
         self, query: Tensor, product: Tensor, numeric: Tensor, categorical: Tensor, match: Tensor | None = None
@@ -148,16 +145,12 @@ class Interactions(nn.Module):
         if match is not None:
             features = torch.cat([features, match], dim=1)
         joint = torch.cat([left, right, features], dim=1)
-        parts = [features]
-        if self.explicit:
-            cosine = (unit(query) * unit(product)).sum(1, keepdim=True)
-            parts += [self.cross(joint), left * right, torch.abs(left - right), cosine]
-        if self.implicit:
-            hidden = joint
-            for layer in self.mlp:
-                hidden = F.gelu(layer(hidden))
-            parts.append(hidden)
-        return torch.cat(parts, dim=1)
+        cosine = (unit(query) * unit(product)).sum(1, keepdim=True)
+        explicit = [self.cross(joint), left * right, torch.abs(left - right), cosine]
+        hidden = joint
+        for layer in self.mlp:
+            hidden = F.gelu(layer(hidden))
+        return torch.cat([features, *explicit, hidden], dim=1)
 
 
 def initialise(module: nn.Module, generator: torch.Generator) -> None:

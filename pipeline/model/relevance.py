@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from pipeline.core.errors import ConfigError
 from pipeline.model import encoder, interactions
-from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.config import MPNET_PAD, InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder, ModernBertEncoder, MPNetEncoder, TextEncoder
 from pipeline.model.factory import FactoryEncoder
-from pipeline.model.hf_config import MPNET_PAD
 from pipeline.model.interactions import Interactions
 
 _ENCODERS: Mapping[str, Callable[[ModelConfig, int, int], TextEncoder]] = {

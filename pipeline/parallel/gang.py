@@ -36,7 +36,7 @@ class Gang:
             open_world_group(device_backend, timeout_s)
 
     def agree(self, flag: bool) -> bool:
-        """True on every rank when the flag of any rank was up one call earlier.
+        """Return, on every rank, whether the flag of any rank was up one call earlier.
 
         The exchange runs behind the step: each call starts one and returns the result of the one before.
         """
@@ -44,22 +44,19 @@ class Gang:
             return flag
         with collective_errors("agreeing to stop"):
             result = self._finish()
-            mine = torch.tensor([int(flag)], dtype=torch.int32)
-            self._pending = (mine, dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=host_group(), async_op=True))
+            flags = torch.tensor([int(flag)], dtype=torch.int32)
+            self._pending = (flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group(), async_op=True))
         return result
 
     def agree_now(self, flag: bool) -> bool:
-        """True on every rank when the flag of any rank is up. Waits for all."""
-        if self.world.world_size == 1:
-            return flag
-        with collective_errors("agreeing to stop"):
-            # The exchange that `agree` has under way is about something else and stays pending.
-            mine = torch.tensor([int(flag)], dtype=torch.int32)
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=host_group())
-        return bool(mine.item())
+        """Return, on every rank, whether the flag of any rank is up. Waits for all.
+
+        The exchange that `agree` has under way is about something else and stays pending.
+        """
+        return any(all_gather_objects(flag, "agreeing to stop")) if self.world.world_size > 1 else flag
 
     def mean(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Element-wise mean over ranks of CPU tensors, in place."""
+        """Take the element-wise mean over ranks of CPU tensors, in place."""
         if self.world.world_size > 1:
             with collective_errors("reducing gradients"):
                 for tensor in tensors:
@@ -68,7 +65,7 @@ class Gang:
         return tensors
 
     def gather_rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """CPU tensors of the same shapes on all ranks, concatenated in rank order along their first dimension."""
+        """Concatenate CPU tensors, of the same shapes on all ranks, in rank order along their first dimension."""
         if self.world.world_size == 1:
             return tensors
         result = []
@@ -80,7 +77,7 @@ class Gang:
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (plain Python or numpy), in rank order, on every rank."""
+        """Return every rank's value (plain Python or numpy), in rank order, on every rank."""
         return all_gather_objects(value, "gathering results") if self.world.world_size > 1 else [value]
 
     def barrier(self) -> None:
@@ -144,7 +141,7 @@ def open_world_group(device_backend: str | None, timeout_s: float) -> None:
 
 
 def open_group_of_one(device_backend: str | None) -> None:
-    """A process group of this process alone."""
+    """Open a process group of this process alone."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(device_backend or "gloo", store=store, rank=0, world_size=1)
 
@@ -171,7 +168,7 @@ def host_group(timeout_s: float | None = None) -> dist.ProcessGroup:
 
 
 def all_gather_objects(value: Any, doing: str) -> list[Any]:
-    """Plain values of all ranks, in rank order, on every rank; of this process where there is no group."""
+    """Return plain values of all ranks, in rank order, on every rank; of this process where there is no group."""
     values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
         values = [None] * dist.get_world_size()
@@ -186,7 +183,7 @@ def all_gather_objects(value: Any, doing: str) -> list[Any]:
 def join_ranks(
     name: str, world: World, *, timeout_s: float, layout: Layout | None = None
 ) -> AbstractContextManager[Gang]:
-    """The ranks of a run whose devices are those of backend `name`; left at the end. Raises TransientError."""
+    """Join the ranks of a run on devices of backend `name`, and leave them at the end. Raises TransientError."""
     return closing(Gang(world, timeout_s=timeout_s, device_backend=process_group(name), layout=layout))
 
 

@@ -1,7 +1,16 @@
-"""Ranks of this node under torchrun: one exit code for all of them, that of the rank that says most."""
+"""Ranks of this node under torchrun: one exit code for all of them, that of the rank that says most.
 
+`launch` starts `python -m pipeline.parallel.launch torchrun ...`, whose ranks are processes of a module of ours, or
+`python -m pipeline.parallel.launch rank script.py ...`, one rank of a script that knows nothing of us. Without torch.
+"""
+
+import atexit
+import faulthandler
+import io
 import logging
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,25 +19,40 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType, TracebackType
 
-from pipeline.core.errors import EXIT_BUG, EXIT_OK, EXIT_TABLE, Preempted, TransientError
+from pipeline.core.errors import (
+    EXIT_BUG,
+    EXIT_OK,
+    EXIT_TABLE,
+    Preempted,
+    TransientError,
+    TrnpipeError,
+    exit_code_of,
+)
 from pipeline.core.stop import StopSignal
 from pipeline.io.paths import temporary_folder
-from pipeline.parallel.network import torchrun_arguments
-from pipeline.parallel.world import NUM_NODES
+from pipeline.parallel.world import NUM_NODES, torchrun_arguments
+from pipeline.proc.children import RANK_S
+from pipeline.proc.signals import end_in_time, show_stacks_when_asked
 
 EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
+MODULE = "pipeline.parallel.launch"
+_STANDARD_OUTPUT = 1
+_OUTPUT_S = 5.0  # for the last lines; a process that a rank left behind may hold the pipe open for ever
+_GLOO = b"[Gloo] Rank "
+"""Begins a line that gloo writes for each group it makes (torch 2.9)."""
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
-    """True where ranks must be started: several processes or a node of a gang, and torchrun has not done it."""
+    """Return whether ranks must be started: several processes or a node of several, and torchrun has not done it."""
     return "WORLD_SIZE" not in env and (processes > 1 or NUM_NODES in env)
 
 
 def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
     """Run `python -m <module> <words>` in `processes` ranks on this node and return one exit code for all of them."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-", dir=temporary_folder()) as folder:
-        command = [sys.executable, "-m", "pipeline.parallel.launch", *torchrun_arguments(processes, os.environ)]
+        command = [sys.executable, "-m", MODULE, "torchrun", *torchrun_arguments(processes, os.environ)]
         command += ["-m", module, *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
@@ -50,10 +74,9 @@ def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: st
     return gang_exit_code(codes, stopped=stop.is_set())
 
 
-_GLOO = b"[Gloo] Rank "
-"""Begins a line that gloo writes for each group it makes (torch 2.9)."""
-_STANDARD_OUTPUT = 1
-_OUTPUT_S = 5.0  # for the last lines; a process that a rank left behind may hold the pipe open for ever
+def launch_script(words: Sequence[str], processes: int, stop: StopSignal) -> int:
+    """Run `script.py ...` or `-m module ...` in ranks, as `launch` does."""
+    return launch(["rank", *words], processes, stop, module=MODULE)
 
 
 def pass_on(source: int, target: int) -> None:
@@ -70,24 +93,23 @@ def pass_on(source: int, target: int) -> None:
     os.close(source)
 
 
-def note_exit_code(code: int, env: Mapping[str, str] = os.environ) -> None:
+def note_exit_code(code: int, env: Mapping[str, str] = os.environ, *, name: str = "") -> None:
     """Leave this rank's exit code for the launcher, which torchrun would otherwise turn into 1."""
-    _note(f"local-rank-{env.get('LOCAL_RANK', '0')}", code, env)
-
-
-def note_end(local_rank: int, returncode: int, env: Mapping[str, str] = os.environ) -> None:
-    """In torchrun: how the process of a rank ended, minus a signal. What a rank has left itself says more."""
-    _note(f"local-rank-{local_rank}.ended", returncode, env)
-
-
-def _note(name: str, code: int, env: Mapping[str, str]) -> None:
     folder = env.get(EXIT_DIR_VARIABLE)
     if folder and Path(folder).is_dir():
-        (Path(folder) / name).write_text(str(code))
+        (Path(folder) / (name or f"local-rank-{env.get('LOCAL_RANK', '0')}")).write_text(str(code))
+
+
+def _exit_code(folder: Path, local_rank: int) -> int | None:
+    """Return what the rank left itself, else how its process ended: minus a signal."""
+    for name in (f"local-rank-{local_rank}", f"local-rank-{local_rank}.ended"):
+        with suppress(OSError, ValueError):
+            return int((folder / name).read_text())
+    return None
 
 
 def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
-    """One code for a gang (None: the rank died without one; below 0: of a signal, as 128 and above in a shell).
+    """Return one code for all ranks (None: the rank died without one; below 0: of a signal; 128 and above: a shell's).
 
     A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a
     bug or another code of its own, then (unless all were stopped) a transient failure. Where a rank was killed, what
@@ -104,21 +126,11 @@ def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
     return Preempted.exit_code if stopped else TransientError.exit_code
 
 
-def _exit_code(folder: Path, local_rank: int) -> int | None:
-    for name in (f"local-rank-{local_rank}", f"local-rank-{local_rank}.ended"):
-        try:
-            return int((folder / name).read_text())
-        except (OSError, ValueError):
-            continue
-    return None
+def run_torchrun(words: Sequence[str]) -> int:
+    """Run torchrun, with a line, not tracebacks of its own, on how ranks have ended; LOGLEVEL brings its messages back.
 
-
-# torchrun, as `launch` starts it: it says in a line, not in tracebacks of its own, how ranks have ended.
-
-
-def main() -> int:
-    """0 when all ranks of this node ended with 0; LOGLEVEL in the environment brings torchrun's own messages back."""
-    # Not in the launcher, which needs no torch.
+    Return 0 when all ranks of this node ended with 0.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -126,12 +138,12 @@ def main() -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     try:
-        run(parse_args(None))  # type: ignore[no-untyped-call]
+        run(parse_args(list(words)))  # type: ignore[no-untyped-call]
     except SignalException:
         return Preempted.exit_code
     except ChildFailedError as error:  # it holds those that failed first; the others were told to stop
         for rank, failure in sorted(error.failures.items()):
-            note_end(failure.local_rank, failure.exitcode)
+            note_exit_code(failure.exitcode, name=f"local-rank-{failure.local_rank}.ended")
             ended = f"exited with {failure.exitcode}"
             if failure.exitcode < 0:
                 ended = f"was ended by {signal.Signals(-failure.exitcode).name}"
@@ -140,5 +152,98 @@ def main() -> int:
     return EXIT_OK
 
 
+# One rank of a script. It sees what it would see of `python script.py`, its exit code is left for the launcher, and an
+# error of trnpipe is a message without a traceback. Of several ranks each line begins with the number of its rank.
+
+# What collectives say in a plain RuntimeError when a peer is gone or does not come (gloo and its store, torch 2.9).
+_PEER_IS_LOST = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "timed out in monitored")
+
+
+def run_rank(words: Sequence[str]) -> None:
+    """Run the script to its end. Raises SystemExit where it ends with anything but 0."""
+    show_stacks_when_asked()
+    end_in_time()
+    # torchrun starts Python unbuffered, where the parts of a line come one by one, among those of other ranks.
+    prefix = f"[{os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    for name in ("stdout", "stderr"):
+        stream = RankLines(getattr(sys, name), prefix)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    codes = [EXIT_OK]
+    atexit.register(lambda: note_exit_code(codes[0]))  # the first is the last to be called
+    try:
+        run_script(words)
+    except SystemExit as ended:
+        code = ended.code  # as the interpreter has it: nothing is 0, a text (which it prints) is 1
+        codes[0] = EXIT_OK if code is None else code & 0xFF if isinstance(code, int) else EXIT_BUG
+        raise
+    except BaseException as error:
+        codes[0] = exit_code(error)
+        _show(error)
+        note_exit_code(codes[0])
+        # Threads that still wait for a peer must not keep a rank that has failed. A thread of C: it needs no GIL.
+        faulthandler.dump_traceback_later(RANK_S, exit=True)
+        sys.exit(codes[0])
+
+
+class RankLines(io.TextIOWrapper):
+    """A text stream, written line by line, whose lines begin with `prefix`. Takes the given stream's place."""
+
+    def __init__(self, stream: io.TextIOWrapper, prefix: str) -> None:
+        encoding, errors = stream.encoding, stream.errors
+        super().__init__(stream.detach(), encoding=encoding, errors=errors, line_buffering=True)
+        self._prefix, self._begins_line = prefix, True
+
+    def write(self, text: str) -> int:
+        """Write the text; a carriage return begins a line too, as progress bars have it."""
+        marked = re.sub(r"(?<=[\r\n])(?=[^\r\n])", lambda _: self._prefix, text)
+        if self._begins_line and text[:1] not in ("", "\r", "\n"):
+            marked = self._prefix + marked
+        if text:
+            self._begins_line = text[-1] in "\r\n"
+        super().write(marked)
+        return len(text)
+
+
+def run_script(words: Sequence[str]) -> None:
+    """Run it as __main__, with the sys.argv and sys.path of `python script.py ...` or `python -m module ...`."""
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    path = Path(words[0])
+    sys.argv = list(words)
+    if not sys.flags.safe_path:  # else there is no folder of the script, nor ours in its place
+        sys.path[0] = str(path.resolve().parent)
+    # Not runpy.run_path: its module is gone before threads and exit handlers, and has no absolute __file__.
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    module.__file__ = str(path.absolute())
+    exec(compile(path.read_bytes(), module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102
+
+
+def exit_code(error: BaseException) -> int:
+    """Return that of a script that ended with `error`: a command's of ours, and a lost peer is a transient failure."""
+    if isinstance(error, TrnpipeError) or not isinstance(error, RuntimeError):
+        return exit_code_of(error)
+    distributed = sys.modules.get("torch.distributed")
+    of_library = distributed is not None and isinstance(error, distributed.DistError)
+    if of_library or any(part in str(error) for part in _PEER_IS_LOST):
+        return TransientError.exit_code
+    return EXIT_BUG
+
+
+def _show(error: BaseException) -> None:
+    """Print it in one write, so that ranks do not mix; a traceback is that of the script alone."""
+    if isinstance(error, TrnpipeError):
+        sys.stderr.write(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}\n")
+        return
+    frames: TracebackType | None = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1] == "torchrun":
+        sys.exit(run_torchrun(sys.argv[2:]))
+    run_rank(sys.argv[2:])

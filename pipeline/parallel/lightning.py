@@ -8,51 +8,39 @@ under plain names, and are continued by either.
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from pipeline.backends import on_neuron
-from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.parallel.adopt import TIMEOUT_S, mesh_of
+from pipeline.core.errors import ConfigError
+from pipeline.parallel.checkpoint import check_shapes, tensor_shapes
 from pipeline.parallel.config import Plan
-from pipeline.parallel.files import check_shapes
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.parts import LIMITS
+from pipeline.parallel.mesh import TIMEOUT_S, current_mesh, mesh_of
+from pipeline.parallel.parallelize import UnitRule, find_units, parallelize
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
-from pipeline.parallel.tensors import clip_grad_norm, full_cpu_tensor, load_shard
-from pipeline.parallel.units import UnitRule, find_units
-from pipeline.parallel.world import NUM_NODES, World, world_from_env
+from pipeline.parallel.tensors import LIMITS, clip_grad_norm
+from pipeline.parallel.world import NUM_NODES, world_from_env
+
+_OF_WHOLE_WEIGHTS = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning)
 
 
-class Environment(ClusterEnvironment):
+class Environment(TorchElasticEnvironment):
     """The ranks that torchrun or `trnpipe launch` started, here or on each node of a multi-node job; else one."""
 
     def __init__(self) -> None:
-        self._world: World = world_from_env()
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT", "29500"))
+        super().__init__()
+        self._world = world_from_env()
 
     @staticmethod
     def detect() -> bool:
@@ -61,14 +49,8 @@ class Environment(ClusterEnvironment):
     def world_size(self) -> int:
         return self._world.world_size
 
-    def set_world_size(self, size: int) -> None:
-        """The launcher's stays."""
-
     def global_rank(self) -> int:
         return self._world.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """The launcher's stays."""
 
     def local_rank(self) -> int:
         return self._world.local_rank
@@ -77,16 +59,16 @@ class Environment(ClusterEnvironment):
         return self._world.node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raises ConfigError where the Trainer counts ranks differently."""
+        """Raise ConfigError if the Trainer counts ranks differently."""
         each, size = self._world.local_world_size, self._world.world_size
-        if (num_devices, num_nodes * num_devices) == (each, size):
-            return
-        launched = f"Trainer(devices={each}, num_nodes={size // each})"
-        raise ConfigError(
-            f"Trainer(devices={num_devices}, num_nodes={num_nodes}) in a run of {size} ranks, {each} on each node",
-            expected="as many devices as there are ranks on a node",
-            next_command=launched if size > 1 else f"trnpipe launch --launch.processes {num_devices} -- your_script.py",
-        )
+        if (num_devices, num_nodes * num_devices) != (each, size):
+            launched = f"Trainer(devices={each}, num_nodes={size // each})"
+            launch = f"trnpipe launch --launch.processes {num_devices} -- your_script.py"
+            raise ConfigError(
+                f"Trainer(devices={num_devices}, num_nodes={num_nodes}) in a run of {size} ranks, {each} on each node",
+                expected="as many devices as there are ranks on a node",
+                next_command=launched if size > 1 else launch,
+            )
 
 
 class ClippedPrecision(Precision):
@@ -123,7 +105,6 @@ class Strategy(ModelParallelStrategy):
         self._environment = self.cluster_environment = Environment()
         self._plan, self._timeout_s = plan, timeout_s
         self._units, self._tensor_plan = units, tensor_plan
-        self._mesh: Mesh | None = None
 
     @property
     def precision_plugin(self) -> Precision:
@@ -139,15 +120,9 @@ class Strategy(ModelParallelStrategy):
             )
 
     @property
-    def mesh(self) -> Mesh:
-        """Once the Trainer has set up this rank. Raises ConfigError before."""
-        if self._mesh is None:
-            raise ConfigError("the Trainer has not set up its ranks yet", expected="in or after `setup` of the module")
-        return self._mesh
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.layout.data_size, "rank": self.mesh.layout.data_rank}
+        layout = current_mesh().layout
+        return {"num_replicas": layout.data_size, "rank": layout.data_rank}
 
     @property
     def _module(self) -> Any:
@@ -155,133 +130,62 @@ class Strategy(ModelParallelStrategy):
         return self.lightning_module
 
     def setup_environment(self) -> None:
-        """Raises ConfigError for a Trainer that does not fit the ranks, or that has a callback of whole weights."""
-        _check_callbacks(self._module.trainer)
+        """Join the other ranks.
+
+        Raises ConfigError for a Trainer that does not fit them, or that has a callback of whole weights.
+        """
+        trainer = self._module.trainer
+        for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():
+            if isinstance(callback, _OF_WHOLE_WEIGHTS):
+                raise ConfigError(
+                    f"callback {type(callback).__name__} with a model that is spread over ranks: it takes weights to be"
+                    " whole",
+                    expected="none that averages or prunes weights; DDPStrategy can have them",
+                    next_command=f"an average kept by name in on_train_batch_end: {LIMITS}, shows one",
+                )
         self._environment.validate_settings(self.num_processes, self.num_nodes)
         reset_seed()
         self.set_world_ranks()
-        self._mesh = mesh_of(self._plan, device=self.root_device.type, timeout_s=self._timeout_s)
-        self._device_mesh = self._module._device_mesh = self._mesh.devices
+        mesh = mesh_of(self._plan, device=self.root_device.type, timeout_s=self._timeout_s)
+        self._device_mesh = self._module._device_mesh = mesh.devices
 
     def setup(self, trainer: Trainer) -> None:
         trainer.accelerator.setup(trainer)
         if not isinstance(self._module, FSDPModule):
-            parallelize(self._module, self.mesh, units=self._units, tensor_plan=self._tensor_plan)
+            parallelize(self._module, current_mesh(), units=self._units, tensor_plan=self._tensor_plan)
+        if fused_parts(self._module):
+            raise ConfigError(
+                "FusedColwise of several parts: a checkpoint of Lightning would have its rows interleaved",
+                expected="q, k and v, or gate and up, as layers of their own",
+                next_command="trn.transform and a loop of your own, whose trn.save puts them in order",
+            )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint. Raises CheckpointError for other shapes than the module's, which torch would cut."""
+        whole = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False)
+        saved, own = tensor_shapes(whole["state_dict"]), tensor_shapes(self._module.state_dict())
+        both = saved.keys() & own.keys()
+        check_shapes(str(checkpoint_path), *({name: shapes[name] for name in both} for shapes in (own, saved)))
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return found
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Micro-steps but the last of an accumulated batch exchange no gradients."""
+        """Exchange no gradients in micro-steps but the last of an accumulated batch."""
         self._module.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             self._module.set_requires_gradient_sync(True)
 
-    # A step is a call of the module itself: that is when FSDP gathers the parameters that are in no unit.
+    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step as a call of the module: that is when FSDP gathers the parameters that are in no unit."""
+        return self._forward_redirection(self._module, self._module, name, *args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_redirection(self._module, self._module, "training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_redirection(self._module, self._module, "validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_redirection(self._module, self._module, "test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_redirection(self._module, self._module, "predict_step", *args, **kwargs)
-
-    # Checkpoints: as of one process.
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole on rank 0, empty on the others, which take part in gathering it."""
-        parts = fused_parts(self._module)
-        found: dict[str, Any] = {}
-        ties: dict[int, str] = {}
-        for name, value in self._module.state_dict(keep_vars=True).items():
-            first = ties.setdefault(id(value), name)
-            if first != name:
-                found[name] = found[first]
-            elif isinstance(value, Tensor):
-                full = full_cpu_tensor(value, parts.get(name, 1))
-                found[name] = full if self.is_global_zero else None
-            else:
-                found[name] = value
-        return found if self.is_global_zero else {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Raises CheckpointError for other shapes than the module's, and, where `strict`, for other names."""
-        given, mine = checkpoint["state_dict"], self._module.state_dict(keep_vars=True)
-        if strict and mine.keys() != given.keys():
-            missing, unknown = sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys())
-            raise CheckpointError(
-                f"a checkpoint of another module: it has no {missing}, and has {unknown} beside",
-                expected=f"one of {type(self._module).__name__}",
-                next_command="strict_loading = False in the module takes what is in both",
-            )
-        parts = fused_parts(self._module)
-        tensors = [name for name in mine if name in given and isinstance(mine[name], Tensor)]
-        ours, theirs = ({name: list(one[name].shape) for name in tensors} for one in (mine, given))
-        check_shapes("the checkpoint", ours, theirs)
-        for name in tensors:
-            load_shard(mine[name], given[name].__getitem__, parts.get(name, 1))
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As its own state_dict; whole on rank 0, empty on the others."""
-        state, parts, found = optimizer.state_dict(), self._parts_of(optimizer), dict[int, Any]()
-        for number, values in state["state"].items():
-            found[number] = {
-                key: full_cpu_tensor(value, parts[number] if value.ndim else 1) if isinstance(value, Tensor) else value
-                for key, value in values.items()
-            }
-            if not self.is_global_zero:
-                found.clear()
-        return {**state, "state": found} if self.is_global_zero else {}
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            parts, found = self._parts_of(optimizer), dict[int, Any]()
-            for number, values in state["state"].items():
-                found[number] = dict(values)
-                for key, value in values.items():
-                    if isinstance(value, Tensor) and value.shape == parameters[number].shape:
-                        found[number][key] = torch.empty_like(parameters[number], dtype=value.dtype)
-                        load_shard(found[number][key], value.__getitem__, parts[number])
-            optimizer.load_state_dict({**state, "state": found})
-
-    def _parts_of(self, optimizer: Optimizer) -> list[int]:
-        """Of how many parts each of its parameters is fused, by number."""
-        parts = fused_parts(self._module)
-        by_id = {id(parameter): parts.get(name, 1) for name, parameter in self._module.named_parameters()}
-        return [by_id.get(id(parameter), 1) for group in optimizer.param_groups for parameter in group["params"]]
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Tensors stay in the file until they are copied: each rank reads its slices alone."""
-        found: dict[str, Any] = torch.load(
-            checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only is not False
-        )
-        return found
-
-
-def _check_callbacks(trainer: Trainer) -> None:
-    """Raises ConfigError for a callback that copies or prunes weights as if each rank had all of them."""
-    from lightning.pytorch import callbacks
-
-    if trainer.state.fn != TrainerFn.FITTING:
-        return
-    whole = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning)
-    for one in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(one, whole):
-            raise ConfigError(
-                f"callback {type(one).__name__} with a model that is spread over ranks: it takes weights to be whole",
-                expected="none that averages or prunes weights; DDPStrategy can have them",
-                next_command=f"an average kept by name in on_train_batch_end: {LIMITS}, shows one",
-            )
+    training_step = partialmethod(_called, "training_step")
+    validation_step = partialmethod(_called, "validation_step")
+    test_step = partialmethod(_called, "test_step")
+    predict_step = partialmethod(_called, "predict_step")

@@ -8,7 +8,7 @@ come leaves `node-<rank>.failed` with its error as text. One listing shows all.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from pipeline.core.errors import Preempted, TransientError
@@ -124,10 +124,9 @@ class Nodes:
         return (self._read(self._key(f"node-{rank}.failed")) or b"").decode(errors="replace")
 
     def _read(self, key: str) -> bytes | None:
-        try:
+        with suppress(KeyNotFound):
             return self.storage.read_bytes(key)
-        except KeyNotFound:
-            return None
+        return None
 
     def _names(self) -> set[str]:
         cut = len(self.folder) + 1

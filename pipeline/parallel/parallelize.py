@@ -1,11 +1,13 @@
-"""A model spread over the ranks of a mesh, in place: its layers' matrices, then recompute and offload, then shards.
+"""A model spread over the ranks of a mesh, in place: its layers' matrices, then what is kept of layers, then shards.
 
 The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A degree of 1 is no special case: the same
 calls over groups of one rank.
 """
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,30 +18,77 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.shuffle import stream_key
-from pipeline.parallel.delayed_init import Recipe, recipe_of
-from pipeline.parallel.files import load
+from pipeline.parallel.activations import recompute_units
+from pipeline.parallel.checkpoint import load
 from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group
-from pipeline.parallel.mesh import TENSOR, Mesh, check_same, raise_on_all_ranks
-from pipeline.parallel.offload import offload_units
-from pipeline.parallel.parts import guard
-from pipeline.parallel.recompute import recompute_units
+from pipeline.parallel.mesh import TENSOR, Mesh, check_same, current_mesh, has_mesh, init, raise_on_all_ranks
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles
-from pipeline.parallel.tensors import load_shard, plain_entries
-from pipeline.parallel.units import Unit, UnitRule, check_units, find_units
+from pipeline.parallel.tensors import load_shard, watch_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
-_DROPOUT = 1  # purpose of a stream
+Unit = tuple[str, nn.Module]
+"""A part of a model that is gathered and computed again by itself, as its layers are: its name, and itself."""
+UnitRule = Callable[[nn.Module], Sequence[Unit]]
+_DROPOUT, _INITIAL_VALUES = 1, 2  # purposes of streams
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """Return the members of each ModuleList or Sequential that has two or more with parameters, all of one class.
+
+    Of such lists within each other the outermost counts. What is in no unit stands with the model itself.
+    """
+    return list(_units(model, ""))
+
+
+def _units(module: nn.Module, prefix: str) -> Iterator[Unit]:
+    members = [(f"{prefix}{name}", child) for name, child in module.named_children()]
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        weighty = [(name, child) for name, child in members if next(child.parameters(), None) is not None]
+        # A list of lists is never called itself: its members' members are.
+        if len(weighty) > 1 and len({type(child) for _, child in weighty}) == 1 and _is_called(weighty[0][1]):
+            yield from weighty
+            return
+    for name, child in members:
+        yield from _units(child, f"{name}.")
+
+
+def _is_called(module: nn.Module) -> bool:
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def transform(
+    model: Model,
+    *,
+    units: UnitRule = find_units,
+    tensor_plan: TensorPlan | None = None,
+    weights: str | Path | None = None,
+) -> Model:
+    """Spread a model as the plan of `init` says, in place; then make the optimizer, of its parameters as they are now.
+
+    Without `init` before it the plan is that of TRNPIPE_PARALLEL, else full sharding, and the device the parameters'.
+    `units`: which parts are gathered and computed again one at a time; by default the members of its lists of layers.
+    `tensor_plan`: how layers are split where tensor_degree is above 1; by default that of a Hugging Face model's
+    configuration. `weights`: a folder that `save` wrote, for a model that was built under `delayed_init`. All ranks get
+    the weights of rank 0, and gradients are means over data-parallel ranks. A loop that accumulates gradients saves
+    traffic by `model.set_requires_gradient_sync(is_last)` before each forward pass. `shard` "state" shards gradients as
+    well: parameters are whole from a unit's forward pass to the end of its backward pass.
+    Raises ConfigError, on every rank, for a model that cannot be spread so.
+    """
+    if not has_mesh():
+        kinds = {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}
+        init(device=kinds.pop() if len(kinds) == 1 else "auto")
+    return parallelize(model, current_mesh(), units=units, tensor_plan=tensor_plan, weights=weights)
 
 
 def parallelize(
-    model: Model, mesh: Mesh, *, units: UnitRule = find_units, tensor_plan: TensorPlan | None = None
+    model: Model,
+    mesh: Mesh,
+    *,
+    units: UnitRule = find_units,
+    tensor_plan: TensorPlan | None = None,
+    weights: str | Path | None = None,
 ) -> Model:
-    """The model itself, on the mesh's device, its parameters DTensors of fp32 (or of the type that they had).
-
-    All ranks have the weights of rank 0 then, and gradients are means over data-parallel ranks. `shard` "state" keeps
-    a unit's parameters whole from its forward pass to the end of its backward pass: ZeRO-1's traffic, and its
-    gradients are sharded as well. Raises ConfigError, on every rank, for a model that cannot be spread so.
-    """
+    """Return the model itself, on the mesh's device, its parameters DTensors of fp32 (or of the type that they had)."""
     plan, layout = mesh.plan, mesh.layout
     found: list[Unit] = []
     with raise_on_all_ranks("checking the model"):
@@ -57,29 +106,31 @@ def parallelize(
                 expected="a ModuleList or Sequential of layers of one class",
                 next_command="transform(..., units=...), or recompute none",
             )
-        styles = tensor_styles(model, tensor_plan, layout.tensor_size) if layout.tensor_size > 1 else []
-        recipes = _recipes(model)
+        if weights is None:
+            _check_initial_values(model)
+        styles = tensor_styles(model, tensor_plan, layout) if layout.tensor_size > 1 else []
     check_same(_described(model), "model")
+    seed = all_gather_objects(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
     with collective_errors("spreading the model", mixed=True), torch.no_grad():
         if layout.world_size > 1:
             _take_from_rank_0(model, mesh.backend.device)
         arrange(model, [unit for _, unit in found], styles, mesh)
-        if recipes:
-            _fill(model, recipes, mesh.backend.device)
-    guard(model)
+        delayed = _materialised(model, mesh.backend.device)
+        if weights is not None:
+            load(weights, model)
+        elif delayed:
+            _draw(model, delayed, stream_key(seed, _INITIAL_VALUES, 0))
+    watch_tensors()
     if plan.seed is not None or layout.tensor_size > 1:
-        seed = all_gather_objects(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
         mesh.backend.seed(stream_key(seed, _DROPOUT, layout.data_rank))
     return model
 
 
 def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, ParallelStyle]], mesh: Mesh) -> None:
-    """In place, what `parallelize` does once ranks agree; without peers too, for memory.py."""
+    """Do in place what `parallelize` does once ranks agree; bench/scaling does it without peers."""
     split(model, styles, mesh.devices[TENSOR])
     if mesh.plan.recompute == "units":
-        recompute_units(units)
-    if mesh.plan.offload_horizon:
-        offload_units(units, mesh.plan.offload_horizon, mesh.backend)
+        recompute_units(units, offload=mesh.plan.offload, pin_memory=not mesh.backend.shares_host_memory)
     reduced = torch.bfloat16 if mesh.plan.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32 if reduced else None)
     outermost = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, torch.float32 if reduced else None)
@@ -92,7 +143,7 @@ def arrange(model: nn.Module, units: list[nn.Module], styles: list[tuple[str, Pa
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """In place, keeping what is tied. fully_shard would set `.data`, which not every device takes of the host's."""
+    """Move in place, keeping what is tied. fully_shard sets `.data`, which not every device takes of the host's."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type not in ("meta", device.type):
             there = tensor.detach().to(device)
@@ -101,59 +152,8 @@ def _move(module: nn.Module, device: torch.device) -> None:
             torch.utils.swap_tensors(tensor, there)  # type: ignore[no-untyped-call]
 
 
-def _described(model: nn.Module) -> str:
-    """What has to be the same on all ranks, so that their collectives meet."""
-    entries = [*model.named_parameters(), *model.named_buffers()]
-    listed: list[Json] = [
-        [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in entries
-    ]
-    size = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__} of {size} parameters ({fingerprint(listed)[:8]})"
-
-
-def _recipes(model: nn.Module) -> dict[str, Recipe]:
-    """Of parameters on meta. Raises ConfigError for one whose values cannot be told."""
-    found = {name: recipe_of(parameter) for name, parameter in model.named_parameters() if parameter.is_meta}
-    for name, recipe in found.items():
-        if recipe.lost:
-            owner = model.get_submodule(name.rpartition(".")[0])
-            raise ConfigError(
-                f"delayed_init: the values of {name!r} ({type(owner).__name__}) cannot be told: {recipe.lost}",
-                expected="a module that sets its parameters in place, as nn.Linear does in reset_parameters",
-                next_command="delayed_init(weights=FOLDER) with what save wrote, or this module built outside of it",
-            )
-    folders = sorted({str(recipe.weights) for recipe in found.values()})
-    if len(folders) > 1:
-        raise ConfigError(
-            f"delayed_init: parts of {type(model).__name__} take their values from {', '.join(folders)}",
-            expected="one delayed_init for all of a model (None: what its constructors draw)",
-            next_command="build the model in one `with delayed_init(...)`",
-        )
-    return found
-
-
-def _fill(model: nn.Module, recipes: Mapping[str, Recipe], device: torch.device) -> None:
-    """Values of each rank's part, from a file, or drawn as rank 0 would have drawn them: one parameter at a time."""
-    # As to_empty, which would take the buffers' values as well.
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
-    folder = next(iter(recipes.values())).weights
-    if folder is not None:
-        load(folder, model)
-        return
-    if dist.get_world_size() > 1:
-        drawn: list[Any] = [[recipe.drawn_by() for recipe in recipes.values()]]
-        with collective_errors("exchanging how values are drawn"):
-            dist.broadcast_object_list(drawn, group=host_group())
-        for recipe, found in zip(recipes.values(), drawn[0], strict=True):
-            recipe.draw_as(found)
-    parts = fused_parts(model)
-    for name, parameter in plain_entries(model):
-        if name in recipes:
-            load_shard(parameter, recipes[name].drawn().__getitem__, parts.get(name, 1))
-
-
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Every parameter and buffer: ranks may have been seeded differently, and shards of two models are none."""
+    """Copy every parameter and buffer: ranks may have been seeded differently, and shards of two models are none."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and tensor.numel():
             whole: Tensor = tensor.detach().to(device).contiguous()
@@ -167,3 +167,107 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
 
 _SENT_AS_THEY_ARE = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 """Types that every library knows: AWS's tests of a broadcast have these alone. Others are sent by hosts, as bytes."""
+
+
+# Delayed initialisation: a model is built without its parameters' memory, and filled after it is spread.
+
+
+@contextmanager
+def delayed_init() -> Iterator[None]:
+    """Build modules whose parameters are on the meta device; `transform` fills them, a part on each rank.
+
+    With the values of `transform(..., weights=FOLDER)`, else by `reset_parameters` of each module that has parameters,
+    under the plan's seed or rank 0's: other values than without delay, the same on any mesh. Buffers are real from the
+    start: most are computed once, in the constructor.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _check_initial_values(model: nn.Module) -> None:
+    """Raise ConfigError for a parameter on meta that nothing fills."""
+    for name, module in model.named_modules():
+        own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
+        if own and not hasattr(module, "reset_parameters"):
+            raise ConfigError(
+                f"delayed_init: nothing gives {name + '.' if name else ''}{own[0]} its values:"
+                f" {type(module).__name__} has no reset_parameters",
+                expected="a method reset_parameters that sets all parameters of the module itself",
+                next_command="transform(..., weights=FOLDER) with what save wrote, or build the module outside of it",
+            )
+
+
+def _materialised(model: nn.Module, device: torch.device) -> list[nn.Module]:
+    """Give parameters on meta their memory, as to_empty, which takes buffers' values too. Return the owners of some."""
+    owners = [
+        module for module in model.modules() if any(parameter.is_meta for parameter in module.parameters(recurse=False))
+    ]
+    if owners:
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+    return owners
+
+
+def _draw(model: nn.Module, owners: Sequence[nn.Module], seed: int) -> None:
+    """Fill this rank's part of each module: the whole of one at a time is drawn in host memory, on every rank alike."""
+    names = {module: name for name, module in model.named_modules()}
+    parts = fused_parts(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for module in owners:
+            spread = dict(module.named_parameters(recurse=False))
+            for key, parameter in spread.items():
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+                setattr(module, key, nn.Parameter(whole, parameter.requires_grad))
+            module.reset_parameters()  # type: ignore[operator]
+            for key, parameter in spread.items():
+                prefix = f"{names[module]}." if names[module] else ""
+                load_shard(parameter, getattr(module, key).detach(), parts.get(prefix + key, 1))
+                setattr(module, key, parameter)
+
+
+# What has to be right before ranks meet.
+
+
+def _described(model: nn.Module) -> str:
+    """Return what has to be the same on all ranks, so that their collectives meet."""
+    entries = [*model.named_parameters(), *model.named_buffers()]
+    listed: list[Json] = [
+        [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in entries
+    ]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__} of {size} parameters ({fingerprint(listed)[:8]})"
+
+
+def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise ConfigError for parameters that sharding would untie without a word."""
+    owners: dict[int, tuple[str, str]] = {}
+    for name, parameter, owner in _owned(model, "", "no unit", {id(unit): f"unit {name!r}" for name, unit in units}):
+        first_name, first_owner = owners.setdefault(id(parameter), (name, owner))
+        if first_owner != owner:
+            raise ConfigError(
+                f"{first_name!r} (in {first_owner}) and {name!r} (in {owner}) are one parameter: it would be two after"
+                " sharding, with different gradients",
+                expected="parameters shared only within one unit, or by what is in no unit",
+                next_command="transform(..., units=...) with one unit that holds both, or without these units",
+            )
+
+
+def _owned(
+    module: nn.Module, prefix: str, owner: str, units: Mapping[int, str]
+) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Yield every name of every parameter, with the innermost unit that it is in."""
+    owner = units.get(id(module), owner)
+    for name, parameter in module.named_parameters(recurse=False):
+        yield f"{prefix}{name}", parameter, owner
+    for name, child in module.named_children():
+        yield from _owned(child, f"{prefix}{name}.", owner, units)

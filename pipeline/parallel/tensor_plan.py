@@ -1,6 +1,7 @@
 """How the matrices of a model's layers are split over tensor peers: by the model, its configuration, or its user."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.layout import Layout
 from pipeline.model.encoder import BertEncoder
 from pipeline.model.relevance import RelevanceModel
 
@@ -46,13 +48,15 @@ class FusedColwise(ColwiseParallel):
                 parameter.data = interleaved(parameter.data, self.parts)
         setattr(module, FUSED_PARTS, self.parts)
         split: nn.Module = super()._apply(module, device_mesh)
-        # After the hook of ColwiseParallel, so of this rank's columns.
-        split.register_forward_hook(lambda _module, _inputs, columns: _one_after_the_other(columns, self.parts))
+        # After the hook of ColwiseParallel, so of this rank's columns: [..., N * parts] to [..., parts * N].
+        split.register_forward_hook(
+            lambda _module, _inputs, columns: columns.unflatten(-1, (-1, self.parts)).transpose(-1, -2).flatten(-2)
+        )
         return split
 
 
 def fused_parts(model: nn.Module) -> dict[str, int]:
-    """By name of a parameter: of how many parts its rows are interleaved, where they are."""
+    """Return of how many parts the rows of a parameter are interleaved, by name, where they are."""
     modules = [(name, module, getattr(module, FUSED_PARTS, 1)) for name, module in model.named_modules()]
     return {
         f"{name}.{key}": parts for name, module, parts in modules if parts > 1 for key, _ in module.named_parameters()
@@ -60,13 +64,8 @@ def fused_parts(model: nn.Module) -> dict[str, int]:
 
 
 def interleaved(rows: Tensor, parts: int) -> Tensor:
-    """[parts * N, ...], one part after the other, to [N * parts, ...]."""
+    """Return the rows [parts * N, ...], one part after the other, as [N * parts, ...]."""
     return rows.reshape(parts, rows.shape[0] // parts, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
-
-
-def _one_after_the_other(columns: Tensor, parts: int) -> Tensor:
-    """[..., N * parts] to [..., parts * N]."""
-    return columns.reshape(*columns.shape[:-1], -1, parts).transpose(-1, -2).reshape(columns.shape)
 
 
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -83,33 +82,28 @@ _OURS: TensorPlan = {
 }
 
 
-def tensor_styles(model: nn.Module, given: TensorPlan | None, degree: int) -> list[tuple[str, ParallelStyle]]:
-    """(name of a module, its style), of the plan that was given or that the model has.
+def tensor_styles(model: nn.Module, given: TensorPlan | None, layout: Layout) -> list[tuple[str, ParallelStyle]]:
+    """Return (name of a module, its style), of the plan that was given or that the model has.
 
     Raises ConfigError for a model without one, for styles that are not known here, and for what does not divide.
     """
-    plan = given or _plan_of(model)
-    modules = dict(model.named_modules())
-    tied = _tied(model)
     found = []
-    for pattern, style in plan.items():
-        names = [name for name in modules if _matches(name, pattern)]
-        if not names:
+    for pattern, style in (given or _plan_of(model, layout.tensor_size)).items():
+        matches = [name for name, _ in model.named_modules() if _matches(name, pattern)]
+        if not matches:
             raise ConfigError(
                 f"tensor plan: no module of {type(model).__name__} is called {pattern!r}",
                 expected="names as model.named_modules() gives them, * for one part of a name",
             )
         made = _style(pattern, style)
-        for name in names:
-            _check_split(name, modules[name], made, degree, tied)
-        found += [(name, made) for name in names]
-    if given is None:  # of a plan that was given, its giver knows
-        _check_heads(model, degree)
+        for name in matches:
+            _check_split(model, name, made, layout)
+        found += [(name, made) for name in matches]
     return found
 
 
 def split(model: nn.Module, styles: list[tuple[str, ParallelStyle]], peers: DeviceMesh) -> None:
-    """In place. Each tensor peer has the whole weights, or all have them on meta."""
+    """Split modules in place. Each tensor peer has the whole weights, or all have them on meta."""
     for name, style in styles:
         module = model.get_submodule(name)
         trained = {key: parameter.requires_grad for key, parameter in module.named_parameters()}
@@ -118,8 +112,9 @@ def split(model: nn.Module, styles: list[tuple[str, ParallelStyle]], peers: Devi
             parameter.requires_grad_(trained[key])  # styles make new parameters, which are all trained
 
 
-def _plan_of(model: nn.Module) -> TensorPlan:
-    """Of our own model, or of a Hugging Face model's configuration."""
+def _plan_of(model: nn.Module, degree: int) -> TensorPlan:
+    """Return the plan of our own model, or of a Hugging Face model's configuration. A rank has whole heads."""
+    config: Any = getattr(model, "config", None)
     if isinstance(model, RelevanceModel):
         if not isinstance(model.encoder, BertEncoder):
             raise ConfigError(
@@ -127,17 +122,22 @@ def _plan_of(model: nn.Module) -> TensorPlan:
                 expected="model.architecture bert, the one of ours whose layers are split over ranks",
                 next_command="--train.parallel.tensor-degree 1",
             )
-        return _OURS
-    theirs: Mapping[str, str] | None = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if not theirs:
+        plan = _OURS
+        heads: list[Any] = [model.encoder.layers[0].num_heads]
+    elif theirs := getattr(config, "base_model_tp_plan", None):
+        prefix = str(getattr(model, "base_model_prefix", ""))
+        prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+        plan = {prefix + pattern: style for pattern, style in theirs.items()}
+        heads = [getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+    else:
         raise ConfigError(
             f"tensor_degree above 1 for {type(model).__name__}, which has no plan of how it is split",
             expected="a model whose configuration has base_model_tp_plan, or a plan that is given",
             next_command='transform(..., tensor_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"})',
         )
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-    return {prefix + pattern: style for pattern, style in theirs.items()}
+    if any(count % degree for count in heads):
+        raise _not_divided(f"tensor_degree {degree}", f"heads ({', '.join(map(str, heads))})")
+    return plan
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -151,7 +151,6 @@ def _style(pattern: str, style: Style) -> ParallelStyle:
             raise ConfigError(
                 f"tensor plan: {pattern!r} is {style!r}",
                 expected=f"one of {', '.join(_STYLES)}, or a ParallelStyle of torch.distributed.tensor.parallel",
-                next_command="transform(..., tensor_plan=...) with styles of your own, or tensor_degree 1",
             )
         style = _STYLES[style]()
     if type(style) is ColwiseParallel and _FUSED_NAMES.search(pattern.rsplit(".", 1)[-1]):
@@ -164,51 +163,31 @@ def _style(pattern: str, style: Style) -> ParallelStyle:
     return style
 
 
-def _check_split(name: str, module: nn.Module, style: ParallelStyle, degree: int, tied: Mapping[str, str]) -> None:
-    for key, _ in module.named_parameters():
-        if (whole := f"{name}.{key}") in tied:
-            raise ConfigError(
-                f"tensor plan: {whole!r} is the same parameter as {tied[whole]!r}, and only one would be split",
-                expected="parameters of one name",
-                next_command=f"leave {name!r} out of tensor_plan",
-            )
-    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+def _check_split(model: nn.Module, name: str, style: ParallelStyle, layout: Layout) -> None:
+    """Raise ConfigError for a module that shares a parameter, or whose size does not divide evenly."""
+    module = model.get_submodule(name)
+    names = Counter(map(id, dict(model.named_parameters(remove_duplicate=False)).values()))
+    if any(names[id(parameter)] > 1 for parameter in module.parameters()):
+        raise ConfigError(
+            f"tensor plan: {name!r} shares a parameter with another module, and only one would be split",
+            expected="parameters of one name",
+            next_command=f"leave {name!r} out of tensor_plan",
+        )
+    if not isinstance(module, nn.Linear):
         return
-    by_columns = isinstance(style, ColwiseParallel)
-    if not isinstance(module, nn.Linear | nn.Embedding):
-        raise ConfigError(
-            f"tensor plan: {name!r} is a {type(module).__name__}", expected="an nn.Linear or an nn.Embedding"
-        )
-    sizes = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
-    size = sizes[0 if by_columns else 1] // (style.parts if isinstance(style, FusedColwise) else 1)
-    if size % degree:
-        raise ConfigError(
-            f"tensor_degree {degree} over {size} {'outputs' if by_columns else 'inputs'} of {name!r}",
-            expected="a degree that divides them",
-            next_command="another tensor_degree",
-        )
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that have another name, with it."""
-    by_parameter: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(name)
-    shared = [names for names in by_parameter.values() if len(names) > 1]
-    return {name: names[name == names[0]] for names in shared for name in names}
-
-
-def _check_heads(model: nn.Module, degree: int) -> None:
-    """A rank has whole heads."""
-    if isinstance(model, RelevanceModel):
-        found: dict[str, Any] = {"num_heads": model.encoder.layers[0].num_heads}
-    else:
-        config: Any = getattr(model, "config", None)
-        found = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-    for name, heads in found.items():
-        if isinstance(heads, int) and heads % degree:
-            raise ConfigError(
-                f"tensor_degree {degree} over {heads} heads ({name})",
-                expected="a degree that divides them",
-                next_command="another tensor_degree",
+    degree = f"tensor_degree {layout.tensor_size}"
+    if isinstance(style, RowwiseParallel) and module.in_features % layout.tensor_size:
+        raise _not_divided(degree, f"{module.in_features} inputs of {name!r}")
+    if isinstance(style, ColwiseParallel):
+        outputs = module.out_features // (style.parts if isinstance(style, FusedColwise) else 1)
+        if outputs % layout.tensor_size:
+            raise _not_divided(degree, f"{outputs} outputs of {name!r}")
+        # torch puts rows that are cut twice, and not evenly, together in a wrong order (2.9).
+        if module.out_features % (layout.tensor_size * layout.shard_size):
+            raise _not_divided(
+                f"shard_degree {layout.shard_size} by {degree}", f"{module.out_features} outputs of {name!r}"
             )
+
+
+def _not_divided(degree: str, what: str) -> ConfigError:
+    return ConfigError(f"{degree} over {what}", expected="a degree that divides them", next_command="another degree")

@@ -1,8 +1,14 @@
-"""Who we are among the ranks, read from torchrun's environment, and which part of shared work is ours."""
+"""Who we are among the ranks, which part of shared work is ours, and how the nodes of a job reach this machine."""
 
+import ipaddress
 import os
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from pipeline.core.errors import ConfigError
 
@@ -32,9 +38,9 @@ class World:
 
 
 def node_from_env(env: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """(node rank, number of nodes) of a multi-node job.
+    """Return (node rank, number of nodes) of a multi-node job, else (0, 1).
 
-    (0, 1) elsewhere. Raises ConfigError when the variables do not fit together.
+    Raises ConfigError when the variables do not fit together.
     """
     if NUM_NODES not in env:
         return 0, 1
@@ -48,7 +54,7 @@ def node_from_env(env: Mapping[str, str] = os.environ) -> tuple[int, int]:
 
 
 def world_from_env(env: Mapping[str, str] = os.environ) -> World:
-    """The world torchrun describes; without it, one process on each node. Raises ConfigError for a world in pieces."""
+    """Return the world torchrun describes; without it, one process on each node. Raises ConfigError for half of one."""
     if "WORLD_SIZE" not in env:
         node_rank, nodes = node_from_env(env)
         return World(rank=node_rank, world_size=nodes, node_rank=node_rank)
@@ -88,12 +94,10 @@ def check_world(world: World, *, runtime_world_size: int, reduces_in_graph: bool
         )
 
 
-# The first compiles what a failed trial run collected; the second is for the tool to set, in the trial run alone.
-TRACE_FILE = "TRN_TRACE_FILE"  # not TRNPIPE_: those are settings
+# Not TRNPIPE_: those are settings.
+TRACE_FILE = "TRN_TRACE_FILE"
 """Environment of a trial run that is driven: where rank 0 leaves its graph manifest instead of publishing it."""
-
-
-RANK_REPORTS = "TRN_HEALTH_DIR"  # not TRNPIPE_: those are settings
+RANK_REPORTS = "TRN_HEALTH_DIR"
 """Environment of the ranks that a node starts for its checks: where each leaves its report."""
 
 
@@ -108,30 +112,127 @@ def worker_of(jobs: int, world: World, env: Mapping[str, str], stage: str, job: 
 
 def job_index(jobs: int, env: Mapping[str, str], stage: str, job: int | None = None) -> int:
     """Return the index of this job among `jobs`: `job` if it is given, else that of the array. Raises ConfigError."""
-    if job is not None:
-        source, index = f"{stage}.worker", job
-    elif given := env.get(ARRAY_INDEX):
-        if not given.isdecimal():
-            raise ConfigError(f"{ARRAY_INDEX} is {given!r}", expected="a number, as trnjobs-entry sets it")
-        source, index = ARRAY_INDEX, int(given)
-        if jobs == 1:
-            raise ConfigError(
-                f"{ARRAY_INDEX} is {given}, but {stage}.workers is 1: every job of the array would do all the work",
-                expected="the size of the array",
-                next_command=f"--{stage}.workers SIZE, in the command of the array job",
-            )
-    elif jobs > 1:
-        raise ConfigError(
-            f"{stage}.workers is {jobs}, and nothing says which of them this is",
-            expected=f"an array job of that size, which sets {ARRAY_INDEX}",
-            next_command=f"{ARRAY_INDEX}=INDEX in its environment, from 0",
-        )
-    else:
+    given = env.get(ARRAY_INDEX, "")
+    if job is None and not given and jobs == 1:
         return 0
-    if index >= jobs:
+    index = job if job is not None else int(given) if given.isdecimal() else jobs
+    if index >= jobs or (job is None and jobs == 1):  # every job of an array would do all the work
         raise ConfigError(
-            f"{source} is {index} of {jobs} workers",
-            expected=f"0 to {jobs - 1}",
+            f"{stage}: worker {(given or 'unknown') if job is None else job} of {jobs}",
+            expected=f"in {ARRAY_INDEX} of an array job, or --{stage}.worker, an index below --{stage}.workers",
             next_command=f"--{stage}.workers SIZE, the size of the array",
         )
     return index
+
+
+# The interface through which the other nodes of a job reach this machine, and where ranks meet.
+
+ROUTES = Path("/proc/net/route")
+EFA_DEVICES = Path("/dev/infiniband")
+# Bridges, and the ends of them, that lead to containers of the same machine. ecs-*: every task of an AWS Batch
+# multi-node job has one beside its own interface (amazon-ecs-agent, agent/ecscni/types_linux.go).
+_LOCAL_ONLY = re.compile(r"lo\d*|(docker|ecs-|br-|veth|virbr|cni|flannel|podman|lxcbr|lxdbr).*")
+_FORK_SAFE_KERNEL = (5, 15)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One IPv4 address of this machine, and the interface that holds it."""
+
+    name: str
+    address: str
+
+
+def own_interface() -> Interface:
+    """Return the interface of the default route, else the first reachable one. Raises ConfigError if none is."""
+    routes = ROUTES.read_text() if ROUTES.exists() else ""  # Linux alone has it
+    found = [
+        Interface(name, address.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET
+    ]
+    return choose_interface(found, default_routes(routes))
+
+
+def own_address() -> str:
+    """Return the IPv4 address at which other machines reach this one. Raises ConfigError when it has none."""
+    return own_interface().address
+
+
+def choose_interface(found: Sequence[Interface], routed: Sequence[str]) -> Interface:
+    """Choose one that other machines reach; `routed`: names of interfaces with a default route, the best first.
+
+    The order of the system says nothing: in a task of Amazon ECS the link to the agent (169.254.172.0/22) comes before
+    the interface of the task. Raises ConfigError when no interface is reachable from other machines.
+    """
+    reachable: dict[str, Interface] = {}
+    for interface in found:
+        address = ipaddress.IPv4Address(interface.address)
+        if not (_LOCAL_ONLY.fullmatch(interface.name) or address.is_link_local or address.is_loopback):
+            reachable.setdefault(interface.name, interface)
+    for name in (*routed, *reachable):
+        if name in reachable:
+            return reachable[name]
+    seen = ", ".join(f"{interface.name} {interface.address}" for interface in found) or "no IPv4 address"
+    raise ConfigError(
+        f"no network interface that other machines can reach: {seen}",
+        expected="an IPv4 address that is neither loopback nor link-local, on an interface that is no container bridge",
+        next_command="ip -4 address; ip -4 route",
+    )
+
+
+def default_routes(table: str) -> list[str]:
+    """Return interfaces with a default route in the text of /proc/net/route, the lowest metric first."""
+    lines = [line.split() for line in table.splitlines()[1:]]
+    routes = [(int(words[6]), words[0]) for words in lines if words[1] == words[7] == "00000000"]
+    return [name for _, name in sorted(routes, key=lambda route: route[0])]
+
+
+def gang_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[str, str]:
+    """Return what collectives between machines read. A machine alone must not have it: its interface differs.
+
+    CCOM: the bootstrap of Neuron's collectives; GLOO: PyTorch's collectives between processors. EFA as the AWS Neuron
+    documentation sets it up; its FI_EFA_FORK_SAFE is for kernels before 5.15 and costs elsewhere.
+    """
+    variables = {"CCOM_SOCKET_IFNAME": interface.name, "GLOO_SOCKET_IFNAME": interface.name}
+    if has_efa:
+        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+        if tuple(int(part) for part in re.findall(r"\d+", kernel)[:2]) < _FORK_SAFE_KERNEL:
+            variables["FI_EFA_FORK_SAFE"] = "1"
+    return variables
+
+
+def has_efa(devices: Path = EFA_DEVICES) -> bool:
+    return any(devices.glob("uverbs*"))
+
+
+ALONE = "127.0.0.1"
+MASTER_PORT = 41000  # apart from the Neuron runtime's own root port 62182, derived from MASTER_ADDR
+
+
+def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[], str] = own_address) -> list[str]:
+    """Return torchrun's arguments for `processes` ranks on each node.
+
+    Ranks of one node meet at 127.0.0.1. Of several every node is told its number and, on all but the main one, the main
+    node's address; the main node is its own address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: gangs
+    on one machine need ports of their own.
+    Raises ConfigError when the variables do not fit together.
+    """
+    ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]
+    rank, nodes = node_from_env(env)
+    if nodes == 1:  # not at the name of this machine, which may have no address, or that of another interface
+        return ["--standalone", f"--local-addr={ALONE}", *ranks]
+    master = env.get("MASTER_ADDR") or (own() if rank == 0 else env.get(MAIN_ADDRESS))
+    if not master:
+        raise ConfigError(
+            f"node {rank} of {nodes} does not know the main node",
+            expected=f"its address in {MAIN_ADDRESS}",
+        )
+    return [
+        *ranks,
+        f"--nnodes={nodes}",
+        f"--node-rank={rank}",
+        f"--master-addr={master}",
+        f"--master-port={env.get('MASTER_PORT', MASTER_PORT)}",
+    ]

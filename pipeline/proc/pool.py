@@ -119,8 +119,7 @@ def _call(process: subprocess.Popen[bytes], frames: bytes) -> object:
             f"a worker process ended by itself ({f'signal {-status}' if status < 0 else f'exit {status}'})",
             expected="workers that live until their input ends; signal 9 mostly means that memory ran out",
             next_command="run the same command again; with signal 9 lower what a worker holds and how many there are:"
-            " --data.rows-per-chunk, --data.num-workers; of embed --embed.catalogue.window-rows,"
-            " --embed.tokenise-processes",
+            " --data.rows-per-chunk, --data.num-workers",
         ) from error
     if kind == "error":
         family, seen, expected, next_command = answer

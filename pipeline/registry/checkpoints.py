@@ -1,14 +1,12 @@
 """Which checkpoint is meant by a name, what the registry knows of it, and what it descends from. Without torch."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -29,16 +27,15 @@ from pipeline.registry.records import Place, check_prefix, load_verdict, one_lin
 from pipeline.settings import Settings
 
 CHECKPOINTS = "checkpoints/"
-HOLDOUTS = ("valid_", "test_")
 _CYCLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 # Names: a prefix in the workspace, a path or URI anywhere, or the model in production.
 
 
 def locate(named: str, settings: Settings, workspace: Storage) -> tuple[Storage, str]:
-    """Storage and prefix of the checkpoint at `checkpoints/<cycle>/step-<n>` in the workspace, or a path or URI.
+    """Return storage and prefix of a checkpoint named as `checkpoints/<cycle>/step-<n>` in the workspace, path or URI.
 
-    The storage is `workspace` itself for all that lies there. Raises ConfigError for what names no folder.
+    The storage is `workspace` itself for all that lies there. Raises ConfigError if it names no folder.
     """
     key = key_in(workspace, named)
     if key is not None:
@@ -47,7 +44,7 @@ def locate(named: str, settings: Settings, workspace: Storage) -> tuple[Storage,
 
 
 def prefix_in(workspace: Storage, named: str) -> str:
-    """The same where only the workspace will do. Raises ConfigError for a checkpoint of another place."""
+    """Return the prefix in the workspace. Raises ConfigError for a checkpoint elsewhere."""
     key = key_in(workspace, named)
     if key is None and "://" in named:
         raise ConfigError(
@@ -59,7 +56,7 @@ def prefix_in(workspace: Storage, named: str) -> str:
 
 
 def key_in(workspace: Storage, named: str) -> str | None:
-    """The key of a prefix, path or URI in the workspace; None for other places."""
+    """Return the key of a prefix, path or URI in the workspace; None for other places."""
     named, folder = named.rstrip("/"), workspace.local_path("")
     if named.startswith(CHECKPOINTS):
         return named
@@ -71,9 +68,9 @@ def key_in(workspace: Storage, named: str) -> str | None:
 
 
 def incumbent_prefix(workspace: Storage, model_name: str) -> str | None:
-    """Where the promoted checkpoint lies in the workspace; None when nothing is promoted. Raises CheckpointError.
+    """Return the prefix of the promoted checkpoint; None if nothing is promoted. Raises CheckpointError.
 
-    Only this field is read: a job that runs on an older version must not stumble over the others of a newer one.
+    Only this field is read: an older version must not fail at other fields of a newer one.
     """
     key = pointer_key(model_name)
     try:
@@ -91,7 +88,7 @@ def incumbent_prefix(workspace: Storage, model_name: str) -> str | None:
 
 
 def start_place(start: str, settings: Settings, workspace: Storage) -> tuple[Storage, str] | None:
-    """Where the checkpoint of `train.start` lies; None for `scratch`, and for `incumbent` while nothing is promoted."""
+    """Return where the checkpoint of `train.start` lies; None for `scratch`, and `incumbent` if nothing is promoted."""
     if start == "scratch":
         return None
     if start == "incumbent":
@@ -101,7 +98,7 @@ def start_place(start: str, settings: Settings, workspace: Storage) -> tuple[Sto
 
 
 def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
-    """tokenizer.json of the parent, which new data must use. Training verifies the checkpoint and that both agree."""
+    """Return tokenizer.json of the parent, which new data must use. Training verifies the checkpoint itself."""
     place = start_place(settings.train.start, settings, workspace)
     if place is None:
         return None
@@ -121,7 +118,7 @@ def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A committed checkpoint of this workspace."""
+    """A committed checkpoint of this workspace, with its manifest's digest."""
 
     prefix: str
     digest: str
@@ -133,7 +130,7 @@ class CommittedCheckpoint:
 
 
 def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False) -> CommittedCheckpoint:
-    """Its manifest and state; with `every_byte` all other files are read, too, where they lie.
+    """Read its manifest and state; with `every_byte` verify all other files, too.
 
     Raises CheckpointError naming what is wrong, ConfigError for the prefix.
     """
@@ -154,7 +151,7 @@ def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False
 
 
 def check_present(workspace: Storage, prefix: str) -> None:
-    """That all files are still there in full size, by one listing. Raises CheckpointError."""
+    """Check that all files are still there in full size, by one listing. Raises CheckpointError."""
     try:
         verify_dir(workspace, prefix, deep=False)
     except DataError as error:
@@ -174,44 +171,44 @@ def _bad(uri: str, error: Exception) -> CheckpointError:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """One checkpoint of a lineage."""
+    """One checkpoint of a lineage.
+
+    `checkpoint`: prefix in the workspace, or the URI that its child names if it is not there. `watermark`: newest dt=
+    partition that it or its parents were trained on, empty for flat data. `partitions`: name to fingerprint of those
+    that its parent had not seen, all of them if the parent is lost. `figures`: metrics, as far as they are known.
+    Of the last one, `published`: the published weights that the lineage began from, and `note`: why it ends here,
+    unless it is the root.
+    """
 
     checkpoint: str
-    """Prefix in the workspace; the URI that its child names, when it is not there."""
     digest: str
     cycle: str
     step: int
     watermark: str = ""
-    """Newest dt= partition that it or its parents were trained on; empty for flat data."""
     partitions: Mapping[str, str] = field(default_factory=dict)
-    """Name to fingerprint of the partitions that its parent had not seen; all of them when the parent is lost."""
     settings_hash: str = ""
     code_version: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Metrics, as far as they are known."""
     published: str = ""
-    """The published weights that the lineage began from, told of the last one."""
     note: str = ""
-    """Why the lineage ends here: it was imported, or this is not its root."""
 
 
 def lineage(workspace: Storage, prefix: str) -> tuple[Ancestor, ...]:
-    """The checkpoint at `prefix`, its parent, and so on. The last one is the root, or has a note.
+    """Return the checkpoint at `prefix`, its parent, and so on. The last one is the root, or has a note.
 
-    A parent is taken for what its child says only when its content is the same; it may have moved with the whole
-    workspace. Raises CheckpointError when there is no checkpoint at `prefix`, ConfigError for a prefix that is none.
+    A parent counts only if its content is what its child says; it may have moved with the whole workspace. Raises
+    CheckpointError if there is no checkpoint at `prefix`, ConfigError for an invalid prefix.
     """
     child = read_checkpoint(workspace, prefix)
     ancestors: list[Ancestor] = []
     seen = {child.digest}
     while child.state.parent is not None:
         workspace.stop.raise_if_set("following a lineage")
-        parent, note = _parent(workspace, child.state.parent)
+        named, (parent, note) = child.state.parent, _parent(workspace, child.state.parent)
         if parent is None or parent.digest in seen:
-            lost = child.state.parent
-            why, began = note or "the lineage runs in a circle", child.state.published
-            published = "" if began is None else began.text
-            last = Ancestor(lost.uri, lost.digest, lost.cycle, lost.step, published=published, note=why)
+            published = child.state.published.text if child.state.published else ""
+            note = note or "the lineage runs in a circle"
+            last = Ancestor(named.uri, named.digest, named.cycle, named.step, published=published, note=note)
             return (*ancestors, _ancestor(workspace, child, {}), last)
         ancestors.append(_ancestor(workspace, child, parent.state.partitions))
         seen.add(parent.digest)
@@ -220,30 +217,36 @@ def lineage(workspace: Storage, prefix: str) -> tuple[Ancestor, ...]:
 
 
 def _parent(workspace: Storage, named: Parent) -> tuple[CommittedCheckpoint | None, str]:
-    """The parent in this workspace, or why there is none."""
-    own = named.uri.startswith(f"{workspace.root}/")
-    # Where it may be in this workspace: there, or below checkpoints/ of a workspace that was moved.
+    """Return the parent in this workspace, or why there is none."""
+    # It may be there, or below checkpoints/ of a workspace that was moved.
     moved = CHECKPOINTS + named.uri.rpartition(f"/{CHECKPOINTS}")[2] if f"/{CHECKPOINTS}" in named.uri else None
     notes = []
     for place in dict.fromkeys(place for place in (key_in(workspace, named.uri), moved) if place):
         try:
-            check_prefix(place)
+            found = read_checkpoint(workspace, place)
         except ConfigError:  # a name from outside that leads nowhere here
             continue
-        try:
-            found = read_checkpoint(workspace, place)
         except CheckpointError as error:
             notes.append(f"it is gone: {error.seen}")
             continue
         if found.digest == named.digest:
             return found, ""
         notes.append(f"{place} has other content by now: {found.digest[:12]}, not {named.digest[:12]}")
+    own = named.uri.startswith(f"{workspace.root}/")
     return None, notes[0] if own and notes else "it is in another workspace"
 
 
 def _ancestor(workspace: Storage, known: CommittedCheckpoint, before: Mapping[str, str]) -> Ancestor:
     state = known.state
-    origin = state.origin if state.parent is None else None
+    is_root = state.parent is None
+    figures: dict[str, float | None] = {}
+    if state.best is not None and state.best.step == state.step:
+        figures[f"valid_{state.best.metric}"] = state.best.value
+    if _CYCLE.fullmatch(state.cycle):  # it names a folder
+        with suppress(DataError):  # a damaged verdict is reported where it decides something
+            verdict = load_verdict(workspace, state.cycle)
+            if verdict is not None and verdict.candidate.digest == known.digest:
+                figures |= verdict.figures
     return Ancestor(
         checkpoint=known.prefix,
         digest=known.digest,
@@ -253,33 +256,7 @@ def _ancestor(workspace: Storage, known: CommittedCheckpoint, before: Mapping[st
         partitions={name: print_ for name, print_ in state.partitions.items() if before.get(name) != print_},
         settings_hash=state.settings_hash,
         code_version=state.code_version,
-        figures=_figures(workspace, known),
-        published="" if state.parent is not None or state.published is None else state.published.text,
-        note="" if origin is None else f"it was imported from {origin.uri} ({origin.format})",
+        figures={name: value for name, value in figures.items() if value is not None},
+        published=state.published.text if is_root and state.published else "",
+        note=f"it was imported from {state.origin.uri} ({state.origin.format})" if is_root and state.origin else "",
     )
-
-
-def _figures(workspace: Storage, known: CommittedCheckpoint) -> dict[str, float]:
-    """Metrics of the checkpoint: its best evaluation, what training said of it at its end, what the gate saw."""
-    state = known.state
-    found: dict[str, Any] = {}
-    if state.best is not None and state.best.step == state.step:
-        found[f"valid_{state.best.metric}"] = state.best.value
-    if not _CYCLE.fullmatch(state.cycle):  # it names a folder next
-        return found
-    # What training said, when this is its checkpoint; the reader of a stage's result is a layer above.
-    with suppress(KeyNotFound, ValueError, KeyError, TypeError, AttributeError):  # no result, or not one of ours
-        result = json.loads(workspace.read_bytes(f"cycles/{state.cycle}/train/result.json"))
-        if result["outputs"]["checkpoint"] == known.prefix:
-            found |= {name: value for name, value in result["figures"].items() if name.startswith(HOLDOUTS)}
-    try:
-        verdict = load_verdict(workspace, state.cycle)
-    except DataError:  # it is reported where it decides something; here it is one source of three
-        verdict = None
-    if verdict is not None and verdict.candidate.digest == known.digest:
-        found |= verdict.figures
-    return {
-        name: float(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }

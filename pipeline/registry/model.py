@@ -17,7 +17,7 @@ from pipeline.registry.records import (
     stored_decision,
     who,
 )
-from pipeline.registry.serving import Pair, past_pairs, read_pair, roll_back_model, roll_back_pair
+from pipeline.registry.serving import Pair, past_pairs, read_pair, roll_back_model, roll_back_vectors
 from pipeline.telemetry.events import code_version
 
 
@@ -99,9 +99,9 @@ class Registry:
             self.workspace, self.model, to, reason=reason, author=self.author(), without_vectors=without_vectors
         )
 
-    def rollback_serving(self, cycle: str = "", *, reason: str) -> Pair:
-        """Serve an earlier pair: that of the vectors of `cycle`, or the one before; production follows its model."""
-        return roll_back_pair(self.workspace, self.model, cycle, reason=reason, author=self.author())
+    def rollback_vectors(self, cycle: str = "", *, reason: str) -> Pair:
+        """Serve earlier vectors of the served model: those of `cycle`, or the newest before. Production stays."""
+        return roll_back_vectors(self.workspace, self.model, cycle, reason=reason, author=self.author())
 
     def author(self) -> Author:
         """Who is on record for a change."""

@@ -6,6 +6,7 @@ the old one or the new one, and the history (see records.py) tells every change 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
@@ -72,47 +73,24 @@ def promote(
     return _put(workspace, current, etag, entry)
 
 
-def roll_back(
-    workspace: Storage, model: str, to: str, *, reason: str, author: Author, generation: int | None = None
-) -> Pointer:
-    """Put an earlier production checkpoint back: the one at prefix `to`, or with '' the one before this.
+@dataclass(frozen=True)
+class Rollback:
+    """What a rollback was decided against. `target`: what it puts into production; None: it is there already."""
 
-    Rolling back again goes further back; to a name that is in production already, changes nothing. What is rolled back
-    from is promoted again only by force. `generation`: which of the times that `to` was in production; None: the last.
-    Raises ConfigError when there is no such checkpoint or no reason, CheckpointError when it does not verify or is not
-    what was promoted then, TransientError when production changes meanwhile.
+    current: Pointer
+    etag: str
+    past: tuple[Entry, ...]
+    target: Production | None
+    reason: str
+
+
+def plan_rollback(workspace: Storage, model: str, to: str, *, reason: str) -> Rollback:
+    """Find the checkpoint at prefix `to`, or with '' the one before this, among those that were in production.
+
+    Raises ConfigError if there is none, or no reason.
     """
-    current, etag, past, target = rollback_target(workspace, model, to, reason=reason, generation=generation)
-    if target is None:
-        return current
-    restored = read_checkpoint(workspace, target.checkpoint, every_byte=True)
-    if restored.digest != target.digest:
-        raise CheckpointError(
-            f"{workspace.uri(target.checkpoint)} has the digest {restored.digest}",
-            expected=f"{target.digest}, as when it was in production",
-            next_command="trnpipe registry rollback TO --reason TEXT, with another TO that trnpipe registry show lists",
-        )
-    then = next((entry for entry in changes_of(past) if entry.generation == target.generation), None)
-    entry = Pointer(
-        **_about(model, restored, current, author),
-        action="rolled_back",
-        generation=_generation(current, past) + 1,
-        previous=then.previous if then else None,
-        reasons=(one_line(reason),),
-        figures=then.figures if then else {},
-        verdict=then.verdict if then else "",
-    )
-    return _put(workspace, current, etag, entry)
-
-
-def rollback_target(
-    workspace: Storage, model: str, to: str, *, reason: str, generation: int | None = None
-) -> tuple[Pointer, str, tuple[Entry, ...], Production | None]:
-    """The pointer with its etag, the history, and what a rollback would put into production; None: it is there already.
-
-    Raises ConfigError as roll_back does.
-    """
-    if not one_line(reason):
+    reason = one_line(reason)
+    if not reason:
         raise ConfigError(
             "no reason is given", expected="why, in a few words", next_command="trnpipe registry rollback --reason TEXT"
         )
@@ -122,18 +100,17 @@ def rollback_target(
     current, etag = pointer
     past = append(workspace, model, current)  # whoever wrote the pointer may have died before its entry
     if to and check_prefix(to) == current.checkpoint:
-        return current, etag, past, None
+        return Rollback(current, etag, past, None, reason)
     if to:
         changes = changes_of(past)
-        then = [entry for entry in changes if entry.checkpoint == to and generation in (None, entry.generation)]
-        found = then[-1] if then else None
-        if found is None:
+        found = [entry.production for entry in changes if entry.checkpoint == to]
+        if not found:
             raise ConfigError(
                 f"{to} was never in production",
                 expected=f"one of {', '.join(sorted({entry.checkpoint for entry in changes}))}",
                 next_command=f"trnpipe registry promote {to}",
             )
-        return current, etag, past, found.production
+        return Rollback(current, etag, past, found[-1], reason)
     if current.previous is None:
         raise ConfigError(
             f"{current.checkpoint} has nothing before it to roll back to",
@@ -141,11 +118,46 @@ def rollback_target(
             next_command="trnpipe registry rollback TO --reason TEXT, or trnpipe registry promote CHECKPOINT"
             " --force REASON",
         )
-    return current, etag, past, current.previous
+    return Rollback(current, etag, past, current.previous, reason)
+
+
+def put_back(workspace: Storage, rollback: Rollback, *, author: Author) -> Pointer:
+    """Put the target of a rollback into production. What is rolled back from is promoted again only by force.
+
+    Raises CheckpointError if it does not verify or is not what was promoted then, TransientError if production has
+    changed meanwhile.
+    """
+    current, past, target = rollback.current, rollback.past, rollback.target
+    if target is None:
+        return current
+    restored = verified_target(workspace, target)
+    then = next((entry for entry in changes_of(past) if entry.generation == target.generation), None)
+    entry = Pointer(
+        **_about(current.model, restored, current, author),
+        action="rolled_back",
+        generation=_generation(current, past) + 1,
+        previous=then.previous if then else None,
+        reasons=(rollback.reason,),
+        figures=then.figures if then else {},
+        verdict=then.verdict if then else "",
+    )
+    return _put(workspace, current, rollback.etag, entry)
+
+
+def verified_target(workspace: Storage, target: Production) -> CommittedCheckpoint:
+    """Return the checkpoint that was in production, every byte verified. Raises CheckpointError."""
+    found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
+    if found.digest != target.digest:
+        raise CheckpointError(
+            f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
+            expected=f"{target.digest}, as when it was in production",
+            next_command="trnpipe registry rollback TO --reason TEXT, with another TO that trnpipe registry show lists",
+        )
+    return found
 
 
 def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> Entry:
-    """Write a refusal into the history; the same one told twice is one entry. Raises CheckpointError."""
+    """Write a refusal into the history; the same refusal twice is one entry. Raises CheckpointError."""
     found = read_pointer(workspace, model)
     current = found[0] if found else None
     candidate = read_checkpoint(workspace, prefix)
@@ -163,7 +175,7 @@ def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decisi
 
 
 def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, author: Author) -> dict[str, Any]:
-    """What an entry about a checkpoint says, whatever is done with it."""
+    """Return the fields of an entry that name a checkpoint."""
     return {
         "model": model,
         "checkpoint": known.prefix,
@@ -176,7 +188,7 @@ def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, auth
 
 
 def rolled_back_digests(entries: Iterable[Entry]) -> frozenset[str]:
-    """Digests that production was rolled back from and that were not put there again since."""
+    """Return digests that production was rolled back from and that were not put there again since."""
     gone: set[str] = set()
     for change in changes_of(entries):
         if change.action == "rolled_back" and change.replaced is not None:
@@ -189,7 +201,7 @@ _ROLLED_BACK = ("production was rolled back from it",)
 
 
 def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[Entry]) -> tuple[str, ...]:
-    """Why the decision does not carry the candidate; empty when it does."""
+    """Return why the decision does not promote the candidate; empty if it does."""
     forced = bool(one_line(decision.forced))
     if not decision.passed and not forced:
         return decision.reasons or ("the gate did not let it through",)
@@ -201,12 +213,12 @@ def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[
 
 
 def _generation(current: Pointer | None, past: Iterable[Entry]) -> int:
-    """Of the last change; that of the history when the pointer was removed by hand."""
+    """Return that of the last change; of the history if the pointer was removed by hand."""
     return max([current.generation if current else 0, *(entry.generation for entry in past)])
 
 
 def _put(workspace: Storage, current: Pointer | None, etag: str, entry: Pointer) -> Pointer:
-    """Replace the pointer, whose own entry is in the log, and tell it there."""
+    """Replace the pointer, whose own entry is in the log, and append the new entry."""
     # Verifying took its time; a training run may have let the checkpoint go meanwhile.
     check_present(workspace, entry.checkpoint)
     key, data = pointer_key(entry.model), entry.line()

@@ -18,20 +18,15 @@ from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import KeyNotFound, Storage
-from pipeline.registry.checkpoints import read_checkpoint
-from pipeline.registry.promote import roll_back, rollback_target
+from pipeline.registry.promote import plan_rollback, put_back, verified_target
 from pipeline.registry.records import (
     FOLDER,
     Author,
     Digest,
     ModelName,
     Pointer,
-    Production,
-    changes_of,
     check_model,
-    history_key,
     one_line,
-    read_history,
     read_pointer,
 )
 
@@ -152,19 +147,21 @@ def serve_verified_pair(workspace: Storage, pair: Pair) -> str:
 def roll_back_model(
     workspace: Storage, model: str, to: str, *, reason: str, author: Author, without_vectors: bool = False
 ) -> Pointer:
-    """Put an earlier production checkpoint back (promote.roll_back), and serve it with its vectors: both or neither.
+    """Put an earlier production checkpoint back, and serve it with its vectors: both or neither.
 
-    If nothing is served, or `without_vectors`, production moves alone. serving.json moves first: killed between the
-    two, the same command ends what it began, and the name of the checkpoint that is still in production takes it back.
-    Raises ConfigError if no vectors of that checkpoint were ever served.
+    The one at prefix `to`, or with '' the one before; repeating that goes further back. If nothing is served, or
+    `without_vectors`, production moves alone. serving.json moves first: killed between the two, the same command ends
+    what it began, and the name of the checkpoint that is still in production takes it back. Raises ConfigError if no
+    vectors of that checkpoint were ever served, CheckpointError if it is damaged.
     """
     served = read_pair(workspace, model)
-    current, *_, target = rollback_target(workspace, model, to, reason=reason)
+    rollback = plan_rollback(workspace, model, to, reason=reason)
+    current, target = rollback.current, rollback.target
     if served is None or without_vectors:
-        return roll_back(workspace, model, to, reason=reason, author=author)
+        return put_back(workspace, rollback, author=author)
     if target is None and served[0].production_follows != current.generation:
         return current
-    pairs, wanted = past_pairs(workspace, model), target or current.production
+    wanted, pairs = target or current.production, past_pairs(workspace, model)
     usable = [pair for pair in pairs if pair.digest == wanted.digest and _has_vectors(workspace, pair)]
     if not usable:
         raise ConfigError(
@@ -174,92 +171,51 @@ def roll_back_model(
             " cycle",
         )
     gone = _rolled_back_vectors(pairs)
-    usable.sort(key=lambda pair: pair.vectors.digest not in gone)  # the newest of those, else the newest
-    return _roll_back_to(workspace, usable[-1], served, target, reason, author) or current
-
-
-def roll_back_pair(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
-    """Serve an earlier pair: that of the vectors of `cycle`, or with '' the one before. Repeating goes further back.
-
-    Production follows if the model of the pair is not the served one. Raises ConfigError if there is no such pair,
-    CheckpointError if it is damaged, TransientError if another process changes serving.json.
-    """
-    served = read_pair(workspace, model)
-    if not one_line(reason):
-        raise ConfigError("no reason is given", expected="why", next_command="trnpipe serving rollback --reason TEXT")
-    if served is None:
-        raise ConfigError(f"nothing is served of {model}", expected="a pair to roll back from")
-    now, pairs, pointer = served[0], past_pairs(workspace, model), read_pointer(workspace, model)
-    produced = pointer[0] if pointer else None
-    is_unfinished = produced is not None and produced.generation == now.production_follows
-    if is_unfinished and cycle in ("", now.vectors.cycle):
-        known = [now]
-    elif cycle:
-        known = [pair for pair in pairs if pair.vectors.cycle == cycle]
-        known = [pair for pair in known if _has_vectors(workspace, pair)] or known  # made anew under the same name
-    else:
-        known = _in_force(pair for pair in pairs if pair.generation <= now.generation)[:-1]
-    if not known:
-        raise ConfigError(
-            f"cycle {cycle} was never served" if cycle else "nothing was served before",
-            expected=f"one of {', '.join(sorted({pair.vectors.cycle for pair in pairs}, key=natural_key))}",
-            next_command="trnpipe serving show",
-        )
-    pair, target = known[-1], None
-    if produced is not None and (is_unfinished or pair.digest != now.digest):
-        target = _to_follow(workspace, produced, pair, pairs)
-    if target is None and pair.is_of == now.is_of:
-        return now
-    _roll_back_to(workspace, pair, served, target, reason, author)
-    after = read_pair(workspace, model)
-    return after[0] if after else pair
-
-
-def _to_follow(workspace: Storage, produced: Pointer, pair: Pair, pairs: Iterable[Pair]) -> Production | None:
-    """Return the last time the model of a pair was in production, if another is now; None if it never was.
-
-    Raises CheckpointError if the history lacks it although its vectors were served after verify.
-    """
-    if produced.digest == pair.digest:
-        return None
-    then = [change for change in changes_of(read_history(workspace, pair.model)) if change.digest == pair.digest]
-    if not then and any(one.digest == pair.digest and one.action == "verified" for one in pairs):
-        raise CheckpointError(
-            f"{workspace.uri(history_key(pair.model))} does not say when {pair.checkpoint} was in production",
-            expected="its promotion: its vectors were served",
-            next_command=f"put the file back as it was; or trnpipe registry promote {pair.checkpoint} --force REASON,"
-            " then this command again",
-        )
-    return then[-1].production if then else None
-
-
-def _roll_back_to(
-    workspace: Storage, pair: Pair, served: tuple[Pair, str], target: Production | None, reason: str, author: Author
-) -> Pointer | None:
-    """Serve a pair, and put its model into production as it was at `target`. Nothing moves unless both can."""
+    pair = max(usable, key=lambda pair: (pair.vectors.digest not in gone, pair.generation))
     follows = None
     if target is not None:
-        found = read_checkpoint(workspace, target.checkpoint, every_byte=True)
-        if found.digest != pair.digest:
-            raise CheckpointError(
-                f"{workspace.uri(target.checkpoint)} has the digest {found.digest}",
-                expected=f"{pair.digest}, as when it was served",
-                next_command="trnpipe serving show; choose another cycle",
-            )
-        current, *_ = rollback_target(
-            workspace, pair.model, target.checkpoint, reason=reason, generation=target.generation
-        )
+        verified_target(workspace, target)
         follows = current.generation
-    _check_vectors(workspace, pair)
     # Written even if the pair is served already: a verify that saw production before this rollback then loses.
     if target is None or served[0].is_of != pair.is_of or served[0].production_follows != follows:
-        changes = {"reason": one_line(reason), "author": author, "production_follows": follows}
+        changes = {"reason": rollback.reason, "author": author, "production_follows": follows}
         _put(workspace, pair, served, action="rolled_back", **changes)
-    if target is None:
-        return None
-    return roll_back(
-        workspace, pair.model, target.checkpoint, reason=reason, author=author, generation=target.generation
-    )
+    return put_back(workspace, rollback, author=author)
+
+
+def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
+    """Serve earlier vectors of the served model: those of `cycle`, or with '' the newest before these.
+
+    Production stays; vectors of another model come back with it (roll_back_model). Raises ConfigError if there are no
+    such vectors, CheckpointError if they are gone, TransientError if another process changes serving.json.
+    """
+    served, again = read_pair(workspace, model), "trnpipe serving rollback [CYCLE] --reason TEXT"
+    if not one_line(reason):
+        raise ConfigError("no reason is given", expected="why, in a few words", next_command=again)
+    if served is None:
+        raise ConfigError(f"nothing is served of {model}", expected="vectors to roll back from")
+    now, pairs = served[0], past_pairs(workspace, model)
+    if cycle == now.vectors.cycle and _has_vectors(workspace, now):
+        return now
+    gone = _rolled_back_vectors(pairs)
+    known = [pair for pair in pairs if pair.digest == now.digest and pair.is_of != now.is_of]
+    known = [
+        pair
+        for pair in known
+        if (pair.vectors.cycle == cycle if cycle else now.vectors.is_newer_than(pair.vectors))
+        and (cycle or pair.vectors.digest not in gone)
+    ]
+    if not known:
+        raise ConfigError(
+            f"no vectors of {f'cycle {cycle}' if cycle else 'an earlier cycle'} made with {now.checkpoint} were served",
+            expected=f"one of {', '.join(sorted({p.vectors.cycle for p in pairs if p.digest == now.digest}))}",
+            next_command="trnpipe registry rollback --reason TEXT, which takes the model along",
+        )
+    # Of vectors that were made anew under the same name, those that are there.
+    pair = max(known, key=lambda pair: (_has_vectors(workspace, pair), pair.generation))
+    _check_vectors(workspace, pair)
+    follows = {"production_follows": now.production_follows}
+    return _put(workspace, pair, served, action="rolled_back", reason=one_line(reason), author=author, **follows)
 
 
 def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, **changes: object) -> Pair:
@@ -299,20 +255,8 @@ def _stored(pair: Pair) -> bytes:
     return pair.model_dump_json(indent=1).encode() + b"\n"
 
 
-def _in_force(pairs: Iterable[Pair]) -> list[Pair]:
-    """The pairs that rollbacks have left, oldest first; the last one is served, the one before it comes next."""
-    left: list[Pair] = []
-    for pair in pairs:
-        places = [place for place, one in enumerate(left) if one.is_of == pair.is_of]
-        if pair.action == "rolled_back" and places:
-            del left[places[-1] + 1 :]
-        else:
-            left.append(pair)
-    return left
-
-
 def _rolled_back_vectors(pairs: Iterable[Pair]) -> frozenset[str]:
-    """Digests of vectors that were rolled back from and were not served again since."""
+    """Return digests of vectors that were rolled back from and were not served again since."""
     gone: set[str] = set()
     for pair in pairs:
         if pair.action == "rolled_back" and pair.replaced is not None:
@@ -322,7 +266,7 @@ def _rolled_back_vectors(pairs: Iterable[Pair]) -> frozenset[str]:
 
 
 def _has_vectors(workspace: Storage, pair: Pair) -> bool:
-    """Whether the vectors that were verified are there, every file in full size."""
+    """Return whether the vectors that were verified are there, every file in full size."""
     try:
         return verify_dir(workspace, pair.vectors.prefix, deep=False).digest == pair.vectors.digest
     except DataError:

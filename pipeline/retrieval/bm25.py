@@ -2,7 +2,7 @@
 
 Words are scored by bm25s, in the form of Lucene (Kamphuis et al. 2020, "Which BM25 do you mean?"): idf = ln(1 + (N - n
 + 0.5) / (n + 0.5)), which is never negative, and no factor k1 + 1; k1 and b as in Anserini. Words are those of
-data/words.py, without stemming or stop words. The best items are chosen here, because bm25s takes any of equal ones.
+data/lexical.py, without stemming or stop words. The best items are chosen here, because bm25s takes any of equal ones.
 
 Memory: about 60 bytes for each different word of an item (200 while the index is built), and 8 bytes an item for the
 query at hand.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pipeline.core.arrays import Float64s, Int64s
-from pipeline.data.words import words_of
+from pipeline.data.lexical import words_of
 
 # bm25s calls JAX on import, where it is installed, and JAX takes three quarters of a GPU's memory at its first call, in
 # each process that runs. What is used here is NumPy's. None: as if it were not installed.

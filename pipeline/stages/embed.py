@@ -1,4 +1,4 @@
-"""The embed stage: the whole catalogue becomes vectors, part by part; each worker does a share, the last one signs."""
+"""The embed stage: the whole catalogue becomes vectors, part by part; the last worker publishes them."""
 
 import os
 from datetime import UTC, datetime
@@ -7,11 +7,10 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.embed.carry_over import index_of, open_earlier
-from pipeline.embed.catalogue import WorkShard, share_of
+from pipeline.embed.catalogue import WorkShard
 from pipeline.embed.engine import open_device_embedder
-from pipeline.embed.finish import finish, tell_end, totals
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, worker_processes
-from pipeline.embed.parts import parts_of
+from pipeline.embed.parts import finish, parts_of, report_end, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
 from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
@@ -62,7 +61,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
             earlier = store_result(ctx.workspace, result({}, vectors))
         return earlier.model_copy(update={"status": "already_done"})
     done = parts_of(ctx.workspace, plan).done()
-    share = [plan.shards[index] for index in share_of(len(plan.shards), worker, workers)]
+    share = plan.shards[worker::workers]  # new rows mostly come together, so neighbours go to different workers
     todo = [shard for shard in share if shard.index not in done]
     carry_from = plan.carry_from.cycle if plan.carry_from else None
     ctx.console.info(
@@ -91,7 +90,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     limit = settings.embed.catalogue.max_bad_fraction
     vectors = finish(ctx.workspace, plan, ctx.scratch, ctx.stop, max_bad_fraction=limit)
     ended = result(figures, vectors)
-    tell_end(ctx, vectors, ended)
+    report_end(ctx, vectors, ended)
     return store_result(ctx.workspace, ended)
 
 
@@ -117,7 +116,7 @@ def _embed(
             prefix=checkpoint.state.inputs.product_prefix,
             chunks=settings.embed.chunks,
         ),
-        windows=worker_processes(settings.embed.tokenise_processes, ctx.stop),
+        windows=worker_processes(settings.data.num_workers, ctx.stop),
         earlier=earlier,
         stop=ctx.stop,
     )

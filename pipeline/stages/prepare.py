@@ -40,7 +40,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.workspace,
         scratch=ctx.scratch,
         tokenizer=tokenizer,
-        worker=job_index(config.workers, os.environ, "data", config.worker),
+        worker=job_index(config.workers, os.environ, "data"),
         events=ctx.events.emit,
         stop=ctx.stop,
     )

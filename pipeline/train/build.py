@@ -27,8 +27,8 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.device import diagnose_device_error
 from pipeline.mine.store import open_negatives
 from pipeline.model.config import ModelConfig
-from pipeline.model.hf_config import hf_config
-from pipeline.model.hf_weights import digest_of_initial, from_hf, initial_model, to_hf
+from pipeline.model.hf import from_hf, hf_config, to_hf
+from pipeline.model.weights import digest_of_initial, initial_model
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import check_plan, check_same
 from pipeline.registry.records import in_use

@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.record import Record
 from pipeline.model.config import LossConfig
-from pipeline.parallel.config import Plan
+from pipeline.parallel.config import Spread
 
 Shape = Literal["cosine", "linear", "constant"]
 """Of the learning rate after the warm-up."""
@@ -21,7 +21,7 @@ Metric = Literal["accuracy", "macro_f1", "positive_f1", "ndcg", "retrieval_ndcg"
 class OptimizerConfig(Record):
     """AdamW with decoupled weight decay; biases and layer norms are not decayed."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0}
+    retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0, "final_fraction": 0.0}
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
     head_rate: float = Field(
         1.0,
@@ -31,7 +31,6 @@ class OptimizerConfig(Record):
     )
     schedule: Shape = Field("cosine", description="Shape after the warm-up")
     warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Share of the steps in linear warm-up")
-    final_fraction: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second moment")
@@ -42,17 +41,19 @@ class OptimizerConfig(Record):
 class GuardConfig(Record):
     """Skips a step whose loss or gradient is not finite or far off the usual; decided on the device."""
 
-    sigma: float = Field(6.0, gt=0, description="Skip above mean + sigma standard deviations of the gradient norm")
-    min_ratio: float = Field(
-        4.0, ge=1, description="...and above this multiple of the mean, so that calm runs are not cut"
+    retired: ClassVar[Mapping[str, Any]] = {"min_ratio": 4.0, "warmup_steps": 50, "decay": 0.98}
+    sigma: float = Field(
+        6.0,
+        gt=0,
+        description="Skip above mean + sigma standard deviations of the gradient norm, and above 4 times the mean",
     )
-    warmup_steps: int = Field(50, ge=1, description="Steps before spikes are judged (NaN always is)")
-    decay: float = Field(0.98, gt=0, lt=1, description="Decay of the running mean and variance")
     patience: int = Field(20, ge=1, description="Steps skipped in a row before the run fails with NumericError")
 
 
-class TrainPlan(Plan):
+class TrainPlan(Spread):
     """How a run is spread over its ranks; as it comes, each has all of it (data parallel). See docs/parallel.md."""
+
+    retired: ClassVar[Mapping[str, Any]] = {**Spread.retired, "precision": "fp32", "seed": None}
 
     shard_degree: int = Field(
         1, ge=0, description="Ranks that share one copy of what `shard` names; 0: all data-parallel ranks, 1: none"
@@ -147,17 +148,6 @@ class TrainConfig(Record):
         except (TypeError, ValueError):
             return value
         raise ValueError("a number is no time: expected a date and a time, such as 2026-08-01T18:00Z")
-
-    @model_validator(mode="after")
-    def _plan_is_of_this_run(self) -> Self:
-        if self.parallel.precision not in ("fp32", self.precision):
-            raise ValueError(
-                f"parallel.precision {self.parallel.precision} with precision {self.precision}: a run has"
-                " one precision, expected it in train.precision alone"
-            )
-        if self.parallel.seed is not None:
-            raise ValueError(f"parallel.seed {self.parallel.seed}: a run has one seed, expected it in train.seed")
-        return self
 
     @model_validator(mode="after")
     def _mined_are_negatives(self) -> Self:

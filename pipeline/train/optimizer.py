@@ -26,7 +26,7 @@ def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> 
 
 
 def schedule_of(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Learning rate of optimizer step `step` (1-based): linear warm-up, then down to `final_fraction` of the peak."""
+    """Learning rate of optimizer step `step` (1-based): linear warm-up, then down to zero."""
     peak, warmup_steps = config.learning_rate, round(config.warmup_fraction * max_steps)
     if step <= warmup_steps:
         return peak * step / max(1, warmup_steps)
@@ -35,7 +35,7 @@ def schedule_of(config: OptimizerConfig, step: int, max_steps: int) -> float:
     # The step before the end of the decay, so that the last step still learns.
     progress = min(1.0, (step - 1 - warmup_steps) / max(1, max_steps - warmup_steps))
     remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
-    return peak * (config.final_fraction + (1.0 - config.final_fraction) * remaining)
+    return peak * remaining
 
 
 class AdamW:
@@ -124,6 +124,9 @@ class AdamW:
 STATE_SIZE = 5
 MEAN, VARIANCE, SEEN, SKIPPED_IN_A_ROW, SKIPPED = range(STATE_SIZE)
 _LARGEST = 3.0e38
+_MIN_RATIO = 4.0  # of the mean: below it no step is a spike, so that calm runs are not cut
+WARMUP_STEPS = 50  # before spikes are judged (NaN always is)
+_DECAY = 0.98  # of the running mean and variance
 
 
 class SpikeGuard:
@@ -138,7 +141,7 @@ class SpikeGuard:
         self.state = torch.zeros(STATE_SIZE, dtype=torch.float32, device=device)
         # On the device as fp32: comparing with a Python float would put f64 into the graph (docs/neuron.md).
         self._largest = torch.tensor(_LARGEST, dtype=torch.float32, device=device)
-        self._warmup = torch.tensor(float(config.warmup_steps), dtype=torch.float32, device=device)
+        self._warmup = torch.tensor(float(WARMUP_STEPS), dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -146,13 +149,13 @@ class SpikeGuard:
         config, state = self.config, self.state
         mean, variance, seen = state[MEAN], state[VARIANCE], state[SEEN]
         finite = (torch.abs(loss) < self._largest) & (torch.abs(grad_norm) < self._largest)  # NaN compares as false
-        limit = torch.maximum(mean + config.sigma * torch.sqrt(variance), mean * config.min_ratio)
+        limit = torch.maximum(mean + config.sigma * torch.sqrt(variance), mean * _MIN_RATIO)
         ok = torch.where(seen < self._warmup, finite, finite & (grad_norm <= limit))
         taken = ok.float()
         # A spike counts as the limit it broke, so that a lasting change of level is followed and not skipped for ever.
         counted = torch.where(seen < self._warmup, grad_norm, torch.minimum(grad_norm, limit))
         # Weight of the newest value: exact mean of the first few, exponential after that.
-        weight = torch.clamp(1.0 / (seen + 1.0), min=1.0 - config.decay)
+        weight = torch.clamp(1.0 / (seen + 1.0), min=1.0 - _DECAY)
         change = torch.where(finite, counted - mean, torch.zeros_like(mean))
         state.copy_(
             torch.stack(

@@ -7,7 +7,7 @@ value back; figures collect in a small device buffer that the host fetches every
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
-from pipeline.parallel.strategies.base import KINDS, Strategy
+from pipeline.parallel.strategies import KINDS, Strategy
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig, needs_two_passes, rows_of_batch
@@ -49,12 +49,12 @@ def open_program(
     plan, layout = config.parallel, gang.layout
     model.encoder.longest_text = max(side for one in buckets for side in (one.query_tokens, one.product_tokens))
     strategy: Strategy
-    spread = layout.tensor_size > 1 or plan.offload_horizon or (plan.shard == "all" and layout.shard_size > 1)
+    spread = layout.tensor_size > 1 or plan.offload or (plan.shard == "all" and layout.shard_size > 1)
     if spread or backend.compiles_steps:
         strategy = module_strategy(model, backend, config, gang)
     elif layout.shard_size > 1:
         prepare_model(model, backend, config)
-        mesh = open_mesh(plan, backend, timeout_s=config.collective_timeout_s)
+        mesh = open_mesh(plan.as_plan(), backend, timeout_s=config.collective_timeout_s)
         strategy = Zero1Strategy(
             model,
             backend,
@@ -76,8 +76,7 @@ def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig
     from pipeline.parallel.strategies.fsdp import FsdpStrategy  # 0.15 s of a start, and of flat vectors none
 
     prepare_model(model, backend, config)
-    precision: Literal["fp32", "bf16"] = "bf16" if config.precision == "bf16" else "fp32"
-    plan = config.parallel.model_copy(update={"precision": precision})
+    plan = config.parallel.as_plan("bf16" if config.precision == "bf16" else "fp32")
     return FsdpStrategy(
         model,
         open_mesh(plan, backend, timeout_s=config.collective_timeout_s),

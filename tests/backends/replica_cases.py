@@ -34,7 +34,7 @@ from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.mesh import AXES
-from pipeline.parallel.strategies.base import Precision
+from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.parallel.world import World

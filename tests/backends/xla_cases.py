@@ -31,7 +31,7 @@ from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program,
 
 # As few operations as a model can have: compiling them is what takes the time here.
 SMALL = MODEL.model_copy(
-    update={"hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "interactions": "implicit", "mlp_sizes": (8,)}
+    update={"hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "cross_layers": 0, "mlp_sizes": (8,)}
 )
 pytestmark = pytest.mark.stage
 

@@ -29,7 +29,7 @@ from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, require_manifest
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import from_hf, to_hf
+from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig

@@ -39,15 +39,15 @@ def test_the_words_behind_the_dashes_are_the_script_s(monkeypatch: pytest.Monkey
     """They may look like ours; a plan in the environment is not taken for a setting."""
     called: list[object] = []
 
-    def fake_launch(words: list[str], processes: int, stop: object, *, module: str) -> int:
-        called.extend([words, processes, module])
+    def fake_launch(words: list[str], processes: int, stop: object) -> int:
+        called.extend([words, processes])
         return 7
 
-    monkeypatch.setattr(command, "launch", fake_launch)
+    monkeypatch.setattr(command, "launch_script", fake_launch)
     monkeypatch.setenv("TRNPIPE_PARALLEL", '{"shard_degree": 2}')
     words = ["launch", "--launch.processes", "4", "--", "-m", "a", "--help", "--", "--train.seed", "x"]
     assert cli.main(words) == 7
-    assert called == [["-m", "a", "--help", "--", "--train.seed", "x"], 4, "pipeline.parallel.rank"]
+    assert called == [["-m", "a", "--help", "--", "--train.seed", "x"], 4]
 
 
 def test_without_dashes_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,32 +1,92 @@
-"""`trnpipe parity`: what it refuses, what it leaves behind, and the exit code."""
+"""`trnpipe parity`: sides recorded and compared, what it refuses, what a stop leaves, and what an error does."""
 
-import io
-import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.commands import ToolCall
 from pipeline.commands import parity as command
+from pipeline.commands.parity import RECORD, load_side, make_task, record
+from pipeline.context import StageResult, open_context, store_result
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError, DataError, GateRefused
 from pipeline.core.stop import StopSignal
+from pipeline.evaluate import parity as comparison
+from pipeline.evaluate.config import ParityConfig
+from pipeline.evaluate.parity import ParityReport, RecordedSide, compare_sides
+from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
-from pipeline.parity.compare import ParityReport
-from pipeline.parity.record import SideTask, record
-from pipeline.settings import Settings
-from pipeline.telemetry.console import Console
+from pipeline.model import encoder, ops
+from pipeline.model.hf import from_hf
+from pipeline.settings import LogConfig, Settings
+from pipeline.telemetry.events import EventLog, EventName
+from pipeline.train import build, optimizer, stream
+from pipeline.train.build import RunConfig, open_run
+from pipeline.train.inputs import gather_inputs
+from pipeline.train.loop import train
 from tests import zygote
-from tests.parity.case import CYCLE, Case, make_case
+from tests.backends.xla_process import FAST_COMPILE, needs_xla
+from tests.train.rows import MODEL, TRAIN, write_token_set
 
 pytestmark = pytest.mark.stage
-Run = Callable[..., int]
+
+CYCLE = "c1"
+ROWS = {"train": (60, 60), "valid": (40, 40), "test": (6, 6)}
+PARITY = ParityConfig(steps=12, max_difference=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workspace with prepared rows and a trained candidate, and the settings its sides are recorded with."""
+
+    folder: Path
+    settings: Settings
+
+    def side(self, side: str = "cpu:fp32", place: str = "", **changes: Any) -> RecordedSide:
+        """Record a side in this process, and read it."""
+        settings = self.settings.model_copy(update=changes)
+        with open_context(settings, StopSignal(), {}) as ctx:
+            task = make_task(settings, ctx, side, place and f"{self.folder}/{place}")
+        record(None, task)
+        return load_side(open_storage(task.place), self.folder / "cache")
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("parity"))
+    folder = tmp_path_factory.mktemp("parity")
+    workspace, staging = folder / "workspace", folder / "staging"
+    settings = Settings(
+        workspace=str(workspace), cycle=CYCLE, model=MODEL, train=TRAIN, parity=PARITY, log=LogConfig(every_steps=2)
+    )
+    storage = open_storage(str(workspace))
+    staging.mkdir()
+    info = write_token_set(staging, ROWS, partition="flat", fingerprint="print")
+    commit_dir(storage, staging, "tokens/d/print", kind="tokens", fields=info.model_dump(mode="json"))
+    storage.write_bytes("tokens/d/tokenizers/tok/tokenizer.json", b"{}")
+    now = datetime.now(UTC)
+
+    def store(stage: str, outputs: dict[str, str]) -> None:
+        times = {"started": now, "finished": now}
+        result = {"stage": stage, "cycle": CYCLE, "status": "done", "inputs": {}, "outputs": outputs}
+        store_result(storage, StageResult(**result, **times, settings_hash="h", code_version="v"))  # type: ignore[arg-type]
+
+    store("prepare", {"token_set_0000": "tokens/d/print", "tokenizer": "tokens/d/tokenizers/tok"})
+    on_cpu = settings.model_copy(update={"backend": "cpu"})
+    inputs = gather_inputs(storage, ["tokens/d/print"], None, TRAIN, MODEL)
+    config = RunConfig("cpu", MODEL, TRAIN, on_cpu.checkpoint, on_cpu.log, on_cpu.health)
+    with open_context(on_cpu, StopSignal(), {}) as ctx, open_run(config, ctx, inputs, b"{}") as opened:
+        store("train", {"checkpoint": train(opened).prefix})
+    return Case(folder, settings)
+
+
+@pytest.fixture(scope="module")
+def good(case: Case) -> RecordedSide:
+    return case.side()
 
 
 @pytest.fixture
@@ -35,112 +95,180 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def run(case: Case, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(case: Case, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command, with sides in this process."""
 
-    def here(task: SideTask, stop: StopSignal) -> int:
-        record(task, stop, Console(stream=io.StringIO()))
-        return EXIT_OK
+    def here(function: Callable[..., object], context: None, tasks: Iterator[Any], **more: object) -> list[object]:
+        return [function(context, task) for task in tasks]
 
-    def run(*words: str, settings: Settings = case.settings, **options: str) -> int:
-        call = ToolCall(arguments=words, options={f"--{name}": value for name, value in options.items()})
+    def run(*words: str, to: str = "", **parity: object) -> int:
+        settings = case.settings.model_copy(update={"parity": PARITY.model_copy(update=parity)})
+        call = ToolCall(arguments=words, options={"--to": to} if to else {})
         return command.run(settings, StopSignal(), said.append, call)
 
-    monkeypatch.setattr(command, "record_side", here)
+    monkeypatch.setattr(command, "run_tasks", here)
     return run
 
 
-def changed(settings: Settings, **parity: object) -> Settings:
-    return settings.model_copy(update={"parity": settings.parity.model_copy(update=parity)})
+def test_a_record_is_whole(good: RecordedSide) -> None:
+    made, arrays = good.record, good.arrays
+    assert [one.step for one in made.evaluations] == [0, 2, 4, 6, 8, 10, 12]
+    assert len(made.curve.losses) == len(made.curve.samples) == PARITY.steps
+    assert (made.name, made.device, made.metric) == ("cpu.fp32", "cpu", "accuracy")
+    assert len(arrays["sample_id"]) == sum(ROWS["valid"]) == len(arrays["query"])
+    np.testing.assert_allclose(np.linalg.norm(arrays["product"], axis=1), 1, rtol=1e-5)
+    assert made.evaluations[0].metric == pytest.approx((arrays["logits"].argmax(1) == arrays["label"]).mean())
+    assert list(open_storage(good.uri).list("work/checkpoints")) == [], "they were only to continue from"
 
 
-def test_two_sides_that_agree(case: Case, run: Run, said: list[str]) -> None:
-    pytest.importorskip("matplotlib")
-    loose = case.settings.parity.reduced.model_copy(update={"min_overlap": 0.0, "min_correlation": 0.5})
-    settings = changed(case.settings, reduced=loose, max_difference=0.5)
-    assert run("cpu", "cpu:bf16", settings=settings) == EXIT_OK
-    folder = open_storage(case.settings.workspace)
-    prefix = f"cycles/{CYCLE}/parity/cpu.fp32-cpu.bf16"
-    report = ParityReport.model_validate_json(folder.read_bytes(f"{prefix}/parity.json"))
-    assert report.passed
-    assert (report.a.name, report.b.name) == ("cpu.fp32", "cpu.bf16")
-    assert folder.read_bytes(f"{prefix}/parity.svg").startswith(b"<?xml")
-    assert f"report {folder.uri(prefix)}/parity.json" in said
-
-
-def test_sides_too_far_apart_are_refused_with_the_figures(case: Case, run: Run) -> None:
-    strict = case.settings.parity.reduced.model_copy(update={"max_probability_difference": 0.0})
-    with pytest.raises(
-        GateRefused, match=r"cpu\.fp32 and cpu\.bf16 differ too much: .*largest difference of a prob"
-    ) as caught:
-        run("cpu", "cpu:bf16", settings=changed(case.settings, reduced=strict, max_difference=0.5))
-    assert caught.value.exit_code == 80
-    assert "at most 0" in caught.value.expected
-    report = json.loads(
-        open_storage(case.settings.workspace).read_bytes(f"cycles/{CYCLE}/parity/cpu.fp32-cpu.bf16/parity.json")
-    )
-    assert "fail" in {check["outcome"] for check in report["checks"]}
-
-
-def test_a_side_recorded_elsewhere_is_compared(case: Case, run: Run, said: list[str], tmp_path: Path) -> None:
-    assert run("cpu", to=str(tmp_path / "there")) == EXIT_OK
-    assert said[-1] == f"compare it with another side: trnpipe parity file://{tmp_path}/there SIDE"
-    assert run(str(tmp_path / "there"), "cpu") == EXIT_OK
-    assert run("cpu", f"file://{tmp_path}/there") == EXIT_OK
-
-
-def test_without_matplotlib_there_is_a_word_instead_of_a_picture(
-    run: Run, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_sides_are_compared_and_those_too_far_apart_refused(
+    case: Case, run: Callable[..., int], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run("cpu", to=str(tmp_path / "there"))
-    assert run("cpu", str(tmp_path / "there")) == EXIT_OK
-    assert said[-1] == "no picture: matplotlib is not installed (pip install 'matplotlib>=3.9')"
+    assert run("cpu", "cpu:bf16") == EXIT_OK
+    folder = open_storage(case.settings.workspace)
+    key = f"cycles/{CYCLE}/parity/cpu.fp32-cpu.bf16/parity.json"
+    report = ParityReport.model_validate_json(folder.read_bytes(key))
+    assert not report.failed and said[-1] == f"report {folder.uri(key)}"
+    value = report.value("probability")
+    assert value is not None and 0 < value < 0.3
+    monkeypatch.setattr(comparison, "REDUCED", comparison.REDUCED._replace(probability=0.0))
+    with pytest.raises(GateRefused, match="largest difference of a probability"):
+        run("cpu", "cpu:bf16")
+
+
+def test_a_side_recorded_elsewhere_is_compared_and_not_computed_again(
+    case: Case, run: Callable[..., int], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = str(tmp_path / "there")
+    assert run("cpu", to=there) == EXIT_OK
+    assert said[-1] == f"compare it with another side: trnpipe parity file://{there} SIDE"
+    monkeypatch.setattr(command, "_train", lambda *args: pytest.fail("computed again"))
+    assert run("cpu", to=there) == EXIT_OK
+    assert run(there, "cpu") == EXIT_OK
+    with pytest.raises(ConfigError, match=r"holds cpu\.fp32 of run"):
+        run("cpu", to=there, steps=6)
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "seen"),
+    ("words", "to"),
     [
-        (("cpu", "cpu"), {}, "both sides are cpu"),
-        (("cpu", "cpu:fp32"), {}, "both sides are cpu"),
-        (("gpu",), {}, "'gpu' is not a backend"),
-        (("cpu", "xla"), {"to": "somewhere"}, "--to with two sides"),
-        (("cpu:fp64", "xla"), {}, "side 'cpu:fp64'"),
+        (("cpu", "cpu"), ""),
+        (("cpu", "cpu:fp32"), ""),
+        (("gpu",), ""),
+        (("cpu", "xla"), "there"),
+        (("cpu:fp64", "xla"), ""),
     ],
 )
-def test_what_cannot_be_meant_is_refused(run: Run, words: tuple[str, ...], options: dict[str, str], seen: str) -> None:
-    with pytest.raises(ConfigError, match=seen) as caught:
-        run(*words, **options)
-    assert caught.value.expected
+def test_what_cannot_be_meant_is_refused(run: Callable[..., int], words: tuple[str, ...], to: str) -> None:
+    with pytest.raises(ConfigError):
+        run(*words, to=to)
 
 
-def test_a_place_without_a_record_says_what_may_be_named(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_missing_is_found_before_anything_is_computed(
+    case: Case, run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "record_side", lambda task, stop: pytest.fail("before anything is computed"))
-    with pytest.raises(DataError, match="holds no recorded side") as caught:
+    monkeypatch.setattr(command, "run_tasks", lambda *args, **more: pytest.fail("computed"))
+    with pytest.raises(DataError, match="holds no recorded side"):
         run("cpu", str(tmp_path / "gpu"))
-    assert "xla, neuron, cpu, cuda" in caught.value.expected
+    for checkpoint, error in (("incumbent", ConfigError), ("scratch", ConfigError), (str(tmp_path), CheckpointError)):
+        with pytest.raises(error):
+            run("cpu", checkpoint=checkpoint)
 
 
-def test_what_it_starts_from_is_said_when_there_is_none(case: Case, run: Run, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no prepared data"):
-        run("cpu", settings=case.settings.model_copy(update={"cycle": "other"}))
-    with pytest.raises(ConfigError, match="nothing is promoted"):
-        run("cpu", settings=changed(case.settings, checkpoint="incumbent"))
-    with pytest.raises(ConfigError, match=r"parity\.checkpoint is scratch"):
-        run("cpu", settings=changed(case.settings, checkpoint="scratch"))
-    with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
-        run("cpu", settings=changed(case.settings, checkpoint=str(tmp_path / "none")))
+@pytest.mark.parametrize("damage", ["record", "digest", "arrays"])
+def test_a_damaged_record_is_refused(case: Case, tmp_path: Path, damage: str) -> None:
+    place = open_storage(case.side(place=damage).uri)
+    data = place.read_bytes(RECORD)
+    key = next(stat.key for stat in place.list("arrays") if stat.key.endswith(".safetensors"))
+    if damage == "arrays":
+        place.write_bytes(key, place.read_bytes(key)[:-1] + b"x")
+    else:
+        place.write_bytes(RECORD, b"{}" if damage == "record" else data.replace(b'"scores": "', b'"scores": "0'))
+    with pytest.raises(DataError):
+        load_side(place, tmp_path / "cache")
 
 
-def test_a_side_that_fails_gives_its_exit_code(case: Case, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "record_side", lambda task, stop: 70)
-    assert run("cpu", "cpu:bf16") == 70
+@pytest.mark.parametrize(("event", "step"), [(EventName.TRAIN_STARTED, 0), (EventName.HOLDOUT_EVALUATED, 6)])
+def test_a_side_that_is_killed_goes_on_and_ends_the_same(
+    case: Case, good: RecordedSide, monkeypatch: pytest.MonkeyPatch, event: EventName, step: int
+) -> None:
+    emit = EventLog.emit
+
+    def fail(self: EventLog, name: EventName, /, **fields: object) -> None:
+        emit(self, name, **fields)
+        if (name, fields.get("step")) == (event, step):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EventLog, "emit", fail)
+        with pytest.raises(KeyboardInterrupt):
+            case.side(place=f"killed-{step}")
+    ended = case.side(place=f"killed-{step}").record
+    assert (ended.evaluations, ended.curve) == (good.record.evaluations, good.record.curve)
+
+
+def test_what_differs_between_devices_by_chance_is_off(case: Case, good: RecordedSide) -> None:
+    model = case.settings.model.model_copy(update={"dropout": 0.5})
+    assert case.side(place="dropout", model=model).record.curve == good.record.curve
+    combined = case.settings.train.model_copy(update={"metric": "combined", "patience": 1})
+    assert case.side(place="combined", train=combined).record.metric == "macro_f1"
+    with pytest.raises(ConfigError, match="scores of pairs"):
+        case.side(train=case.settings.train.model_copy(update={"metric": "retrieval_ndcg"}))
+
+
+def wrong_epsilon(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(encoder, "LayerNorm", lambda width, eps: ops.LayerNorm(width, eps=1e-3))
+
+
+def dropped_weight(patch: pytest.MonkeyPatch) -> None:
+    def without_one(weights: Any, template: Any, *, source: str) -> dict[str, torch.Tensor]:
+        name, found = "encoder.layers.0.output.weight", real(weights, template, source=source)
+        return {**found, name: torch.zeros_like(found[name])}
+
+    real = from_hf
+    for module in (command, build):
+        patch.setattr(module, "from_hf", without_one)
+
+
+def wrong_rate(patch: pytest.MonkeyPatch) -> None:
+    rate = optimizer.schedule_of
+    patch.setattr(stream, "schedule_of", lambda *args: 1.3 * rate(*args))
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (wrong_epsilon, {"mean_probability", "first_losses"}),
+        (dropped_weight, {"mean_probability", "first_losses", "first_gradients"}),
+        (wrong_rate, {"first_losses", "first_gradients"}),
+    ],
+)
+def test_a_seeded_error_is_found(
+    case: Case,
+    good: RecordedSide,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Callable[[pytest.MonkeyPatch], None],
+    found: set[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        error(patch)
+        bad = case.side(place=error.__name__)
+    assert {check.name for check in compare_sides(good, bad, PARITY).failed} >= found
+
+
+@needs_xla
+def test_xla_in_a_process_of_its_own_agrees_with_the_cpu(
+    case: Case, good: RecordedSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PJRT_DEVICE": "CPU", "XLA_FLAGS": FAST_COMPILE}.items():
+        monkeypatch.setenv(name, value)
+    call = ToolCall(arguments=(good.uri, "xla"), options={})
+    said = list[str]()
+    settings = case.settings.model_copy(update={"parity": ParityConfig(steps=12)})
+    assert command.run(settings, StopSignal(), said.append, call) == EXIT_OK
+    assert "parity of A cpu.fp32 and B xla.fp32" in said[0]
 
 
 def test_the_command_line_reaches_it(tmp_path: Path) -> None:
     done = zygote.run("pipeline", "parity", "gpu", f"--workspace={tmp_path}")
-    assert done.returncode == 78
-    assert "trnpipe parity: ConfigError: 'gpu' is not a backend" in done.stderr
-    assert zygote.run("pipeline", "parity").returncode == 78
+    assert done.returncode == 78 and "trnpipe parity: ConfigError: sides gpu" in done.stderr

@@ -25,7 +25,7 @@ def workspace(tmp_path: Path) -> Storage:
     for number, cycle in enumerate(("c1", "c2"), 1):
         place = make_checkpoint(storage, tmp_path, cycle)
         in_production(storage, place)
-        serve_verified_pair(storage, embedded(storage, tmp_path, cycle, place, number))
+        serve_verified_pair(storage, embedded(storage, tmp_path, cycle, place, 2 * number))
     return storage
 
 
@@ -55,21 +55,19 @@ def test_show(ask: Ask) -> None:
 def test_both_roll_back_together(ask: Ask) -> None:
     code, text = ask("registry", "rollback", "--reason=bad")
     assert (code, "rolled back to checkpoints/c1/step-1" in text, "vectors of cycle c1" in text) == (0, True, True)
-    code, text = ask("serving", "rollback", "c2", "--reason=good after all")
-    assert (code, "vectors of cycle c2" in text, "good after all" in text) == (0, True, True)
-    assert "checkpoints/c2/step-1 | generation 4" in ask("registry", "list")[1]
 
 
-def test_the_same_from_python(workspace: Storage, ask: Ask) -> None:
+def test_vectors_roll_back_alone(workspace: Storage, tmp_path: Path, ask: Ask) -> None:
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", "checkpoints/c2/step-1", 5))
+    code, text = ask("serving", "rollback", "--reason=a part was empty")
+    assert (code, "vectors of cycle c2 " in text, "a part was empty" in text) == (0, True, True)
     registry = Registry(workspace, author=Author(by="carol", code_version="1"))
-    assert registry.rollback_serving(reason="bad").vectors.cycle == "c1"
-    production = registry.production()
-    assert production is not None and production.checkpoint == "checkpoints/c1/step-1"
+    assert registry.rollback_vectors("c2b", reason="good after all").vectors.cycle == "c2b"
     with pytest.raises(ConfigError, match="no reason is given"):
-        registry.rollback_serving("c2", reason="")
-    assert registry.rollback_serving("c2", reason="good after all").vectors.cycle == "c2"
-    assert [pair.vectors.cycle for pair in registry.pairs()] == ["c1", "c2", "c1", "c2"]
+        registry.rollback_vectors("c2", reason="")
+    assert [pair.vectors.cycle for pair in registry.pairs()] == ["c1", "c2", "c2b", "c2", "c2b"]
     assert "by carol" in ask("serving", "show")[1]
+    assert "checkpoints/c2/step-1 | generation 2" in ask("registry", "list")[1]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.batch_order import Bucket, RankShare
-from pipeline.model.config import ModelConfig
-from pipeline.model.hf_config import MPNET_PAD
+from pipeline.model.config import MPNET_PAD, ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
 from pipeline.train.optimizer import CONTROL_SIZE

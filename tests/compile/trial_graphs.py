@@ -10,7 +10,7 @@ os.environ["PJRT_DEVICE"] = "CPU"  # before torch_xla is imported
 from pipeline.backends import TRACED, open_backend
 from pipeline.compile.watch import Recorder
 from pipeline.core.stop import StopSignal
-from pipeline.model.hf_config import MPNET_PAD
+from pipeline.model.config import MPNET_PAD
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import resolve

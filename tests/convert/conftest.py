@@ -18,7 +18,7 @@ from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
 from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 
 RETRY = RetryPolicy()

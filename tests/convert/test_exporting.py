@@ -11,17 +11,10 @@ import tokenizers
 import torch
 
 from pipeline.checkpoint.store import Checkpoint, PublishedWeights
-from pipeline.convert.exporting import (
-    ExportPlan,
-    Shapes,
-    check_plan,
-    destination,
-    parse_shapes,
-    write_export,
-    write_tokenizer,
-)
+from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export, write_tokenizer
 from pipeline.convert.importing import read_model, store_import
-from pipeline.convert.record import Format
+from pipeline.convert.source import Format
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
@@ -29,7 +22,7 @@ from pipeline.io.storage import open_storage
 from pipeline.registry.checkpoints import Ancestor
 from tests.convert.conftest import RETRY, Folder, given, source_of
 
-WHOLE: tuple[Format, ...] = ("sentence-transformers", "transformers", "safetensors", "torch")
+WHOLE: tuple[Format, ...] = ("sentence-transformers", "safetensors")
 
 
 @pytest.fixture
@@ -44,9 +37,11 @@ def plan(format_: Format, **changes: Any) -> ExportPlan:
     fields: dict[str, Any] = {
         "format": format_,
         "max_tokens": 20,
-        "shapes": Shapes((), (), 1),
         "model_name": "relevance",
         "ancestors": (),
+        "family": "bert",
+        "bucket": Bucket(8, 12),
+        "batch_size": 2,
     }
     return ExportPlan(**{**fields, **changes})
 
@@ -57,9 +52,8 @@ Export = Callable[..., Path]
 @pytest.fixture
 def export(checkpoint: Checkpoint, tmp_path: Path) -> Export:
     def made(format_: Format, name: str = "exported", **changes: Any) -> Path:
-        workspace = open_storage(str(tmp_path / "workspace"))
         path = tmp_path / name
-        with destination(str(path), retry=RETRY, workspace=workspace, scratch=tmp_path / "s", fields={}) as new:
+        with destination(str(path), retry=RETRY, stop=StopSignal(), scratch=tmp_path / f"s{name}", fields={}) as new:
             write_export(checkpoint, plan(format_, **changes), new, StopSignal())
         return path
 
@@ -100,14 +94,12 @@ def test_what_lies_in_the_folders(export: Export) -> None:
     sentence = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"}
     for format_, names in (
         ("sentence-transformers", bert | sentence),
-        ("transformers", bert),
         ("safetensors", shared | {"model.safetensors"}),
-        ("torch", shared | {"model.pt"}),
+        ("torchscript", shared | {"relevance-8x12.pt"}),
     ):
         path = export(format_, format_)
         assert {found.name for found in path.iterdir()} == names
         assert all(found.stat().st_mode & 0o444 == 0o444 for found in path.rglob("*.*")), "others may read it"
-    assert torch.load(path / "model.pt", weights_only=True).keys() >= {"head.weight"}
 
 
 def test_an_export_that_was_changed_is_refused_by_name(export: Export, tmp_path: Path) -> None:
@@ -147,9 +139,9 @@ def test_a_record_that_tells_of_more_than_there_is_is_refused(export: Export, tm
         read_model(source_of(path), given(), tmp_path)
 
 
-def test_programs_alone_are_no_model_to_import(export: Export, tmp_path: Path) -> None:
-    path = export("torchscript", shapes=Shapes((), (), 1))
-    with pytest.raises(CheckpointError, match=r"trnpipe.json: programs only"):
+def test_a_program_alone_is_no_model_to_import(export: Export, tmp_path: Path) -> None:
+    path = export("torchscript")
+    with pytest.raises(CheckpointError, match=r"trnpipe.json: program only"):
         read_model(source_of(path), given(), tmp_path)
 
 
@@ -183,18 +175,14 @@ def test_prefixes_are_prompts(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 def test_plans_that_cannot_be_carried_out(checkpoint: Checkpoint) -> None:
     for wrong in (
-        plan("transformers", max_tokens=33),
-        plan("transformers", max_tokens=2),
-        plan("torchscript", shapes=parse_shapes("16,64", 1)),
-        plan("torchscript", shapes=parse_shapes("2x16", 1)),
+        plan("safetensors", max_tokens=33),
+        plan("safetensors", max_tokens=2),
+        plan("torchscript", bucket=Bucket(16, 64)),
+        plan("torchscript", bucket=Bucket(2, 16)),
     ):
         with pytest.raises(ConfigError, match="tokens"):
             check_plan(checkpoint, wrong)
-    check_plan(checkpoint, plan("transformers", max_tokens=32, shapes=parse_shapes("16,64", 1)))
-    with pytest.raises(ConfigError):
-        parse_shapes(" , ", 1)
-    with pytest.raises(ConfigError, match="bucket '16y'"):
-        parse_shapes("16y", 1)
+    check_plan(checkpoint, plan("safetensors", max_tokens=32, bucket=Bucket(16, 64)))
 
 
 def test_a_stop_ends_an_export(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -202,7 +190,7 @@ def test_a_stop_ends_an_export(checkpoint: Checkpoint, tmp_path: Path) -> None:
     stop.set("a test")
     (tmp_path / "new").mkdir()
     with pytest.raises(Preempted):
-        write_export(checkpoint, plan("torch"), tmp_path / "new", stop)
+        write_export(checkpoint, plan("safetensors"), tmp_path / "new", stop)
 
 
 def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
@@ -210,7 +198,7 @@ def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
         Ancestor("checkpoints/c2/step-9", "d" * 64, "c2", 9, "2026-01-02", figures={"test_ndcg": 0.75}),
         Ancestor("checkpoints/c1/step-5", "e" * 64, "c1", 5, note="it came |from| <afar>\n# heading"),
     )
-    text = (export("torchscript", ancestors=ancestors, shapes=parse_shapes("8,8x12", 2)) / "README.md").read_text()
+    text = (export("torchscript", ancestors=ancestors) / "README.md").read_text()
     for expected in (
         "| test_ndcg | 0.75 |",
         f"| checkpoints/c2/step-9 | c2 | 9 | 2026-01-02 | - | - | {'d' * 64} |",
@@ -218,10 +206,9 @@ def test_the_card(export: Export, checkpoint: Checkpoint) -> None:
         "cut to 20 tokens",
         "no: 0, yes: 1",
         "It also reads price and 0 hashed categories.",
-        "| encoder-8.pt | texts to unit vectors | tokens int32 [2, 8] | vectors float32 [2, 16] |",
-        "query int32 [2, 8], product int32 [2, 12], numeric float32 [2, 1] | logits float32 [2, 2] |",
+        "query int32 [2, 8], product int32 [2, 12]\n, numeric float32 [2, 1]",
         checkpoint.digest,
-        'program = torch.jit.load("PATH/encoder-8.pt")',
+        'program = torch.jit.load("PATH/relevance-8x12.pt")',
     ):
         assert expected.lower() in text.lower(), f"{expected}\n{text}"
     assert text.startswith('---\nlibrary_name: "pytorch"\n')

@@ -12,7 +12,7 @@ from pipeline.convert.importing import ForeignModel, read_model, store_import
 from pipeline.core.errors import CheckpointError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
-from pipeline.model.hf_weights import from_hf, to_hf
+from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import MODEL, Folder, given, source_of
 from tests.s3 import MotoServer, lead_to

@@ -13,15 +13,15 @@ import tokenizers
 import torch
 
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.convert.exporting import ExportPlan, Shapes, write_export, write_tokenizer
+from pipeline.convert.exporting import ExportPlan, write_export, write_tokenizer
 from pipeline.convert.hugging_face import POOLINGS
 from pipeline.convert.importing import read_model, store_import
-from pipeline.convert.record import Family, Format
+from pipeline.convert.source import Family
+from pipeline.core.batch_order import Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pack
 from pipeline.io.storage import open_storage
-from pipeline.model.families import FAMILIES
-from pipeline.model.hf_weights import from_hf
+from pipeline.model.hf import FAMILIES, from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import given, source_of, tokenizer_bytes
@@ -77,9 +77,10 @@ def imported(path: Path, workspace: Path) -> Checkpoint:
     return checkpoint
 
 
-def exported(checkpoint: Checkpoint, folder: Path, format_: Format) -> Path:
+def exported(checkpoint: Checkpoint, folder: Path, family: Family = "bert") -> Path:
     assert checkpoint.state.max_tokens is not None
-    plan = ExportPlan(format_, checkpoint.state.max_tokens, Shapes((), (), 1), "relevance", ())
+    tokens = checkpoint.state.max_tokens
+    plan = ExportPlan("sentence-transformers", tokens, "relevance", (), family, Bucket(8, 12), 1)
     folder.mkdir()
     write_export(checkpoint, plan, folder, StopSignal())
     return folder
@@ -92,7 +93,7 @@ def check_both_ways(peers: Peers, path: Path, tmp_path: Path) -> Checkpoint:
     ours = vectors_of(checkpoint, TEXTS)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
     assert np.abs(ours[0] - ours[7]).max() > 100 * TOLERANCE, "vectors that differ, so that equal ones mean something"
-    again = exported(checkpoint, tmp_path / "exported", "sentence-transformers")
+    again = exported(checkpoint, tmp_path / "exported")
     np.testing.assert_allclose(peers.sentence_vectors(again, TEXTS), ours, rtol=0, atol=TOLERANCE)
     if checkpoint.state.model.pooling == "mean":
         np.testing.assert_allclose(peers.mean_states(again, TEXTS), ours, rtol=0, atol=TOLERANCE)
@@ -137,7 +138,7 @@ def test_a_plain_transformers_folder(peers: Peers, tmp_path: Path) -> None:
     assert checkpoint.state.max_tokens == 40, "the tokenizer allows 512, the model has 40 positions"
     ours = vectors_of(checkpoint, TEXTS[:7])
     np.testing.assert_allclose(peers.mean_states(path, TEXTS[:7]), ours, rtol=0, atol=TOLERANCE)
-    again = exported(checkpoint, tmp_path / "exported", "transformers")
+    again = exported(checkpoint, tmp_path / "exported")
     np.testing.assert_allclose(peers.mean_states(again, TEXTS), vectors_of(checkpoint, TEXTS), rtol=0, atol=TOLERANCE)
 
 
@@ -191,7 +192,7 @@ def test_another_family_of_theirs_and_back(peers: Peers, tmp_path: Path, family:
         pad_token_id=1,
         layer_norm_eps=1e-5,
         **({"type_vocab_size": 1} if FAMILIES[family].is_bert_with_offset else {}),
-        **({"local_attention": 8, "embedding_dropout": 0.0} if family == "modernbert" else {}),
+        **({"embedding_dropout": 0.0} if family == "modernbert" else {}),
     )
     torch.manual_seed(11)
     transformers.AutoModel.from_config(config).save_pretrained(path)
@@ -204,10 +205,7 @@ def test_another_family_of_theirs_and_back(peers: Peers, tmp_path: Path, family:
     ours = vectors_of(checkpoint, TEXTS)
     np.testing.assert_allclose(peers.mean_states(path, TEXTS), ours, rtol=0, atol=TOLERANCE)
     for named in {checkpoint.state.model.architecture, family}:
-        plan = ExportPlan("sentence-transformers", 40, Shapes((), (), 1), "relevance", (), named)
-        folder = tmp_path / f"exported-{named}"
-        folder.mkdir()
-        write_export(checkpoint, plan, folder, StopSignal())
+        folder = exported(checkpoint, tmp_path / f"exported-{named}", named)
         assert json.loads((folder / "config.json").read_text())["model_type"] == named
         np.testing.assert_allclose(peers.sentence_vectors(folder, TEXTS), ours, rtol=0, atol=TOLERANCE)
         back = imported(folder, tmp_path / f"back-{named}")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.core.errors import CheckpointError
-from pipeline.model.weight_files import load_tensors
+from pipeline.model.weights import load_tensors
 
 GOOD = {"a.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "a.bias": torch.tensor([0.1, -0.2])}
 

@@ -58,8 +58,8 @@ def test_lightning_is_asked_for_by_the_facade_alone(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fault_of_ours_is_not_taken_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pipeline.parallel.adopt", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pipeline\.parallel\.adopt"):
+    monkeypatch.setitem(sys.modules, "pipeline.parallel.parallelize", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pipeline\.parallel\.parallelize"):
         _ = trnpipe.transform
 
 

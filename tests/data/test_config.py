@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from pipeline.data.config import DataConfig
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -27,7 +26,6 @@ def test_settings_nobody_means(settings: dict[str, Any], words: str) -> None:
         DataConfig.model_validate(settings)
 
 
-@pytest.mark.unit
 def test_one_column_may_have_several_uses() -> None:
     brand = {"column": "brand", "num_ids": 8}
     assert DataConfig.model_validate({"categorical": [brand], "slices": ["brand"], "labels": []}).slices == ("brand",)

@@ -1,6 +1,5 @@
 """No row is lost: what is in a file comes out once, whole or counted as bad, by every reader and from both storages."""
 
-import csv
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data import readers
@@ -25,13 +23,13 @@ from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, CatalogueReader, look_at
 from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.embed.texts import TextRules, judge_rows
+from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.retrieval import CatalogueFile
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
 from tests.s3 import MotoServer, lead_to
-from tests.shown import Shown
 
 QUICK, THOROUGH = range(120), range(120, 2700)
 RULES = RowRules(FLAT, ("no", "yes"), (0.0, 1.0), (), (), {}, 0.0, 0.0, carve_valid=False)
@@ -91,10 +89,11 @@ def check_retrieval(storage: Storage, made: Made, chooser: random.Random) -> Non
     assert stat is not None
     file = CatalogueFile(config, Files(storage, ((stat, str(suffix_format(made.name))),)))
     found = file.queries()
-    assert found.num_items == len(found.query_of) == len(made.ids)
+    assert int(found.is_item.sum()) == len(found.query_of) == len(made.ids)
     assert found.item_of.tolist() == list(range(len(made.ids)))
-    rows = chooser.choice((7, 1000, 8192))
-    windows = list(file.windows(found.is_item, rows, lambda number: True, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "WINDOW_ROWS", rows := chooser.choice((7, 1000, 8192)))
+        windows = list(file.windows(found.is_item, lambda number: True, 64))
     assert [first for first, _ in windows] == list(range(0, len(made.ids), rows))
     assert sum(len(texts) for _, texts in windows) == len(made.ids)
 
@@ -153,7 +152,6 @@ def json_lines(count: int, extra: str = "") -> str:
     )
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("count", [999, 1000, 1001, 1002, 2001])
 def test_json_lines_after_the_peek(tmp_path: Path, count: int) -> None:
     path = tmp_path / "a.jsonl"
@@ -163,7 +161,6 @@ def test_json_lines_after_the_peek(tmp_path: Path, count: int) -> None:
     ]
 
 
-@pytest.mark.unit
 def test_a_reader_that_loses_a_row_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def takes_one_more(items: Iterator[bytes], count: int) -> list[bytes]:
         return [item for item, _ in zip(items, range(count), strict=False)]
@@ -175,7 +172,6 @@ def test_a_reader_that_loses_a_row_is_noticed(tmp_path: Path, monkeypatch: pytes
         read(path)
 
 
-@pytest.mark.unit
 def test_a_column_that_comes_late_is_refused_not_half_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json_lines(1000) + json_lines(2, ', "unused": 1') + json_lines(1, ', "gain": 0.5'))
@@ -185,7 +181,6 @@ def test_a_column_that_comes_late_is_refused_not_half_read(tmp_path: Path) -> No
     assert sum(len(batch.rows) for batch in read(path)) == 1003
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", ["a.csv.zst", "a.jsonl.bz2", "b.parquet.xz", "A.CSV.ZIP"])
 def test_a_compression_nobody_reads_is_refused_not_left_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()
@@ -195,7 +190,6 @@ def test_a_compression_nobody_reads_is_refused_not_left_out(tmp_path: Path, name
         open_source(DataConfig(path=str(tmp_path / "in")), scratch=tmp_path, stop=StopSignal())
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", ["a.csv.gz", "a.jsonl.gz"])
 def test_gz_by_name_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(json_lines(3) if "jsonl" in name else ",".join(HEADER) + "\n")
@@ -203,7 +197,6 @@ def test_gz_by_name_alone(tmp_path: Path, name: str) -> None:
         read(tmp_path / name)
 
 
-@pytest.mark.unit
 def test_quotes_that_swallow_rows(tmp_path: Path) -> None:
     """The quote that is opened in row 1 is closed by the one of row 3; that of p5 is followed by text."""
     lines = ["p0,q,t,yes", 'p1,q,"t,yes', "p2,q,t,yes", 'p3,q,"t",yes', "p4,q,t,yes", 'p5,q,"24" screen,yes']
@@ -216,7 +209,6 @@ def test_quotes_that_swallow_rows(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     "swallowed",
     [
@@ -235,29 +227,6 @@ def test_a_field_that_holds_rows_is_no_text(tmp_path: Path, swallowed: list[str]
     assert str(bad.content).startswith(swallowed[0])
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "two\nlines",
-        "a, b\nc, d, e, f\ng, h, i",
-        "width\t12\n",
-        "12,5 cm\n7,5 cm",
-        "Sizes:\n38\t39\t40\n41 42",
-        'The 24" one\r\n\r\nand, with commas, the 27" one\n',
-    ],
-)
-def test_quoted_texts_of_several_lines_are_whole(tmp_path: Path, name: str, text: str) -> None:
-    table = [HEADER, *([f"p{place}", text, text, "yes"] for place in range(3)), ["p3", "q", "t", text]]
-    with (tmp_path / name).open("w", newline="") as file:
-        csv.writer(file, delimiter="\t" if name == "a.tsv" else ",").writerows(table)
-    batches = read(tmp_path / name)
-    assert [one for batch in batches for one in ids_of(batch.columns, "title")] == [*[text] * 3, "t"]
-    assert not any(batch.bad for batch in batches)
-
-
-@pytest.mark.unit
 def test_a_line_longer_than_the_limit_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "_LINE_BYTES", 200)
     path = tmp_path / "a.jsonl"
@@ -268,7 +237,6 @@ def test_a_line_longer_than_the_limit_is_one_bad_row(tmp_path: Path, monkeypatch
     assert [row.row for batch in batches for row in batch.bad] == [1, 3]
 
 
-@pytest.mark.unit
 def test_a_broken_header_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('product_id,query,"title\np0,q,t\n')
     with pytest.raises(DataError, match="cannot be read as csv"):
@@ -308,16 +276,3 @@ def test_a_row_lost_on_the_way_to_the_shards_is_a_bug(
     monkeypatch.setattr(prepare_module, "cut_chunks", loses_the_last_chunk)
     with pytest.raises(RuntimeError, match=r"a\.jsonl: of 252 rows .* are lost"):
         workplace("one").prepare(write_input(tmp_path / "in"))
-
-
-@pytest.mark.stage
-def test_each_pass_over_the_input_shows_its_progress(workplace: Callable[[str], Any], tmp_path: Path) -> None:
-    config, shown = write_input(tmp_path / "in"), Shown()
-    size_bytes = sum(path.stat().st_size for path in (tmp_path / "in").iterdir())
-    with shown_on(shown.display):
-        workplace("one").prepare(config)
-    passes = {name: (work.total, work.unit) for name, work in shown.works}
-    for name in ("looking for changes in the input", "looking at labels and texts", "tokenising"):
-        assert passes[name] == (size_bytes, "bytes")
-    assert passes["training the tokenizer"] == (None, "texts")
-    shown.check_complete()

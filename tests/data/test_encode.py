@@ -1,13 +1,12 @@
 """Packing against a loop written the obvious way."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.batch_order import Bucket
 from pipeline.data.rows import product_text
-from pipeline.data.tokenizer import Tokens, id_dtype, pack, pair_tokens, take
+from pipeline.data.tokenizer import Tokens, id_dtype, pack, place_pairs, take
 
 PAD, CLS, SEP = 0, 2, 3
 TEXTS = st.lists(st.lists(st.integers(5, 60_000), max_size=20), min_size=1, max_size=12)
@@ -19,7 +18,6 @@ def tokens_of(texts: list[list[int]]) -> Tokens:
     return Tokens(flat, np.cumsum([0, *map(len, wrapped)]).astype(np.int64))
 
 
-@pytest.mark.unit
 @given(TEXTS, st.integers(3, 24), st.data())
 def test_pack_equals_the_obvious_loop(texts: list[list[int]], length: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=15)), dtype=np.int64)
@@ -33,21 +31,19 @@ def test_pack_equals_the_obvious_loop(texts: list[list[int]], length: int, data:
     assert packed.tolist() == expected
 
 
-@pytest.mark.unit
 @given(TEXTS, TEXTS)
 def test_every_pair_fits_its_bucket_or_is_truncated(queries: list[list[int]], products: list[list[int]]) -> None:
     size = min(len(queries), len(products))
     buckets = (Bucket(6, 6), Bucket(6, 12), Bucket(12, 16))
-    pairs = pair_tokens(tokens_of(queries[:size]), tokens_of(products[:size]), buckets)
+    bucket, truncated, num_tokens = place_pairs(tokens_of(queries[:size]), tokens_of(products[:size]), buckets)
     for row in range(size):
         lengths = (len(queries[row]) + 2, len(products[row]) + 2)
         fitting = [i for i, b in enumerate(buckets) if lengths[0] <= b.query_tokens and lengths[1] <= b.product_tokens]
-        assert pairs.bucket[row] == (fitting[0] if fitting else 2)
-        assert pairs.truncated[row] == (not fitting)
-        assert pairs.num_tokens[row] == min(lengths[0], 12) + min(lengths[1], 16) or fitting
+        assert bucket[row] == (fitting[0] if fitting else 2)
+        assert truncated[row] == (not fitting)
+        assert num_tokens[row] == min(lengths[0], 12) + min(lengths[1], 16) or fitting
 
 
-@pytest.mark.unit
 @given(TEXTS, st.data())
 def test_take_picks_texts(texts: list[list[int]], data: st.DataObject) -> None:
     index = data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=15))
@@ -57,13 +53,11 @@ def test_take_picks_texts(texts: list[list[int]], data: st.DataObject) -> None:
     assert taken.offsets.tolist() == expected.offsets.tolist()
 
 
-@pytest.mark.unit
 def test_ids_are_small_when_they_can_be() -> None:
     assert id_dtype(65_536) == np.uint16
     assert id_dtype(65_537) == np.int32
 
 
-@pytest.mark.unit
 def test_product_text_is_cut() -> None:
     assert product_text("a title", "", 100) == "a title"
     assert product_text("a title", "more", 9) == "a title m"

@@ -15,7 +15,7 @@ from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data import esci as esci_module
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.esci import NO_PRODUCT, PRODUCTS, EsciSource, cut_utf8
+from pipeline.data.esci import NO_PRODUCT, EsciSource, cut_utf8
 from pipeline.data.shards import map_safetensors
 from pipeline.data.sources import open_source
 from pipeline.data.token_sets import SPLITS, FileRows, TokenSetInfo
@@ -140,7 +140,7 @@ def test_processes_of_a_machine_index_the_products_once(
     monkeypatch.setattr(esci_module, "_index_products", slowly)
     sources = [opened(esci, tmp_path / "scratch") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        all_of = list(pool.map(lambda source: source._products, sources))
+        all_of = list(pool.map(lambda source: source.index, sources))
     assert len(made) == 1
     assert all(index.look_up([b"P1", b"P9"], [b"us", b"us"])[2].tolist() == [True, False] for index in all_of)
 
@@ -156,12 +156,11 @@ def test_a_full_disk_while_products_are_indexed(esci: Path, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(esci_module, "_index_products", on_a_full_disk)
         with pytest.raises(DiskFull, match="no space left while writing"):
-            opened(esci, tmp_path)._products.look_up([], [])
+            opened(esci, tmp_path).index.look_up([], [])
     next(tmp_path.rglob("texts.bin")).unlink()
-    assert opened(esci, tmp_path)._products.look_up([b"P1"], [b"us"])[2].tolist() == [True]
+    assert opened(esci, tmp_path).index.look_up([b"P1"], [b"us"])[2].tolist() == [True]
 
 
-@pytest.mark.unit
 @given(st.text(), st.integers(0, 30))
 def test_cut_utf8_keeps_whole_characters(text: str, limit: int) -> None:
     data = text.encode()
@@ -217,18 +216,6 @@ def test_a_query_is_in_one_split_and_a_test_query_stays_one(esci: Path, workplac
     assert {all_ids[one] for one in ids["test"]} == {0, 5, 10}, "what the dataset says, whatever test_fraction is"
     assert ids["valid"] and not ids["valid"] & ids["train"] and not ids["test"] & (ids["valid"] | ids["train"])
     assert ids["train"] | ids["valid"] | ids["test"] == set(all_ids)
-
-
-@pytest.mark.stage
-def test_other_products_are_other_data(esci: Path, workplace: Any) -> None:
-    place = workplace("one")
-    first = place.prepare(config_of(esci))
-    path = esci / PRODUCTS
-    table = pq.read_table(path)
-    titles = [f"new {title}" for title in table["product_title"].to_pylist()]
-    pq.write_table(table.set_column(1, "product_title", pa.array(titles)), path)
-    second = place.prepare(config_of(esci))
-    assert set(first.token_set_prefixes).isdisjoint(second.token_set_prefixes) and second.prepared == 1
 
 
 @pytest.mark.stage

@@ -13,7 +13,6 @@ from pipeline.data.survey import LabelCount, Survey, decide_labels, known_order
 from tests.real_data import real_file
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [
@@ -33,13 +32,11 @@ def test_known(labels: str, expected: dict[str, float]) -> None:
     assert list(found.items()) == list(expected.items())
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("labels", ["yes match", "a b", "0 76", "0 0.5 1", "-1 1", "1 1.0", "Yes yes", "nan 1"])
 def test_unknown(labels: str) -> None:
     assert known_order(labels.split()) is None
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("labels", "command"),
     [

@@ -98,20 +98,6 @@ def test_tensors_are_32_bit_and_empty_slots_have_no_target(pools: TrainingPools)
     assert mined > BATCH
 
 
-def test_the_next_epoch_has_other_mined_products(pools: TrainingPools) -> None:
-    length = plan_of(pools).batches_per_epoch
-    seen: list[dict[int, set[bytes]]] = []
-    for start in (0, length):
-        found: dict[int, set[bytes]] = {}
-        for batch in global_batches(pools, 1, 1, start, start + length):
-            rows = (batch.tensors[name] for name in ("query_key", "tokens", "segments"))
-            for query, tokens, segments in zip(*rows, strict=True):
-                texts = [tokens[segments == number] for number in (4, 5, 6)]  # behind the query and two judged products
-                found.setdefault(int(query), set()).update(text.numpy().tobytes() for text in texts if len(text))
-        seen.append(found)
-    assert any(seen[0][query] != seen[1][query] for query in seen[0].keys() & seen[1].keys())
-
-
 def test_keys_use_all_bits_of_the_id() -> None:
     ids = np.array([5, 5 + 2**32, 5, 2**62 + 1], dtype=np.int64)
     names = ("tokens", "positions", "segments", "numeric", "categorical", "label", "gain")

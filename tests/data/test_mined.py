@@ -37,20 +37,6 @@ def test_visits_take_each_product_equally_often(
         assert set(times.tolist()) <= {min(slots, count)}
 
 
-def test_a_visit_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
-    mined = of_counts([6], 2, tmp_path)
-    seen = mined.choose(np.zeros(3, dtype=np.int64), np.arange(3)).reshape(-1).tolist()
-    assert sorted(seen) == list(range(6)) and seen == [(seen[0] + step) % 6 for step in range(6)]
-
-
-def test_queries_start_at_different_products_by_the_seed(tmp_path: Path) -> None:
-    starts = [
-        of_counts([7] * 40, 1, tmp_path, seed).choose(np.arange(40), np.zeros(40, dtype=np.int64)) for seed in (1, 2)
-    ]
-    assert len(set((starts[0][:, 0] % 100).tolist())) == 7
-    assert starts[0].tolist() != starts[1].tolist()
-
-
 def test_a_query_that_nothing_was_mined_for(tmp_path: Path) -> None:
     mined = of_counts([2, 0, 3], 2, tmp_path)
     places = mined.places(np.array([20, 5, 10, 99, 0]))

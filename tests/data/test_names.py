@@ -43,7 +43,6 @@ OF_CONTENT = {
     "max_bad_fraction": "refuses, and changes no row",
     "num_workers": "who does it",
     "workers": "who does it",
-    "worker": "who does it",
 }
 NOT_IN_SHARDS = OF_CONTENT | {
     "labels": "the classes that were decided count, see below",

@@ -146,7 +146,6 @@ def test_every_format_gives_the_same_rows(
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("field", ["query", "title", "text", "label", "query_id", "price", "brand"])
 @pytest.mark.parametrize(
     ("values", "kind", "is_text"),
@@ -177,7 +176,6 @@ def test_lists_are_joined_in_texts_or_refused(
         assert read[2] == [" ".join(filter(None, value or ())) for value in values]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", FORMATS)
 def test_seven_is_one_id_and_one_label(tmp_path: Path, name: str) -> None:
     """However it is stored: as a whole number, as a float, as text of either; also beyond 10^10."""
@@ -201,7 +199,6 @@ def test_seven_is_one_id_and_one_label(tmp_path: Path, name: str) -> None:
         assert all(result == results[-1] for result in results[-7:])
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("text", "number"),
     [
@@ -223,7 +220,6 @@ def test_a_canonical_text_has_one_text(text: str, number: str) -> None:
     assert canonical_text(text) == number
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_of_features(tmp_path: Path, name: str) -> None:
     """What is no number in the data of others is none here: Python's own reads 1_000."""
@@ -236,7 +232,6 @@ def test_numbers_of_features(tmp_path: Path, name: str) -> None:
     assert [(row, "price" in reason) for row, reason, _ in bad] == [(row, True) for row in (0, 2, 3, 4, 5, 8)]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", FORMATS[1:])
 def test_a_missing_number_is_no_id(tmp_path: Path, name: str) -> None:
     """A column of whole numbers becomes one of floats, with NaN, where a value is missing."""

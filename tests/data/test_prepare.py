@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pipeline.data.lexical import LEXICAL_NAMES
 from pipeline.data.shards import EXTRA
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
-from pipeline.data.token_sets import TokenSetInfo, open_rows, read_token_sets, spec_of
+from pipeline.data.token_sets import SPLITS, TokenSetInfo, open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.validate import codes_of
 from pipeline.io.commit import read_manifest, verify_dir
@@ -100,70 +101,43 @@ def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
     assert len(sample_ids) == len(set(sample_ids)) == 960
 
 
-@pytest.mark.stage
-def test_slices_go_with_the_rows_and_leave_other_names_alone(workplace: Make, tmp_path: Path) -> None:
-    """Data prepared before there were slices keeps its name, and is read as having none."""
-    place = workplace("one")
-    path = tmp_path / "rows.jsonl"
-    rows = [
-        {"query": f"q {i}", "title": f"t {i}", "label": "ab"[i % 2], "kind": [None, "x", "y"][i % 3]}
-        for i in range(200)
-    ]
+def texts_of(folder: Path, **settings: Any) -> DataConfig:
+    """200 rows with the labels a and b in a file."""
+    path = folder / "rows.jsonl"
+    kinds = [None, "x", "y"]
+    rows = [{"query": f"shoe {i}", "title": f"red {i}", "label": "ab"[i % 2], "kind": kinds[i % 3]} for i in range(200)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plain = CONFIG.model_copy(
-        update={
-            "path": str(path),
-            "numeric": (),
-            "categorical": (),
-            "num_workers": 1,
-            "rows_per_chunk": 100,
-            "labels": ("a", "b"),
-        }
+    return DataConfig(
+        path=str(path), num_workers=1, labels=("a", "b"), tokenizer=TokenizerConfig(vocab_size=600), **settings
     )
-    without = place.prepare(plain)
-    given = plain.model_copy(update={"slices": ("label", "kind")})
-    done = place.prepare(given)
-    missing = place.prepare(plain.model_copy(update={"categorical": (CategoricalFeature(column="kind", num_ids=8),)}))
-    assert info_of(place, missing.token_set_prefixes[0]).without_category == {"kind": 67}
-    assert done.token_set_prefixes != without.token_set_prefixes
-    assert place.prepare(plain).token_set_prefixes == without.token_set_prefixes
-    assert place.prepare(given).reused == 1
+
+
+@pytest.mark.stage
+def test_slices_go_with_the_rows(workplace: Make, tmp_path: Path) -> None:
+    place = workplace("one")
+    done = place.prepare(texts_of(tmp_path, slices=("label", "kind")))
+    missing = place.prepare(texts_of(tmp_path, categorical=(CategoricalFeature(column="kind", num_ids=8),)))
+    assert missing.infos[0].without_category == {"kind": 67}
     (one,) = read_token_sets(place.storage, done.token_set_prefixes)
     assert [(info.column, info.names) for info in one.info.slices] == [("label", ("a", "b")), ("kind", ("x", "y"))]
-    seen = dict[str, int]()
-    for split in ("train", "valid", "test"):
+    seen = Counter[int]()
+    for split in SPLITS:
         found = open_rows(place.storage, [one], split, tmp_path, EXTRA)
-        for bucket, size in enumerate(found.sizes):
-            arrays = found.read(np.full(size, bucket), np.arange(size), bucket)
-            if not size:
-                continue
+        for bucket, rows in found.blocks():
+            arrays = found.read(np.full(len(rows), bucket), rows, bucket)
             assert np.array_equal(codes_of(arrays["slice"][:, 0], ("a", "b")), arrays["label"])
-            for name in codes_of(arrays["slice"][:, 1], ("x", "y")).tolist():
-                seen[str(name)] = seen.get(str(name), 0) + 1
-            assert arrays["partition"].tolist() == [0] * size
-    assert seen == {"-1": 67, "0": 67, "1": 66}
-    info = TokenSetInfo.model_validate(
-        {
-            k: v
-            for k, v in info_of(place, without.token_set_prefixes[0]).model_dump(mode="json").items()
-            if k != "slices"
-        }
-    )
-    assert info.slices == ()
+            seen.update(codes_of(arrays["slice"][:, 1], ("x", "y")).tolist())
+            assert not arrays["partition"].any()
+    assert seen == {-1: 67, 0: 67, 1: 66}
     with pytest.raises(DataError, match=r"no column 'none' \(for slice\.none\)[\s\S]*--data\.slices"):
-        place.prepare(plain.model_copy(update={"slices": ("none",)}))
+        place.prepare(texts_of(tmp_path, slices=("none",)))
 
 
 @pytest.mark.stage
 def test_prefixes_stand_before_the_texts(workplace: Make, tmp_path: Path) -> None:
-    place, path = workplace("one"), tmp_path / "rows.jsonl"
-    rows = [{"query": f"shoe {i}", "title": f"red {i}", "label": "ab"[i % 2]} for i in range(200)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"path": str(path), "numeric": (), "categorical": (), "num_workers": 1, "labels": ("a", "b")}
-    plain = CONFIG.model_copy(update=changes)
-    prefixed = plain.model_copy(update={"query_prefix": "red ", "product_prefix": "shoe "})
-    without, done = place.prepare(plain), place.prepare(prefixed)
-    assert place.prepare(plain).token_set_prefixes == without.token_set_prefixes != done.token_set_prefixes
+    place = workplace("one")
+    without = place.prepare(texts_of(tmp_path))
+    done = place.prepare(texts_of(tmp_path, query_prefix="red ", product_prefix="shoe "))
     (one,) = read_token_sets(place.storage, done.token_set_prefixes)
     assert (spec_of(one.info).query_prefix, spec_of(one.info).product_prefix) == ("red ", "shoe ")
     tokenizer = TextTokenizer(place.storage.read_bytes(f"{done.tokenizer_prefix}/tokenizer.json"))
@@ -266,25 +240,6 @@ def test_a_given_tokenizer_is_never_taken_for_a_trained_one(workplace: Make) -> 
 
 
 @pytest.mark.stage
-def test_a_given_tokenizer_splits_digits_where_that_is_asked_for(workplace: Make, tmp_path: Path) -> None:
-    """A parent's stays as it is, and what was prepared without keeps its name."""
-    place, config = workplace("place"), CONFIG.model_copy(update={"num_workers": 1, "rows_per_chunk": 5000})
-    trained = place.prepare(config)
-    (path := tmp_path / "tokenizer.json").write_bytes(whole := _tokenizer(place, trained))
-    split = TokenizerConfig(path=str(path), split_digits=True)
-    given = place.prepare(config.model_copy(update={"tokenizer": split}))
-    assert _tokenizer(place, given) == TextTokenizer(whole).with_split_digits().data
-    again = place.prepare(config.model_copy(update={"tokenizer": split}))
-    assert (again.prepared, again.tokenizer_prefix) == (0, given.tokenizer_prefix)
-    for tokenizer, data in ((split.model_copy(update={"path": None}), whole), (split, None)):
-        found = place.prepare(config.model_copy(update={"tokenizer": tokenizer}), tokenizer=data)
-        assert found.tokenizer_fingerprint == (trained if data else given).tokenizer_fingerprint
-    other = place.prepare(config.model_copy(update={"tokenizer": TokenizerConfig(vocab_size=600, split_digits=True)}))
-    assert other.tokenizer_fingerprint not in (trained.tokenizer_fingerprint, given.tokenizer_fingerprint)
-    assert place.prepare(config).tokenizer_prefix == trained.tokenizer_prefix
-
-
-@pytest.mark.stage
 def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"query": f"q{i}", "title": f"t{i}", "label": "yes" if i % 2 else "no"} for i in range(100)]
@@ -320,15 +275,6 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
     for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike
         with pytest.raises(DataError, match=r"4 of 101 rows are bad \(4\.0%\).*empty title \(1\)"):
             where.prepare(strict)
-
-
-@pytest.mark.stage
-def test_labels_in_the_data_are_ordered_by_gain(workplace: Make, tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    rows = [f"q{i},t{i},{label},{gain}" for i in range(50) for label, gain in (("b", 0.2), ("a", 0.9), ("c", 0.2))]
-    path.write_text("query,title,label,gain\n" + "\n".join(rows))
-    config = DataConfig(path=f"file://{path}", num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
-    assert workplace("one").prepare(config).labels == ("b", "c", "a")
 
 
 @pytest.mark.stage
@@ -417,20 +363,6 @@ def test_a_file_changed_after_it_was_named_is_prepared_by_the_next_run(
     assert place.prepare(config).rows == 60
     path.write_bytes(old)
     assert place.prepare(config).rows == 40
-
-
-@pytest.mark.stage
-def test_real_data(workplace: Make, pricerunner: str, tmp_path: Path) -> None:
-    table = pq.read_table(pricerunner)
-    pq.write_table(table.take(pa.array(np.arange(0, table.num_rows, 40))), tmp_path / "some.parquet")
-    config = DataConfig(path=str(tmp_path / "some.parquet"), tokenizer=TokenizerConfig(vocab_size=2000))
-    place = workplace("one")
-    result = place.prepare(config)
-    info = info_of(place, result.token_set_prefixes[0])
-    assert result.labels == ("other_category", "same_category", "same_product")
-    assert info.label_gains == (0.0, 0.1, 1.0)
-    assert result.rows == info.rows == 3060
-    assert set(info.splits) == {"train", "valid", "test"}
 
 
 @pytest.mark.stage

@@ -57,7 +57,6 @@ def write(path: Path) -> Path:
     return path
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl", "a.csv.gz", "a.jsonl.gz"])
 def test_all_formats_agree(tmp_path: Path, name: str) -> None:
     batches = read(write(tmp_path / name))
@@ -69,23 +68,11 @@ def test_all_formats_agree(tmp_path: Path, name: str) -> None:
     assert "unused" not in batches[0].columns.schema.names
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl"])
-def test_missing_column_names_what_there_is(tmp_path: Path, name: str) -> None:
-    config = DataConfig(columns=ColumnMapping(title="product_title"))
-    with pytest.raises(DataError, match="product_title") as caught:
-        read(write(tmp_path / name), config)
-    assert "unused" in caught.value.expected
-    assert "--data.columns.title" in caught.value.next_command
-
-
-@pytest.mark.unit
 def test_a_renamed_optional_column_is_required(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="description"):
         read(write(tmp_path / "a.parquet"), DataConfig(columns=ColumnMapping(text="description")))
 
 
-@pytest.mark.unit
 def test_csv_survives_broken_lines_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b"query,title,label\nq0,t0,good\nq1,t1\n\nq2,\xff\xfe,good\nq3,t3,good,extra\nq4,t4,bad\n")
@@ -98,16 +85,6 @@ def test_csv_survives_broken_lines_and_bytes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.unit
-def test_an_unclosed_quote_counts_every_line_it_swallowed(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text('query,title,label\nq0,t0,good\nq1,"t1,good\nq2,t2,good\nq3,t3,good\n')
-    batches = read(path, DataConfig())
-    assert sum(batch.columns.num_rows for batch in batches) == 1
-    assert sum(row.count for batch in batches for row in batch.bad) == 3
-
-
-@pytest.mark.unit
 def test_jsonl_survives_broken_lines_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     good = b'{"query": "q", "title": "t", "label": 3}\n'
@@ -118,7 +95,6 @@ def test_jsonl_survives_broken_lines_and_bytes(tmp_path: Path) -> None:
     assert [row.row for batch in batches for row in batch.bad] == [1, 2]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv.gz"])
 def test_half_a_file_is_one_clear_error(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
@@ -127,7 +103,6 @@ def test_half_a_file_is_one_clear_error(tmp_path: Path, name: str) -> None:
         read(path)
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("rows_per_chunk", [5, 7, 30, 100])
 def test_chunks_are_bounded_and_whole(tmp_path: Path, rows_per_chunk: int) -> None:
     batches = read(write(tmp_path / "a.parquet"), num_rows=batch_rows(rows_per_chunk))
@@ -139,7 +114,6 @@ def test_chunks_are_bounded_and_whole(tmp_path: Path, rows_per_chunk: int) -> No
     ]
 
 
-@pytest.mark.unit
 def test_big_rows_end_a_chunk_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("pipeline.data.rows.CHUNK_BYTES", 500)
     chunks = list(cut_chunks("a", read(write(tmp_path / "a.parquet"), num_rows=3), 1000))
@@ -147,18 +121,6 @@ def test_big_rows_end_a_chunk_early(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert sum(len(chunk.rows) for chunk in chunks) == 30
 
 
-@pytest.mark.unit
-def test_whole_numbers_of_any_size_are_numbers(tmp_path: Path) -> None:
-    """Rounded as in a text format; one of them does not cost the file."""
-    table = TABLE.set_column(4, "price", pa.array([2**53 + 1, -(2**63), *range(28)], pa.int64()))
-    pq.write_table(table, tmp_path / "a.parquet")
-    pyarrow.csv.write_csv(table, tmp_path / "a.csv")
-    for name in ("a.parquet", "a.csv"):
-        found = [float(value) for value in column(read(tmp_path / name), "numeric.price")]  # type: ignore[arg-type]
-        assert found == [2.0**53, -(2.0**63), *map(float, range(28))]
-
-
-@pytest.mark.unit
 @pytest.mark.parametrize("kind", [pa.uuid(), pa.binary(16), pa.binary_view()])
 def test_an_id_of_bytes_costs_no_row(tmp_path: Path, kind: pa.DataType) -> None:
     ids = [UUID(int=2**127 + number) for number in range(30)]
@@ -168,7 +130,6 @@ def test_an_id_of_bytes_costs_no_row(tmp_path: Path, kind: pa.DataType) -> None:
     assert found == [str(one).encode() if kind == pa.uuid() else one.bytes for one in ids]
 
 
-@pytest.mark.unit
 def test_a_type_that_is_no_text_is_named_with_its_column(tmp_path: Path) -> None:
     pq.write_table(TABLE.append_column("text", pa.array([[1, 2]] * 30)), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: column 'text' is list<.*int64>") as caught:
@@ -179,7 +140,6 @@ def test_a_type_that_is_no_text_is_named_with_its_column(tmp_path: Path) -> None
 ROWS = b"query,title,label\nq,t,x\n"
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -216,14 +176,12 @@ def test_content_of_another_kind_is_one_clear_error(
         read(tmp_path / name, DataConfig())
 
 
-@pytest.mark.unit
 def test_what_looks_like_other_content_is_text_all_the_same(tmp_path: Path) -> None:
     """A column of that name, and a zero byte below the header."""
     (tmp_path / "a.csv").write_bytes(b"ORC,query,title,label,FEA1\n1,q\0,t,x,2\n")
     assert column(read(tmp_path / "a.csv", DataConfig()), "query") == ["q\0"]
 
 
-@pytest.mark.unit
 def test_a_key_that_occurs_twice_makes_a_bad_row(tmp_path: Path) -> None:
     lines = ['{"query": "q", "title": "t", "label": "x"}', '{"query": "a", "query": "b", "title": "t", "label": "x"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -232,7 +190,6 @@ def test_a_key_that_occurs_twice_makes_a_bad_row(tmp_path: Path) -> None:
     assert [(row.line, row.reason) for batch in batches for row in batch.bad] == [(2, KEY_TWICE)]
 
 
-@pytest.mark.unit
 def test_a_column_that_stands_twice_matters_only_if_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("query,note,title,label,note\nq,a,t,x,b\n")
     assert column(read(tmp_path / "a.csv", DataConfig()), "title") == ["t"]
@@ -242,7 +199,6 @@ def test_a_column_that_stands_twice_matters_only_if_it_is_read(tmp_path: Path) -
         read(tmp_path / "a.parquet", DataConfig())
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl"])
 def test_bad_rows_of_text_files_name_their_line(tmp_path: Path, name: str) -> None:
     """Those of the reader, and those that are judged later: after blank lines and a text of several lines."""
@@ -259,7 +215,6 @@ def test_bad_rows_of_text_files_name_their_line(tmp_path: Path, name: str) -> No
     assert [(row.row, row.line, row.reason) for row in bad] == [(1, line, torn), (2, line + 2, EMPTY_TITLE)]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [

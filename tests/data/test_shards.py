@@ -39,10 +39,6 @@ def sample_id(pool: int, row: int) -> int:
     return by_pool[pool][row]
 
 
-def test_sizes(rows: TokenRows) -> None:
-    assert rows.sizes == (8, 7)
-
-
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 6)), min_size=1, max_size=12))
 def test_rows_come_in_the_order_asked_for(rows: TokenRows, wanted: list[tuple[int, int]]) -> None:
     pools, numbers = (np.array(values) for values in zip(*wanted, strict=True))
@@ -62,12 +58,6 @@ def test_rows_come_in_the_order_asked_for(rows: TokenRows, wanted: list[tuple[in
         assert number < rows.sizes[pool]
 
 
-def test_some_fields_alone(rows: TokenRows) -> None:
-    seen = rows.read(np.array([0, 1]), np.array([2, 2]), 1, ("query_id", "label"))
-    assert list(seen) == ["query_id", "label"]
-    assert seen["query_id"].tolist() == [0, 1]
-
-
 def test_the_partition_of_each_row(tmp_path: Path) -> None:
     files = [write_shard(tmp_path / f"{n}.safetensors", (2, 1), 10 * n) for n in range(2)]
     numbered = [ShardFile(file.path, file.rows, partition=7 + n) for n, file in enumerate(files)]
@@ -75,16 +65,6 @@ def test_the_partition_of_each_row(tmp_path: Path) -> None:
     assert found.read(np.array([0, 0, 1]), np.array([3, 0, 1]), 1)["partition"].tolist() == [8, 7, 8]
     with pytest.raises(DataError, match=r"b0\.slice"):
         TokenRows(files, BUCKETS, PAD, ("slice",)).read(np.array([0]), np.array([0]), 0)
-
-
-def test_padding_is_the_pad_id_of_the_tokenizer(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "a.safetensors", (2, 0), 1)
-    seen = TokenRows([shard], BUCKETS, pad_id=7).read(np.array([0]), np.array([0]), 1)
-    assert seen["query"][0, 4:].tolist() == [7, 7]
-
-
-def test_no_shards_have_no_rows() -> None:
-    assert TokenRows([], BUCKETS, PAD).sizes == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ def batch(first: int, size: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([values], names=["query"])
 
 
-@pytest.mark.unit
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 30))
 def test_sample_is_bounded_and_evenly_spread(sizes: list[int], limit: int) -> None:
     sample, first = TextSample(limit), 0
@@ -24,7 +23,6 @@ def test_sample_is_bounded_and_evenly_spread(sizes: list[int], limit: int) -> No
     assert sample.stride == 1 or len(sample.held) * 2 >= limit - 1, "no sparser than it must be"
 
 
-@pytest.mark.unit
 def test_sample_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "SAMPLE_BYTES", 100)
     sample = TextSample(10_000)

@@ -2,7 +2,6 @@ from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, SyntheticConfig
@@ -16,12 +15,10 @@ def rows(config: SyntheticConfig) -> list[dict[str, object]]:
     return [row for name in partitions(config) for batch in generate(config, name) for row in batch.to_pylist()]
 
 
-@pytest.mark.unit
 def test_the_rows_are_always_the_same() -> None:
     assert rows(SMALL) == rows(SMALL)
 
 
-@pytest.mark.unit
 def test_size_grades_and_gains() -> None:
     seen = rows(SMALL)
     assert len(seen) == 60 * 12
@@ -31,7 +28,6 @@ def test_size_grades_and_gains() -> None:
     assert len({(row["query_id"], row["product_id"]) for row in seen}) == len(seen)
 
 
-@pytest.mark.unit
 def test_a_query_lives_on_one_day() -> None:
     days = [
         {row["query_id"] for batch in generate(SMALL, name) for row in batch.to_pylist()} for name in partitions(SMALL)
@@ -41,7 +37,6 @@ def test_a_query_lives_on_one_day() -> None:
     assert sum(map(len, days)) == len(set().union(*days)) == 60
 
 
-@pytest.mark.unit
 def test_a_new_day_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     one, two = (SMALL.model_copy(update={"num_days": days}) for days in (1, 2))
     assert rows(two)[: len(rows(one))] == rows(one)
@@ -53,14 +48,12 @@ def test_a_new_day_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     assert parts[1][1].name == "dt=2026-01-02"
 
 
-@pytest.mark.unit
 def test_batches_have_the_schema_and_no_empty_text() -> None:
     table = pa.Table.from_batches(generate(SMALL, "dt=2026-01-01"))
     assert table.schema == SCHEMA
     assert all(text for name in ("query", "title", "label") for text in table[name].to_pylist())
 
 
-@pytest.mark.unit
 def test_overlap_alone_does_not_solve_it() -> None:
     """Accessories name the product they are for: sharing more words does not make a title more relevant."""
     overlap: dict[object, list[float]] = {}

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.data.config import TokenizerConfig
-from pipeline.data.tokenizer import SPECIAL_TOKENS, TextTokenizer, train_tokenizer
+from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
 
 TEXTS = [f"{brand} kettle {size}l Größe {size * 7} café" for brand in ("acme", "bolt", "coro") for size in range(40)]
 CONFIG = TokenizerConfig(vocab_size=300)
@@ -17,7 +17,6 @@ def trained() -> TextTokenizer:
     return TextTokenizer(train_tokenizer(TEXTS, CONFIG))
 
 
-@pytest.mark.unit
 def test_same_texts_same_bytes_in_another_process(trained: TextTokenizer) -> None:
     """The library's own trainer fails this: its hash maps are seeded anew in every process."""
     code = (
@@ -31,7 +30,6 @@ def test_same_texts_same_bytes_in_another_process(trained: TextTokenizer) -> Non
         assert seen.stdout == trained.data
 
 
-@pytest.mark.unit
 def test_texts_are_wrapped_and_known(trained: TextTokenizer) -> None:
     tokens = trained.encode(["acme kettle", "", "acme kettle", "7 café"])
     texts = [tokens.ids[a:b].tolist() for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
@@ -42,7 +40,6 @@ def test_texts_are_wrapped_and_known(trained: TextTokenizer) -> None:
     assert max(tokens.ids) < trained.vocab_size <= 300
 
 
-@pytest.mark.unit
 def test_a_text_that_spells_out_padding_is_read_without_it(trained: TextTokenizer) -> None:
     texts = ["red shoe", "red [PAD] shoe", "[PAD]", "[PAD]red[PAD][PAD] shoe [PAD]", ""]
     found = trained.encode(texts)
@@ -51,15 +48,6 @@ def test_a_text_that_spells_out_padding_is_read_without_it(trained: TextTokenize
     assert trained.pad_id not in found.ids
 
 
-def test_single_characters_are_not_special(trained: TextTokenizer) -> None:
-    added = [token["content"] for token in json.loads(trained.data)["added_tokens"]]
-    assert added == list(SPECIAL_TOKENS)
-    vocabulary = json.loads(trained.data)["model"]["vocab"]
-    assert "kettle" in vocabulary
-    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
-
-
-@pytest.mark.unit
 def test_many_characters_are_cut_to_the_most_frequent() -> None:
     texts = ["".join(chr(0x4E00 + i) for i in range(1500)), "frequent words stay", "frequent words stay here"]
     first = train_tokenizer(texts, TokenizerConfig(vocab_size=2500))
@@ -71,7 +59,6 @@ def ids_of(tokenizer: TextTokenizer, *texts: str) -> list[list[int]]:
     return [tokenizer.encode([text]).ids.tolist() for text in texts]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_a_model_number_is_the_same_tokens_however_it_is_spaced(trained: TextTokenizer, is_trained: bool) -> None:
     texts = ("kettle ke1724l 5l", "kettle KE 1724 L 5 L", "kettle ke 1724l 5l")
@@ -87,7 +74,6 @@ def test_a_model_number_is_the_same_tokens_however_it_is_spaced(trained: TextTok
         assert split.vocab_size == trained.vocab_size and split.fingerprint != trained.fingerprint
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     "words",
     [
@@ -105,7 +91,6 @@ def test_digits_are_split_behind_whatever_splits_words(trained: TextTokenizer, w
     assert split.with_split_digits() is split
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("missing", ["[PAD]", "[CLS]", "[SEP]", "[UNK]"])
 def test_a_missing_special_token_is_named(trained: TextTokenizer, missing: str) -> None:
     spoiled = trained.data.replace(json.dumps(missing).encode(), b'"[GONE]"')
@@ -113,15 +98,6 @@ def test_a_missing_special_token_is_named(trained: TextTokenizer, missing: str) 
         TextTokenizer(spoiled, "given.json")
 
 
-@pytest.mark.unit
-def test_equivalent_names_are_accepted(trained: TextTokenizer) -> None:
-    renamed = trained.data.replace(b'"[CLS]"', b'"<s>"').replace(b'"[SEP]"', b'"</s>"').replace(b'"[PAD]"', b'"<pad>"')
-    other = TextTokenizer(renamed)
-    assert (other.cls_id, other.sep_id, other.pad_id) == (trained.cls_id, trained.sep_id, trained.pad_id)
-    assert other.fingerprint != trained.fingerprint
-
-
-@pytest.mark.unit
 def test_a_file_of_something_else_is_refused() -> None:
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         TextTokenizer(b'{"a": 1}', "given.json")

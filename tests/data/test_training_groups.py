@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.core.arrays import Int64s
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.training_groups import MOST_LINKED, GroupedRows, Links, MinedProducts, TrainingPools, _lined_up
+from pipeline.data.training_groups import MOST_LINKED, GroupedRows, Links, MinedProducts, TrainingPools
 from tests.train.rows import make_rows, mined_from
 
 SLOTS = 4
@@ -89,15 +89,6 @@ def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> Non
         assert text_of(arrays, slot // SLOTS, 1) == asked[asked != 0].tolist()
         assert is_row or sample == first  # an empty slot repeats the first row
     assert_equal_keys_for_equal_texts(arrays, SLOTS)
-
-
-def test_padding_within_a_text_takes_no_room() -> None:
-    query = np.array([[2, 7, 0, 8, 3, 0]], dtype=np.int32)
-    product = np.array([[2, 0, 5, 3], [2, 9, 3, 0]], dtype=np.int32)
-    lined = _lined_up(query, product, np.ones((1, 2), dtype=np.bool_), 10, 0)
-    assert lined["tokens"].tolist() == [[2, 7, 8, 3, 2, 5, 3, 2, 9, 3]]
-    assert lined["positions"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2]]
-    assert lined["segments"].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
 
 
 def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
@@ -195,13 +186,6 @@ def test_order_asked_for_is_kept_across_new_and_old(tmp_path: Path) -> None:
         for name, values in together.items():
             each = len(alone[name])
             np.testing.assert_array_equal(values[place * each : (place + 1) * each], alone[name])
-
-
-def test_the_choice_is_a_function_of_the_seed(tmp_path: Path) -> None:
-    new, old = make_rows(tmp_path, [(20, 20)]), make_rows(tmp_path, [(90, 90)], first_id=1001)
-    one, same, other = (ids_of(build(new, old, 0.3, seed)) for seed in (1, 1, 2))
-    assert one == same
-    assert one != other
 
 
 def test_fewer_old_groups_than_wanted_are_all_taken(tmp_path: Path) -> None:
@@ -339,8 +323,3 @@ def test_a_mined_product_that_means_the_same_leaves_its_slot_empty() -> None:
         }
     assert found[True] == {1: [11, 14], 2: [], 3: [11, 12]}
     assert found[False] == {1: [14], 2: [], 3: [11, 12]}  # 10 and 11 mean the same
-
-
-def test_nothing_is_linked_without_rows() -> None:
-    links = Links.of([Judged([])], 0.99)
-    assert links.linked == 0 and means_the_same(links, 2) == [[10], [11]]

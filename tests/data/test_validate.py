@@ -58,7 +58,6 @@ def judged(*rows: dict[str, Any]) -> tuple[CleanRows, list[BadRow], int]:
     return clean(chunk_of(*rows), RULES)
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -84,7 +83,6 @@ def test_each_defect_has_its_reason(change: dict[str, Any], reason: str) -> None
     assert rows_read == 3
 
 
-@pytest.mark.unit
 def test_good_rows_keep_their_values() -> None:
     rows, bad, _ = judged({"split": b"Validation"}, {"label": b"no", "brand": None, "query": " ü ".encode()})
     assert not bad
@@ -97,7 +95,6 @@ def test_good_rows_keep_their_values() -> None:
     assert len(set(rows.sample_id.tolist())) == 2
 
 
-@pytest.mark.unit
 def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
     config = DataConfig(columns=ColumnMapping(query="search_term"), numeric=("price",))
     table = {
@@ -114,20 +111,6 @@ def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
     assert json.loads(quarantine_lines([row]))["content"] == json.loads(row.text) == shown
 
 
-@pytest.mark.unit
-def test_filtered_rows_are_not_judged() -> None:
-    rows, bad, rows_read = judged({"market": b"de", "query": None}, {}, {"market": None})
-    assert (len(rows.query), bad, rows_read) == (1, [], 1)
-
-
-@pytest.mark.unit
-def test_category_ids_leave_zero_for_missing() -> None:
-    ids = {category_id(f"brand {i}".encode(), 16) for i in range(500)}
-    assert ids == set(range(1, 16))
-    assert category_id(None, 16) == category_id(b" ", 16) == 0
-
-
-@pytest.mark.unit
 def test_split_by_hash_keeps_queries_whole_and_shares() -> None:
     rules = RowRules("flat", (), (), (), (), {}, 0.2, 0.1, carve_valid=False)
     table = pa.table(
@@ -152,7 +135,6 @@ def texts(**columns: list[bytes | None]) -> Chunk:
 HALVES = RowRules("flat", (), (), (), (), {}, 0.25, 0.25, carve_valid=False)
 
 
-@pytest.mark.unit
 def test_queries_that_differ_in_case_are_one_query_in_one_split() -> None:
     queries: list[bytes | None] = [
         text for number in range(100) for text in (b"Red Shoe %d" % number, b"red shoe %d" % number)
@@ -163,7 +145,6 @@ def test_queries_that_differ_in_case_are_one_query_in_one_split() -> None:
     assert {*rows.split.tolist()} == {0, 1, 2}
 
 
-@pytest.mark.unit
 def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() -> None:
     rows, _, _ = clean(texts(query=[b"q", b"q", b"other", b"q"], query_id=[b"1", b"2", b"1", b" "]), HALVES)
     one, two, again, by_text = rows.query_id.tolist()
@@ -171,7 +152,6 @@ def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() 
     assert rows.split[0] == rows.split[2]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("carve", [True, False])
 def test_valid_rows_are_carved_out_of_train_alone(carve: bool) -> None:
     queries: list[bytes | None] = [b"q%d" % number for number in range(400)]
@@ -183,7 +163,6 @@ def test_valid_rows_are_carved_out_of_train_alone(carve: bool) -> None:
     )
 
 
-@pytest.mark.unit
 def test_the_first_defect_of_a_row_is_its_reason_and_a_gain_may_be_absent() -> None:
     chunk = texts(query=[b"\xff", b"q", b"q"], title=[b"\xff", b"", b"t"], gain=[b"2", None, b""])
     _, bad, _ = clean(chunk, HALVES)

@@ -7,10 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.lexical import LEXICAL_NAMES, lexical_features
-from pipeline.data.words import words_of
-
-pytestmark = pytest.mark.unit
+from pipeline.data.lexical import LEXICAL_NAMES, lexical_features, words_of
 
 
 @pytest.mark.parametrize(

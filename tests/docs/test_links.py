@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import ROOT, Block, anchors, blocks, links, markdown_files, slug_of
+from tests.docs.markdown import ROOT, Block, anchors, blocks, links, markdown_files
 
 DOCUMENTS = markdown_files()
 
@@ -62,16 +62,3 @@ def test_blocks_are_read_with_their_kind_and_place(tmp_path: Path) -> None:
     page.write_text("```sh\nls\n")
     with pytest.raises(ValueError, match=r"page.md:1: .* never closed"):
         blocks(page)
-
-
-@pytest.mark.parametrize(
-    ("heading", "slug"),
-    [
-        ("Exit codes", "exit-codes"),
-        ("The Shopping Queries dataset (ESCI)", "the-shopping-queries-dataset-esci"),
-        ("`make deploy`: a plan first", "make-deploy-a-plan-first"),
-        ("[Link](x.md) and more", "link-and-more"),
-    ],
-)
-def test_slugs_are_those_of_github(heading: str, slug: str) -> None:
-    assert slug_of(heading) == slug

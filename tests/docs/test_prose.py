@@ -10,9 +10,10 @@ import jobs.cli
 from jobs.settings import CycleSettings
 from pipeline.commands import COMMANDS, STAGES, TOOLS
 from pipeline.core.errors import EXIT_TABLE
+from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.settings import leaves
+from tests.docs.commands import make_targets
 from tests.docs.markdown import ROOT, markdown_files, prose
-from tests.docs.programs import make_targets, terraform_variables
 
 DOCUMENTS = [path for path in markdown_files() if path.name != "CHANGELOG.md"]  # which tells of what is gone
 OPERATE = ROOT / "docs" / "operate.md"
@@ -84,23 +85,14 @@ def test_what_the_text_names_exists(path: Path) -> None:
     ("code", "problem"),
     [
         ("pipeline/core/shuffles.py", "no such file"),
-        ("infra/modules/networks/", "no such file"),
         ("trnpipe trian", "no such command of trnpipe"),
-        ("trnpipe cache mend", "no action mend"),
         ("trnjobs stats", "no such command of trnjobs"),
         ("make deplo", "no target deplo"),
         ("--train.max-step 3", "no such setting"),
-        ("train.guard.patients", "no such setting"),
         ("[jobs.schedules]", "no such setting"),
         ("train.guard.patience = 3", ""),
-        ("[jobs.environment]", ""),
-        ("gate.floors", ""),
         ("--gate.floors ndcg@10=0.8", ""),
-        ("model.safetensors", ""),
-        ("jobs/plan/cycle.py", ""),
         ("docker/*.lock", ""),
-        ("trnpipe embed verify", ""),
-        ("make cycle CYCLE=x", ""),
     ],
 )
 def test_a_wrong_name_is_found(code: str, problem: str) -> None:
@@ -124,9 +116,21 @@ def test_every_exit_code_has_a_row_with_its_name_and_whether_it_is_tried_again()
     assert {"0", "1", "137", "none"} <= table.keys()
 
 
+def test_what_a_check_costs_is_its_hours_at_the_list_prices() -> None:
+    """Machines of a row: `16 vCPU + 1 trn1.2xlarge`."""
+    prices = {**PRICES_USD_PER_HOUR, "vCPU": 0.048}
+    table = [row for row in rows(OPERATE, "## First checks on real hardware") if re.fullmatch(r"[\d.]+", row[3])]
+    assert table
+    for check, machines, hours, dollars in table:
+        priced = [float(number) * prices[kind] for number, kind in re.findall(r"(\d+) (\S+)", machines)]
+        assert float(dollars) == pytest.approx(float(hours) * sum(priced), abs=0.005), check
+
+
 def test_every_variable_of_terraform_is_explained() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "infra").glob("*.tf"))
+    variables = set(re.findall(r'^variable "(\w+)"', text, re.M))
     told = {name for row in rows(OPERATE, "## Your settings") for name in re.findall(r"`([a-z_]+)`", row[0])}
-    assert told == terraform_variables() - {"emulator"}
+    assert told == variables - {"emulator"}
 
 
 def test_the_readme_names_every_command() -> None:

@@ -15,10 +15,9 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
-from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at, share_of
-from pipeline.embed.finish import finish
+from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at
 from pipeline.embed.flow import Flow, embed_shards
-from pipeline.embed.parts import parts_of
+from pipeline.embed.parts import finish, parts_of
 from pipeline.embed.plan import EmbedPlan, pin_plan
 from pipeline.embed.texts import TextRules, Window, cut_tokens, make_window
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
@@ -147,7 +146,7 @@ class Case:
         """What one worker does."""
         embedder = embedder or HashEmbedder()
         done = parts_of(self.workspace, plan).done()
-        todo = [plan.shards[i] for i in share_of(len(plan.shards), worker, workers) if i not in done]
+        todo = [shard for shard in plan.shards[worker::workers] if shard.index not in done]
         earlier = open_earlier(self.workspace, plan.carry_from) if plan.carry_from else None
         catalogue = open_storage(plan.catalogue.root, stop=self.stop)
         flow = Flow(plan, catalogue, self.workspace, self.rules(plan), inline, earlier, self.stop)

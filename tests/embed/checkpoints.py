@@ -10,8 +10,7 @@ from pipeline.checkpoint.store import TrainState
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_config import hf_config
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import hf_config, to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.catalogues import MAX_TOKENS, tokenizer_json
 from tests.registry.cases import put

@@ -1,7 +1,5 @@
 """Cycle after cycle: what is unchanged is taken over bit by bit, what is gone is gone."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,10 @@ import pytest
 
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.data.config import DataConfig
-from pipeline.embed import carry_over
 from pipeline.embed.carry_over import find_earlier
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.plan import asked_for, made_with
 from pipeline.embed.vectors import VectorLayout, find_vectors
-from pipeline.io.storage import ObjectStat, Storage
 from pipeline.model.config import ModelConfig
 from tests.embed.catalogues import Case, expected_vector, products, rows_of, title, write_catalogue
 from tests.fields import check_named, without_effect
@@ -145,10 +141,8 @@ NO_PART_OF_A_VECTOR = {
     "checkpoint": "its digest counts",
     "workers": "who does it",
     "worker": "who does it",
-    "tokenise_processes": "who does it",
     "catalogue": "a row is carried over by the hashes of its id and text",
     "output": "the layout is compared beside it, see below",
-    "verify": "looks at vectors, and makes none",
 }
 
 
@@ -190,16 +184,14 @@ def test_what_a_cycle_was_begun_with_are_all_settings_that_decide_its_work() -> 
         "compiled": "how it is computed",
         "workers": "who does it",
         "worker": "who does it",
-        "tokenise_processes": "who does it",
         "catalogue.max_bad_fraction": "refuses, and changes no row",
-        "verify": "afterwards",
     }
     check_named(without_effect(EmbedConfig(chunks=2), lambda one: asked_for(one, DataConfig())), outside)
     of_judgements = set(DataConfig.model_fields) - {"path", "format", "columns", "filter", "synthetic"}
     check_named(without_effect(DataConfig(), lambda one: asked_for(EmbedConfig(), one)), of_judgements)
 
 
-@pytest.mark.parametrize("names", [("b", "a"), ("cycle-9", "cycle-10"), ("2026-01-02", "2026-01-01")])
+@pytest.mark.parametrize("names", [("b", "a"), ("cycle-9", "cycle-10"), ("weekly-8", "2026-01-01")])
 def test_the_newest_vectors_have_the_highest_generation_whatever_their_cycle_is_called(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:
@@ -210,59 +202,6 @@ def test_the_newest_vectors_have_the_highest_generation_whatever_their_cycle_is_
     assert plan.generation == 3
     assert plan.previous is not None and plan.carry_from is not None
     assert plan.previous.cycle == plan.carry_from.cycle == names[1]
-
-
-class OnS3:
-    """A disk that is asked as S3 is: it says how long ago an object was written, and has no paths."""
-
-    def __init__(self, storage: Storage, finished: Sequence[str]) -> None:
-        self._storage, self._finished, self.read, self.asked = storage, finished, list[str](), 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def local_path(self, key: str) -> None:
-        return None
-
-    def stat(self, key: str) -> ObjectStat | None:
-        self.asked += 1
-        found, number = self._storage.stat(key), [*self._finished, "never-finished"].index(key.split("/")[1])
-        return found and replace(found, age_s=100.0 - number if number else None)
-
-    def read_bytes(self, key: str) -> bytes:
-        self.read.append(key.split("/")[1])
-        return self._storage.read_bytes(key)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["cycle-98", "cycle-99", "cycle-100", "cycle-101"],  # cycle-100 stands before cycle-99 where texts are sorted
-        ["weekly-7", "weekly-8", "2026-01-01", "2026-01-02", "2026-01-03"],  # they were called otherwise before
-        ["b", "a"],
-    ],
-)
-@pytest.mark.parametrize("on_s3", [False, True])
-def test_the_newest_vectors_are_found_among_many_cycles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], on_s3: bool
-) -> None:
-    monkeypatch.setattr(carry_over, "MAX_CYCLES", 2)
-    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(4))])
-    for number, name in enumerate(names, 1):
-        vectors = case.embed(catalogue, name)
-        assert vectors.info.generation == number
-    case.workspace.write_bytes("embeddings/never-finished/part-00000.parquet", b"half")
-    storage: Any = OnS3(case.workspace, names) if on_s3 else case.workspace
-    found = find_earlier(storage, "next", "auto", vectors.info.made_by, vectors.layout)
-    assert found.generation == len(names)
-    assert found.previous is not None and found.carry_from == found.previous
-    assert found.previous.cycle == names[-1]
-    if on_s3:
-        assert len(storage.read) <= 4, "two of each order"
-        monkeypatch.setattr(carry_over, "MAX_CYCLES", 20)
-        storage.asked = 0
-        assert find_earlier(storage, "next", "auto", vectors.info.made_by, vectors.layout) == found
-        assert storage.asked == 0, "so few are read at once"
 
 
 def test_what_is_no_earlier_vectors_is_passed_over(tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -14,18 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pipeline.backends import Backend, Batch, open_backend
+from pipeline.backends import open_backend
 from pipeline.checkpoint.store import Checkpoint
-from pipeline.core.arrays import Float32s
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
-from pipeline.embed import engine as embedder_module
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import Embedder, Start, Wait, open_embedder
+from pipeline.embed.engine import open_embedder
 from pipeline.embed.texts import cut_tokens
-from pipeline.embed.windows import HostBatch, flat_batches
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.catalogues import title, tokenizer_json
 from tests.embed.checkpoints import state_of
@@ -62,20 +56,6 @@ def test_a_text_of_two_chunks_is_their_mean_by_tokens(rows: bool) -> None:
     np.testing.assert_allclose(found[[0, 1, 2, 4, 5]], without[[0, 1, 2, 1, 2]], rtol=0, atol=1e-6)
     assert (made.figures.texts, made.figures.distinct) == (6, 4)
     assert made.figures.tokens == 5 + 24 + 24 + len(parts[0]) + len(parts[1])
-
-
-@pytest.mark.parametrize("rows", [False, True])
-@given(data=st.data())
-@settings(max_examples=10, deadline=None)
-def test_chunks_change_no_text_that_fits(rows: bool, data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.integers(2, 80), min_size=1, max_size=30))
-    limit, tokens = data.draw(st.integers(10, 80)), texts(lengths)
-    (found,) = vectors_of(embedder(rows=rows, chunk=limit), tokens)
-    (whole,) = vectors_of(embedder(rows=rows), tokens)
-    fits = np.array(lengths) <= limit
-    np.testing.assert_allclose(found[fits], whole[fits], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
-    assert fits.all() or np.abs(found[~fits] - whole[~fits]).max() > 1e-4
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -122,48 +102,6 @@ def test_figures_count_what_was_computed() -> None:
     assert figures.tokens + figures.padded_tokens == 2 * 80 + 6 * 24  # the first window in one row, the second in one
     assert figures.padding_share == pytest.approx(1 - 65 / 304)
     assert figures.batches == 2 and 0 < figures.idle_s <= figures.seconds
-
-
-class Timed:
-    """An engine that needs a second for a batch, one batch a window, and a backend that feeds it in the same thread."""
-
-    dim, ahead = 4, 0
-
-    def __init__(self, now: list[float]) -> None:
-        self._now = now
-
-    def batches(self, window: Tokens) -> Iterator[HostBatch]:
-        return flat_batches(window, 1000, 0)
-
-    def opened(self) -> AbstractContextManager[Start]:
-        return nullcontext(self._start)
-
-    def _start(self, batch: Batch, host: HostBatch) -> Wait:
-        def wait() -> Float32s:
-            self._now[0] += 1.0
-            return np.ones((len(host.lengths), self.dim), dtype=np.float32)
-
-        return wait
-
-    def loader(self, batches: Iterator[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        return nullcontext(batches)
-
-
-def test_idle_is_the_time_in_which_nothing_is_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(embedder_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def windows() -> Iterator[Tokens]:
-        for number in range(4):
-            now[0] += 3.0
-            yield texts([5, 6], number)
-
-    timed = Timed(now)
-    made = Embedder(timed, cast(Backend, timed), limit=80, sep_id=SEP, stop=StopSignal())
-    for _ in made.stream(windows()):
-        now[0] += 2.0
-    assert made.figures.seconds == 4 * (3 + 1 + 2)
-    assert made.figures.idle_share == (3 + 2) / (3 + 1 + 2)
 
 
 def endless(stop: StopSignal | None = None) -> Iterator[Tokens]:

@@ -2,9 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import ConfigError, DataError, TransientError
-from pipeline.embed import finish as finish_module
 from pipeline.embed import parts as parts_module
 from pipeline.embed.parts import parts_of, records_prefix
 from pipeline.embed.plan import EmbedPlan, check_asked, pin_plan, pinned_plan
@@ -110,15 +107,15 @@ def test_one_that_is_overtaken_while_it_reads_takes_what_was_published(
     case, catalogue = Case(tmp_path), with_repeats(tmp_path)
     plan = case.plan(catalogue)
     case.work(plan)
-    find, published = finish_module.find_duplicates, []
+    find, published = parts_module.find_duplicates, []
 
     def overtaken(*args: Any, **more: Any) -> Any:
         found = find(*args, **more)
-        monkeypatch.setattr(finish_module, "find_duplicates", find)
+        monkeypatch.setattr(parts_module, "find_duplicates", find)
         published.append(case.finish(plan))
         return found
 
-    monkeypatch.setattr(finish_module, "find_duplicates", overtaken)
+    monkeypatch.setattr(parts_module, "find_duplicates", overtaken)
     assert case.finish(plan).manifest == published[0].manifest
     verify_dir(case.workspace, "embeddings/c1", deep=True)
 
@@ -178,15 +175,6 @@ def test_parts_of_another_plan_are_not_taken(case: Case, tmp_path: Path) -> None
     verify_dir(case.workspace, "embeddings/c1", deep=True)
 
 
-def test_a_lost_file_is_made_again(case: Case, tmp_path: Path) -> None:
-    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
-    case.work(plan)
-    case.workspace.delete(["embeddings/c1/part-00001.parquet"])
-    assert parts_of(case.workspace, plan).done() == {0, 2}
-    case.work(plan)
-    assert case.finish(plan).info.rows == 60
-
-
 class OtherHardware(HashEmbedder):
     """Gives other vectors for the same texts."""
 
@@ -231,43 +219,6 @@ def test_a_part_that_is_made_again_elsewhere_has_its_own_record(
     np.testing.assert_allclose(found["p59"], expected_vector(title(59)), atol=0.02)
 
 
-def test_a_part_without_its_record_is_not_finished_and_the_first_record_stays(case: Case, tmp_path: Path) -> None:
-    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
-    case.work(plan)
-    key = f"{records_prefix(plan)}/00001.json"
-    case.workspace.delete([key])
-    assert parts_of(case.workspace, plan).done() == {0, 2}
-    part = parts_module.OpenPart(1, plan.layout, plan.shards[1].rows, plan.quarantine_rows)
-    first, second = (parts_module.commit_part(case.workspace, plan, part, seconds=seconds) for seconds in (1.0, 2.0))
-    assert first == second and first.seconds == 1.0
-    assert parts_module.PartRecord.model_validate_json(case.workspace.read_bytes(key)) == first
-
-
-def test_an_id_that_comes_again_in_its_part_is_named_by_its_row_of_the_catalogue(tmp_path: Path) -> None:
-    """p1 within the first window; p3 of the first window in the second one."""
-    numbers = [0, 1, 1, *range(2, 18), 3, 22]
-    vectors = Case(tmp_path).embed(write_catalogue(tmp_path / "in", [products(numbers)]), max_bad_fraction=0.5)
-    assert (vectors.info.rows, vectors.info.counts.bad, len(vectors.info.parts)) == (19, 2, 1)
-    lines = [json.loads(line) for line in Case(tmp_path).files()["quarantine.jsonl"].splitlines()]
-    assert [(Path(line["file"]).name, line["row"], line["content"]) for line in lines] == [
-        ("file-0.parquet", 2, {"id": "p1"}),
-        ("file-0.parquet", 19, {"id": "p3"}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        (pa.array(["b", "a", "c"]), ("a", "c")),
-        (pa.array([10, 9]), ("9", "10")),
-        (pa.array([0]), ("0", "0")),
-        (pa.array([], pa.string()), ("", "")),
-    ],
-)
-def test_the_range_of_ids(ids: pa.Array, expected: tuple[str, str]) -> None:
-    assert parts_module.id_range(ids) == expected
-
-
 def test_a_catalogue_without_a_good_row_is_refused_whatever_is_allowed(case: Case, tmp_path: Path) -> None:
     table = pa.table(
         {"product_id": ["p1", "p2"], "title": [None, ""]},
@@ -284,14 +235,6 @@ def test_the_first_plan_counts(case: Case, tmp_path: Path) -> None:
     other = plan.model_copy(update={"rows_per_part": 10})
     assert pin_plan(case.workspace, other) == plan == pinned_plan(case.workspace, "c1")
     assert EmbedPlan.model_validate_json(plan.model_dump_json()).fingerprint == plan.fingerprint
-
-
-def test_records_are_read_side_by_side_and_checked(case: Case, tmp_path: Path) -> None:
-    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
-    case.work(plan)
-    case.workspace.write_bytes(f"{records_prefix(plan)}/00001.json", b"{")
-    with pytest.raises(DataError, match=r"00001\.json is not the record of a part"):
-        parts_module.load_records(case.workspace, plan)
 
 
 def test_other_settings_are_refused_by_name(case: Case, tmp_path: Path) -> None:
@@ -315,31 +258,3 @@ def test_bad_rows_are_counted_and_the_first_ones_kept(case: Case, tmp_path: Path
     assert info.reasons == {EMPTY_TEXT: 10, DUPLICATE_ID: 3}
     lines = [json.loads(line)["row"] for line in case.files()["quarantine.jsonl"].splitlines()]
     assert lines == [0, 10, 20, 30, 40, 50, 60]
-
-
-def test_the_last_line_and_the_figures_say_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A count that is none is left out of the line."""
-    case, catalogue = Case(tmp_path), write_catalogue(tmp_path / "in", [products(range(60))])
-    first = case.embed(catalogue)
-    bad = write_catalogue(tmp_path / "more", [products(range(50)), pa.table({"product_id": ["p200"], "title": [""]})])
-    second = case.embed(bad, "c2")
-    chunked = second.info.counts.model_copy(update={"chunked": 2})
-    second.info = second.info.model_copy(update={"counts": chunked})
-    now = datetime.now(UTC)
-    emitted: list[dict[str, Any]] = []
-    ctx: Any = SimpleNamespace(
-        workspace=case.workspace, events=SimpleNamespace(emit=lambda name, **fields: emitted.append(fields))
-    )
-    lines = []
-    for vectors in (first, second):
-        finish_module.tell_end(ctx, vectors, SimpleNamespace(started=now, finished=now))  # type: ignore[arg-type]
-        lines.append(capsys.readouterr().out)
-    assert "| 60 embedded, 0 carried over | 0 texts cut | " in lines[0]
-    assert (
-        f"| 0 embedded, 50 carried over, 10 deleted | 1 bad: {EMPTY_TEXT} 1 | 0 texts cut, 2 in chunks | " in lines[1]
-    )
-    assert emitted == [{"rows": 1, "reasons": {EMPTY_TEXT: 1}}]
-    figures = finish_module.totals(second)
-    assert (figures["rows"], figures["rows_bad"], figures["rows_deleted"], figures["parts"]) == (50, 1, 10, 3)
-    assert figures["tokens"] == 0 and "rows_tokens" not in figures
-    assert finish_module.totals(first)["rows_deleted"] is None

@@ -1,7 +1,6 @@
 """The work of one worker and of several, with a model that costs nothing: vectors, bytes, errors."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import DataError, NumericError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.flow import Flow, embed_shards, worker_processes
@@ -150,21 +148,6 @@ def test_vectors_that_are_no_numbers_end_the_run(case: Case, catalogue: Path) ->
     assert parts_of(case.workspace, plan).done() == {0}
 
 
-def test_vectors_are_converted_beside_the_thread_that_drives_the_device(
-    case: Case, catalogue: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill, threads = OpenPart.fill, set[str]()
-
-    def noted(part: OpenPart, rows: Any, vectors: Any) -> None:
-        threads.add(threading.current_thread().name)
-        fill(part, rows, vectors)
-
-    monkeypatch.setattr(OpenPart, "fill", noted)
-    case.embed(catalogue)
-    assert threads == {"part-filler_0"}
-    assert not [thread for thread in threading.enumerate() if thread.name in threads]
-
-
 def test_a_catalogue_that_changes_while_it_is_read(case: Case, catalogue: Path) -> None:
     """What is read already is not trusted either: the shard is half one file, half another."""
     plan = case.plan(catalogue)
@@ -213,22 +196,6 @@ def test_with_worker_processes(tmp_path: Path, catalogue: Path) -> None:
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
     todo = [shard for shard in plan.shards if shard.index not in parts_of(case.workspace, plan).done()]
     embed_shards(flow, todo, HashEmbedder().stream)
-    case.finish(plan)
-    assert case.files() == whole.files()
-
-
-def test_an_embedder_that_runs_ahead_in_a_thread(tmp_path: Path, catalogue: Path) -> None:
-    """Windows may be asked for long before their vectors come."""
-
-    class Ahead(HashEmbedder):
-        def stream(self, windows: Any) -> Iterator[Any]:
-            with prefetched(windows, 5) as ready:
-                yield from super().stream(ready)
-
-    whole, case = Case(tmp_path / "whole"), Case(tmp_path / "case")
-    whole.embed(catalogue)
-    plan = case.plan(catalogue)
-    case.work(plan, embedder=Ahead())
     case.finish(plan)
     assert case.files() == whole.files()
 

@@ -18,7 +18,6 @@ from pipeline.embed import plan as plan_module
 from pipeline.embed.catalogue import CatalogueReader
 from pipeline.embed.config import CatalogueConfig
 from pipeline.embed.plan import find_catalogue, gather_products
-from pipeline.io.storage import open_storage
 from pipeline.settings import Settings
 
 
@@ -143,54 +142,11 @@ def test_a_stop_ends_it(ctx: StageContext) -> None:
         rows(ctx, CatalogueConfig(), DataConfig(synthetic=SyntheticConfig(num_queries=30)))
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.csv", "rows.jsonl"])
-def test_a_pointer_of_git_lfs_is_no_catalogue(ctx: StageContext, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(DataError, match="is a Git LFS pointer"):
-        find_catalogue(CatalogueConfig(path=str(tmp_path / name)), DataConfig(), ctx)
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
-def test_a_text_in_a_list_is_joined(ctx: StageContext, tmp_path: Path, name: str) -> None:
-    given = [{"product_id": "a", "title": ["red", "lamp"]}, {"product_id": "b", "title": []}]
-    if name == "rows.parquet":
-        pq.write_table(pa.Table.from_pylist(given), tmp_path / name)
-    else:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in given))
-    catalogue = find_catalogue(CatalogueConfig(path=str(tmp_path / name)), DataConfig(), ctx)
-    with CatalogueReader(catalogue, open_storage(catalogue.root) if catalogue.root else ctx.workspace, 1000) as reader:
-        (window,) = [window for shard in catalogue.shards(1000) for window in reader.read(shard)]
-    columns = window.batch().to_pydict()
-    assert [(one, title or b"") for one, title in zip(columns["id"], columns["title"], strict=True)] == [
-        (b"a", b"red lamp"),
-        (b"b", b""),
-    ]
-
-
 def files_of(ctx: StageContext) -> dict[str, tuple[int, int]]:
     """Rows and modification time of each file of the one gathered catalogue."""
     folder = next((Path(ctx.workspace.local_path("") or "") / "catalogues").iterdir())
     paths = sorted(folder.glob("*.parquet"))
     return {path.name: (pq.read_metadata(path).num_rows, path.stat().st_mtime_ns) for path in paths}
-
-
-@pytest.mark.parametrize(
-    ("limit", "size", "rows_of_files"),
-    [
-        ("FILE_ROWS", 1, [2, 2, 2, 2, 2]),  # a batch is not divided, and no file is empty
-        ("FILE_ROWS", 5, [4, 4, 2]),
-        ("FILE_BYTES", 1, [2, 2, 2, 2, 2]),
-        ("FILE_BYTES", 10_000, [10]),
-    ],
-)
-def test_a_file_is_full_by_its_rows_or_by_its_bytes(
-    ctx: StageContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, size: int, rows_of_files: list[int]
-) -> None:
-    monkeypatch.setattr(plan_module, "_BATCH_ROWS", 2)
-    monkeypatch.setattr(plan_module, limit, size)
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"sku": {n}, "name": "phone {n}"}}\n' for n in range(10)))
-    rows(ctx, CatalogueConfig(path=str(tmp_path / "rows.jsonl"), id="sku", title="name"))
-    assert [number for number, _ in files_of(ctx).values()] == rows_of_files
 
 
 def test_files_that_are_there_stay_unless_they_hold_something_else(ctx: StageContext, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from pipeline.embed.vectors import PartCounts
 
 
 def watch_of(device: EmbedFigures, total: int, done: int, price: float | None, now: list[float]) -> EmbedWatch:
-    ctx: Any = SimpleNamespace(events=SimpleNamespace(emit=lambda *args, **fields: None))
+    quiet = SimpleNamespace(info=lambda line: None)
+    ctx: Any = SimpleNamespace(events=SimpleNamespace(emit=lambda *args, **fields: None), console=quiet)
     plan: Any = SimpleNamespace(shards=[SimpleNamespace(rows=150)], catalogue=SimpleNamespace(rows=total))
     return EmbedWatch(
         ctx,
@@ -29,37 +30,33 @@ def watch_of(device: EmbedFigures, total: int, done: int, price: float | None, n
 def test_figures_of_a_worker_that_continues() -> None:
     now, device = [100.0], EmbedFigures()
     watch = watch_of(device, 1000, 200, 3.6, now)
-    first = watch.read()
-    assert (first.rows, first.eta_s, first.usd_per_million) == (200, None, None)
+    assert watch.line() == "embed 200/1.00k rows | 0 texts/s | 0 tokens/s | padding 0.0% | idle 0.0%"
     now[0] = 110.0
     device.texts, device.tokens, device.padded_tokens, device.seconds, device.idle_s = 300, 6000, 250, 8.0, 2.0
-    counts = PartCounts(read=150, bad=10, embedded=50, carried=90)
     watch.written(
         PartRecord(
             index=0,
             rows=140,
-            files={},
             id_min="",
             id_max="",
-            counts=counts,
+            counts=PartCounts(read=150, bad=10, embedded=50, carried=90),
             reasons={"no id": 10},
             quarantined=(),
             seconds=1.0,
         )
     )
-    figures = watch.read()
-    assert (figures.rows, figures.total, watch.parts) == (600, 1000, 1)
-    assert (figures.texts_per_s, figures.tokens_per_s) == (30.0, 600.0)
-    assert figures.eta_s == pytest.approx(10.0), "400 rows left, 40 a second"
-    assert figures.usd_per_million == pytest.approx(0.001 * 10 / 300 * 1e6)
-    assert figures.line() == (
+    assert watch.parts == 1
+    assert watch.line() == (  # 400 rows left, 40 a second
         "embed 600/1.00k rows | 30 texts/s | 600 tokens/s | padding 4.0% | idle 25% | eta 10s | $33.3 a million texts"
     )
+    figures = watch.finish()
+    assert (figures["texts_per_s"], figures["tokens_per_s"]) == (30.0, 600.0)
+    assert figures["usd_per_million_texts"] == pytest.approx(0.001 * 10 / 300 * 1e6, rel=1e-3)
 
 
 def test_without_a_price_there_is_no_cost() -> None:
     now = [0.0]
     watch = watch_of(EmbedFigures(texts=5), 10, 0, None, now)
     now[0] = 1.0
-    assert watch.read().line().endswith("| eta 1s")
-    assert "eta" not in watch_of(EmbedFigures(), 10, 0, None, [0.0]).read().line(), "nothing to go by"
+    assert watch.line().endswith("| eta 1s")
+    assert watch.finish()["usd_per_million_texts"] is None

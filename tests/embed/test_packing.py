@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.embed.windows import batches_by_length, pack_rows
+from pipeline.embed.engine import batches_by_length, pack_rows
 
 ROWS = (16, 40)
 

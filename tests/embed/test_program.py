@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import open_backend
-from pipeline.data.tokenizer import Tokens, take
+from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import EmbedProgram, RowEncoder
-from pipeline.embed.windows import row_batches, row_shapes
+from pipeline.embed.engine import EmbedProgram, RowEncoder, row_batches, row_shapes
 from tests.embed.models import CONFIG, SPEC, encoder, one_by_one, texts
 
 LENGTHS = [2, 3, 24, 25, 80, 7, 7, 7, 11, 24, 40, 2, 2, 2]
@@ -30,13 +29,6 @@ def test_vectors_are_those_of_each_text_alone(pooling: str, precision: str, tole
     vectors = in_rows(program, tokens)
     assert vectors.dtype is torch.float32
     torch.testing.assert_close(vectors, one_by_one(encoder(pooling), tokens), rtol=0, atol=tolerance)
-
-
-def test_neighbours_make_no_difference() -> None:
-    program = EmbedProgram(encoder(), open_backend("cpu"), CONFIG)
-    tokens = texts(LENGTHS)
-    alone = torch.cat([in_rows(program, take(tokens, torch.tensor([i]).numpy())) for i in range(len(LENGTHS))])
-    torch.testing.assert_close(in_rows(program, tokens), alone, rtol=0, atol=1e-6)
 
 
 def test_a_batch_without_texts_has_no_nan() -> None:

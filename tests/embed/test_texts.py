@@ -19,7 +19,6 @@ from pipeline.embed.texts import (
     NO_ID,
     TextRules,
     chunk_tokens,
-    cut_tokens,
     judge_rows,
     make_window,
 )
@@ -115,13 +114,6 @@ def test_a_text_of_100_kb_is_cut_and_counted() -> None:
     first = window.tokens.ids[:12]
     assert (first[0], first[-1]) == (tokenizer.cls_id, tokenizer.sep_id)
     assert np.array_equal(first[:-1], tokenizer.encode(["phone model " * 20]).ids[:11])
-
-
-def test_cut_tokens() -> None:
-    tokens = Tokens(np.arange(12, dtype=np.int32), np.array([0, 2, 7, 12]))
-    cut = cut_tokens(tokens, 4, 99)
-    assert cut.ids.tolist() == [0, 1, 2, 3, 4, 99, 7, 8, 9, 99]
-    assert cut.offsets.tolist() == [0, 2, 6, 10]
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), limit=st.integers(3, 70))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pipeline.embed.engine import flat_batches
 from pipeline.embed.unpadded import FlatEncoder, PackedLinear, packs_weights, runs_of
-from pipeline.embed.windows import flat_batches
 from tests.embed.models import SPEC, encoder, one_by_one, texts
 
 PACKS = packs_weights(torch.float32) and packs_weights(torch.bfloat16)

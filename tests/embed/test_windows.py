@@ -12,7 +12,7 @@ from pipeline.backends.xla import XlaBackend
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.windows import distinct_texts, flat_batches, row_batches, row_shapes
+from pipeline.embed.engine import distinct_texts, flat_batches, row_batches, row_shapes
 from tests.embed.models import CLS, SEP, SPEC, texts
 from tests.real_data import real_file
 

@@ -35,21 +35,6 @@ def test_the_same_tokens_as_of_whole_texts(texts: list[str]) -> None:
         assert same(CACHE.encode(texts), TOKENIZER.encode(texts))
 
 
-def test_what_is_known_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    encode = TextTokenizer.encode
-
-    def listening(self: TextTokenizer, texts: list[str]) -> Tokens:
-        asked.extend(texts)
-        return encode(self, texts)
-
-    cache = WordCache(TOKENIZER)
-    monkeypatch.setattr(TextTokenizer, "encode", listening)
-    cache.encode(["black phone", "phone case"])
-    cache.encode(["black case", "new case"])
-    assert asked == ["black", "phone", "case", "new"]
-
-
 @pytest.mark.parametrize(("limit", "value"), [("MAX_WORDS", 20), ("MAX_CHARACTERS", 100)])
 def test_it_begins_anew_when_it_knows_too_much(monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
     monkeypatch.setattr(module, limit, value)

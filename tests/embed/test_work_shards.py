@@ -1,10 +1,9 @@
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.embed.catalogue import Piece, plan_shards, share_of
+from pipeline.embed.catalogue import Piece, plan_shards
 
 FILES = st.lists(st.lists(st.integers(0, 300), max_size=5), max_size=6)
 
@@ -40,15 +39,3 @@ def test_whole_row_groups_stay_together_and_large_ones_are_cut_evenly() -> None:
         (Piece(1, 0, 166, 84), Piece(2, 0, 0, 5)),
     ]
     assert [shard.rows for shard in shards] == [80, 83, 83, 89]
-
-
-@given(st.integers(0, 200), st.integers(1, 9))
-def test_workers_share_all_shards(num_shards: int, workers: int) -> None:
-    shares = [share_of(num_shards, worker, workers) for worker in range(workers)]
-    assert sorted(index for share in shares for index in share) == list(range(num_shards))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_a_worker_out_of_range() -> None:
-    with pytest.raises(ValueError, match="worker 3 of 3"):
-        share_of(10, 3, 3)

@@ -258,7 +258,6 @@ def test_one_comparison_is_enough(allowed: bool) -> None:
 
 def test_a_refusal_for_another_reason_says_nothing_of_comparisons() -> None:
     assert "comparison" not in outcomes(verdict(rows(), floors={"accuracy": 1.1}, first_without_comparison=True))
-    assert "comparison" not in outcomes(verdict(rows(), without_incumbent="refuse", first_without_comparison=True))
     broken = replace(rows(), probabilities=np.full((120, 2), np.nan))
     found = verdict(broken, first_without_comparison=True)
     assert outcomes(found) == {"scores candidate": "fail"} and not found.without_comparison

@@ -67,7 +67,7 @@ def test_by_id_and_by_text(tmp_path: Path, world_size: int) -> None:
 def test_nothing_in_common(tmp_path: Path) -> None:
     leak = find_leak(holdout([(8, 39)]), [trained(tmp_path / "a", SEEN)], alone(), StopSignal())
     assert (leak.by_id, leak.by_text, leak.share) == (0, 0, 0.0)
-    assert judge_leak(leak, "refuse", 0.0) == ""
+    assert judge_leak(leak, "refuse") == ""
 
 
 def test_a_stop_ends_it(tmp_path: Path) -> None:
@@ -78,11 +78,10 @@ def test_a_stop_ends_it(tmp_path: Path) -> None:
 
 
 def test_what_is_made_of_it() -> None:
-    leak = Leak(100, 3, 2)
-    with pytest.raises(DataError, match=r"5 of 100 holdout queries \(5\.0%\) were trained on"):
-        judge_leak(leak, "refuse", 0.04)
-    assert "better than they would be" in judge_leak(leak, "refuse", 0.05)
-    assert "5 of 100" in judge_leak(leak, "warn", 0.0)
+    with pytest.raises(DataError, match=r"6 of 100 holdout queries \(6\.0%\) were trained on"):
+        judge_leak(Leak(100, 3, 3), "refuse")
+    assert "better than they would be" in judge_leak(Leak(100, 3, 2), "refuse")
+    assert "6 of 100" in judge_leak(Leak(100, 3, 3), "warn")
 
 
 def test_its_progress_is_shown(tmp_path: Path) -> None:

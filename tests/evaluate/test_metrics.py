@@ -14,8 +14,9 @@ from sklearn.metrics import accuracy_score, f1_score, log_loss
 
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricName, MetricsConfig
+from pipeline.evaluate.metrics.labels import calibration_error
 from pipeline.evaluate.metrics.measure import metric_names, metric_report, slice_reports
-from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, SliceColumn, value_of
 from pipeline.evaluate.score import HoldoutFigures, figures
 from tests.evaluate.holdouts import holdout, holdouts
 
@@ -24,8 +25,12 @@ PAIRS = st.lists(st.tuples(st.integers(0, NUM_CLASSES - 1), st.integers(0, NUM_C
 EXACT = 1e-9
 
 
-def value(rows: ScoredRows, name: str, config: MetricsConfig | None = None) -> float:
-    return metric_report(rows, config or MetricsConfig()).values[name]
+def value(rows: ScoredRows, name: str) -> float:
+    return metric_report(rows, MetricsConfig()).values[name]
+
+
+def calibration(rows: ScoredRows, num_bins: int) -> float:
+    return value_of(calibration_error(Queries.of(rows.query_id), rows.label, rows.probabilities, num_bins))
 
 
 def reached(label: Sequence[int], predicted: Sequence[int], num_classes: int) -> HoldoutFigures:
@@ -88,14 +93,14 @@ def test_calibration_error_is_that_of_scikit_learns_curve(rows: ScoredRows, num_
     size = [((confidence > low) & (confidence <= high)).sum() for low, high in pairwise(edges)]
     count = np.array([rows for rows in size if rows])
     expected = (np.abs(share - mean) * count).sum() / count.sum()
-    seen = value(rows, "ece", MetricsConfig(ece_bins=num_bins))
+    seen = calibration(rows, num_bins)
     assert seen == pytest.approx(expected, abs=EXACT)
 
 
 def test_a_confidence_at_an_edge_belongs_to_the_lower_bin() -> None:
     rows = holdout([1, 2, 3, 4], [0, 1, 1, 0], [[0.5, 0.5], [0.25, 0.75], [0.25, 0.75], [0.75, 0.25]])
     # Bins (0.25, 0.5] and (0.5, 0.75]; the first label of equal ones is taken, so that the first row is right.
-    assert value(rows, "ece", MetricsConfig(ece_bins=4)) == pytest.approx((0.5 + 3 * 0.25) / 4, abs=EXACT)
+    assert calibration(rows, 4) == pytest.approx((0.5 + 3 * 0.25) / 4, abs=EXACT)
     sure = holdout([1], [1], [[0.0, 1.0]])
     assert value(sure, "ece") == 0.0
 

@@ -5,6 +5,7 @@ order of the ties, as a query of its own, and averaged. Its gains are whole numb
 """
 
 import math
+from collections.abc import Iterator
 from itertools import chain, combinations, permutations, product
 
 import numpy as np
@@ -16,6 +17,7 @@ from sklearn.metrics import ndcg_score
 
 from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
+from pipeline.evaluate.metrics import measure
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
 from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, mean_over_queries, value_of
@@ -23,10 +25,18 @@ from tests.evaluate.holdouts import holdout, holdouts
 
 EXACT = 1e-9
 CUTOFFS = (1, 2, 5, 100)
-CONFIG = MetricsConfig(ndcg_at=CUTOFFS, recall_at=CUTOFFS, precision_at=CUTOFFS)
+CONFIG = MetricsConfig(ndcg_at=CUTOFFS)
 MEASURES = {f"{word}.1,2,5,100" for word in ("ndcg_cut", "recall", "P")} | {"recip_rank"}
 TREC = {"ndcg": "ndcg_cut", "recall": "recall", "precision": "P"}
 NAMES = {f"{ours}@{k}": f"{theirs}_{k}" for ours, theirs in TREC.items() for k in CUTOFFS} | {"mrr": "recip_rank"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reported_ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "RECALL_AT", CUTOFFS)
+        patch.setattr(measure, "PRECISION_AT", CUTOFFS)
+        yield
 
 
 def orders(score: Float64s) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.core.errors import NumericError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate import retrieval
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.unit
 IDS = np.array([3, 8])
 TASK = RetrievalTask(
     Queries(IDS, None, ["a", "b"], Judgements(IDS, np.array([0, 1]), np.ones(2))),  # type: ignore[arg-type]
-    "no others",
+    None,
     5,
     lambda mine: iter(()),
     lambda: iter(()),
@@ -84,6 +85,8 @@ def finds(monkeypatch: pytest.MonkeyPatch, found: Any) -> list[int]:
 
     def search(task: Any, embed: Any, k: int, gang: Gang, *more: Any) -> Any:
         ranks.append(gang.world.rank)
+        if isinstance(found, Exception):
+            raise found
         return found
 
     monkeypatch.setattr(retrieval, "search", search)
@@ -105,7 +108,7 @@ def test_nothing_is_searched_where_retrieval_is_off_or_has_nothing_to_find(
 
 
 def test_vectors_that_are_no_numbers_have_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finds(monkeypatch, "item 3 is not finite")
+    finds(monkeypatch, NumericError("item 3 is not finite"))
     found = run(searching(tmp_path))
     assert found.ranked is None and found.report.missing[TOP] == "item 3 is not finite"
     assert not list(open_storage(str(tmp_path / "workspace")).list(""))
@@ -128,9 +131,7 @@ def test_all_ranks_search_once_and_the_first_keeps_what_was_found(
     for _ in range(2):
         for found in on_ranks(world_size, lambda gang: run(searching(tmp_path, gang, widths))):
             assert found.report.values[TOP] == 0.5
-            assert {width: report.values[TOP] for width, report in found.by_width.items()} == dict.fromkeys(
-                dimensions, 0.0
-            )
+            assert found.by_width == dict.fromkeys(dimensions, 0.0)
             np.testing.assert_array_equal(found.ranked.items, FOUND.items)
     assert sorted(ranks) == list(range(world_size)) and len(saved) == 1
 
@@ -151,7 +152,6 @@ def test_what_decides_the_lists_is_in_their_name(tmp_path: Path) -> None:
         {"embed": {"output": {"dimensions": 8}}},
         {"evaluate": {"retrieval": {"dimensions": [8]}}},
         {"evaluate": {"retrieval": {"max_items": 9}}},
-        {"evaluate": {"baselines": {"valid_queries": 3}}},
         {"evaluate": {"metrics": {"retrieval_at": [5]}}},
         of_file,
         {"evaluate": {"retrieval": {"catalogue": str(other)}}},
@@ -159,7 +159,6 @@ def test_what_decides_the_lists_is_in_their_name(tmp_path: Path) -> None:
     ]
     names = [searching(tmp_path, **change)._key(checkpoint()) for change in changes]
     assert len(set(names)) == len(names)
-    assert names[0] == searching(tmp_path, evaluate={"retrieval": {"window_rows": 7}})._key(checkpoint())
     decided = [searching(tmp_path, **change).decides for change in ({}, {"embed": {"chunks": 2}}, of_file, changes[-1])]
     assert ["chunks" in one for one in decided] == [False, False, False, True]
     assert [one.get("asked") for one in decided] == [None, None, "every row", "every row"]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from pipeline.core.arrays import Float32s
-from pipeline.core.errors import DataError, Preempted
+from pipeline.core.errors import DataError, NumericError, Preempted
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
@@ -18,6 +18,7 @@ from pipeline.data.token_sets import TokenSet
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import shorten_vectors
+from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder
 from pipeline.evaluate.retrieval import RetrievalTask, from_catalogue, from_products, open_catalogue, search
@@ -55,9 +56,8 @@ def products_task(
     config: RetrievalConfig,
     warn: Callable[[str], None] = print,
     valid: Holdout | str = "no valid rows",
-    max_valid: int = 9,
 ) -> RetrievalTask:
-    task = from_products(holdout, valid, sources, TOKENIZER, config, max_valid, StopSignal(), warn)
+    task = from_products(holdout, valid, sources, TOKENIZER, config, StopSignal(), warn)
     assert isinstance(task, RetrievalTask)
     return task
 
@@ -72,12 +72,12 @@ def everything(task: RetrievalTask) -> list[tuple[int, ...]]:
     return texts_of(join_tokens([part for _, part in parts]))
 
 
-def test_the_products_of_the_data(holdout: Holdout, tmp_path: Path) -> None:
+def test_the_products_of_the_data(holdout: Holdout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = make_rows(tmp_path, [(13, 6)], first_id=101)  # the same products again, and others
     others = make_rows(tmp_path, [(3, 3)], first_id=501)
     warned: list[str] = []
-    config = RetrievalConfig(window_rows=7)
-    task = products_task(holdout, [holdout.rows, more, others], config, warned.append)
+    monkeypatch.setattr(retrieval, "WINDOW_ROWS", 7)
+    task = products_task(holdout, [holdout.rows, more, others], RetrievalConfig(), warned.append)
     assert not warned
     items = everything(task)
     assert len(items) == task.num_items == len(set(items))
@@ -114,7 +114,9 @@ def test_fewer_queries_and_items(holdout: Holdout) -> None:
     assert "products (evaluate.retrieval.max_items)" in warned[0]
 
 
-def test_valid_queries_are_asked_beside_those_that_are_judged(holdout: Holdout, tmp_path: Path) -> None:
+def test_valid_queries_are_asked_beside_those_that_are_judged(
+    holdout: Holdout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = make_rows(tmp_path, [(120, 60)], first_id=301)
     shared = make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101)  # the holdout's own queries
     for asking, found_at_all in ((rows, True), (shared, False)):
@@ -123,20 +125,19 @@ def test_valid_queries_are_asked_beside_those_that_are_judged(holdout: Holdout, 
         alone = products_task(holdout, [holdout.rows, rows], RetrievalConfig())
         assert task.queries.ids.tolist() == alone.queries.ids.tolist() and task.num_items == alone.num_items
         if not found_at_all:
-            assert task.tuning == "the valid split has no query with a relevant item", "they are judged"
+            assert task.tuning is None, "they are judged"
             continue
-        assert not isinstance(task.tuning, str)
+        assert task.tuning is not None
         assert not set(task.tuning.ids.tolist()) & set(task.queries.ids.tolist())
         assert set(task.tuning.judged.query_id.tolist()) == set(task.tuning.ids.tolist())
         assert task.tuning.judged.item_id.min() >= 0
-        assert texts_of(task.tokens) == [*texts_of(task.queries.tokens), *texts_of(task.tuning.tokens)]
-        fewer = products_task(holdout, [holdout.rows, rows], RetrievalConfig(), valid=valid, max_valid=2).tuning
-        assert not isinstance(fewer, str) and len(fewer.ids) == 2
+        assert task.asked == [task.queries, task.tuning]
         rare = products_task(holdout, [holdout.rows], RetrievalConfig(), valid=valid).tuning
-        assert not isinstance(rare, str) and len(rare.ids) < len(task.tuning.ids), "most products are no items"
+        assert rare is not None and len(rare.ids) < len(task.tuning.ids), "most products are no items"
         assert rare.judged.item_id.min() >= 0
-        none = products_task(holdout, [holdout.rows, rows], RetrievalConfig(), valid=valid, max_valid=0).tuning
-        assert none == "evaluate.baselines.valid_queries is 0"
+        monkeypatch.setattr(retrieval, "MAX_TUNING", 2)
+        fewer = products_task(holdout, [holdout.rows, rows], RetrievalConfig(), valid=valid).tuning
+        assert fewer is not None and len(fewer.ids) == 2
 
 
 def test_without_gains_there_is_nothing_to_find(holdout: Holdout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_without_gains_there_is_nothing_to_find(holdout: Holdout, monkeypatch: p
             yield {**arrays, **({"gain": np.zeros_like(arrays["gain"])} if "gain" in arrays else {})}
 
     monkeypatch.setattr(Holdout, "blocks", ungraded)
-    found = from_products(holdout, "", [holdout.rows], TOKENIZER, RetrievalConfig(), 9, StopSignal(), print)
+    found = from_products(holdout, "", [holdout.rows], TOKENIZER, RetrievalConfig(), StopSignal(), print)
     assert found == "no row of the holdout has a gain, so nothing is relevant to any query"
 
 
@@ -160,26 +161,24 @@ def test_a_stop_ends_the_look_at_products(holdout: Holdout) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("window_rows", [3, 100])
-def test_ranks_find_the_same(holdout: Holdout, world_size: int, window_rows: int) -> None:
-    config = RetrievalConfig(window_rows=window_rows)
-    task = products_task(holdout, [holdout.rows], config)
+def test_ranks_find_the_same(
+    holdout: Holdout, world_size: int, window_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WINDOW_ROWS", window_rows)
+    task = products_task(holdout, [holdout.rows], RetrievalConfig())
     (queries,) = embed([task.queries.tokens])
     (items,) = embed([join_tokens([part for _, part in task.items(lambda number: True)])])
     scores = np.rint(queries.astype(np.float64) * 2**26) @ np.rint(items.astype(np.float64) * 2**26).T
     expected = np.lexsort((np.broadcast_to(np.arange(len(items)), scores.shape), -scores))[:, :4]
 
-    def work(gang: Gang) -> list[Ranked] | str:
+    def work(gang: Gang) -> list[Ranked]:
         return search(task, embed, 4, gang, StopSignal(), widths=(0, 3))
 
     def narrow(windows: Iterable[Tokens]) -> Iterator[Float32s]:
         return (shorten_vectors(vectors, 3) for vectors in embed(windows))
 
-    alone = search(task, narrow, 4, Gang(World(), timeout_s=1.0), StopSignal())
-    assert not isinstance(alone, str)
-    (cut,) = alone
-    for both in on_ranks(world_size, work):
-        assert not isinstance(both, str)
-        found, narrower = both
+    (cut,) = search(task, narrow, 4, Gang(World(), timeout_s=1.0), StopSignal())
+    for found, narrower in on_ranks(world_size, work):
         np.testing.assert_array_equal(narrower.items, cut.items)
         np.testing.assert_array_equal(narrower.scores, cut.scores)
         assert not np.array_equal(narrower.items, found.items)
@@ -187,15 +186,23 @@ def test_ranks_find_the_same(holdout: Holdout, world_size: int, window_rows: int
         np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, expected, axis=1) / 2.0**52)
 
 
-def test_vectors_that_are_no_numbers_are_a_reason(holdout: Holdout) -> None:
-    task = products_task(holdout, [holdout.rows], RetrievalConfig(window_rows=3))
+def test_vectors_that_are_no_numbers_end_the_search_on_all_ranks(
+    holdout: Holdout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WINDOW_ROWS", 3)
+    task = products_task(holdout, [holdout.rows], RetrievalConfig())
 
     def broken(windows: Iterable[Tokens]) -> Iterator[Float32s]:
         for number, vectors in enumerate(embed(windows)):
             yield vectors * np.float32(np.nan if number == 1 else 1)
 
-    for found in on_ranks(2, lambda gang: search(task, broken, 4, gang, StopSignal())):
-        assert isinstance(found, str) and "item vectors hold NaN" in found
+    def failure(gang: Gang) -> str:
+        with pytest.raises(NumericError) as caught:
+            search(task, broken, 4, gang, StopSignal())
+        return caught.value.seen
+
+    for seen in on_ranks(2, failure):
+        assert "item vectors hold NaN" in seen
 
 
 ROWS = [
@@ -224,14 +231,17 @@ def tokenizer() -> TextTokenizer:
     return TextTokenizer(train_tokenizer(texts, TokenizerConfig(vocab_size=256)))
 
 
-OFFERS = RetrievalConfig(query="label", query_id="cluster", queries={"split": "test"}, window_rows=2)
+OFFERS = RetrievalConfig(query="label", query_id="cluster", queries={"split": "test"})
 
 
 SPEC = InputSpec(vocab_size=256, pad_id=0, labels=("a", "b"), label_gains=(0.0, 1.0))
 
 
-def test_a_catalogue_file(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
+def test_a_catalogue_file(
+    catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WINDOW_ROWS", 2)
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
     assert task.num_items == 5, "an id counts once"
     assert everything(task) == texts_of(tokenizer.encode(["red shoe", "shoe, red new", "blue hat", "", "green hat"]))
     asked = {hash63("c1"): "shoe red", hash63("c2"): "blue", hash63("c4"): "hat green"}
@@ -265,7 +275,7 @@ def test_items_are_read_as_far_as_their_chunks_go(
         writer = csv.DictWriter(file, list(ROWS[0]))
         writer.writeheader()
         writer.writerow(ROWS[0] | {"title": long, "label": long})
-    task = from_catalogue(open_catalogue(OFFERS, str(path), StopSignal()), holdout, tokenizer, SPEC, 9, chunks=chunks)
+    task = from_catalogue(open_catalogue(OFFERS, str(path), StopSignal()), holdout, tokenizer, SPEC, chunks)
     largest = holdout.rows.buckets[-1]
     ((_, items),) = list(task.items(lambda number: True))
     whole = tokenizer.encode([long]).ids
@@ -276,32 +286,28 @@ def test_items_are_read_as_far_as_their_chunks_go(
     assert len(text) == chunks * 16 * largest.product_tokens
 
 
-def test_the_texts_that_words_are_searched_in(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
+def test_the_texts_that_words_are_searched_in(
+    catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrieval, "WINDOW_ROWS", 2)
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
     assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
-    whole = OFFERS.model_copy(update={"window_rows": 5})
-    full = from_catalogue(open_catalogue(whole, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
-    assert [len(window) for window in full.texts()] == [5], "no empty window behind a full one"
-    assert sorted(task.queries.texts) == ["blue", "hat green", "shoe red"]
-    assert task.tuning == "evaluate.retrieval.valid_queries names no queries of the catalogue"
+    monkeypatch.setattr(retrieval, "WINDOW_ROWS", 5)
+    assert [len(window) for window in task.texts()] == [5], "no empty window behind a full one"
+    assert sorted(task.queries.texts) == ["blue", "hat green", "shoe red"] and task.tuning is None
 
 
 def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     config = OFFERS.model_copy(update={"valid_queries": {"split": "train|test"}})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
-    assert not isinstance(task.tuning, str)
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
+    assert task.tuning is not None
     assert task.tuning.texts == ["shoe red"] and task.tuning.ids.tolist() == [hash63("c3")], "c1 is judged"
     assert task.tuning.judged.item_id.tolist() == [2]
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 0)
-    assert task.tuning == "evaluate.baselines.valid_queries is 0"
-    config = OFFERS.model_copy(update={"valid_queries": {"split": "none"}})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
-    assert task.tuning == "the valid split has no query with a relevant item"
 
 
 def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
     config = OFFERS.model_copy(update={"query_id": ""})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC, 9)
+    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
     shoes = task.queries.judged.item_id[task.queries.judged.query_id == hash63("shoe red")]
     assert shoes.tolist() == [0, 1, 2]
 
@@ -313,7 +319,7 @@ def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tok
         ({"text": "description"}, "no column 'description'"),
         ({"queries": {"splitt": "test"}}, "no column 'splitt'"),
         ({"valid_queries": {"splitt": "valid"}}, r"no column 'splitt'[\s\S]*retrieval.valid-queries"),
-        ({"queries": {"split": "valid"}}, r"asks no query[\s\S]*among \{'split': 'valid'\}"),
+        ({"queries": {"split": "valid"}}, r"no query in 6 rows[\s\S]*among \{'split': 'valid'\}"),
     ],
 )
 def test_a_catalogue_that_does_not_fit_is_named(
@@ -321,7 +327,7 @@ def test_a_catalogue_that_does_not_fit_is_named(
 ) -> None:
     file = open_catalogue(OFFERS.model_copy(update=changes), str(catalogue), StopSignal())
     with pytest.raises(DataError, match=message):
-        from_catalogue(file, holdout, tokenizer, SPEC, 9)
+        from_catalogue(file, holdout, tokenizer, SPEC)
 
 
 def test_rows_without_an_id_are_counted_and_refused(tmp_path: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
@@ -331,8 +337,8 @@ def test_rows_without_an_id_are_counted_and_refused(tmp_path: Path, holdout: Hol
         writer.writeheader()
         writer.writerows([*ROWS, ROWS[0] | {"product_id": ""}, ROWS[3] | {"product_id": " "}])
     config = OFFERS.model_copy(update={"catalogue": str(path)})
-    with pytest.raises(DataError, match=r"2 of 8 rows of the catalogue .*offers\.csv have no 'product_id'") as caught:
-        from_catalogue(open_catalogue(config, str(path), StopSignal()), holdout, tokenizer, SPEC, 9)
+    with pytest.raises(DataError, match=r"offers\.csv: 2 of 8 rows have no 'product_id'") as caught:
+        from_catalogue(open_catalogue(config, str(path), StopSignal()), holdout, tokenizer, SPEC)
     assert "--evaluate.retrieval.id" in caught.value.next_command
 
 

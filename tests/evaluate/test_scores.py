@@ -1,18 +1,29 @@
-"""Score sets: what is saved comes back; anything that does not fit is refused by name."""
+"""Arrays and scores in the workspace: what is saved comes back; anything that does not fit is refused."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from pipeline.core.errors import DataError
+from pipeline.core.manifest import Manifest
+from pipeline.evaluate import scores as module
 from pipeline.evaluate.metrics.scored_rows import SliceColumn
-from pipeline.evaluate.scores import FILE, KIND, ScoreInfo, ScoreSet, VectorSample, load_scores, save_scores, to_rows
-from pipeline.io.commit import commit_dir
+from pipeline.evaluate.scores import (
+    ARRAYS_FILE,
+    FILE,
+    KIND,
+    ScoreInfo,
+    ScoreSet,
+    load_arrays,
+    load_scores,
+    save_arrays,
+    save_scores,
+    to_rows,
+)
+from pipeline.io.commit import commit_dir, require_manifest
 from pipeline.io.storage import Storage, open_storage
 
 PREFIX = "cycles/c1/evaluate/scores/x"
@@ -30,11 +41,10 @@ INFO = ScoreInfo(
     labels=("bad", "good"),
     label_gains=(0.0, 1.0),
     rows=3,
-    vector_rows=2,
     settings_hash="s",
     code_version="v",
 )
-UNIT = np.array([[1.0, 0.0], [0.0, 1.0]], dtype=np.float32)
+ARRAYS = {"items": np.arange(6).reshape(2, 3).T, "scores": np.array([0.5, np.nan])}
 
 
 def scores(**changes: Any) -> ScoreSet:
@@ -46,7 +56,6 @@ def scores(**changes: Any) -> ScoreSet:
         gain=np.array([0.0, 0.1, 1.0], dtype=np.float32),
         logits=np.array([[0.0, 1.0], [3e4, -3e4], [np.nan, 0.0]], dtype=np.float32),
         slices={"käse": SliceColumn(np.array([0, -1, 1]), ("ä", "b"))},
-        vectors=VectorSample(np.array([2, 9]), UNIT, UNIT[::-1].copy()),
     )
     return replace(made, **changes)
 
@@ -56,25 +65,23 @@ def storage(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "workspace"))
 
 
-def test_what_was_saved_comes_back(storage: Storage, tmp_path: Path) -> None:
-    save_scores(storage, PREFIX, scores(), tmp_path)
+@pytest.mark.parametrize("slices", [True, False])
+def test_scores_come_back(storage: Storage, tmp_path: Path, slices: bool) -> None:
+    saved = scores() if slices else scores(slices={})
+    save_scores(storage, PREFIX, saved, tmp_path)
     found = load_scores(storage, PREFIX, tmp_path / "cache")
     assert found.info == INFO
     for name in ("sample_id", "query_id", "label", "gain", "logits"):
-        seen, expected = getattr(found, name), getattr(scores(), name)
+        seen, expected = getattr(found, name), getattr(saved, name)
         assert seen.dtype == expected.dtype
         np.testing.assert_array_equal(seen, expected)
-    assert found.slices["käse"].names == ("ä", "b")
-    assert found.slices["käse"].codes.tolist() == [0, -1, 1]
-    assert found.vectors is not None
-    np.testing.assert_array_equal(found.vectors.product, UNIT[::-1])
+    assert {name: (column.names, column.codes.tolist()) for name, column in found.slices.items()} == (
+        {"käse": (("ä", "b"), [0, -1, 1])} if slices else {}
+    )
 
 
-def test_without_vectors_and_slices(storage: Storage, tmp_path: Path) -> None:
-    plain = scores(slices={}, vectors=None, info=INFO.model_copy(update={"vector_rows": 0}))
-    save_scores(storage, PREFIX, plain, tmp_path)
-    found = load_scores(storage, PREFIX, tmp_path / "cache")
-    assert found.vectors is None and found.slices == {}
+def test_an_earlier_version_said_that_there_are_no_vectors() -> None:
+    assert ScoreInfo.model_validate({**INFO.model_dump(), "vector_rows": 0}) == INFO
 
 
 def test_probabilities() -> None:
@@ -82,101 +89,67 @@ def test_probabilities() -> None:
     np.testing.assert_allclose(rows.probabilities[0], [1 / (1 + np.e), np.e / (1 + np.e)], rtol=1e-12)
     np.testing.assert_array_equal(rows.probabilities[1], [1.0, 0.0])
     assert rows.unusable.tolist() == [False, False, True]
-
-
-def test_infinite_logits_are_unusable() -> None:
     logits = np.array([[np.inf, 0.0], [-np.inf, 0.0], [np.inf, np.inf]], dtype=np.float32)
     assert to_rows(scores(logits=logits)).unusable.tolist() == [True, False, True]
 
 
-def test_no_rows(storage: Storage, tmp_path: Path) -> None:
-    empty = scores(
-        info=INFO.model_copy(update={"rows": 0, "vector_rows": 0}),
-        sample_id=np.zeros(0, dtype=np.int64),
-        query_id=np.zeros(0, dtype=np.int64),
-        label=np.zeros(0, dtype=np.int32),
-        gain=np.zeros(0, dtype=np.float32),
-        logits=np.zeros((0, 2), dtype=np.float32),
-        slices={},
-        vectors=None,
-    )
-    save_scores(storage, PREFIX, empty, tmp_path)
-    assert load_scores(storage, PREFIX, tmp_path / "cache").info.rows == 0
+@pytest.mark.parametrize("damage", ["rows", "classes", "kind", "fields", "bytes", "none"])
+def test_scores_that_do_not_fit_are_refused(storage: Storage, tmp_path: Path, damage: str) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "rows": {"gain": np.zeros(4, dtype=np.float32)},
+        "classes": {"logits": np.zeros((3, 3), np.float32)},
+    }
+    save_scores(storage, PREFIX, scores(**changes.get(damage, {})), tmp_path)
+    folder, manifest = tmp_path / "workspace" / PREFIX, require_manifest(storage, PREFIX)
+    if damage == "kind":
+        commit_dir(storage, folder, PREFIX, kind="tokens", fields=manifest.fields)
+    if damage == "fields":
+        commit_dir(storage, folder, PREFIX, kind=KIND, fields={**manifest.fields, "slices": {"käse": 3}})
+    if damage == "bytes":
+        data = bytearray((folder / FILE).read_bytes())
+        data[-3] ^= 1
+        (folder / FILE).write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        load_scores(storage, PREFIX if damage != "none" else "cycles/none", tmp_path / "cache")
+    assert "holds no scores" in caught.value.seen and "run trnpipe evaluate again" in caught.value.next_command
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sample_id": np.array([2, 2, 9])}, "sample_id that do not ascend"),
-        ({"sample_id": np.array([2, 5])}, "2 rows of sample_id, not 3"),
-        ({"gain": np.zeros(4, dtype=np.float32)}, "4 rows of gain"),
-        ({"logits": np.zeros((3, 3), dtype=np.float32)}, "over 3 classes, not 2"),
-        ({"label": np.array([0, 1, 2], dtype=np.int32)}, "label outside -1 to 1"),
-        ({"slices": {"s": SliceColumn(np.array([0, 0, 2]), ("a", "b"))}}, r"slice\.s outside -1 to 1"),
-        ({"vectors": None}, r"no tensor vector\.product"),
-        ({"vectors": VectorSample(np.array([2, 9]), UNIT, UNIT[:1])}, r"1 rows of vector\.product, not 2"),
-        ({"vectors": VectorSample(np.array([2, 7]), UNIT, UNIT)}, "rows it does not have"),
-        ({"vectors": VectorSample(np.array([9, 2]), UNIT, UNIT)}, r"vector\.sample_id that do not ascend"),
-    ],
-)
-def test_arrays_that_disagree_are_not_saved(
-    storage: Storage, tmp_path: Path, changes: dict[str, Any], message: str
+def test_arrays_that_exist_stay(storage: Storage, tmp_path: Path) -> None:
+    save_arrays(storage, "baselines/x", "retrieval", ARRAYS, tmp_path / "scratch", {"threshold": 0.25})
+    before = storage.stat("baselines/x/MANIFEST.json")
+    save_arrays(storage, "baselines/x", "retrieval", {"items": np.zeros(1)}, tmp_path / "scratch")
+    assert storage.stat("baselines/x/MANIFEST.json") == before
+    arrays, fields = load_arrays(storage, "baselines/x", "retrieval", tmp_path / "cache")
+    assert arrays.keys() == ARRAYS.keys() and fields == {"threshold": 0.25}
+    for name, values in ARRAYS.items():
+        np.testing.assert_array_equal(arrays[name], values)
+
+
+def test_two_cycles_that_save_at_once_have_each_their_own(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match=message):
-        save_scores(storage, PREFIX, scores(**changes), tmp_path)
-    assert not list(storage.list(PREFIX))
+    """They share the scratch folder of the machine."""
+    scratch, commit, others = tmp_path / "scratch", commit_dir, [np.full(3, 2), np.full(3, 3)]
+
+    def late(*args: Any, **more: Any) -> Manifest:
+        while others:
+            save_arrays(storage, f"cycles/{len(others)}/x", "retrieval", {"items": others.pop()}, scratch)
+        return commit(*args, **more)
+
+    monkeypatch.setattr(module, commit_dir.__name__, late)
+    save_arrays(storage, "cycles/0/x", "retrieval", {"items": np.full(3, 1)}, scratch)
+    found = [load_arrays(storage, f"cycles/{n}/x", "retrieval", tmp_path / "cache")[0]["items"][0] for n in (0, 1, 2)]
+    assert found == [1, 2, 3]
+    assert not list((scratch / "arrays").iterdir())
 
 
-Tensors = dict[str, np.ndarray[Any, Any]]
-
-
-def _without(name: str) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.pop(name)
-
-
-def _with(**changes: np.ndarray[Any, Any]) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update(changes)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_without("logits"), "has no tensor logits"),
-        (_without("slice.käse"), "has no tensor slice.käse"),
-        (_without("vector.query"), "has no tensor vector.query"),
-        (_with(more=np.zeros(1)), "a tensor more that its manifest does not name"),
-        (_with(label=np.zeros(3, dtype=np.int64)), "label as int64 of 1 dimensions"),
-        (_with(logits=np.zeros(6, dtype=np.float32)), "logits as float32 of 1 dimensions"),
-        (_with(label=np.full(3, 7, dtype=np.int32)), "label outside"),
-    ],
-)
-def test_files_that_do_not_fit_are_refused_by_name(
-    storage: Storage, tmp_path: Path, change: Callable[[Tensors], object], message: str
-) -> None:
-    manifest = save_scores(storage, PREFIX, scores(), tmp_path)
-    folder = tmp_path / "workspace" / PREFIX
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE)
-    commit_dir(storage, folder, PREFIX, kind=KIND, fields=manifest.fields)
-    with pytest.raises(DataError, match=message):
-        load_scores(storage, PREFIX, tmp_path / "cache")
-
-
-def test_flipped_bytes_and_other_folders_are_refused(storage: Storage, tmp_path: Path) -> None:
-    manifest = save_scores(storage, PREFIX, scores(), tmp_path)
-    folder = tmp_path / "workspace" / PREFIX
-    commit_dir(storage, folder, PREFIX, kind="tokens", fields=manifest.fields)
-    with pytest.raises(DataError, match="holds no scores"):
-        load_scores(storage, PREFIX, tmp_path / "cache")
-    commit_dir(storage, folder, PREFIX, kind=KIND, fields={**manifest.fields, "slices": {"käse": 3}})
-    with pytest.raises(DataError, match=r"slices\.käse"):
-        load_scores(storage, PREFIX, tmp_path / "cache")
-    commit_dir(storage, folder, PREFIX, kind=KIND, fields=manifest.fields)
-    data = bytearray((folder / FILE).read_bytes())
-    data[-3] ^= 1
-    (folder / FILE).write_bytes(data)
-    with pytest.raises(DataError, match="xxh3_128"):
-        load_scores(storage, PREFIX, tmp_path / "cache")
-    with pytest.raises(DataError, match="holds no scores"):
-        load_scores(storage, "cycles/c1/evaluate/scores/none", tmp_path / "cache")
+def test_arrays_that_cannot_be_read_are_named(storage: Storage, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no retrieval"):
+        load_arrays(storage, "a", "retrieval", tmp_path)
+    save_arrays(storage, "a", "retrieval", ARRAYS, tmp_path / "scratch")
+    with pytest.raises(DataError, match="of kind retrieval"):
+        load_arrays(storage, "a", "boosting", tmp_path)
+    path = tmp_path / "workspace" / "a" / ARRAYS_FILE
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    with pytest.raises(DataError, match=r"xxh3_128"):
+        load_arrays(storage, "a", "retrieval", tmp_path)

@@ -202,12 +202,9 @@ def test_the_figures_of_all_models_by_name() -> None:
     }
 
 
-def test_vectors_cut_to_fewer_dimensions_stand_beside_those_that_are_judged() -> None:
-    title = "search with vectors cut to fewer dimensions"
-    report = report_of(model({}, {}, {"retrieval_mrr": 0.5}))
-    assert title not in table_lines(report)
-    candidate = report.candidate.model_copy(update={"retrieval_by_width": {8: found(mrr=0.2), 4: found(mrr=0.1)}})
-    lines = table_lines(report.model_copy(update={"candidate": candidate}))
-    start = lines.index(title)
-    assert lines[start + 1].split() == ["metric", "candidate", "candidate", "8", "candidate", "4"]
-    assert lines[start + 2].split() == ["retrieval_mrr", "0.2500", "0.2000", "0.1000"]
+def test_what_narrower_vectors_find_is_told() -> None:
+    candidate = report_of(None).candidate.model_copy(update={"ndcg_by_width": {8: 0.2, 4: 0.1}})
+    lines = table_lines(report_of(None).model_copy(update={"candidate": candidate}))
+    assert "search of the candidate with vectors cut to 8 dimensions: nDCG 0.2000" in lines
+    old = {**candidate.model_dump(exclude={"ndcg_by_width"}), "retrieval_by_width": {8: found(mrr=0.2).model_dump()}}
+    assert ModelReport.model_validate(old).ndcg_by_width == {}

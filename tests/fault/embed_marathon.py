@@ -34,7 +34,7 @@ from tests.fault.harness import Place
 from tests.fault.kills import lose_scratch
 from tests.fault.s3_server import S3Server
 
-ROWS_PER_PART, WINDOW_ROWS = 2_000, 512
+ROWS_PER_PART = 2_000
 S3_PHASES = ("start", "reading", "part", "record", "marker")
 WORKERS = (2, 3, 7)
 
@@ -62,7 +62,7 @@ class _Marathon:
     def __init__(self, catalogue: Path, folder: Path, server: S3Server | None, rng: random.Random) -> None:
         titles = pq.read_table(catalogue, columns=["title"])["title"].to_pylist()
         self._model: Snapshot = snapshot([title or "" for title in titles], ModelConfig(preset="tiny"))
-        self._flags = flags(catalogue, ROWS_PER_PART, WINDOW_ROWS)
+        self._flags = flags(catalogue, ROWS_PER_PART)
         self._folder, self._server, self._rng = folder, server, rng
         self._num_parts = 0
 

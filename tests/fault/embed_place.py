@@ -20,8 +20,7 @@ from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_config import hf_config
-from pipeline.model.hf_weights import to_hf
+from pipeline.model.hf import hf_config, to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.checkpoints import state_of
 from tests.fault.harness import CYCLE, Place, Run
@@ -61,14 +60,13 @@ def promote(place: Place, model: Snapshot) -> None:
     put(place.storage, "checkpoints/c0/step-1")
 
 
-def flags(catalogue: Path, rows_per_part: int, window_rows: int) -> tuple[str, ...]:
+def flags(catalogue: Path, rows_per_part: int) -> tuple[str, ...]:
     return (
         "--backend=cpu",
         f"--embed.catalogue.path={catalogue}",
-        f"--embed.catalogue.window-rows={window_rows}",
         f"--embed.output.rows-per-part={rows_per_part}",
         "--embed.output.carry-over=none",
-        "--embed.tokenise-processes=1",
+        "--data.num-workers=1",
     )
 
 

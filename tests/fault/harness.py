@@ -68,7 +68,6 @@ UNJUDGED = "--gate.first-without-comparison=true"
 ON_XLA = (
     *TINY,
     "--data.buckets=16x24",
-    "--model.interactions=implicit",
     "--train.max-steps=60",
     "--train.global-batch-size=24",
     "--train.micro-batch-size=24",

@@ -33,7 +33,7 @@ MATRIX = (
     "4:shard_degree=4",
     "4:shard_degree=2",
     "4:shard_degree=1,tensor_degree=2",
-    "4:shard_degree=2,tensor_degree=2,offload_horizon=2",
+    "4:shard_degree=2,tensor_degree=2,recompute=units,offload=true",
 )
 ELSEWHERE = 1e-6  # relative
 OVER_RANKS = ("--train.candidates-per-query=2", "--train.max-steps=60", "--train.evaluate-every=20")

@@ -16,7 +16,7 @@ from tests.fault.harness import Place, TooLate, again_when_late
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ROWS, PER_PART, WINDOW = 6_000, 500, 256
+ROWS, PER_PART = 6_000, 500
 NUM_PARTS = ROWS // PER_PART
 MODEL = ModelConfig(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=256, max_positions=64)
 
@@ -36,7 +36,7 @@ def place(home: Path) -> Iterator[Callable[[str], Place]]:
 
     def make(name: str) -> Place:
         folder = Path(mkdtemp(prefix=f"{name}-", dir=home))
-        here = Place(str(folder / "workspace"), folder, flags(catalogue, PER_PART, WINDOW))
+        here = Place(str(folder / "workspace"), folder, flags(catalogue, PER_PART))
         promote(here, model)
         made.append(here)
         return here
@@ -89,4 +89,4 @@ def test_ranks_share_the_work(place: Callable[[str], Place], whole: dict[str, st
     here = place("shared")
     runs = here.run_ranks("embed", 2)
     assert digests(here.storage) == whole
-    assert sum(run.out.count("embed: 6,000 vectors") for run in runs) == 1, "whoever was last has signed"
+    assert sum(run.out.count("embed: 6,000 vectors") for run in runs) >= 1, "whoever was last has signed; both may be"

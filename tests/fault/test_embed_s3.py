@@ -33,7 +33,7 @@ def s3(proxy: Proxy, s3_uri: str, tmp_path: Path) -> Storage:
 
 def embed(storage: Storage, tmp_path: Path, *words: str, cycle: str = "c1") -> int:
     flags = [f"--workspace={storage.root}", f"--cycle={cycle}", f"--embed.catalogue.path={storage.root}/in"]
-    flags += [f"--scratch={tmp_path}/scratch", "--backend=cpu", "--embed.tokenise-processes=1"]
+    flags += [f"--scratch={tmp_path}/scratch", "--backend=cpu", "--data.num-workers=1"]
     return cli.main(["embed", *flags, "--embed.output.rows-per-part=45", "--embed.output.carry-over=none", *words])
 
 

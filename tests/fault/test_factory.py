@@ -52,9 +52,9 @@ def _check_exports(here: Place, tmp_path: Path) -> None:
     refused = here.run("export", "--out", str(tmp_path / "no"), code=78)
     assert "of a WordsAndNeighbours that examples.own_encoder:build builds" in refused.err
     assert "--format safetensors" in refused.err
-    here.run("export", "--out", str(tmp_path / "program"), "--format", "torchscript", "--shapes", "16")
-    program = torch.jit.load(tmp_path / "program" / "encoder-16.pt")  # type: ignore[no-untyped-call]
-    vectors = program(torch.tensor([[2, 9, 3] + [0] * 13], dtype=torch.int32))
+    here.run("export", "--out", str(tmp_path / "program"), "--format", "torchscript", "--bucket", "16x32")
+    program = torch.jit.load(tmp_path / "program" / "relevance-16x32.pt")  # type: ignore[no-untyped-call]
+    vectors = program.embed_query(torch.tensor([[2, 9, 3] + [0] * 13], dtype=torch.int32))
     np.testing.assert_allclose(vectors.norm(dim=1), [1.0], rtol=1e-5)
     here.run("export", "--out", str(tmp_path / "plain"), "--format", "safetensors")
     assert "Text encoder of examples.own" in (tmp_path / "plain" / "README.md").read_text()

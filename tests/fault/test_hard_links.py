@@ -21,7 +21,6 @@ from pipeline.data import tokenizer as tokenizer_store
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
 from pipeline.data.tokenizer import TextTokenizer, store_tokenizer, train_tokenizer
-from pipeline.evaluate.score import PartStore
 from pipeline.evaluate.scores import save_arrays, save_scores
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import verify_dir
@@ -42,10 +41,6 @@ def checkpoint(storage: Storage, scratch: Path, number: int) -> None:
     made = snapshot(number)
     weights = {"w": torch.full((50,), float(number))}
     commit_snapshot(storage, Snapshot(made.state, weights, weights, "{}", b"tokens"), scratch / "saving")
-
-
-def score_part(storage: Storage, scratch: Path, number: int) -> None:
-    PartStore(storage, "parts", scratch, print).commit(5 * number, {"logits": np.full(5, number)})
 
 
 def arrays(storage: Storage, scratch: Path, number: int) -> None:
@@ -89,8 +84,7 @@ def assert_linked(before: dict[Path, bytes]) -> None:
     ("write", "reuses"),
     [
         (checkpoint, True),
-        (score_part, False),  # by a folder of its own: a killed one's is swept when it is old
-        (arrays, False),
+        (arrays, False),  # by a folder of its own: a killed one's is swept when it is old
         (score_set, False),
         (mined_set, False),
     ],

@@ -7,7 +7,7 @@ import subprocess
 import jmespath  # type: ignore[import-untyped]
 import pytest
 
-from tests.docs.programs import of_aws
+from tests.docs.commands import of_aws
 from tests.infra.terraform import INFRA
 
 pytestmark = pytest.mark.unit

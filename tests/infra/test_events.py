@@ -14,8 +14,8 @@ import pytest
 
 from jobs.commands.driver import TIME_VARIABLE, scheduled_time
 from jobs.config import JobsConfig, SageMakerConfig
-from jobs.cycle.cost_ledger import ledger_of
 from jobs.cycle.job_states import has_succeeded, is_tried_again
+from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary
 from jobs.plan.cost import Prices
 from jobs.plan.retry import Retry

@@ -73,13 +73,12 @@ ACTIONS_OF_SAGEMAKER = {
 }
 SERVICE_LOOK = {"batch:DescribeServiceJob", "batch:ListServiceJobs"}
 ACTIONS_OF_THE_QUEUE = {
-    "driver": SERVICE_LOOK
-    | {"batch:DescribeServiceEnvironments", "batch:SubmitServiceJob", "batch:TerminateServiceJob"},
+    "driver": SERVICE_LOOK | {"batch:SubmitServiceJob", "batch:TerminateServiceJob"},
     "report": SERVICE_LOOK,
 }
 # Service Authorization Reference: these have no resource types.
 NO_RESOURCE_LEVEL = LOOK | NETWORK | SERVICE_LOOK
-NO_RESOURCE_LEVEL |= {"batch:DescribeServiceEnvironments", "cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
+NO_RESOURCE_LEVEL |= {"cloudwatch:PutMetricData", "ecr:GetAuthorizationToken"}
 # What narrows an action further, in each statement that allows it.
 CONDITIONS = {
     "s3:ListBucket": "s3:prefix",
@@ -117,7 +116,7 @@ KEYS: dict[str, tuple[str, str]] = {
     f"{C}/train/parent.json": ("train embed", ""),
     f"{C}/train/result.json": ("train", ""),
     f"{C}/parity/cpu.fp32-xla.fp32/parity.json": ("train", "train"),
-    f"{C}/parity/sides/abc/xla.fp32/scores/MANIFEST.json": ("train", "train"),
+    f"{C}/parity/sides/abc/xla.fp32/arrays/MANIFEST.json": ("train", "train"),
     f"{C}/parity/sides/abc/xla.fp32/work/checkpoints/parity/step-2/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/model.safetensors": ("train", "train"),
     "checkpoints/2026-11-20/step-200/MANIFEST.json": ("train", "train"),

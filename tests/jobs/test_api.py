@@ -9,14 +9,14 @@ import pytest
 
 import trnpipe
 from jobs.api import Cycle
-from jobs.cycle.page.data import CycleRow
+from jobs.cycle.page.gather import CycleRow
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.commands.test_cycle import Trnjobs, trnjobs
-from tests.jobs.cycle.test_messages import HOSTILE
+from tests.jobs.cycle.test_page import HOSTILE
 from tests.jobs.targets.local.waiting import until
 
 __all__ = ["trnjobs"]
-SETTINGS = {"jobs": {"embed": {"workers": 2}, "local_vcpus": 4, "local_memory_mib": 16384}}
+SETTINGS = {"jobs": {"embed": {"workers": 2}, "local_vcpus": 4}}
 
 
 def cycle_in(trnjobs: Trnjobs, name: str = "2026-11-20", **more: object) -> Cycle:

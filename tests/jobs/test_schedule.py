@@ -1,170 +1,159 @@
-"""Which cycles are due: late, double, missed and out-of-order deliveries, under every policy."""
+"""When cycles are due, against brute force over minutes; late, double and out-of-order deliveries."""
 
-from datetime import UTC, datetime, timedelta
+import itertools
+from datetime import UTC, date, datetime, timedelta
+from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jobs.schedule import Due, MissedPolicy, ScheduleConfig, cycle_name, due_cycles, parse_schedule
+from jobs.schedule import ScheduleConfig, cycle_name, due_cycle, parse_schedule
 from pipeline.core.errors import ConfigError
 
-DAY, HOUR = timedelta(days=1), timedelta(hours=1)
+MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
 AT_TWO = datetime(2026, 11, 20, 2, tzinfo=UTC)
-
-
-def config(policy: str, max_late: timedelta = 6 * HOUR, expression: str = "cron(0 2 * * ? *)") -> ScheduleConfig:
-    return ScheduleConfig(expression=expression, policy=MissedPolicy(policy), max_late_s=int(max_late.total_seconds()))
-
-
-def days(due: Due) -> tuple[list[int], list[int]]:
-    """(started, passed) by day of the month."""
-    return [one.day for one in due.start], [one.when.day for one in due.passed]
-
-
-@pytest.mark.parametrize(
-    ("policy", "claimed", "now", "started", "passed"),
-    [
-        ("skip", [], AT_TWO, [20], []),
-        ("catch_up", [], AT_TWO, [20], []),
-        ("coalesce", [], AT_TWO, [20], []),
-        # A second delivery: go on with the cycle, whatever the time.
-        ("skip", ["2026-11-20"], AT_TWO + 3 * DAY, [20], []),
-        ("coalesce", ["2026-11-20"], AT_TWO + 3 * DAY, [20], []),
-        # Two missed days.
-        ("skip", ["2026-11-17"], AT_TWO, [20], [18, 19]),
-        ("catch_up", ["2026-11-17"], AT_TWO, [18, 19, 20], []),
-        ("coalesce", ["2026-11-17"], AT_TWO, [20], [18, 19]),
-        # Cycles with other names are not of the schedule, but tell that it is not the first.
-        ("catch_up", ["2026-01-01-test"], AT_TWO + HOUR, [14, 15, 16, 17, 18, 19, 20], []),
-        # Late by a day and a half: the 21st has passed too.
-        ("skip", ["2026-11-19"], AT_TWO + 36 * HOUR, [20], []),
-        ("catch_up", ["2026-11-19"], AT_TWO + 36 * HOUR, [20], []),
-        ("coalesce", ["2026-11-19"], AT_TWO + 36 * HOUR, [21], [20]),
-        # Out of order: the 21st was started before the delivery for the 20th came.
-        ("skip", ["2026-11-19", "2026-11-21"], AT_TWO + 36 * HOUR, [], [20]),
-        ("catch_up", ["2026-11-19", "2026-11-21"], AT_TWO + 36 * HOUR, [], [20]),
-        ("coalesce", ["2026-11-19", "2026-11-21"], AT_TWO + 36 * HOUR, [], [20]),
-    ],
+DAILY = ScheduleConfig(expression="cron(0 2 * * ? *)")
+ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kathmandu", "Pacific/Apia")
+# Around changes of the clocks in those zones, a leap day, the end of a year, and the day that Apia skipped.
+DAYS = (
+    *(date(2026, month, day) for month, day in ((3, 29), (10, 25), (3, 8), (11, 1), (4, 5), (10, 4), (12, 31))),
+    date(2028, 2, 29),
+    date(2011, 12, 30),
 )
-def test_policies(policy: str, claimed: list[str], now: datetime, started: list[int], passed: list[int]) -> None:
-    due = due_cycles(config(policy, 7 * DAY), scheduled=AT_TWO, now=now, claimed=claimed)
-    assert days(due) == (started, passed)
 
 
-@pytest.mark.parametrize(
-    ("policy", "started", "passed"), [("skip", [], [19, 20]), ("catch_up", [], [20]), ("coalesce", [], [19, 20])]
-)
-def test_too_late_is_not_started(policy: str, started: list[int], passed: list[int]) -> None:
-    """The retry of a scheduler that was down starts no cycle of yesterday."""
-    late = AT_TWO + 6 * HOUR + timedelta(seconds=1)
-    due = due_cycles(config(policy), scheduled=AT_TWO, now=late, claimed=["2026-11-18"])
-    assert days(due)[0] == started
-    assert due.passed[-1].reason.startswith("too late")
-    assert days(due_cycles(config(policy), scheduled=AT_TWO, now=AT_TWO + 6 * HOUR, claimed=[]))[0] == [20]
+def numbers(low: int, high: int) -> st.SearchStrategy[set[int]]:
+    return st.sets(st.integers(low, high), min_size=1, max_size=3)
 
 
 @given(
-    policy=st.sampled_from([*MissedPolicy]),
-    claimed=st.sets(st.integers(1, 28)),
-    scheduled=st.integers(1, 28),
-    late_h=st.integers(0, 100),
-    max_late_h=st.integers(1, 200),
+    minutes=numbers(0, 59),
+    hours=st.one_of(numbers(0, 23), numbers(0, 4), st.just(set(range(24)))),
+    weekdays=st.one_of(st.none(), numbers(1, 7)),
+    zone=st.sampled_from(ZONES),
+    day=st.sampled_from(DAYS),
 )
-@settings(max_examples=150, deadline=None)
-def test_what_holds_for_every_policy(
-    policy: MissedPolicy, claimed: set[int], scheduled: int, late_h: int, max_late_h: int
+def test_as_brute_force_over_every_minute(
+    minutes: set[int], hours: set[int], weekdays: set[int] | None, zone: str, day: date
 ) -> None:
-    when = datetime(2026, 5, scheduled, 2, tzinfo=UTC)
-    now, names = when + late_h * HOUR, [f"2026-05-{one:02d}" for one in claimed]
-    due = due_cycles(config(policy, max_late_h * HOUR), scheduled=when, now=now, claimed=names)
-    assert list(due.start) == sorted(set(due.start))
-    new = [one for one in due.start if f"{one:%Y-%m-%d}" not in names]
-    assert all(now - one <= max_late_h * HOUR for one in new), "late"
-    assert all(one <= now for one in new), "before its time"
-    newest = max((day for day in claimed if datetime(2026, 5, day, 2, tzinfo=UTC) <= now), default=0)
-    assert all(one >= datetime(2026, 5, max(1, newest), tzinfo=UTC) for one in new), "after a newer one"
-    if policy is not MissedPolicy.CATCH_UP:
-        assert len(due.start) <= 1
-    again = [*names, *(f"{one:%Y-%m-%d}" for one in due.start)]
-    second = due_cycles(config(policy, max_late_h * HOUR), scheduled=when, now=now, claimed=again)
-    assert set(second.start) <= set(due.start), "a second delivery starts nothing new"
+    """A minute is due when the clocks of the zone show it for the first time that day."""
+    days = f"? * {','.join(map(str, weekdays))}" if weekdays else "* * ?"
+    schedule = parse_schedule(f"cron({','.join(map(str, minutes))} {','.join(map(str, hours))} {days} *)", zone)
+    start = datetime(day.year, day.month, day.day, tzinfo=UTC) - DAY
+
+    def is_due(instant: datetime) -> bool:
+        wall = instant.astimezone(ZoneInfo(zone))
+        on = not weekdays or wall.isoweekday() % 7 + 1 in weekdays
+        return on and wall.minute in minutes and wall.hour in hours and wall.fold == 0
+
+    expected = [one for i in range(3 * 24 * 60) if is_due(one := start + i * MINUTE)]
+    end = start + 3 * DAY
+    assert [*itertools.takewhile(lambda one: one < end, schedule.after(start - MINUTE))] == expected
+    assert [*itertools.takewhile(lambda one: one >= start, schedule.before(end))] == expected[::-1]
 
 
-def test_names() -> None:
-    def name(expression: str, when: datetime, zone: str = "UTC") -> str:
-        return cycle_name(parse_schedule(expression, zone, start=AT_TWO), when)
+@pytest.mark.parametrize(
+    ("expression", "first"),
+    [
+        ("cron(0 2 * * ? *)", ["01-01T02:00", "01-02T02:00"]),
+        ("cron(30 1 ? * MON *)", ["01-05T01:30", "01-12T01:30"]),
+        ("cron(30 1 ? * 2 *)", ["01-05T01:30", "01-12T01:30"]),
+        ("cron(0 8 ? * mon-fri *)", ["01-01T08:00", "01-02T08:00", "01-05T08:00"]),
+        ("cron(1/20 5 * * ? *)", ["01-01T05:01", "01-01T05:21", "01-01T05:41", "01-02T05:01"]),
+        ("cron(*/30 0-4/4 * * ? *)", ["01-01T00:00", "01-01T00:30", "01-01T04:00"]),
+        ("cron(0 0 L * ? *)", ["01-31T00:00", "02-28T00:00"]),
+        ("cron(0 0 ? * 3#2 *)", ["01-13T00:00", "02-10T00:00"]),
+        ("cron(0 0 ? * 6L *)", ["01-30T00:00", "02-27T00:00"]),
+    ],
+)
+def test_fields(expression: str, first: list[str]) -> None:
+    times = parse_schedule(expression).after(datetime(2025, 12, 31, 23, 59, tzinfo=UTC))
+    assert [f"{one:%m-%dT%H:%M}" for one in itertools.islice(times, len(first))] == first
 
-    assert name("cron(0 2 * * ? *)", AT_TWO) == "2026-11-20"
-    assert name("cron(0 18 * * ? *)", AT_TWO, "America/Los_Angeles") == "2026-11-19"
-    assert name("cron(0 2,14 * * ? *)", AT_TWO + 12 * HOUR) == "2026-11-20-1400"
-    assert name("rate(1 day)", AT_TWO, "America/Los_Angeles") == "2026-11-20"
-    assert name("rate(12 hours)", AT_TWO + 12 * HOUR) == "2026-11-20-1400"
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(
+            {"expression": f"cron({fields})"}
+            for fields in (
+                "0 2 * * ?",
+                "0 2 * * * *",
+                "0 2 ? * ? *",
+                "60 2 * * ? *",
+                "0 24 * * ? *",
+                "0 2 ? * 8 *",
+                "0 2 ? * 0 *",
+                "0 5-2 * * ? *",
+                "0/0 2 * * ? *",
+                ",1 2 * * ? *",
+                "0 2 31 2 ? *",
+                "0 2 15W * ? *",
+                "0 2 * * ? 2027",
+            )
+        ),
+        *({"expression": one} for one in ("0 2 * * *", "daily", "rate(1 day)", "at(2026-11-20T02:00:00)")),
+        *({"expression": DAILY.expression, "timezone": one} for one in ("Mars/Base", "", "../etc/passwd", "UTC+1")),
+        {"max_late_s": 1},
+        {"every": "day"},  # of an earlier version
+    ],
+)
+def test_settings_refuse_what_is_no_schedule(given: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        ScheduleConfig.model_validate(given)
+
+
+def test_no_schedule_and_settings_of_earlier_versions() -> None:
+    with pytest.raises(ConfigError):
+        ScheduleConfig().schedule()
+    old = {"every": "", "at": "02:00", "expression": DAILY.expression, "start": None, "policy": "skip"}
+    assert ScheduleConfig.model_validate(old) == DAILY
 
 
 @pytest.mark.parametrize("zone", ["Europe/London", "America/New_York", "Australia/Lord_Howe"])
-@pytest.mark.parametrize("expression", ["cron(30 0 * * ? *)", "cron(0/30 * * * ? *)", "rate(1 hour)", "rate(1 day)"])
+@pytest.mark.parametrize("expression", ["cron(30 0 * * ? *)", "cron(0/30 * * * ? *)"])
 def test_names_are_unique_and_sort_as_their_times(expression: str, zone: str) -> None:
-    start = datetime(2026, 1, 1, tzinfo=UTC)
-    schedule = parse_schedule(expression, zone, start=start)
-    names = [cycle_name(schedule, one) for one in schedule.between(start, start + 366 * DAY)]
-    assert names == sorted(set(names))
+    start, schedule = datetime(2026, 1, 1, tzinfo=UTC), parse_schedule(expression, zone)
+    times = itertools.takewhile(lambda one: one < start + 366 * DAY, schedule.after(start))
+    names = [cycle_name(schedule, one) for one in times]
+    assert names == sorted(set(names)) and len(names) > 360
+
+
+@pytest.mark.parametrize(
+    ("expression", "zone", "name"),
+    [
+        ("cron(0 2 * * ? *)", "UTC", "2026-11-20"),
+        ("cron(0 18 * * ? *)", "America/Los_Angeles", "2026-11-19"),
+        ("cron(0 2,14 * * ? *)", "UTC", "2026-11-20-0200"),
+    ],
+)
+def test_names(expression: str, zone: str, name: str) -> None:
+    assert cycle_name(parse_schedule(expression, zone), AT_TWO) == name
+
+
+@pytest.mark.parametrize(
+    ("late", "claimed", "started"),
+    [
+        (0 * HOUR, [], True),
+        (6 * HOUR, [], True),
+        (6 * HOUR + MINUTE, [], False),
+        (72 * HOUR, ["2026-11-20"], True),  # a second delivery: go on with the cycle, whatever the time
+        (0 * HOUR, ["2026-11-17", "2026-11-18-test"], True),  # what was missed is not made up
+        (0 * HOUR, ["2026-11-25"], True),  # started by hand, before its time
+        (5 * HOUR, ["experiment", "2026-11-21"], True),
+        (30 * HOUR, ["2026-11-21"], False),  # out of order
+    ],
+)
+def test_deliveries(late: timedelta, claimed: list[str], started: bool) -> None:
+    delivered = AT_TWO + timedelta(seconds=43)  # the scheduler gives the second
+    name, reason = due_cycle(DAILY, scheduled=delivered, now=AT_TWO + late, claimed=claimed)
+    assert (name, not reason) == ("2026-11-20", started)
+    again = due_cycle(DAILY, scheduled=delivered, now=AT_TWO + late, claimed=[*claimed, name])
+    assert again == (name, "")
 
 
 def test_a_time_that_is_not_on_the_schedule() -> None:
     with pytest.raises(ConfigError, match=r"2026-11-20T02:00:00Z or 2026-11-21T02:00:00Z"):
-        due_cycles(config("skip"), scheduled=AT_TWO + HOUR, now=AT_TWO + HOUR, claimed=[])
-    within = due_cycles(config("skip"), scheduled=AT_TWO + timedelta(seconds=43), now=AT_TWO + HOUR, claimed=[])
-    assert within.start == (AT_TWO,)
-
-
-def test_settings_refuse_what_is_no_schedule() -> None:
-    for wrong in (
-        {"expression": "cron(60 2 * * ? *)"},
-        {"every": "day", "expression": "cron(0 2 * * ? *)"},
-        {"every": "7 hours"},
-        {"every": "someday"},
-        {"every": "day", "at": "24:00"},
-        {"expression": "daily"},
-        {"expression": "rate(1 day)"},
-        {"expression": "cron(0 2 * * ? *)", "timezone": "Mars/Base"},
-        {"policy": "never"},
-        {"max_late_s": 1},
-        {"start": "2026-11-20T02:00:00"},
-    ):
-        with pytest.raises(ValidationError):
-            ScheduleConfig.model_validate(wrong)
-    with pytest.raises(ConfigError, match="is empty"):
-        ScheduleConfig().schedule()
-    for every, expression in (("7 hours", ""), ("", "daily")):
-        with pytest.raises(ConfigError, match=every or expression):
-            ScheduleConfig.model_construct(every=every, expression=expression).schedule()
-
-
-@pytest.mark.parametrize(
-    ("every", "at", "expression", "times"),
-    [
-        ("day", "02:30", "cron(30 2 * * ? *)", ["2026-11-20T02:30", "2026-11-21T02:30"]),
-        ("mon-fri", "18:00", "cron(0 18 ? * MON-FRI *)", ["2026-11-20T18:00", "2026-11-23T18:00"]),
-        ("mon,thu", "02:00", "cron(0 2 ? * MON,THU *)", ["2026-11-23T02:00", "2026-11-26T02:00"]),
-        ("6 hours", "08:15", "cron(15 2/6 * * ? *)", ["2026-11-20T02:15", "2026-11-20T08:15"]),
-        ("20 minutes", "00:05", "cron(5/20 * * * ? *)", ["2026-11-20T00:05", "2026-11-20T00:25"]),
-    ],
-)
-def test_every_and_at_make_the_expression(every: str, at: str, expression: str, times: list[str]) -> None:
-    schedule = ScheduleConfig(every=every, at=at).schedule()
-    assert schedule.expression == expression
-    start = AT_TWO.replace(hour=0)
-    assert [f"{one:%Y-%m-%dT%H:%M}" for one in schedule.between(start, start + 8 * DAY)][:2] == times
-
-
-@pytest.mark.parametrize("expression", ["cron(0 2 L * ? *)", "cron(0 2 ? * 3#2 *)", "cron(0 2 1 * ? *)"])
-def test_of_times_that_only_the_scheduler_knows_the_delivered_one_is_started(expression: str) -> None:
-    given = config("catch_up", expression=expression)
-    delivered = AT_TWO + timedelta(seconds=20)
-    assert due_cycles(given, scheduled=delivered, now=delivered, claimed=["2026-10-20"]) == Due((AT_TWO,))
-    passed = due_cycles(given, scheduled=delivered, now=AT_TWO + 2 * DAY, claimed=["2026-11-21"])
-    assert days(passed) == ([], [20])
-    late = due_cycles(given, scheduled=delivered, now=AT_TWO + 7 * HOUR, claimed=[])
-    assert days(late) == ([], [20])
+        due_cycle(DAILY, scheduled=AT_TWO + HOUR, now=AT_TWO + HOUR, claimed=[])

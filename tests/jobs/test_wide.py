@@ -19,7 +19,7 @@ FLAGS: tuple[str, ...] = (
     "--mine.queries-per-part=8",
     "--cycle=c1",
 )
-FLAGS += ("--data.synthetic.num-days=2", "--jobs.local-vcpus=2", "--jobs.local-memory-mib=16384", "--target=local")
+FLAGS += ("--data.synthetic.num-days=2", "--jobs.local-vcpus=2", "--target=local")
 MADE = ("tokens/tiny", "negatives")
 
 

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from pipeline.core.errors import CheckpointError
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_config import hf_config
-from pipeline.model.hf_weights import encoder_from_hf, initial_model, to_hf
+from pipeline.model.hf import encoder_from_hf, hf_config, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
+from pipeline.model.weights import initial_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.stage  # importing BertModel takes seconds

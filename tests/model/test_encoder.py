@@ -8,8 +8,9 @@ import torch
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder
-from pipeline.model.hf_weights import from_hf, initial_model, to_hf
+from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
+from pipeline.model.weights import initial_model
 
 CONFIG = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64, max_positions=24, mlp_sizes=(8,))
 SPEC = InputSpec(vocab_size=50, pad_id=0, labels=("a", "b"), label_gains=(0.0, 1.0), numeric=("n",))

@@ -1,4 +1,4 @@
-"""The whole model in its three interaction modes."""
+"""The whole model, with and without token_match."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.hf_weights import from_hf, to_hf
+from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.interactions import CrossNetwork, TokenMatch
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
 
@@ -21,7 +21,7 @@ SPEC = InputSpec(
     numeric=("x", "y"),
     categorical_ids=(4, 6),
 )
-MODES = ("explicit", "implicit", "both", "match")
+MODES = ("both", "match")
 
 
 def inputs_of(query_tokens: int, product_tokens: int, batch: int = 5) -> RelevanceInputs:
@@ -41,7 +41,7 @@ def inputs_of(query_tokens: int, product_tokens: int, batch: int = 5) -> Relevan
 
 def config_of(mode: str) -> ModelConfig:
     """`match`: both kinds of interactions, and token_match."""
-    return CONFIG.model_copy(update={"token_match": True} if mode == "match" else {"interactions": mode})
+    return CONFIG.model_copy(update={"token_match": mode == "match"})
 
 
 def model_of(mode: str = "both", spec: InputSpec = SPEC) -> RelevanceModel:
@@ -147,14 +147,6 @@ def test_a_query_with_several_products_scores_as_each_pair_alone(mode: str) -> N
     torch.testing.assert_close(together.logits, alone.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(together.product, alone.product, rtol=1e-5, atol=1e-6)
     assert together.query.shape == (2, 16)
-
-
-def rows_of() -> GroupInputs:
-    """Two queries with three products each, a query and its products in one row."""
-    products = [[[8, 9], [10, 11], [12]], [[14, 15, 16], [17], [18, 19]]]
-    tokens, positions, segments = in_rows([[3, 4, 5], [6, 7]], products, 14)
-    _, _, numeric, categorical = inputs_of(4, 4, 6)
-    return GroupInputs(tokens, positions, segments, numeric, categorical)
 
 
 def test_tokens_are_matched_as_written_out() -> None:

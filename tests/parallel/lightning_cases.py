@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment  # type:
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 import trnpipe
-import trnpipe.collectives  # the line that the articles add
+from examples.process_group import NAME
 from pipeline.core.errors import TrnpipeError
 
 SIZE = 8  # of a global batch
@@ -99,9 +99,9 @@ def matrix(words: str, plan: str) -> dict[str, Any]:
     env = LightningEnvironment()
     env.world_size = lambda: int(os.environ["WORLD_SIZE"])  # type: ignore[method-assign]
     env.global_rank = lambda: int(os.environ["RANK"])  # type: ignore[method-assign]
-    ddp = DDPStrategy(cluster_environment=env, process_group_backend=trnpipe.collectives.NAME)
+    ddp = DDPStrategy(cluster_environment=env, process_group_backend=NAME)
     found["the articles'"] = trained(ddp, ranks, ranks)
-    assert dist.get_backend() == "topo"
+    assert dist.get_backend() == NAME
 
     ours, parts = trnpipe.Strategy(plan, tensor_plan=TENSOR_PLAN), trnpipe.Plan.read(plan).shard_degree
     found["ours"] = trained(ours, ranks, parts, folder=folder / "ours")

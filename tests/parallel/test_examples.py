@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.parallel import adopt
+from pipeline.parallel import mesh
 from tests.ports import free_port
 from tests.ranks import run_ranks
 from tests.zygote import ROOT, Forked
 
-OTHERS = ("ddp_script", "native_ddp", "own_encoder")  # of trnjobs run, of any device, and of model.factory
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in OTHERS]
+EXAMPLES = [ROOT / "examples" / path.name for path in sorted((ROOT / "examples/adopted").glob("*.py"))]
 PLAIN = ("from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)")
 ADOPTED = ("import trnpipe as trn", "model = trn.transform(model)")
 PLAIN_LIGHTNING = ("from lightning.pytorch.strategies import DDPStrategy", "strategy=DDPStrategy(),")
@@ -52,7 +51,7 @@ def run_both(*names: str) -> dict[str, list[list[float]]]:
         folder, name = ("examples", "examples/adopted")[number % 2], word.partition(":")[0]
         os.environ["WORLD_SIZE"] = ranks  # Lightning's environment takes it away at its end
         os.environ["MASTER_PORT"] = word.partition(":")[2]
-        adopt._mesh = None
+        mesh._mesh = None
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             runpy.run_path(str(ROOT / folder / f"{name}.py"), run_name="__main__")

@@ -220,8 +220,8 @@ def test_a_rank_that_loses_a_peer_ends_with_75(tmp_path: Path, mode: str) -> Non
     with (tmp_path / "log").open("wb") as log:
         for rank in range(3):
             mine = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            words = [str(tmp_path / "losing.py"), mode, str(TIMEOUT_S)]
-            ranks.append(Forked("pipeline.parallel.rank", words, env=mine, cwd=tmp_path, stdout=log, stderr=log))
+            words = ["rank", str(tmp_path / "losing.py"), mode, str(TIMEOUT_S)]
+            ranks.append(Forked("pipeline.parallel.launch", words, env=mine, cwd=tmp_path, stdout=log, stderr=log))
     try:
         wait_for((tmp_path / "here").exists, [ranks[1]], tmp_path / "log")
         assert ranks[0].wait(WAIT_S) == ranks[2].wait(WAIT_S) == 75, (tmp_path / "log").read_text()

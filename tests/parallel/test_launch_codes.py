@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import EXIT_TABLE
-from pipeline.parallel.launch import EXIT_DIR_VARIABLE, gang_exit_code, note_end, note_exit_code
+from pipeline.parallel.launch import EXIT_DIR_VARIABLE, gang_exit_code, note_exit_code
 
 STOPPING = [rule.exit_code for rule in EXIT_TABLE if not rule.retry]
 
@@ -52,7 +52,5 @@ def test_what_must_not_be_retried_wins_over_anything(code: int) -> None:
 def test_a_rank_leaves_its_code_for_the_launcher(tmp_path: Path) -> None:
     note_exit_code(74, {EXIT_DIR_VARIABLE: str(tmp_path), "LOCAL_RANK": "1", "RANK": "5"})
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"local-rank-1": "74"}
-    note_end(0, -9, {EXIT_DIR_VARIABLE: str(tmp_path)})
-    assert (tmp_path / "local-rank-0.ended").read_text() == "-9"
     note_exit_code(74, {})  # not under our launcher
     note_exit_code(74, {EXIT_DIR_VARIABLE: str(tmp_path / "gone")})

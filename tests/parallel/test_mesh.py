@@ -13,10 +13,10 @@ import torch.distributed as dist
 from pipeline.backends import open_host
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.layout import Layout, layout_of
-from pipeline.parallel import adopt
+from pipeline.parallel import mesh
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import collective_errors
-from pipeline.parallel.mesh import AXES, check_plan, open_mesh, set_timeouts
+from pipeline.parallel.mesh import AXES, check_plan, set_timeouts
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_mesh"
@@ -52,18 +52,6 @@ def test_a_degree_that_does_not_divide_names_one_that_does(shard: int, tensor: i
         layout_of(0, 8, shard_degree=shard, tensor_degree=tensor)
 
 
-def test_the_keys_of_the_articles() -> None:
-    assert Plan.read('{"activation_loading_horizon": 2, "sm_activation_offloading": True}') == Plan(
-        recompute="units", offload_horizon=2
-    )
-    assert Plan.read({"sm_activation_offloading": True}).offload_horizon == 2
-    assert Plan.read({"sm_activation_offloading": False, "activation_loading_horizon": 4}) == Plan()
-    smp = {"hybrid_shard_degree": 16, "tensor_parallel_degree": 8, "tensor_parallel_seed": 0}
-    assert Plan.read(smp) == Plan(shard_degree=16, tensor_degree=8, seed=0)
-    assert Plan.read({"context_parallel_degree": 1, "expert_parallel_degree": 1}) == Plan()
-    assert Plan.read('{"allow_empty_shards": False, "fsdp_cache_flush_warnings": True}') == Plan()
-
-
 def test_where_a_plan_is_read_from(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"shard_degree": 2}')
     expected = Plan(shard_degree=2)
@@ -77,13 +65,11 @@ def test_where_a_plan_is_read_from(tmp_path: Path) -> None:
     [
         ({"shard_degre": 1}, "unknown key 'shard_degre', did you mean 'shard_degree'"),
         ({"shard_degree": -1}, "shard_degree is -1"),
-        ({"context_parallel_degree": 2}, "context_parallel_degree 2: there is no such"),
-        ({"hybrid_shard_degree": 2, "shard_degree": 2}, "the same thing"),
-        ({"offload_horizon": 1, "recompute": "none"}, "expected recompute units"),
-        ({"sm_activation_offloading": "yes"}, "expected true or false"),
-        ({"allow_empty_shards": "yes"}, "allow_empty_shards is 'yes', expected true or false"),
+        ({"offload": True}, "only inputs of recomputed units"),
+        ({"process_group": "topo"}, "process_group is 'topo'"),
+        ({"offload_horizon": 2}, "no such setting"),
         ({"shard": "state", "tensor_degree": 2}, "expected shard all"),
-        ("{x", "no JSON"),
+        ("{x", "cannot be read"),
         ("no/such/file.json", "cannot be read"),
         (5, "valid dictionary"),
     ],
@@ -98,8 +84,8 @@ def test_a_bad_plan_is_one_error(given: Any, match: str) -> None:
     [
         ({}, "sharded parameters.*\n.*\n.*shard state"),
         ({"shard_degree": 1, "tensor_degree": 2}, "tensor parallelism"),
-        ({"shard_degree": 1, "offload_horizon": 2}, "offloaded.*\n.*\n.*recompute units"),
-        ({"shard_degree": 1, "collectives": "hierarchical"}, "the runtime chooses"),
+        ({"shard_degree": 1, "recompute": "units", "offload": True}, "offloaded.*\n.*\n.*recompute units"),
+        ({"shard_degree": 1, "process_group": "a:b"}, "the runtime chooses"),
     ],
 )
 def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any], match: str) -> None:
@@ -116,33 +102,10 @@ def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any
     check_plan(Plan(shard="state"), Traced())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_lazy", "kind"),
-    [("cuda", False, "cpu:gloo,cuda:nccl"), ("cpu", False, "gloo"), ("xla", True, "gloo")],
-)
-def test_a_process_alone_has_the_library_of_its_device(
-    monkeypatch: pytest.MonkeyPatch, name: str, is_lazy: bool, kind: str
-) -> None:
-    """fully_shard reduces over a group of one too: not through the host of a GPU."""
-
-    class Device:
-        compiles_steps = False
-
-    def made(kind: str, **options: Any) -> None:
-        raise InterruptedError(kind)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Device, "name", name, raising=False)
-    monkeypatch.setattr(Device, "is_lazy", is_lazy, raising=False)
-    monkeypatch.setattr(dist, "init_process_group", made)
-    with pytest.raises(InterruptedError, match=f"^{kind}$"):
-        open_mesh(Plan(), Device(), timeout_s=1.0)  # type: ignore[arg-type]
-
-
 def groups(plan: str) -> list[list[int]]:
-    rank, found = adopt.init(plan).rank, []
+    rank, found = mesh.init(plan).rank, []
     for axis in AXES:
-        ranks = adopt.current_mesh().ranks(axis)
+        ranks = mesh.current_mesh().ranks(axis)
         found.append(dist.get_process_group_ranks(ranks.process_group))
         assert tuple(found[-1]) in ranks.groups and found[-1][ranks.index] == rank and len(found[-1]) == ranks.size
     return found
@@ -155,10 +118,10 @@ def test_the_groups_of_a_plan(tmp_path: Path) -> None:
 
 def asleep(_: str) -> float:
     """Rank 0 of a shard group never comes: the other one gives up when its time is over, not after 30 minutes."""
-    place = adopt.init({"shard_degree": 2}, timeout_s=200)
-    group = adopt.current_mesh().devices.get_group("shard")
+    place = mesh.init({"shard_degree": 2}, timeout_s=200)
+    group = mesh.current_mesh().devices.get_group("shard")
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=200)
-    set_timeouts(adopt.current_mesh().devices, 2)
+    set_timeouts(mesh.current_mesh().devices, 2)
     if place.shard_rank == 0:
         return 0.0
     started = time.monotonic()
@@ -173,7 +136,7 @@ def test_sub_groups_time_out_as_the_run_does(tmp_path: Path) -> None:
 
 
 def apart(device: str, *plans: str) -> str:
-    adopt.init(plans[int(os.environ["RANK"])], device=device)
+    mesh.init(plans[int(os.environ["RANK"])], device=device)
     return "joined"
 
 
@@ -181,7 +144,7 @@ def apart(device: str, *plans: str) -> str:
     ("plans", "match"),
     [
         (('{"shard_degree": 1}', '{"shard_degree": 2}'), "rank 0 was given plan"),
-        (('{"shard_degree": 1}', '{"shard_degree: 2}'), "rank 1: the plan is no JSON"),
+        (('{"shard_degree": 1}', '{"shard_degree: 2}'), "rank 1: the plan cannot be read"),
         (('{"shard_degree": 3}', '{"shard_degree": 3}'), "shard_degree 3 over 2 data-parallel ranks"),
     ],
 )
@@ -194,12 +157,3 @@ def test_every_rank_says_what_is_wrong(tmp_path: Path, plans: tuple[str, str], m
 def test_a_device_that_is_not_there_is_one_error_on_every_rank(tmp_path: Path) -> None:
     errors = run_ranks(f"{CASES}:apart", 2, tmp_path, "cuda", "{}", "{}", code=78)
     assert all("no CUDA device is visible" in text and "Traceback" not in text for text in errors)
-
-
-def alone(_: str) -> list[int]:
-    place = adopt.init()
-    return [place.rank, place.world_size, place.data_size]
-
-
-def test_alone_without_a_launcher(tmp_path: Path) -> None:
-    assert run_ranks(f"{CASES}:alone", 1, tmp_path, "") == [[0, 1, 1]]

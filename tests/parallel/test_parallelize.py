@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.backends import open_host
-from pipeline.model.config import InputSpec, LossConfig, ModelConfig
+from pipeline.model.config import LossConfig
 from pipeline.model.losses import Targets, pair_loss
 from pipeline.model.relevance import RelevanceInputs, build_model
-from pipeline.parallel.config import Plan
-from pipeline.parallel.delayed_init import delayed_init
-from pipeline.parallel.mesh import Mesh, open_mesh
+from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.tensors import clip_grad_norm
-from pipeline.parallel.units import Unit, find_units
-from tests.parallel.plain import plain_tensors
+from tests.parallel.models import INPUTS, MODEL, encoder_layers, opened, plain_tensors
 from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_parallelize"
 STEPS, QUERIES, SLOTS = 3, 8, 4
 PAIRS = QUERIES * SLOTS
-MODEL = ModelConfig(
-    preset="tiny",
-    hidden_size=32,
-    num_layers=3,
-    num_heads=4,
-    intermediate_size=64,
-    max_positions=64,
-    interaction_size=16,
-    mlp_sizes=(32, 16),
-    feature_sizes=(8, 8),
-)
-INPUTS = InputSpec(
-    vocab_size=103,
-    pad_id=0,
-    labels=("a", "b", "c"),
-    label_gains=(1.0, 0.1, 0.0),
-    numeric=("n",),
-    categorical_ids=(7,),
-)
 
 
 def batch_of(step: int, part: int, parts: int) -> dict[str, Tensor]:
@@ -92,14 +68,6 @@ def train(model: nn.Module, mesh: Mesh | None, steps: range, optimizer: torch.op
     return found
 
 
-def encoder_layers(model: nn.Module) -> list[Unit]:
-    return [(name, unit) for name, unit in find_units(model) if name.startswith("encoder.")]
-
-
-def opened(plan: Mapping[str, Any]) -> Mesh:
-    return open_mesh(Plan.read(plan), open_host(), timeout_s=60)
-
-
 def matrix(*plans: str) -> list[dict[str, float]]:
     """By plan: the largest differences from one process, which this rank is as well before.
 
@@ -111,11 +79,9 @@ def matrix(*plans: str) -> list[dict[str, float]]:
     dist.init_process_group("gloo")
     results: list[dict[str, float]] = []
     plain: tuple[list[list[float]], dict[str, Tensor]] = [], {}
-    for number, plan in enumerate(plans):
+    for plan in plans:
         mesh = opened(json.loads(plan))
-        # Ranks that were seeded differently: the weights are those of rank 0, whether they are there or still to draw.
-        with delayed_init() if number % 2 else nullcontext():
-            model = build_model(MODEL, INPUTS, seed=1 + dist.get_rank())
+        model = build_model(MODEL, INPUTS, seed=1 + dist.get_rank())  # the weights are those of rank 0
         parallelize(model, mesh, units=encoder_layers)
         found = train(model, mesh, range(STEPS), adamw(model))
         weights, reference = plain_tensors(model), plain_tensors(alone)
@@ -132,7 +98,7 @@ def matrix(*plans: str) -> list[dict[str, float]]:
     return results
 
 
-SAVINGS: list[dict[str, Any]] = [{}, {"recompute": "units"}, {"recompute": "units", "offload_horizon": 2}]
+SAVINGS: list[dict[str, Any]] = [{}, {"recompute": "units"}, {"recompute": "units", "offload": True}]
 REPLICAS: dict[str, Any] = {"shard_degree": 1}
 STATE: dict[str, Any] = {"shard": "state"}
 TWO: list[dict[str, Any]] = [REPLICAS, STATE, {}, {"tensor_degree": 2}]
@@ -161,7 +127,7 @@ EIGHT: list[dict[str, Any]] = [
 def test_a_plan_changes_no_number(
     tmp_path: Path, ranks: int, modes: list[dict[str, Any]], savings: list[dict[str, Any]]
 ) -> None:
-    """Every mode as it is, with recomputation, and with a horizon of 2 as well: these two change no bit."""
+    """Every mode as it is, with recomputation, and with offloading as well: these two change no bit."""
     plans = [{**mode, **saving} for mode in modes for saving in savings]
     for found in run_ranks(f"{CASES}:matrix", ranks, tmp_path, *map(json.dumps, plans)):
         for plan, difference in zip(plans, found, strict=True):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.parallel.launch import EXIT_DIR_VARIABLE
-from pipeline.parallel.rank import exit_code
+from pipeline.parallel.launch import EXIT_DIR_VARIABLE, exit_code
 from tests.zygote import ROOT
 
 SEEN = """
@@ -41,7 +40,7 @@ def test_it_sees_what_python_shows_it(tmp_path: Path, words: tuple[str, ...]) ->
         (folder / "beside.py").write_text("")
     expected = python(*words, folder=tmp_path)
     assert expected.returncode == 0 and "[2, 4]" in expected.stdout, expected.stderr
-    assert python("-m", "pipeline.parallel.rank", *words, folder=tmp_path).stdout == expected.stdout
+    assert python("-m", "pipeline.parallel.launch", "rank", *words, folder=tmp_path).stdout == expected.stdout
 
 
 OURS = "from pipeline.core.errors import DataError\nraise DataError('seen', expected='other', next_command='look')"
@@ -62,7 +61,7 @@ OURS = "from pipeline.core.errors import DataError\nraise DataError('seen', expe
 def test_its_exit_code_is_kept_and_left_for_the_launcher(tmp_path: Path, text: str, code: int, err: str) -> None:
     (tmp_path / "script.py").write_text(text)
     (tmp_path / "exits").mkdir()
-    done = python("-m", "pipeline.parallel.rank", "script.py", folder=tmp_path, exits=tmp_path / "exits")
+    done = python("-m", "pipeline.parallel.launch", "rank", "script.py", folder=tmp_path, exits=tmp_path / "exits")
     assert (done.returncode, done.stderr) == (code, err)
     assert (tmp_path / "exits" / "local-rank-3").read_text() == str(code)
 
@@ -70,7 +69,7 @@ def test_its_exit_code_is_kept_and_left_for_the_launcher(tmp_path: Path, text: s
 def test_a_traceback_is_that_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("def low():\n    raise KeyError('x')\n\n\nlow()\n")
     plain = python("script.py", folder=tmp_path)
-    done = python("-m", "pipeline.parallel.rank", "script.py", folder=tmp_path)
+    done = python("-m", "pipeline.parallel.launch", "rank", "script.py", folder=tmp_path)
     assert done.returncode == plain.returncode == 1
     assert done.stderr == plain.stderr
 

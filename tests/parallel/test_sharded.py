@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,10 +19,9 @@ from pipeline.core.batch_order import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
-from pipeline.parallel.strategies.base import Chunk
+from pipeline.parallel.strategies import Chunk
 from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout
 from pipeline.parallel.strategies.zero1 import (
     LARGEST_BYTES,
@@ -31,7 +30,7 @@ from pipeline.parallel.strategies.zero1 import (
     buckets_of,
 )
 from pipeline.parallel.world import World, world_from_env
-from pipeline.train.config import GuardConfig, OptimizerConfig, batch_share, run_layout
+from pipeline.train.config import OptimizerConfig, TrainPlan, batch_share, run_layout
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
@@ -47,14 +46,12 @@ BASE = TRAIN.model_copy(update={"global_batch_size": 16, "micro_batch_size": 16,
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "recompute": {},  # of the encoder's layers, in backward
-    "topo": {},  # hierarchical collectives
     "graded": {"loss": LossConfig(contrastive_weight=0.0)},
     "bf16": {"precision": "bf16"},
     # Small chunks, a rate by chunk, more than one micro-step.
     "rich": {
         "micro_batch_size": 2,
         "optimizer": OptimizerConfig(head_rate=2.0),
-        "guard": GuardConfig(warmup_steps=2),
     },
     "rich-bf16": {"precision": "bf16", "micro_batch_size": 2},
 }
@@ -68,8 +65,8 @@ Files = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: int) -> tuple[TrainProgram, RankShare]:
     """`degree` 1: plain data parallel. AS_A_RUN: as a run opens it, with no bucket smaller than a chunk."""
-    asked = {"topo": {"collectives": "hierarchical"}, "recompute": {"recompute": "units"}}
-    plan = Plan.read({"shard": "state", "shard_degree": degree, **asked.get(variant, {})})
+    recompute: Literal["none", "units"] = "units" if variant == "recompute" else "none"
+    plan = TrainPlan(shard="state", shard_degree=degree, recompute=recompute)
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
     world = gang.world
     gang.layout = run_layout(config, world.world_size, world.rank)
@@ -79,7 +76,7 @@ def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: in
             model, backend, config, share, gang, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
         )
         return program, share
-    mesh = open_mesh(plan, backend, timeout_s=60.0)
+    mesh = open_mesh(plan.as_plan(), backend, timeout_s=60.0)
     prepare_model(model, backend, config)
     strategy = Zero1Strategy(
         model,
@@ -172,7 +169,8 @@ def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def assert_alike(figures: Figures, expected: Figures, name: str, bound: float = 1e-6) -> None:
     for ours, theirs in zip(figures, expected, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=bound), name
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=bound), name
+        norm_bound = bound if bound < 1e-3 else 0.05  # bf16
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=norm_bound), name
         assert ours["skipped"] == theirs["skipped"] and ours["step"] == theirs["step"]
 
 
@@ -237,7 +235,7 @@ def test_two_ranks_train_as_one_process_and_resume(tmp_path: Path, modes: tuple[
 @pytest.mark.parametrize(
     "modes",
     [
-        ("recompute/4", "rich/2", "topo/4"),
+        ("recompute/4", "rich/2"),
         pytest.param(("plain/4", "recompute/4", "plain/2", "recompute/2"), marks=pytest.mark.thorough),
     ],
 )

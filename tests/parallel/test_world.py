@@ -1,12 +1,26 @@
-"""Who we are, whether the runtime agrees, and what a gang of one does."""
+"""Who we are, whether the runtime agrees, which share is ours, which address others reach, and where ranks meet."""
 
-import numpy as np
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-import torch
 
-from pipeline.core.errors import ConfigError, TransientError
-from pipeline.parallel.gang import Gang, collective_errors
-from pipeline.parallel.world import World, check_world, world_from_env
+from pipeline.core.errors import ConfigError
+from pipeline.parallel.world import (
+    ARRAY_INDEX,
+    Interface,
+    World,
+    check_world,
+    choose_interface,
+    default_routes,
+    gang_variables,
+    has_efa,
+    torchrun_arguments,
+    worker_of,
+    world_from_env,
+)
+from tests.parallel.namespaces import MAIN_ADDRESS, ecs_tasks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 
@@ -53,21 +67,130 @@ def test_the_runtime_must_agree(world_size: int, runtime: int, in_graph: bool, f
         check_world(world, runtime_world_size=runtime, reduces_in_graph=in_graph, device="xla")
 
 
-def test_a_gang_of_one_answers_at_once() -> None:
-    gang = Gang(World(), timeout_s=1)
-    assert gang.agree(True) and not gang.agree(False)
-    assert gang.agree_now(True) and not gang.agree_now(False)
-    tensors = [torch.ones(2)]
-    assert gang.mean(tensors) is tensors and tensors[0].tolist() == [1, 1]
-    assert gang.gather({"x": np.arange(2)})[0]["x"].tolist() == [0, 1]
-    gang.barrier()
-    gang.close()
-    assert not torch.distributed.is_initialized()
+@pytest.mark.parametrize(
+    ("config", "world", "env", "expected"),
+    [
+        ({}, World(), {}, (0, 1)),
+        ({}, World(rank=2, world_size=4), {}, (2, 4)),
+        ({"workers": 7}, World(), {ARRAY_INDEX: "5"}, (5, 7)),
+        ({"workers": 7, "worker": 0}, World(), {ARRAY_INDEX: "5"}, (0, 7)),
+        ({"workers": 3, "worker": 2}, World(rank=1, world_size=4), {}, (9, 12)),
+    ],
+)
+def test_jobs_and_ranks_together(
+    config: dict[str, int], world: World, env: dict[str, str], expected: tuple[int, int]
+) -> None:
+    assert worker_of(config.get("workers", 1), world, env, "embed", config.get("worker")) == expected
 
 
-def test_a_lost_peer_is_transient_and_other_errors_pass() -> None:
-    lost = "a peer failed while waiting: Connection closed"
-    with pytest.raises(TransientError, match=lost), collective_errors("waiting"):
-        raise RuntimeError("Connection closed by peer\nstack")
-    with pytest.raises(KeyError), collective_errors("waiting"):
-        raise KeyError("x")
+@pytest.mark.parametrize(
+    ("config", "env", "reason"),
+    [
+        ({}, {ARRAY_INDEX: "0"}, "worker 0 of 1"),
+        ({"workers": 4}, {}, "worker unknown of 4"),
+        ({"workers": 4}, {ARRAY_INDEX: "4"}, "worker 4 of 4"),
+        ({"workers": 4, "worker": 4}, {}, "worker 4 of 4"),
+        ({"workers": 4}, {ARRAY_INDEX: "x"}, "worker x of 4"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(config: dict[str, int], env: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        worker_of(config.get("workers", 1), World(), env, "embed", config.get("worker"))
+
+
+ECS_TASK = (
+    Interface("lo", "127.0.0.1"),
+    Interface("ecs-eth0", "169.254.172.8"),
+    Interface("eth0", "10.0.0.212"),
+)
+"""As `ip address` lists them in a task of Amazon ECS with a network interface of its own."""
+TABLE = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+docker0\t000011AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0
+ens6\t00000000\t0100000A\t0003\t0\t0\t1024\t00000000\t0\t0\t0
+ens5\t00000000\t0100000A\t0003\t0\t0\t512\t00000000\t0\t0\t0
+"""
+
+
+def test_the_link_to_the_agent_of_ecs_is_never_taken() -> None:
+    for routed in (["eth0"], [], ["ecs-eth0"]):
+        assert choose_interface(ECS_TASK, routed) == Interface("eth0", "10.0.0.212")
+
+
+def test_the_default_route_goes_before_the_order_of_the_system() -> None:
+    host = [
+        Interface("lo", "127.0.0.1"),
+        Interface("docker0", "172.17.0.1"),
+        Interface("br-5f1c", "172.18.0.1"),
+        Interface("veth12ab", "172.19.0.1"),
+        Interface("ens6", "10.0.0.6"),
+        Interface("ens5", "169.254.1.1"),
+        Interface("ens5", "10.0.0.5"),
+    ]
+    assert default_routes(TABLE) == ["ens5", "ens6"]
+    assert choose_interface(host, default_routes(TABLE)).address == "10.0.0.5"
+    assert choose_interface(host, []).address == "10.0.0.6"
+    assert choose_interface(host, ["docker0", "ens7"]).address == "10.0.0.6"
+
+
+@pytest.mark.parametrize("found", [(), ECS_TASK[:2], (Interface("docker0", "172.17.0.1"),)])
+def test_a_machine_that_nobody_can_reach(found: tuple[Interface, ...]) -> None:
+    with pytest.raises(ConfigError, match="no network interface that other machines can reach") as raised:
+        choose_interface(found, [])
+    assert raised.value.expected and all(interface.address in raised.value.seen for interface in found)
+
+
+def test_variables_name_the_interface_and_efa_only_where_there_is_some() -> None:
+    names = {"CCOM_SOCKET_IFNAME": "ens5", "GLOO_SOCKET_IFNAME": "ens5"}
+    efa = names | {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    own = Interface("ens5", "10.0.0.5")
+    assert gang_variables(own, has_efa=False, kernel="5.10.1-amzn2") == names
+    assert gang_variables(own, has_efa=True, kernel="6.1.102-111.182.amzn2023.x86_64") == efa
+    assert gang_variables(own, has_efa=True, kernel="5.15.0") == efa
+    assert gang_variables(own, has_efa=True, kernel="5.10.220") == efa | {"FI_EFA_FORK_SAFE": "1"}
+
+
+def test_efa_devices_are_those_of_the_container(tmp_path: Path) -> None:
+    assert not has_efa(tmp_path / "none")
+    (tmp_path / "rdma_cm").touch()
+    assert not has_efa(tmp_path)
+    (tmp_path / "uverbs0").touch()
+    assert has_efa(tmp_path)
+
+
+@pytest.mark.stage
+def test_in_a_task_of_ecs_torchrun_is_told_the_address_of_the_task() -> None:
+    code = (
+        "from pipeline.parallel.world import torchrun_arguments\n"
+        "print(*torchrun_arguments(1, {'TRNJOBS_NODE': '0', 'TRNJOBS_NODES': '2'}))"
+    )
+    with ecs_tasks() as (main, _):
+        done = subprocess.run([*main, sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"--master-addr={MAIN_ADDRESS} " in done.stdout
+
+
+GANG = {"TRNJOBS_NODES": "4", "TRNJOBS_NODE": "2", "TRNJOBS_MAIN": "10.0.0.7"}
+MAIN = ["--nnodes=4", "--node-rank=0", "--master-addr=10.0.0.9", "--master-port=41000"]
+CHILD = ["--nnodes=4", "--node-rank=2", "--master-addr=10.0.0.7", "--master-port=41000"]
+GIVEN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23654"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, []),
+        ({"TRNJOBS_NODES": "1", "TRNJOBS_NODE": "0"}, []),
+        (GANG, CHILD),
+        ({**GANG, "TRNJOBS_NODE": "0"}, MAIN),
+        (GANG | GIVEN, [*CHILD[:2], "--master-addr=127.0.0.1", "--master-port=23654"]),
+    ],
+)
+def test_where_ranks_meet(env: dict[str, str], expected: list[str]) -> None:
+    ranks = ["--nproc-per-node=2", "--max-restarts=0"]
+    found = torchrun_arguments(2, env, own=lambda: "10.0.0.9")
+    assert found == ([*ranks, *expected] if expected else ["--standalone", "--local-addr=127.0.0.1", *ranks])
+
+
+@pytest.mark.parametrize("change", [{"TRNJOBS_MAIN": ""}, {"TRNJOBS_NODE": "4"}, {"TRNJOBS_NODE": ""}])
+def test_half_a_set_of_variables_is_refused(change: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        torchrun_arguments(1, GANG | change)

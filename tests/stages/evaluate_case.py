@@ -33,7 +33,6 @@ FLAGS = (
     "--data.slices=brand",
     "--train.max-steps=40",
     "--train.evaluate-every=0",
-    "--evaluate.retrieval.window-rows=100",
     "--gate.min-queries=10",
     "--gate.resamples=300",
     "--gate.drops=ndcg@10=0.05,macro_f1=0.05",

@@ -20,8 +20,9 @@ from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.scores import load_scores, to_rows
-from pipeline.registry.promote import promote, roll_back
+from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, read_history
+from pipeline.registry.serving import roll_back_model
 from pipeline.stages import evaluate
 from tests.stages.evaluate_case import FLAGS, Case, noisy, not_a_number
 
@@ -110,7 +111,7 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     assert "forced: a rehearsal" in promoted.entries[-1].reasons
     assert "done already; promoted, figures" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
     author = Author(by="an operator", code_version="v")
-    roll_back(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
+    roll_back_model(promoted.storage, "relevance", "", reason="a rehearsal", author=author)
     again = f"trnpipe registry promote {worse} --force REASON puts it there again"
     assert f"rolled back since ({again})" in promoted.run(flag, "--evaluate.force-reason=a rehearsal")
 
@@ -139,13 +140,14 @@ def test_scores_of_a_head_that_was_not_trained_are_no_figures(case: Case) -> Non
 def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(case: Case) -> None:
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=4,8")
     whole = case.report().candidate
-    assert whole.retrieval is not None and list(whole.retrieval_by_width) == [4, 8]
-    assert "search with vectors cut to fewer dimensions" in told and "candidate 8" in told
-    narrow = whole.retrieval_by_width[4].values
-    assert narrow.keys() == whole.retrieval.values.keys() and narrow != whole.retrieval.values
+    assert whole.retrieval is not None and list(whole.ndcg_by_width) == [4, 8]
+    assert "search of the candidate with vectors cut to 8 dimensions: nDCG 0." in told
+    narrow = whole.ndcg_by_width[4]
+    assert 0 < narrow < whole.retrieval.values["retrieval_ndcg@10"]
     case.run("--no-evaluate.promote", "--embed.output.dimensions=4")
     cut = case.report().candidate
-    assert cut.retrieval is not None and cut.retrieval.values == narrow and not cut.retrieval_by_width
+    assert cut.retrieval is not None and not cut.ndcg_by_width
+    assert cut.retrieval.values["retrieval_ndcg@10"] == narrow
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=33", code=78)
     assert "evaluate.retrieval.dimensions is 33, the model's vectors have 32" in told
 
@@ -275,33 +277,23 @@ def test_promoted_under_one_name_it_is_not_under_another(promoted: Case, monkeyp
     assert len(promoted.history) == 1
 
 
-def test_killed_after_the_verdict_it_goes_on_from_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["promote", "store_result"])
+def test_killed_after_the_verdict_or_the_promotion_it_goes_on_from_there(
+    case: Case, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     def killed(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "promote", killed)
+        patch.setattr(evaluate, step, killed)
         case.run(code=143)
-    assert case.pointer is None and case.result() is None
+    assert (case.pointer is None) is (step == "promote") and case.result() is None
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
-        case.run()
-    assert case.pointer is not None
-
-
-def test_killed_after_the_promotion_the_result_still_tells_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "store_result", killed)
-        case.run(code=143)
-    assert case.pointer is not None and case.result() is None
-    assert "promoted, generation 1" in case.run()
+        assert "promoted, generation 1" in case.run()
     result = case.result()
     assert result is not None and result.figures["promoted"] is True and result.figures["generation"] == 1
-    assert len(case.history) == 1
-    assert "done already; promoted" in case.run()
+    assert len(case.history) == 1 and "done already; promoted" in case.run()
 
 
 def test_a_broken_incumbent_is_named_with_the_way_out(promoted: Case) -> None:

@@ -17,7 +17,7 @@ from tests.stages.evaluate_case import FLAGS
 
 pytestmark = [pytest.mark.stage, pytest.mark.fault, pytest.mark.slow]
 
-SLOW = ("--train.micro-batch-size=2", "--evaluate.save-every-s=0.001", "--evaluate.retrieval.max-queries=20")
+SLOW = ("--train.micro-batch-size=2", "--evaluate.retrieval.max-queries=20")
 
 
 @pytest.fixture
@@ -25,15 +25,16 @@ def place(tmp_path: Path) -> Iterator[Place]:
     flags = (*FLAGS, *SLOW)
     for stage in ("prepare", "train"):
         assert main([stage, *FLAGS, f"--workspace={tmp_path}/whole", "--cycle=c1"]) == 0
-    here = Place(str(tmp_path / "workspace"), tmp_path, flags)
+    (tmp_path / "sitecustomize.py").write_text("from pipeline.evaluate import models\nmodels.SAVE_EVERY_S = 0.001\n")
+    seeded = {"PYTHONPATH": str(tmp_path)}
+    here = Place(str(tmp_path / "workspace"), tmp_path, flags, env=seeded, forked=False)
     yield here
     here.close()
 
 
 def parts(storage: Storage) -> int:
-    """Rows in committed parts."""
-    folders = storage.list_dirs("cycles/c1/evaluate/parts/")
-    return sum(len(storage.list_dirs(f"cycles/c1/evaluate/parts/{name}/")) for name in folders)
+    """Committed parts."""
+    return sum("/done/" in stat.key for stat in storage.list("cycles/c1/evaluate/parts/"))
 
 
 def scores_in(place: Place) -> ScoreSet:
@@ -64,7 +65,7 @@ def test_stopped_and_killed_it_goes_on_with_other_ranks(place: Place) -> None:
 
     refused, _ = place.run_ranks("evaluate", 2, "--gate.floors=accuracy=1.0", code=80)
     assert "2 x cpu" in refused.out and "is not promoted" in refused.err
-    assert not place.storage.list_dirs("cycles/c1/evaluate/parts/")
+    assert not parts(place.storage)
     assert main(["evaluate", *FLAGS, *SLOW, f"--workspace={place.path}", "--cycle=c1"]) == 0
     assert read_pointer(place.storage, "relevance") is not None
 

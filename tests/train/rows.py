@@ -40,7 +40,6 @@ MODEL = ModelConfig(
     cross_layers=1,
     feature_sizes=(8,),
     mlp_sizes=(16,),
-    categorical_size=4,
 )
 TRAIN = TrainConfig(
     start="scratch",

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from pipeline.train.config import GuardConfig
-from pipeline.train.optimizer import MEAN, SEEN, SKIPPED, SKIPPED_IN_A_ROW, VARIANCE, SpikeGuard
+from pipeline.train.optimizer import MEAN, SEEN, SKIPPED, SKIPPED_IN_A_ROW, VARIANCE, WARMUP_STEPS, SpikeGuard
 
-CONFIG = GuardConfig(warmup_steps=10)
+CONFIG = GuardConfig()
+CALM = WARMUP_STEPS + 30
 
 
 def judge(guard: SpikeGuard, norm: float, loss: float = 1.0) -> bool:
@@ -16,7 +17,7 @@ def judge(guard: SpikeGuard, norm: float, loss: float = 1.0) -> bool:
 def warmed(config: GuardConfig = CONFIG) -> SpikeGuard:
     guard = SpikeGuard(config, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
-    norms = 1.0 + 0.1 * torch.randn(40, generator=generator)
+    norms = 1.0 + 0.1 * torch.randn(CALM, generator=generator)
     assert all(judge(guard, float(norm)) for norm in norms)
     return guard
 
@@ -25,7 +26,7 @@ def test_moments_follow_the_norms() -> None:
     guard = warmed()
     assert float(guard.state[MEAN]) == pytest.approx(1.0, abs=0.05)
     assert 0.05 < float(guard.state[VARIANCE]) ** 0.5 < 0.2
-    assert guard.state[SEEN] == 40
+    assert guard.state[SEEN] == CALM
 
 
 @pytest.mark.parametrize("steps", [0, 40])
@@ -54,7 +55,7 @@ def test_a_spike_is_refused_and_the_next_calm_step_taken() -> None:
 def test_calm_runs_are_not_cut() -> None:
     """Without spread, 6 sigma is nothing; the ratio keeps ordinary ups and downs."""
     guard = SpikeGuard(CONFIG, torch.device("cpu"))
-    assert all(judge(guard, 1.0) for _ in range(30))
+    assert all(judge(guard, 1.0) for _ in range(CALM))
     assert judge(guard, 3.9)
     assert not judge(guard, 30.0)
 
@@ -66,7 +67,7 @@ def test_spikes_are_not_judged_during_the_warm_up() -> None:
 
 @pytest.mark.parametrize("level", [5.0, 30.0, 100.0])
 def test_a_lasting_change_of_level_is_followed_within_patience(level: float) -> None:
-    guard = warmed(GuardConfig(warmup_steps=10))
+    guard = warmed()
     taken = [judge(guard, level) for _ in range(GuardConfig().patience + 200)]
     first = taken.index(True)
     assert first < GuardConfig().patience

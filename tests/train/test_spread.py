@@ -104,7 +104,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "replicas": {"plan": {"shard_degree": 1}},
         "tensor": {"plan": {"tensor_degree": 2}},
         "recompute": {"plan": {"shard_degree": 2, "recompute": "units"}},
-        "offload": {"plan": {"shard_degree": 2, "offload_horizon": 2}},
+        "offload": {"plan": {"shard_degree": 2, "recompute": "units", "offload": True}},
     }
     check_plans(tmp_path, 2, cases)
 
@@ -112,7 +112,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_tensor_peers_draw_the_dropout_of_one_rank(tmp_path: Path) -> None:
     peers: dict[str, Any] = {"tensor_degree": 2}
-    again = {**peers, "recompute": "units", "offload_horizon": 1}
+    again = {**peers, "recompute": "units", "offload": True}
     cases: dict[str, dict[str, Any]] = {"peers": {"plan": peers}, "again": {"plan": again}}
     check_plans(tmp_path, 2, cases, dropout=0.1)
 
@@ -124,7 +124,9 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_eight_ranks(tmp_path: Path) -> None:
-    check_plans(tmp_path, 8, {"all": {"plan": {"shard_degree": 2, "tensor_degree": 2, "offload_horizon": 2}}})
+    check_plans(
+        tmp_path, 8, {"all": {"plan": {"shard_degree": 2, "tensor_degree": 2, "recompute": "units", "offload": True}}}
+    )
 
 
 @pytest.mark.stage

@@ -2,29 +2,57 @@
 
 <cycle>.html, <cycle>.json   of one cycle; of one that has ended the same, byte for byte, whenever and by whomever made
 index.json, index.html       one line a cycle, in the order in which they were submitted
+
+The page is one file that asks for nothing and runs nothing. The templates escape every text.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from functools import cache
 from math import inf
+from statistics import median
 from typing import Literal
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from jobs.config import JobsConfig
-from jobs.cycle.cost_ledger import read_ledger
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord
-from jobs.cycle.page.data import TREND, CycleRow, PageData, gather, row_of
-from jobs.cycle.page.html import index, page
+from jobs.cycle.ledger import SPENT, Entry, read_ledger
+from jobs.cycle.page import charts
+from jobs.cycle.page.charts import number
+from jobs.cycle.page.gather import HOLDOUT, CycleRow, PageData, gather, main_metric, row_of
+from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, money
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from pipeline.core.errors import DataError, TransientError
+from pipeline.core.format import format_duration, format_share, usd
 from pipeline.core.record import Record
+from pipeline.evaluate.config import MetricName
+from pipeline.evaluate.gate.compare import GateCheck
+from pipeline.evaluate.report import table_lines
 from pipeline.io.storage import Storage, read_record
 
 INDEX = "reports/index.json"
 INDEX_PAGE = "reports/index.html"
 MAX_CYCLES = 2000
 """Of the index; those that were submitted first go."""
+TREND = 20
+"""Cycles of the trend, this one included."""
+MAX_LANES = 60
 _TRIES = 20
+_WITHOUT = " WITHOUT a comparison"
+"""Follows `promoted` if nothing judged the model."""
+_HIDDEN = dict.fromkeys(
+    [
+        *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and code not in (0x09, 0x0A)),
+        *(0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xFEFF),  # they turn text around
+        *range(0xD800, 0xE000),  # halves of pairs
+    ],
+    "\ufffd",
+)
 
 
 class Index(Record):
@@ -43,7 +71,7 @@ def data_key(cycle: str) -> str:
 def write_page(
     store: CycleStore, plan: Plan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
 ) -> PageData:
-    """Write the page over an earlier one; what it shows. `closed`: the end, on record or not yet."""
+    """Write the page over an earlier one; return what it shows. `closed`: the end, on record or not yet."""
     ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
     data = gather(store, plan, ledger, records, closed)
     own = row_of(store, data, closed)
@@ -65,7 +93,7 @@ def write_page(
 
 
 def add_to_index(storage: Storage, own: CycleRow) -> tuple[CycleRow, ...]:
-    """All cycles with this one in its place, the oldest first. Raises DataError for an index that cannot be read."""
+    """Return all cycles with this one in its place, the oldest first. Raises DataError for an unreadable index."""
     for _ in range(_TRIES):
         stat = storage.stat(INDEX)
         known = read_index(storage)
@@ -83,6 +111,207 @@ def add_to_index(storage: Storage, own: CycleRow) -> tuple[CycleRow, ...]:
 
 
 def read_index(storage: Storage) -> Index | None:
-    """None when there is none. Raises DataError when it cannot be read."""
+    """Return None when there is none. Raises DataError when it cannot be read."""
     again = "delete it; trnjobs report --cycle puts each cycle into it again"
     return read_record(storage, INDEX, Index, "the index of cycles", "trnjobs report", next_command=again)
+
+
+# From data to HTML.
+
+
+@cache
+def _templates() -> Environment:
+    made = Environment(
+        loader=PackageLoader("jobs.cycle.page", "."),
+        autoescape=True,
+        extensions=["jinja2.ext.do"],
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_share}
+    made.filters |= {"stamp": _stamp, "figure_text": _figure_text}
+    return made
+
+
+def page(data: PageData, own: CycleRow) -> str:
+    """Return the page of a cycle; `own`: its line in the index."""
+    text = (
+        _templates()
+        .get_template("page.html.j2")
+        .render(
+            data=data,
+            own=own,
+            charts=charts,
+            sentence=outcome_sentence(data),
+            tries_chart=_tries_chart(data),
+            trends=trends((*data.history, own), own.metric) if data.history else (),
+            median_of=_median_of(data.history[-10:]),
+            gate_groups=_gate_groups(data),
+            table_lines=table_lines,
+            holdout_name=HOLDOUT,
+            spent=SPENT,
+            kinds=charts.KINDS,
+            missing_categories=_missing_categories(data),
+            health_figures=_health_figures(data),
+            deadlines=DEADLINES,
+            goodput_note=GOODPUT,
+            money=money,
+            no_log=NO_LOG,
+        )
+    )
+    return visible(text)
+
+
+def index(rows: Sequence[CycleRow]) -> str:
+    """Return the page of all cycles, the newest first; `rows`: the oldest first."""
+    recent = rows[-TREND:]
+    metric = next((row.metric for row in reversed(recent) if row.metric), "")
+    shown = trends(recent, metric)[:4] if len(recent) > 1 else ()
+    return visible(_templates().get_template("index.html.j2").render(rows=rows, trends=shown, without=_WITHOUT))
+
+
+def visible(text: str) -> str:
+    """Return a text in which characters that control a terminal or the direction of text are shown."""
+    return text.translate(_HIDDEN)
+
+
+def outcome_sentence(data: PageData) -> str:
+    """Return how the cycle ended, in one line."""
+    outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
+    failed = ", ".join(job.name for job in data.jobs if job.ending == "failed")
+    if outcome == "open":
+        running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
+        return f"Under way: {running} running." if running else "Under way."
+    if outcome == "refused":
+        checks = data.evaluation.verdict.checks if data.evaluation else ()
+        reasons = [check.reason for check in checks if check.outcome == "fail"]
+        why = "; ".join(reasons[:2]) + (f"; and {len(reasons) - 2} more" if len(reasons) > 2 else "")
+        return f"Refused: {why or data.reason or 'the gate says why'}. Production stays as it is."
+    if outcome == "failed":
+        return f"Failed{f' in {failed}' if failed else ''}: {data.reason or 'no reason is on record'}."
+    if outcome == "cancelled":
+        return f"Cancelled: {data.reason or 'no reason was given'}."
+    if data.promoted:
+        how = (" by force" if evaluated.get("forced") else "") + (_WITHOUT if data.without_comparison else "")
+        checks = data.evaluation.verdict.checks if data.evaluation else ()
+        check = next((one for one in checks if one.kind == "delta" and one.candidate is not None), None)
+        name, value, *_ = main_metric(data.evaluation)
+        change = f"the first model, {name} {number(value)}" if name else "a new model is in production"
+        if check:
+            change = f"{check.metric} {number(check.candidate)}, before {number(check.incumbent)}"
+        return f"Promoted{how}: {change}."
+    if evaluated.get("nothing_new"):
+        return "Nothing new: there was nothing to learn from, and the model in production stays."
+    return "Passed, and not promoted." if "promoted" in evaluated else "Succeeded."
+
+
+def _tries_chart(data: PageData) -> Markup:
+    """Draw every try over time: a lane for each job and each child of an array, those that failed before others."""
+    ledger = data.ledger
+    if not ledger.entries or ledger.began_at is None:
+        return Markup()
+    lanes: dict[str, list[Entry]] = {}
+    for entry in ledger.entries:
+        lanes.setdefault(entry.job, []).append(entry)
+    with_failures = {name for name, tries in lanes.items() if any(one.has_failed for one in tries)}
+    first = set(sorted(lanes, key=lambda name: name not in with_failures and ":" in name)[:MAX_LANES])
+    known = {re.sub(r"-[0-9]+-node[0-9]+(-round-[0-9]+)?$", "", one.job) for one in data.post_mortems}
+    due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
+    return charts.gantt(
+        {name: tries for name, tries in lanes.items() if name in first},
+        round(1000 * ledger.began_at),
+        due_s,
+        {name for name in lanes if name.replace(":", "-") in known},
+    )
+
+
+def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
+    """Return the comparisons of the gate under their titles; slices by how much the candidate lost."""
+
+    def harm(check: GateCheck) -> tuple[int, float]:
+        change = (check.candidate or 0.0) - (check.incumbent or 0.0)
+        gain = -change if MetricName.parse(check.metric).lower_is_better else change
+        return ("fail", "warn", "pass", "skipped").index(check.outcome), gain
+
+    checks = data.evaluation.verdict.checks if data.evaluation else ()
+    compared = [check for check in checks if check.low is not None and check.high is not None]
+    slices = sorted((check for check in compared if check.kind == "slice"), key=harm)
+    groups = [("Overall", [check for check in compared if check.kind != "slice"])]
+    return [*groups, ("Slices, those that lost most first", slices)]
+
+
+def trends(rows: Sequence[CycleRow], metric: str) -> list[tuple[str, Markup, list[str]]]:
+    """Return the figures of cycles over time: name, a line, and the lowest, the median, the highest and the last."""
+    kinds: list[tuple[str, Callable[[CycleRow], float | None], Callable[[float | None], str]]] = [
+        (metric or "metric", lambda row: row.value_of(metric), number),
+        ("cost", lambda row: row.usd, usd),
+        ("took", lambda row: row.took_s, format_duration),
+        ("goodput", lambda row: row.goodput, format_share),
+        ("rows", lambda row: row.rows, number),
+    ]
+    found = []
+    for name, value, words in kinds:
+        values = [value(row) for row in rows]
+        known = [one for one in values if one is not None]
+        if known:
+            of_metric = [(row.low, row.high) if row.metric == metric else (None, None) for row in rows]
+            points = [
+                (one, row.promoted or not row.metric, f"{row.cycle}, {row.outcome}: {words(one)}")
+                for row, one in zip(rows, values, strict=True)
+            ]
+            label = f"{name} over {len(rows)} cycles, last {words(known[-1])}"
+            drawn = charts.spark(points, label, of_metric if name == metric else ())
+            found.append((name, drawn, [*map(words, (min(known), median(known), max(known), values[-1]))]))
+    return found
+
+
+def _median_of(rows: Iterable[CycleRow]) -> Callable[[str, str], float | None]:
+    """Return a lookup of medians over earlier cycles: `seconds` or `usd` of a stage, or of the whole cycle ('')."""
+    usual = [row for row in rows if row.outcome != "cancelled"]
+
+    def lookup(what: str, stage: str) -> float | None:
+        if what == "seconds":
+            values = [row.stage_s.get(stage) if stage else row.machine_s for row in usual]
+        else:
+            values = [row.stage_usd.get(stage) if stage else row.usd for row in usual]
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
+
+    return lookup
+
+
+def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
+    """Return for each categorical column the rows without a value, their share in the newest partition, and before."""
+    counting = [one for one in data.prepared.partitions if one.without_category] if data.prepared else []
+    found = []
+    for column, rows in counting[-1].without_category.items() if counting else ():
+        newest, counted = counting[-1], [one for one in counting[:-1] if column in one.without_category]
+        earlier, of = (
+            sum(one.without_category[column] for one in counted),
+            sum(sum(one.rows.values()) for one in counted),
+        )
+        share = rows / usable if (usable := sum(newest.rows.values())) else None
+        found.append((column, number(rows + earlier), format_share(share), format_share(earlier / of if of else None)))
+    return found
+
+
+def _health_figures(data: PageData) -> list[tuple[str, ...]]:
+    """Return the lowest, the median and the highest of every figure of the checks over all nodes."""
+    values = dict[tuple[str, str], list[float]]()
+    for result in (result for node in data.machines for result in node.results):
+        for name, value in (("seconds", result.seconds), *result.figures.items()):
+            if isinstance(value, int | float):
+                values.setdefault((result.name, name.replace("_", " ")), []).append(float(value))
+    return [(*names, *map(number, (min(found), median(found), max(found)))) for names, found in values.items()]
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _figure_text(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    return number(value) if isinstance(value, int | float) else str(value)

@@ -3,7 +3,7 @@
 The account is the one at AWS, or the one that Terraform is about to make, read from `terraform show -json PLAN`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,7 @@ def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
     """Warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
     check_plan(plan)
     account = look_up(client, plan)
-    problems = list(dict.fromkeys(account_problems(plan, account)))
-    if problems:
-        raise ConfigError(
-            "\n  ".join(["AWS Batch in this account would not run this plan:", *problems]),
-            expected="an enabled fair-share queue whose compute environments can hold every job",
-            next_command="aws batch describe-job-queues; correct [jobs] or the queue, then trnjobs plan",
-        )
+    refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
     changing = [name for name, queue in account.queues.items() if queue["status"] in ("CREATING", "UPDATING")]
     if changing:
         raise TransientError(
@@ -48,6 +42,16 @@ def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
             next_command="run the same command again in a minute",
         )
     return tuple(dict.fromkeys(account_warnings(plan, account)))
+
+
+def refuse_account(problems: Iterable[str], expected: str) -> None:
+    """Raises ConfigError with all problems, if any."""
+    if lines := list(dict.fromkeys(problems)):
+        raise ConfigError(
+            "\n  ".join(["AWS Batch in this account would not run this plan:", *lines]),
+            expected=expected,
+            next_command="aws batch describe-job-queues; correct [jobs] or the queue, then trnjobs plan",
+        )
 
 
 def look_up(client: BatchClient, plan: Plan) -> Account:
@@ -161,37 +165,16 @@ class PlannedOutputs(BaseModel):
     @property
     def account(self) -> Account:
         """As AWS Batch would describe it once it is there."""
-        return Account(
-            queues={
-                one.queue: {
-                    "jobQueueName": one.queue,
-                    "state": "ENABLED",
-                    "status": "VALID",
-                    "schedulingPolicyArn": one.queue,
-                    "computeEnvironmentOrder": [{"computeEnvironment": one.queue}],
-                }
-                for one in self.fleet
-            },
-            environments={
-                one.queue: {
-                    "type": "MANAGED",
-                    "state": "ENABLED",
-                    "status": "VALID",
-                    "computeResources": {
-                        "type": one.type,
-                        "maxvCpus": one.max_vcpus,
-                        "instanceTypes": list(one.instance_types),
-                    },
-                }
-                for one in self.fleet
-            },
-            policies={
-                one.queue: {
-                    "fairsharePolicy": {"shareDistribution": [{"shareIdentifier": share} for share in one.shares]}
-                }
-                for one in self.fleet
-            },
-        )
+        queues, environments, policies = dict[str, Detail](), dict[str, Detail](), dict[str, Detail]()
+        for one in self.fleet:
+            name, usable = one.queue, {"state": "ENABLED", "status": "VALID"}
+            order = [{"computeEnvironment": name}]
+            queues[name] = {**usable, "schedulingPolicyArn": name, "computeEnvironmentOrder": order}
+            machines = {"type": one.type, "maxvCpus": one.max_vcpus, "instanceTypes": one.instance_types}
+            environments[name] = {**usable, "type": "MANAGED", "computeResources": machines}
+            shares = [{"shareIdentifier": share} for share in one.shares]
+            policies[name] = {"fairsharePolicy": {"shareDistribution": shares}}
+        return Account(queues, environments, policies)
 
 
 def read_planned(path: Path) -> PlannedOutputs:

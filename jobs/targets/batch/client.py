@@ -38,17 +38,11 @@ def connect(service: str) -> Any:
     )
     try:
         return s3_client.new_client(service, config)
-    except (boto.NoRegionError, boto.InvalidRegionError, boto.ProfileNotFound) as error:
-        raise ConfigError(
+    except (boto.NoRegionError, boto.InvalidRegionError, boto.ProfileNotFound, ValueError) as error:
+        raise ConfigError(  # without the text of the error: it may quote an endpoint with a password
             f"no client for AWS {service}: {type(error).__name__}",
-            expected="a region and a profile that exist",
+            expected="a region and a profile that exist, and AWS_ENDPOINT_URL a URL or not set",
             next_command="export AWS_DEFAULT_REGION=us-west-2",
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"no client for AWS {service}: AWS_ENDPOINT_URL is no URL",
-            expected="https://host, or the variable not set",
-            next_command="unset AWS_ENDPOINT_URL",
         ) from error
 
 
@@ -121,21 +115,15 @@ def translate(error: Exception, doing: str, *, rights: str = RIGHTS) -> TrnpipeE
             expected="an answer of the service",
             next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
         )
-    if isinstance(error, _NO_CREDENTIALS) or name_of(error) in _BAD_CREDENTIALS:
+    has_no_credentials = isinstance(error, _NO_CREDENTIALS) or name_of(error) in _BAD_CREDENTIALS
+    if has_no_credentials or status == 403 or name_of(error) == "AccessDenied":
         return ConfigError(
-            f"no usable AWS credentials while {doing} ({name})",
-            expected="a job role, an instance role, a profile or AWS_ACCESS_KEY_ID with its secret",
-            next_command="aws sts get-caller-identity",
-        )
-    if status == 403 or name_of(error) == "AccessDenied":
-        return ConfigError(
-            f"AWS: {name} while {doing}",
-            expected=rights,
+            f"{'no usable AWS credentials' if has_no_credentials else 'AWS: no right'} while {doing} ({name})",
+            expected=f"credentials with {rights}",
             next_command="aws sts get-caller-identity; correct the policy of that role",
         )
     # What the service says. boto3's own text may quote an endpoint with a password; it is left out.
-    message = message_of(error) if isinstance(error, boto.ClientError) else "no answer"
-    message = str(error) if isinstance(error, boto.ParamValidationError) else message
+    message = str(error) if isinstance(error, boto.ParamValidationError) else message_of(error) or "no answer"
     return ConfigError(
         f"AWS refused {doing} ({name}): {message}",
         expected="a request that AWS accepts",
@@ -183,7 +171,6 @@ _DESCRIBED = {  # the operation, what its answer holds, and what it is asked by
     "queues": ("describe_job_queues", "jobQueues", "jobQueues"),
     "compute environments": ("describe_compute_environments", "computeEnvironments", "computeEnvironments"),
     "scheduling policies": ("describe_scheduling_policies", "schedulingPolicies", "arns"),
-    "service environments": ("describe_service_environments", "serviceEnvironments", "serviceEnvironments"),
 }
 
 

@@ -10,7 +10,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.base import Target, keep_cancels, log_stream, no_log, read_cancels, seconds_of
 from jobs.targets.batch.account import preflight
-from jobs.targets.batch.blocked import block_lines, blocked_sightings, overdue
+from jobs.targets.batch.blocked import NEVER_STARTS, block_line, blocked_sightings
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.requests import Request, definition_request, job_name, submit_request
@@ -163,9 +163,11 @@ class BatchTarget(Target):
         now = self.store.clock()
         sightings = blocked_sightings(records, self.store.sightings(), now)
         self.store.save_sightings(sightings)
-        for one in overdue(sightings, now, dwell_s):
-            self.client.terminate_job(one.id.partition(":")[0], f"blocked for {now - one.since:.0f} s: {one.reason}")
-        return tuple(block_lines(sightings, now))
+        for one in sightings:
+            if one.reason.startswith(NEVER_STARTS) and now - one.since >= dwell_s:
+                reason = f"blocked for {now - one.since:.0f} s: {one.reason}"
+                self.client.terminate_job(one.id.partition(":")[0], reason)
+        return tuple(block_line(one, now) for one in sightings)
 
     def _hand_over(self, finder: Finder, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()

@@ -36,52 +36,44 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import translate_os_error
-from pipeline.parallel.network import own_address
+from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S
 
-# What of a machine is free: virtual CPUs, memory, and the places for gangs.
+# What of a machine is free: virtual CPUs, memory, and the places for node groups.
 
 
 class Slots(Record):
     """An amount of resources: of a machine, or of what runs on it."""
 
-    vcpus: int = Field(0, ge=0)
-    memory_mib: int = Field(0, ge=0)
-    gangs: int = Field(0, ge=0, description="Multi-node jobs at once")
+    vcpus: int = 0
+    memory_mib: int = 0
+    groups: int = Field(0, description="Multi-node jobs at once")
 
-    def plus(self, other: "Slots") -> "Slots":
+    def plus(self, job: JobSpec) -> "Slots":
+        """With one leaf of a job: all its nodes, or one child of an array."""
+        nodes, needs = max(1, job.num_nodes), job.resources
         return Slots(
-            vcpus=self.vcpus + other.vcpus,
-            memory_mib=self.memory_mib + other.memory_mib,
-            gangs=self.gangs + other.gangs,
+            vcpus=self.vcpus + needs.vcpus * nodes,
+            memory_mib=self.memory_mib + needs.memory_mib * nodes,
+            groups=self.groups + (job.num_nodes > 0),
         )
 
     def fits_in(self, room: "Slots") -> bool:
-        return self.vcpus <= room.vcpus and self.memory_mib <= room.memory_mib and self.gangs <= room.gangs
+        return self.vcpus <= room.vcpus and self.memory_mib <= room.memory_mib and self.groups <= room.groups
 
     def __str__(self) -> str:
-        gangs = f", {self.gangs} gang" if self.gangs else ""
-        return f"{self.vcpus} vCPU, {self.memory_mib:,} MiB{gangs}"
-
-
-def need_of(job: JobSpec) -> Slots:
-    """Of one leaf: all nodes of a gang, or one child of an array."""
-    nodes = max(1, job.num_nodes)
-    return Slots(
-        vcpus=job.resources.vcpus * nodes,
-        memory_mib=job.resources.memory_mib * nodes,
-        gangs=1 if job.num_nodes else 0,
-    )
+        groups = f", {self.groups} node group" if self.groups else ""
+        return f"{self.vcpus} vCPU, {self.memory_mib:,} MiB{groups}"
 
 
 def startable_jobs(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots) -> list[Leaf]:
     """Who may start now, from the head of the queue on. Nobody overtakes a job that does not fit, as in AWS Batch."""
     used = Slots()
     for leaf in active:
-        used = used.plus(need_of(leaf.spec))
+        used = used.plus(leaf.spec)
     chosen = []
     for leaf in queue:
-        used = used.plus(need_of(leaf.spec))
+        used = used.plus(leaf.spec)
         if not used.fits_in(machine):
             break
         chosen.append(leaf)
@@ -90,7 +82,8 @@ def startable_jobs(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots
 
 def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
     """Raises ConfigError naming every job that could never run here."""
-    too_big = [f"{job.name}: {need_of(job)}" for job in jobs if not need_of(job).fits_in(machine)]
+    needs = {job.name: Slots().plus(job) for job in jobs}
+    too_big = [f"{name}: {one}" for name, one in needs.items() if not one.fits_in(machine)]
     if too_big:
         raise ConfigError(
             "\n  ".join([f"{len(too_big)} jobs need more than this machine has:", *too_big]),
@@ -99,7 +92,7 @@ def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
         )
 
 
-# The nodes of one attempt, as AWS Batch runs them; a job of one container is a gang of its main node alone.
+# The nodes of one attempt, as AWS Batch runs them; a job of one container is its main node alone.
 #
 # The main node starts first, the others when it runs. When it ends the others are stopped, and its end is that of the
 # attempt. The end of another node changes nothing. Source: the user guide of AWS Batch, multi-node parallel jobs.
@@ -195,7 +188,9 @@ class Engine:
         """
         trouble_since: float | None = None
         while not self.is_done():
-            self._show_life()
+            if self.monotonic() - self._touched_at >= TOUCH_S:  # show that the engine lives
+                self._touched_at = self.monotonic()
+                self.files.touch()
             try:
                 changed = self.tick()
                 trouble_since = None
@@ -210,11 +205,6 @@ class Engine:
                 self.pause(self.poll_s)
         self.files.touch()
         self.stop.raise_if_set("running the jobs of the cycle")
-
-    def _show_life(self) -> None:
-        if self.monotonic() - self._touched_at >= TOUCH_S:
-            self._touched_at = self.monotonic()
-            self.files.touch()
 
     def is_done(self) -> bool:
         """Whether nothing is left to do, now that it is written down."""

@@ -234,7 +234,7 @@ def node_environment(
         environment |= {
             NUM_NODES: str(spec.num_nodes),
             NODE: str(node),
-            "MASTER_PORT": str(gang_port(leaf_id, attempt)),
+            "MASTER_PORT": str(group_port(leaf_id, attempt)),
         }
         if address == LOOPBACK:  # the main node would look in vain for another one of its own
             environment["MASTER_ADDR"] = address
@@ -243,9 +243,11 @@ def node_environment(
     return environment
 
 
-def gang_port(leaf_id: str, attempt: int) -> int:
-    """Where the nodes of one try meet (and the port after it): other gangs of this machine, and what an earlier try
-    left, use others. An even number, the same whoever asks."""
+def group_port(leaf_id: str, attempt: int) -> int:
+    """The port at which the nodes of one attempt meet (and the one after it): an even number, the same whoever asks.
+
+    Other node groups of this machine, and what an earlier attempt left, use others.
+    """
     digest = hashlib.sha256(f"{leaf_id}/{attempt}".encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % (NUM_PORTS // 2) * 2
 

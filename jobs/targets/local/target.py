@@ -26,8 +26,8 @@ MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
 
 
 def this_machine() -> Slots:
-    """All of it, one gang at a time."""
-    return Slots(vcpus=psutil.cpu_count() or 1, memory_mib=psutil.virtual_memory().total // 2**20, gangs=1)
+    """All of it, one node group at a time."""
+    return Slots(vcpus=psutil.cpu_count() or 1, memory_mib=psutil.virtual_memory().total // 2**20, groups=1)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Rights, without a queue: sagemaker:CreateTrainingJob, DescribeTrainingJob, StopT
 training jobs, and iam:PassRole on their execution roles.
 
 With one: batch:SubmitServiceJob, TerminateServiceJob and TagResource on the queue and its jobs; DescribeServiceJob,
-ListServiceJobs, DescribeJobQueues, DescribeSchedulingPolicies and DescribeServiceEnvironments on *;
+ListServiceJobs, DescribeJobQueues and DescribeSchedulingPolicies on *;
 sagemaker:DescribeTrainingJob on training-job/AWSBatch*; iam:PassRole on the execution roles.
 """
 

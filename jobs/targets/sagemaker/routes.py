@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from jobs.cycle.job_states import Leaf
 from jobs.plan.dag import Plan
-from jobs.targets.batch.account import queue_problems, share_warning
+from jobs.targets.batch.account import queue_problems, refuse_account, share_warning
 from jobs.targets.batch.client import Detail
 from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
@@ -19,7 +19,6 @@ from jobs.targets.sagemaker.describe import (
     tries_of,
 )
 from jobs.targets.sagemaker.requests import SERVICE_JOB_TYPE, Cycle, direct_request, service_job_request
-from pipeline.core.errors import ConfigError
 from pipeline.core.progress import Say
 
 
@@ -70,27 +69,13 @@ class QueueRoute:
             problems += queue_problems(name, queue, is_shared=True)
             if queue.get("jobQueueType") != SERVICE_JOB_TYPE:
                 problems.append(f"queue {name}: of type {queue.get('jobQueueType')}; expected {SERVICE_JOB_TYPE}")
-            names = [one["serviceEnvironment"] for one in queue.get("serviceEnvironmentOrder", ())]
-            found = self.client.described("service environments", names)
-            usable = [one for one in found if one.get("state") != "DISABLED" and one.get("status") != "INVALID"]
-            if not usable:
-                problems.append(f"queue {name}: no enabled service environment")
-            limits = [int(limit["maxCapacity"]) for one in usable for limit in one["capacityLimits"]]
-            for job in jobs:
-                if limits and job.num_nodes > max(limits):
-                    problems.append(f"{job.name}: {job.num_nodes} nodes; the service environment has {max(limits):,}")
-            policies = self.client.described("scheduling policies", [queue.get("schedulingPolicyArn") or "none"])
-            for policy in policies:
+            arns = [arn] if (arn := queue.get("schedulingPolicyArn")) else []
+            for policy in self.client.described("scheduling policies", arns):
                 if "fairsharePolicy" not in policy:
                     problems.append(f"queue {name}: its scheduling policy has no fair shares")
                 for job in jobs:
                     warnings += share_warning(name, placement_of(plan, job).share_identifier, policy)
-        if problems:
-            raise ConfigError(
-                "\n  ".join(["AWS Batch in this account would not run this plan:", *dict.fromkeys(problems)]),
-                expected="an enabled fair-share queue of type SAGEMAKER_TRAINING that can hold every job",
-                next_command="aws batch describe-job-queues; correct jobs.sagemaker.queue, then trnjobs plan",
-            )
+        refuse_account(problems, f"an enabled fair-share queue of type {SERVICE_JOB_TYPE} (jobs.sagemaker.queue)")
         for line in dict.fromkeys(warnings):
             self.warn(line)
 

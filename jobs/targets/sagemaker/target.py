@@ -22,7 +22,7 @@ from jobs.targets.base import (
     no_log,
     read_cancels,
 )
-from jobs.targets.batch.blocked import explain
+from jobs.targets.batch.blocked import next_command, reason_in
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.client import QUOTA
@@ -117,8 +117,8 @@ class SageMakerTarget(Target):
                     f"{leaf.name} cannot start: {leaf.status_reason}; next: wait for the account's other jobs, or"
                     " aws service-quotas list-service-quotas --service-code sagemaker"
                 )
-            elif leaf.state is JobState.RUNNABLE and (block := explain(leaf.status_reason)):
-                lines.append(f"{leaf.name} cannot start: {leaf.status_reason}; next: {block.next_command}")
+            elif leaf.state is JobState.RUNNABLE and (reason := reason_in(leaf.status_reason)):
+                lines.append(f"{leaf.name} cannot start: {leaf.status_reason}; next: {next_command(reason)}")
             elif leaf.state.is_active and leaf.status_reason:
                 lines.append(f"{leaf.name} waits for machines of SageMaker: {leaf.status_reason}")
         return tuple(lines)

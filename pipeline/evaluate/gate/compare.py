@@ -23,6 +23,7 @@ from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows,
 # Queries are drawn with replacement, each with all its rows, the same draw for both models (Efron and Tibshirani, "An
 # Introduction to the Bootstrap", 1993). Rows of a query depend on each other; queries do not.
 
+SEED = 1
 _BLOCK_CELLS = 4_000_000  # weights held at a time: 32 MB
 _LEAST_DEFINED = 0.95
 """Share of the draws in which both metrics must be defined."""

@@ -27,6 +27,7 @@ import numpy as np
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig, MetricName, MetricsConfig
 from pipeline.evaluate.gate.compare import (
+    SEED,
     Comparison,
     GateCheck,
     Outcome,
@@ -221,7 +222,7 @@ def judge(
     searched: bool = True,
     baselines: Sequence[Baseline] = (),
     warnings: Sequence[str] = (),
-    seed: int = 0,
+    seed: int = SEED,
 ) -> Verdict:
     """Judge a candidate against the incumbent, if there is one. The same input gives the same verdict.
 
@@ -247,11 +248,8 @@ def judge(
     if not unusable:
         checks = floor_checks(ours, config)
         if theirs is None:
-            outcome: Outcome = "skipped"
             reason = "no production model: the first one is held against floors and baselines"
-            if config.without_incumbent == "refuse":
-                outcome, reason = "fail", "no production model, and gate.without_incumbent is refuse"
-            checks.append(GateCheck(name="incumbent", kind="incumbent", outcome=outcome, reason=reason))
+            checks.append(GateCheck(name="incumbent", kind="incumbent", outcome="skipped", reason=reason))
         else:
             checks += _over_all_rows(ours, theirs, config.drops_for(searched=searched), config, seed)
             checks += _without_search(config, searched=searched)

@@ -150,6 +150,8 @@ def label_f1(queries: Queries, label: Int64s, predicted: Int64s, num_classes: in
 
 # How far the probabilities can be believed: calibration error and log loss, over labelled rows.
 
+NUM_BINS = 15
+"""Of confidence, equal (Guo et al., "On Calibration", ICML 2017)."""
 SMALLEST = float(np.finfo(np.float64).eps)
 """A probability below this counts as this, as in scikit-learn: a sure and wrong row costs at most 36.04 nats."""
 
@@ -162,8 +164,8 @@ def log_loss(queries: Queries, label: Int64s, probabilities: Float64s) -> Sums:
     return Sums(np.stack([queries.sums(-np.log(np.clip(chosen, SMALLEST, 1.0))), counts], axis=1), ratio, counts > 0)
 
 
-def calibration_error(queries: Queries, label: Int64s, probabilities: Float64s, num_bins: int) -> Sums:
-    """Expected calibration error of the most probable label (Guo et al., "On Calibration", ICML 2017).
+def calibration_error(queries: Queries, label: Int64s, probabilities: Float64s, num_bins: int = NUM_BINS) -> Sums:
+    """Expected calibration error of the most probable label.
 
     Confidence falls into equal bins (0, 1/n], (1/n, 2/n], ...: one at an edge belongs to the lower bin. Each bin adds
     |share of right rows - mean confidence| by its share of the rows.

@@ -11,7 +11,7 @@ from pydantic import Field
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.record import Record
-from pipeline.evaluate.config import MetricName, MetricsConfig
+from pipeline.evaluate.config import PRECISION_AT, RECALL_AT, MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import (
     Curve,
     accuracy,
@@ -138,7 +138,7 @@ class RowMetrics:
             "accuracy": lambda: accuracy(self.queries, rows.label, self.predicted),
             "micro_f1": lambda: accuracy(self.queries, rows.label, self.predicted),
             "macro_f1": lambda: label_f1(self.queries, rows.label, self.predicted, num_labels),
-            "ece": lambda: calibration_error(self.queries, rows.label, rows.probabilities, self.config.ece_bins),
+            "ece": lambda: calibration_error(self.queries, rows.label, rows.probabilities),
             "loss": lambda: log_loss(self.queries, rows.label, rows.probabilities),
         }
         return _measured(build[name.word](), "no row has a label")
@@ -192,8 +192,8 @@ def metric_report(rows: ScoredRows, config: MetricsConfig, threshold: float | No
 
 def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
     """The metrics of a report, in the order people read them."""
-    ranked = [f"ndcg@{k}" for k in config.ndcg_at] + ["mrr"] + [f"recall@{k}" for k in config.recall_at]
-    ranked += [f"precision@{k}" for k in config.precision_at]
+    ranked = [f"ndcg@{k}" for k in config.ndcg_at] + ["mrr"] + [f"recall@{k}" for k in RECALL_AT]
+    ranked += [f"precision@{k}" for k in PRECISION_AT]
     classes = ["accuracy", "macro_f1", "micro_f1", *(f"f1:{label}" for label in labels)]
     two = _NOTHING_OF_TWO if len(labels) == 2 else ()
     return [*ranked, *classes, *two, "ece", "loss"]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
-from pipeline.parallel.recompute import recomputed
-from pipeline.parallel.strategies.base import Chunk, Precision, State, Strategy
+from pipeline.parallel.activations import recomputed
+from pipeline.parallel.strategies import Chunk, Precision, State, Strategy
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 ALIGNED = 16  # elements; see _segments

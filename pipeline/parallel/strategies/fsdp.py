@@ -17,15 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.backends import HostGather, HostMean, step_program
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
+from pipeline.parallel.activations import recompute_units
 from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import parallelize
-from pipeline.parallel.recompute import recompute_units
-from pipeline.parallel.strategies.base import KINDS, Chunk, Precision, State, Strategy
+from pipeline.parallel.parallelize import find_units, parallelize
+from pipeline.parallel.strategies import KINDS, Chunk, Precision, State, Strategy
 from pipeline.parallel.strategies.flat import FlatLayout, split_saved
 from pipeline.parallel.tensor_plan import fused_parts
 from pipeline.parallel.tensors import full_cpu_tensor, load_shard, local_shard, shard_groups
-from pipeline.parallel.units import find_units
 
 
 class FsdpStrategy(Strategy):
@@ -81,10 +80,10 @@ class FsdpStrategy(Strategy):
             self._norms.setdefault(shard_groups(parameter), []).append(index)
 
     def publish(self) -> None:
-        """Units gather their weights from the masters as they are used."""
+        """Do nothing: units gather their weights from the masters as they are used."""
 
     def forward(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
-        """All ranks call it."""
+        """Compute scores and embeddings; all ranks call it."""
         context = self.backend.autocast(torch.bfloat16) if self._precision == "autocast" else nullcontext()
         with context, collective_errors("computing", mixed=True):
             return self._compute(inputs_of(batch))
@@ -98,14 +97,8 @@ class FsdpStrategy(Strategy):
             outputs = torch.func.functional_call(self.model, weights, (inputs,))
         return outputs
 
-    def _forget_whole(self) -> None:
-        """What is gathered still, after a forward pass without a backward pass, is of other weights."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """By master, of all micro-batches of the step, at the last of them.
+        """Return that of all micro-batches of the step, by master, at the last of them.
 
         Where ranks hold slices each micro-batch is reduced to them, else they would hold whole gradients in between;
         replicas meet at the last one.
@@ -149,7 +142,7 @@ class FsdpStrategy(Strategy):
         return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Each slice counts once."""
+        """Sum the squares of each slice once."""
         total = torch.zeros((), dtype=torch.float32, device=self.backend.device)
         with collective_errors("summing gradients", mixed=True):
             for groups, indices in self._norms.items():
@@ -161,67 +154,62 @@ class FsdpStrategy(Strategy):
 
     @torch.no_grad()
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """In host memory of rank 0, nothing on the others. One tensor at a time is whole on the device."""
+        """Copy to host memory of rank 0, nothing on the others. One tensor at a time is whole on the device."""
         weights: dict[str, Tensor] = {}
-        parts: dict[str, list[Tensor]] = {}
+        vectors: dict[str, list[Tensor]] = {}
+        is_main = self.mesh.layout.rank == 0
         with collective_errors("gathering a checkpoint", mixed=True):
-            for index, tensor in enumerate(self.masters):
-                if (full := self._whole(index, tensor)) is not None:
-                    weights[self.names[index]] = full
+            for number, master in enumerate(self.masters):
+                full = self._whole(number, master)
+                if is_main:
+                    weights[self.names[number]] = full.clone()
             for name, tensors in state.items():
-                indices = self._indices(name, len(tensors))
-                for index, tensor in zip(indices, tensors, strict=True):
-                    if index < 0:
-                        packed = [tensor.cpu().clone()] if self.mesh.layout.rank == 0 else []
-                    else:
-                        full = self._whole(index, tensor)
-                        layout = FlatLayout((self.parts[index],))
-                        packed = [] if full is None else layout.pack({self.names[index]: full})
-                    if packed:
-                        parts.setdefault(name, []).extend(packed)
-        return weights, {name: torch.cat(tensors) for name, tensors in parts.items()}
+                for index, tensor in zip(self._indices(name), tensors, strict=True):
+                    full = tensor.cpu() if index is None else self._flat(index, self._whole(index, tensor))
+                    if is_main:
+                        vectors.setdefault(name, []).append(full.clone())
+        return weights, {name: torch.cat(tensors) for name, tensors in vectors.items()}
 
-    def _indices(self, name: str, count: int) -> list[int]:
-        """Which masters the tensors of an optimizer belong to, by their name in a checkpoint; -1: to none of them."""
+    def _indices(self, name: str) -> list[int | None]:
+        """Return which masters the tensors of an optimizer belong to, by their name in a checkpoint; None: to none."""
         decayed = KINDS.get(name.rpartition(".")[2])
-        return [i for i, part in enumerate(self.parts) if part.decayed == decayed] or [-1] * count
+        return [index for index, part in enumerate(self.parts) if part.decayed == decayed] or [None]
 
-    def _whole(self, index: int, tensor: Tensor) -> Tensor | None:
-        """In host memory, of a slice [of parameter `index`]; on rank 0 alone."""
-        parameter = self._parameters[index]
-        if isinstance(parameter, DTensor):
-            carrier = torch.empty_like(parameter, requires_grad=False)
-            local_shard(carrier).copy_(tensor)
-            tensor = carrier
-        full = full_cpu_tensor(tensor, self._fused[index])
-        return full.clone() if self.mesh.layout.rank == 0 else None
+    def _flat(self, index: int, full: Tensor) -> Tensor:
+        return FlatLayout((self.parts[index],)).pack({self.names[index]: full})[0]
+
+    def _carrier(self, index: int) -> Tensor:
+        return torch.empty_like(self._parameters[index], requires_grad=False)
+
+    def _whole(self, index: int, tensor: Tensor) -> Tensor:
+        """Gather the slices of parameter `index`, or of one of its moments, in host memory."""
+        carrier = self._carrier(index)
+        local_shard(carrier).copy_(tensor)
+        return full_cpu_tensor(carrier, self._fused[index])
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None, state: State) -> None:
-        """Of tensors that are mapped from files each rank reads its slices."""
-        for index, name in enumerate(self.names):
-            self._fill(index, self.masters[index], weights[name])
+        """Put weights and state in place. Of tensors that are mapped from files each rank reads its slices."""
+        for number, name in enumerate(self.names):
+            self._fill(number, self.masters[number], weights[name])
         for name, vector in (saved or {}).items():
-            indices = self._indices(name, len(state[name]))
-            sizes = [self.parts[i].size if i >= 0 else one.numel() for i, one in zip(indices, state[name], strict=True)]
-            pieces = split_saved(name, vector, sizes)
-            for index, ours, incoming in zip(indices, state[name], pieces, strict=True):
-                if index < 0:
+            indices, tensors = self._indices(name), state[name]
+            sizes = [one.numel() if i is None else self.parts[i].size for i, one in zip(indices, tensors, strict=True)]
+            for index, ours, incoming in zip(indices, tensors, split_saved(name, vector, sizes), strict=True):
+                if index is None:
                     ours.copy_(incoming)
                 else:
                     unpacked = FlatLayout((self.parts[index],)).unpack([incoming])
                     self._fill(index, ours, unpacked[self.names[index]])
-        self._forget_whole()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is gathered still, after a forward pass alone, is of other weights
         self.backend.synchronise()
 
     def _fill(self, index: int, ours: Tensor, full: Tensor) -> None:
-        """This rank's part of a whole parameter, or of one of its moments. Nothing else of it is read."""
-        parameter = self._parameters[index]
-        if not isinstance(parameter, DTensor):
-            ours.copy_(full)
-            return
-        carrier = torch.empty_like(parameter, requires_grad=False)
-        load_shard(carrier, lambda slices: full[slices], self._fused[index])
+        """Copy this rank's part of a whole parameter, or of one of its moments. Nothing else of it is read."""
+        carrier = self._carrier(index)
+        load_shard(carrier, full, self._fused[index])
         ours.copy_(local_shard(carrier))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.backends import Backend, HostGather, RankGroup
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import collective_errors
-from pipeline.parallel.strategies.base import KINDS, Precision, State
+from pipeline.parallel.strategies import KINDS, Precision, State
 from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout, FlatStrategy, split_saved
 
 LARGEST_BYTES, LARGEST_UNDER_AUTOCAST_BYTES = 130_000_000, 65_000_000

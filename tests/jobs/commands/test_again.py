@@ -174,7 +174,7 @@ def test_a_start_from_the_beginning_killed_and_repeated(
 
 def test_from_python(trnjobs: Trnjobs) -> None:
     def cycle_with(**columns: str) -> trnpipe.Cycle:
-        tree = {"jobs": {"local_vcpus": 4, "local_memory_mib": 16384}, "data": {"columns": columns}}
+        tree = {"jobs": {"local_vcpus": 4}, "data": {"columns": columns}}
         return trnpipe.Cycle(None, trnjobs.place / "workspace", "2026-11-20", settings=tree)
 
     trnjobs.ends_with("prepare", 65)

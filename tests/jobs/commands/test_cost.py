@@ -15,7 +15,7 @@ from jobs.setup import open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.cycle.test_cost_ledger import attempt, record
+from tests.jobs.cycle.test_ledger import attempt, record
 
 
 def cycle(workspace: Path, name: str, code: int, claimed_at: float = 1000.0) -> None:

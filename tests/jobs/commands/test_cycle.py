@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from jobs import cli
 from jobs.cycle import cycle_store as cycle
 from jobs.cycle.job_records import Submission
 from jobs.plan import cycle as plan
-from pipeline.context import StageResult, store_result
-from pipeline.io.storage import open_storage
 from tests.jobs.targets.local.waiting import until, until_no_keepers
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
@@ -41,8 +38,7 @@ codes = open(f"exit-{child}").read().split() if os.path.exists(f"exit-{child}") 
 sys.exit(int(codes[: int(os.environ["TRNJOBS_ATTEMPT"])][-1]))
 """
 ORDER = {"prepare": (), "train": ("prepare",), "embed": ("train",), "report": ("embed",)}
-CYCLE = ["--cycle=2026-11-20", "--jobs.embed.workers=2", "--jobs.local-vcpus=4", "--jobs.local-memory-mib=16384"]
-CYCLE += ["--jobs.sla-s=3600"]
+CYCLE = ["--cycle=2026-11-20", "--jobs.embed.workers=2", "--jobs.local-vcpus=4", "--jobs.sla-s=3600"]
 
 
 @dataclass
@@ -110,25 +106,6 @@ def trnjobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     until_no_keepers(tmp_path)
 
 
-def embedded(workspace: Path, titles: int) -> None:
-    """As the embed stage leaves it behind its vectors."""
-    now = datetime.now(UTC)
-    result = StageResult(
-        stage="embed",
-        cycle="2026-11-20",
-        status="done",
-        inputs={},
-        outputs={},
-        figures={"rows_embedded": titles},
-        settings_hash="0",
-        code_version="0",
-        started=now,
-        finished=now,
-    )
-    store_result(open_storage(str(workspace)), result)
-
-
-FOR_BATCH = ("--jobs.image=image", "--jobs.queue=queue", "--jobs.share-identifier=share")
 ALL = ["embed:0 1", "embed:1 1", "prepare 1", "report 1", "train 1"]
 
 
@@ -163,10 +140,6 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     assert (code, "5 of 5 jobs in 5 tries" in text) == (0, True)
     assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["outcome"] == "succeeded"
     assert "expected" in trnjobs("plan", "--cycle=2026-11-21", "--jobs.vcpu-usd-per-hour=1")[1]  # of the next one
-    embedded(trnjobs.place / "workspace", titles=1000)
-    text = trnjobs("plan", "--cycle=2026-11-21")[1]
-    assert "1 vCPU (this plan)" in text and "measured in 1 cycle, last 2026-11-20" in text
-    assert "measured" not in trnjobs("plan", "--cycle=2026-11-21", "--target=batch", *FOR_BATCH)[1]  # other machines
     assert trnjobs.ran() == []
 
     code, text = trnjobs("retry")

@@ -1,142 +1,130 @@
-"""`trnjobs driver`: where its time comes from, and how it looks at the cycles of a workspace."""
+"""`trnjobs driver`: once, twice, late, beside a cycle that still runs; and where its time comes from."""
 
-import argparse
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jobs import cli
 from jobs.commands import driver
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.plan.dag import Plan
-from jobs.schedule import MissedPolicy, ScheduleConfig
+from jobs.schedule import ScheduleConfig
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, open_cycle
+from pipeline.core.errors import ConfigError, TransientError
 from pipeline.io.storage import open_storage
-from pipeline.settings import resolve
 from tests.jobs.cycle.cases import cycle
 
+DAY = timedelta(days=1)
+AT_TWO = datetime(2026, 11, 20, 2, tzinfo=UTC)
+DAILY = ScheduleConfig(expression="cron(0 2 * * ? *)")
 
-def in_workspace(folder: Path, said: list[str]) -> driver.WorkspaceCycles:
-    settings = resolve((), {}, [("--workspace", str(folder))], model=CycleSettings).settings
-    return driver.WorkspaceCycles(open_cycle(settings, said.append), "batch")
 
+class World:
+    """A workspace whose jobs are all in one state; `submissions`: what the driver has started."""
 
-def claim(folder: Path, name: str) -> CycleStore:
-    store = CycleStore(open_storage(str(folder)), name, lambda: 1000.0)
-    with store.submitting(cycle(), "batch", "a"):
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.state = folder, JobState.RUNNING
+        self.said, self.submissions = list[str](), list[str]()
+        patch.setattr("jobs.setup.open_target", lambda *_: self)
+        patch.setattr(driver, "submit_plan", self._submit)
+
+    def claim(self, name: str, closed: bool = False) -> CycleStore:
+        store = CycleStore(open_storage(str(self.folder)), name, lambda: 1000.0)
+        with store.submitting(cycle().model_copy(update={"cycle": name}), "batch", "a"):
+            pass
+        if closed:
+            store.close(Closed(outcome="failed", at=1.0))
         return store
-
-
-class Target:
-    """All jobs in one state."""
-
-    def __init__(self, state: JobState) -> None:
-        self.state = state
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
         return tuple(JobRecord(name=one.name, id=one.name, state=self.state, created_at=1.0) for one in plan.jobs)
 
+    def interrupted_at(self) -> None:
+        return None
 
-def test_claimed_cycles_and_those_that_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    cycles = in_workspace(tmp_path, said)
-    assert cycles.claimed() == []
-    claim(tmp_path, "2026-11-18").close(Closed(outcome="failed", at=1.0))
-    store = claim(tmp_path, "2026-11-19")
-    assert cycles.claimed() == ["2026-11-18", "2026-11-19"]
-    assert cycles.has_ended("2026-11-18")
-    for state, ended in ((JobState.RUNNING, False), (JobState.SUCCEEDED, True)):
-        monkeypatch.setattr("jobs.setup.open_target", lambda *_, state=state: Target(state))
-        assert cycles.has_ended("2026-11-19") is ended
-        assert {one.state for one in store.records()} == {state}
+    def _submit(self, cycle: OpenCycle, plan: Plan, target: str) -> int:
+        self.submissions.append(f"{plan.cycle} on {target}")
+        return 75
+
+    def deliver(self, when: datetime = AT_TWO, now: datetime | None = None) -> int:
+        asked = open_cycle(CycleSettings.model_validate({"workspace": str(self.folder)}), self.said.append)
+        return driver.drive(DAILY, when, now or when, asked, "batch")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+def test_it_starts_the_cycle_of_its_time_and_a_second_delivery_goes_on_with_it(world: World) -> None:
+    world.claim("2026-11-19", closed=True)
+    assert world.deliver() == 75
+    world.claim("2026-11-20")
+    assert world.deliver() == 75
+    assert world.submissions == ["2026-11-20 on batch"] * 2
+    world.state = JobState.SUCCEEDED
+    assert world.deliver() == 0
+    assert world.said[-1] == "cycle 2026-11-20 has ended already" and len(world.submissions) == 2
+
+
+@pytest.mark.parametrize("other", ["2026-11-19", "experiment"])
+def test_an_overlap_is_refused_until_the_other_cycle_has_ended(world: World, other: str) -> None:
+    store = world.claim(other)
+    with pytest.raises(TransientError, match=f"{other} is under way: cycle 2026-11-20 would overlap"):
+        world.deliver()
+    assert world.submissions == [] and {one.state for one in store.records()} == {JobState.RUNNING}
+    world.state = JobState.SUCCEEDED
+    assert world.deliver() == 75
     assert store.closed() == Closed(outcome="succeeded", at=1.0, round=0)
 
 
-def test_of_several_cycles_the_newest_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cycles, names = in_workspace(tmp_path, []), [f"2026-11-{day}" for day in range(10, 20)]
-    for name in names:
-        store = claim(tmp_path, name)
-        if name not in ("2026-11-12", "2026-11-15", "2026-11-17"):
-            store.close(Closed(outcome="failed", at=1.0))
-    asked: list[str] = []
-
-    def target(cycle: OpenCycle, _: str) -> Target:
-        asked.append(cycle.name)
-        return Target(JobState.SUCCEEDED if cycle.name == "2026-11-17" else JobState.RUNNING)
-
-    monkeypatch.setattr("jobs.setup.open_target", target)
-    assert cycles.newest_under_way(names) == "2026-11-15"
-    assert asked == ["2026-11-17", "2026-11-15"]
-    assert cycles.newest_under_way(names[-2:]) == ""
-
-
-def test_a_claim_without_a_plan_has_not_ended(tmp_path: Path) -> None:
-    store = claim(tmp_path, "2026-11-19")
+def test_a_claim_without_a_plan_has_not_ended(world: World) -> None:
+    store = world.claim("2026-11-19")
     store.storage.delete([store.key("plan.json")])
-    assert not in_workspace(tmp_path, []).has_ended("2026-11-19")
+    with pytest.raises(TransientError, match="2026-11-19 is under way"):
+        world.deliver()
 
 
-def test_a_cycle_is_submitted_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-
-    def submit(cycle: OpenCycle, plan: Plan, target: str) -> int:
-        asked.append((plan.cycle, target))
-        return 75
-
-    monkeypatch.setattr(driver, "submit_plan", submit)
-    assert in_workspace(tmp_path, []).submit("2026-11-20") == 75
-    assert asked == [("2026-11-20", "batch")]
+def test_one_that_is_too_late_is_not_started(world: World) -> None:
+    assert world.deliver(now=AT_TWO + DAY) == 0
+    assert world.submissions == [] and "too late" in world.said[-1]
 
 
-class Nothing:
-    """A workspace in which every start is noted."""
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2026-11-20T02:00:00Z", AT_TWO),
+        ("2022-03-22T18:59:43Z", datetime(2022, 3, 22, 18, 59, 43, tzinfo=UTC)),
+        ("2026-11-20T03:00:00+01:00", AT_TWO),
+        ("", AT_TWO),
+    ],
+)
+def test_the_scheduled_time(text: str, expected: datetime) -> None:
+    assert driver.scheduled_time(text, DAILY, AT_TWO + DAY / 2) == expected
 
-    started: list[str]
 
-    def __init__(self, settings: Any, target: str, *_: Any) -> None:
-        Nothing.started, self.target = [], target
-
-    def claimed(self) -> Sequence[str]:
-        return []
-
-    def newest_under_way(self, names: Sequence[str]) -> str:
-        return ""
-
-    def submit(self, name: str) -> int:
-        self.started.append(f"{name} on {self.target}")
-        return 0
+@pytest.mark.parametrize(
+    "text", ["<aws.scheduler.scheduled-time>", "today", "2026-11-20T02:00:00", "2026-13-01T00:00:00Z"]
+)
+def test_a_scheduled_time_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="scheduled time"):
+        driver.scheduled_time(text, DAILY, AT_TWO)
 
 
 @pytest.mark.parametrize(
     ("words", "variable", "expected"),
     [
-        (["--scheduled-time", "2026-11-20T02:00:00Z"], "2026-11-21T02:00:00Z", "2026-11-20 on batch"),
-        ([], "2026-11-21T02:00:00Z", "2026-11-21 on batch"),
-        (["--target", "local"], "", "2026-11-22 on local"),
+        (["--scheduled-time", "2026-11-20T02:00:00Z"], "2026-11-21T02:00:00Z", "2026-11-20 on local"),
+        (["--target", "batch"], "2026-11-21T02:00:00Z", "2026-11-21 on batch"),
     ],
 )
-def test_the_time_comes_from_the_flag_the_variable_or_the_clock(
-    words: list[str], variable: str, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_the_time_comes_from_the_flag_or_the_variable(
+    world: World, monkeypatch: pytest.MonkeyPatch, words: list[str], variable: str, expected: str
 ) -> None:
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> "Clock":
-            return cls(2026, 11, 22, 12, tzinfo=UTC)
-
-    monkeypatch.setattr(driver, "datetime", Clock)
-    monkeypatch.setattr(driver, "WorkspaceCycles", Nothing)
     monkeypatch.setenv(driver.TIME_VARIABLE, variable)
-    parser = argparse.ArgumentParser()
-    cli.add_flags("driver", parser)
-    schedule = ScheduleConfig(expression="cron(0 2 * * ? *)", policy=MissedPolicy.SKIP, max_late_s=10 * 86_400)
-    arguments = parser.parse_args(words)
-    arguments.settings = CycleSettings(jobs=JobsConfig(schedule=schedule, target="batch"))
-    said: list[str] = []
-    assert driver.run_driver(arguments, said.append) == 0
-    assert Nothing.started == [expected]
+    schedule = ["--jobs.schedule.expression=cron(0 2 * * ? *)", "--jobs.schedule.max-late-s=1000000000"]
+    assert cli.main(["driver", f"--workspace={world.folder}", *schedule, *words]) == 75
+    assert world.submissions == [expected]

@@ -1,7 +1,6 @@
 """`trnjobs plan` as it is typed, with the shipped settings for Trainium."""
 
 import json
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +10,9 @@ from botocore.validate import ParamValidator
 
 from jobs import cli
 from jobs.cycle.cycle_store import CycleStore
-from pipeline.context import Figure, StageResult, store_result
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.cycle.test_cost_ledger import attempt, record
+from tests.jobs.cycle.test_ledger import attempt, record
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TRN1 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn1.toml'}", "--cycle=2026-11-20"]
@@ -118,26 +116,6 @@ def test_ranks_that_no_graph_is_compiled_for_are_refused(
     assert cli.main(["plan", *TRN1, *flags, "--compile.on-unknown-graph=warn", *WHERE, IMAGE, "--cycle=c"]) == 0
 
 
-def test_embedding_on_cpu_machines_and_on_trainium_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    on_trn1 = f"--config={CONFIGS / 'jobs' / 'embed-trn1.toml'}"
-    shown = {}
-    for flag in ("--backend=auto", on_trn1):
-        words = [*TRN1, flag, "--workspace=build/none", "--target=local", "--jobs.titles-per-s=trn1.32xlarge=4000"]
-        assert cli.main(["plan", *words]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        shown[flag] = (next(line for line in lines if line.startswith("embed ")).split(), lines[-2:])
-    job, rates = shown["--backend=auto"]
-    assert job[2:5] == ["array", "of", "16"]
-    assert rates[0].split() == ["1", "vCPU", "(this", "plan)", "-", "-", "no", "rate", "known"]
-    assert rates[1].split() == ["trn1.32xlarge", "4.00k", "$1.49", "stated", "in", "jobs.titles_per_s"]
-    job, rates = shown[on_trn1]
-    assert job[2:8] == ["array", "of", "4", "x", "32", "ranks"]
-    assert rates[0].startswith("trn1.32xlarge (this plan)")
-    assert cli.main(["plan", *TRN1, on_trn1, *WHERE, IMAGE, "--json"]) == 0
-    embed = json.loads(capsys.readouterr().out)[5]["RegisterJobDefinition"]["containerProperties"]
-    assert len(embed["linuxParameters"]["devices"]) == 16
-
-
 def test_a_cycle_that_mines_has_an_array_for_it_before_training(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--mine.enabled=true", "--train.mined-per-query=2"]
     assert cli.main(["plan", *TRN1, "--workspace=build/none", "--target=local", *flags]) == 0
@@ -154,40 +132,6 @@ def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.C
     assert "2 nodes" in text and "no earlier cycle" in text
     assert max(map(len, text.splitlines())) <= 160
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_split_too_small_for_the_gate_is_said_once_prepare_knows_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As prepare of this cycle left it; else of the newest one before."""
-
-    def prepared(cycle: str, claimed_at: float, **queries: int) -> None:
-        storage = open_storage(str(tmp_path))
-        store = CycleStore(storage, cycle, partial(float, claimed_at))
-        with store.submitting(plan(job("prepare")).model_copy(update={"cycle": cycle}), "local", "me"):
-            pass
-        at = datetime.now(UTC)
-        figures: dict[str, Figure] = {f"queries_{split}": number for split, number in queries.items()}
-        result = StageResult(
-            stage="prepare", cycle=cycle, status="done", inputs={}, figures=figures, settings_hash="", code_version="",
-            started=at, finished=at,
-        )  # fmt: skip
-        store_result(storage, result)
-
-    def said(*flags: str) -> str:
-        assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", *flags]) == 0
-        return capsys.readouterr().out
-
-    assert "to judge by" not in said()
-    prepared("c0", 1.0, train=1800, valid=100, test=100)
-    assert "to judge by" not in said(), "enough"
-    assert "split test has 100 queries to judge by" in said("--gate.min-queries=101")
-    prepared("b0", 2.0, train=270, valid=17, test=13)  # newer, by another name
-    text = said()
-    assert "cycle b0: split test has 13 queries to judge by" in text and "--data.test-fraction 0.25" in text
-    assert "split valid has 17 queries" in said("--evaluate.split=valid")
-    prepared("c1", 3.0, train=1800, valid=100, test=100)
-    assert "to judge by" not in said(), "of this cycle itself"
 
 
 def test_the_expected_durations_are_those_of_the_newest_cycles(
@@ -233,45 +177,33 @@ def test_what_would_not_run_is_refused_before_anything_is_sent(
     assert seen in err and "Traceback" not in err
 
 
-def test_a_cycle_on_trn2_is_planned_for_one_machine_of_64_cores(capsys: pytest.CaptureFixture[str]) -> None:
-    trn2 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn2.toml'}", "--cycle=2026-11-20"]
-    assert cli.main(["plan", *trn2, *WHERE, IMAGE, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    train = next(one for one in shown if one["SubmitJob"]["jobName"].endswith("-train"))
-    container = train["RegisterJobDefinition"]["containerProperties"]
-    assert len(container["linuxParameters"]["devices"]) == 16
-    command = train["SubmitJob"]["containerOverrides"]["command"]
-    assert command[command.index("--launch.processes") + 1] == "64"
+ON = ["health", "compile", "train", "evaluate"]
+SMALL = [f"--jobs.{name}.{what}" for name in ON for what in ("instance=trn2.3xlarge", "processes=4")]
 
 
-@pytest.mark.parametrize("instance", ["trn2.48xlarge", "trn2u.48xlarge"])
-def test_a_cycle_on_trn2_is_planned_for_two_machines(capsys: pytest.CaptureFixture[str], instance: str) -> None:
-    files = ("base.toml", "jobs/trn2.toml", "jobs/trn2-nodes.toml")
-    names = ("health", "compile", "train", "evaluate")
-    words = [
-        *(f"--config={CONFIGS / file}" for file in files),
-        *(f"--jobs.{name}.instance={instance}" for name in names),
-    ]
-    assert cli.main(["plan", *words, "--cycle=2026-11-20", *WHERE, IMAGE, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    for name, nodes in (("health", 2), ("compile", 2), ("train", 2), ("evaluate", 2)):
-        job = next(one for one in shown if one["SubmitJob"]["jobName"].endswith(f"-{name}"))
-        definition = job["RegisterJobDefinition"]
-        assert definition.get("nodeProperties", {}).get("numNodes", 0) == nodes
-        if nodes:
+@pytest.mark.parametrize(
+    ("files", "flags", "nodes", "neurons", "processes"),
+    [
+        (["trn2"], [], 1, 16, "64"),
+        (["trn2"], [*SMALL, "--train.global-batch-size=512"], 1, 1, "4"),
+        (["trn2", "trn2-nodes"], [f"--jobs.{name}.instance=trn2u.48xlarge" for name in ON], 2, 16, ""),
+    ],
+)
+def test_a_cycle_on_trn2(
+    files: list[str], flags: list[str], nodes: int, neurons: int, processes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--config={CONFIGS / 'base.toml'}", *(f"--config={CONFIGS / 'jobs' / name}.toml" for name in files)]
+    assert cli.main(["plan", *words, *flags, "--cycle=2026-11-20", *WHERE, IMAGE, "--json"]) == 0
+    shown = {one["SubmitJob"]["jobName"].rpartition("-")[2]: one for one in json.loads(capsys.readouterr().out)}
+    for name in ON if nodes > 1 else ("train",):
+        definition = shown[name]["RegisterJobDefinition"]
+        container = definition.get("containerProperties")
+        if nodes > 1:
+            assert definition["nodeProperties"]["numNodes"] == nodes
             container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
-            paths = [one["hostPath"] for one in container["linuxParameters"]["devices"]]
-            assert [len([path for path in paths if kind in path]) for kind in ("neuron", "uverbs")] == [16, 16]
-
-
-def test_jobs_on_trn2_3xlarge_ask_for_its_one_chip(capsys: pytest.CaptureFixture[str]) -> None:
-    trn2 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn2.toml'}", "--cycle=2026-11-20"]
-    stages = ("health", "compile", "train", "evaluate")
-    small = [f"--jobs.{name}.{what}" for name in stages for what in ("instance=trn2.3xlarge", "processes=4")]
-    assert cli.main(["plan", *trn2, *small, "--train.global-batch-size=512", *WHERE, IMAGE, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    train = next(one for one in shown if one["SubmitJob"]["jobName"].endswith("-train"))
-    container = train["RegisterJobDefinition"]["containerProperties"]
-    assert [one["hostPath"] for one in container["linuxParameters"]["devices"]] == ["/dev/neuron0"]
-    needs = {one["type"]: one["value"] for one in container["resourceRequirements"]}
-    assert needs == {"VCPU": "12", "MEMORY": "116000"}
+        paths = [one["hostPath"] for one in container["linuxParameters"]["devices"]]
+        kinds = [len([path for path in paths if kind in path]) for kind in ("neuron", "uverbs")]
+        assert kinds == [neurons, 16 if nodes > 1 else 0]
+    if processes:
+        command = shown["train"]["SubmitJob"]["containerOverrides"]["command"]
+        assert command[command.index("--launch.processes") + 1] == processes

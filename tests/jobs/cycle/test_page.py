@@ -1,7 +1,5 @@
 """The page of a cycle: whole, self-contained, the same when made again, and safe against what texts hold."""
 
-import base64
-import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -11,19 +9,36 @@ import pytest
 
 from bench.cycle_page import STAGES, T0, make_cycle, make_two
 from jobs.config import JobsConfig
-from jobs.cycle.attempt_time import Moment
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, JobState
-from jobs.cycle.page.data import CycleRow, PageData, curves_of
-from jobs.cycle.page.html import index
-from jobs.cycle.page.publish import INDEX, INDEX_PAGE, data_key, read_index, report_key, write_page
-from jobs.cycle.page.sections import outcome_sentence
+from jobs.cycle.ledger import Moment
+from jobs.cycle.page.gather import CycleRow, PageData, curves_of
+from jobs.cycle.page.publish import (
+    INDEX,
+    INDEX_PAGE,
+    data_key,
+    index,
+    outcome_sentence,
+    read_index,
+    report_key,
+    write_page,
+)
 from jobs.plan.dag import Plan
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
-from tests.jobs.cycle.test_messages import HOSTILE
 
 VOID = {"meta", "link"}
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "</style></title><img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)',
+    "{{ 7 * 7 }}{% raw %}",
+    "a\x00b\x1b[31mred\u202e\u200fback",
+    "line\r\nline\u2028line",
+    "javascript:alert(1)",
+    "]]>&amp;&#60;",
+    "x" * 5000,
+)
 SECTIONS = (
     "What happened",
     "What it cost",
@@ -98,11 +113,10 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
         "went on at step 20",
         "0.93 to 1.00",
         "120 rows were right before and are wrong now",
-        "Cosines to the vectors of cycle first",
         "900 groups of new partitions and 100 of earlier ones (10% replayed)",
         "rows without a value",
         "reason 3",
-        "2 nodes by 12 checks",
+        "12 of 12",
         "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /mini (sha256 0a1b)",
         "Settings that differ from cycle first",
         "train.seed",
@@ -114,30 +128,26 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
     assert PageData.model_validate_json(storage.read_bytes(data_key("second"))) == data
 
 
-def test_it_asks_for_nothing_and_only_its_own_script_may_run(storage: Storage) -> None:
+def test_it_asks_for_nothing_and_nothing_may_run(storage: Storage) -> None:
     text, _ = written(storage)
     for page in (text, storage.read_bytes(INDEX_PAGE).decode()):
         seen = Outline(page)
-        assert (seen.tags.count("script"), seen.tags.count("style")) == (1, 1)
-        assert not set(seen.tags) & {"img", "iframe", "object", "embed", "form", "base"}
+        assert not set(seen.tags) & {"script", "img", "iframe", "object", "embed", "form", "base"}
         assert not [name for name, _ in seen.attributes if name.startswith("on") or name in ("src", "style")]
         links = [value for name, value in seen.attributes if name in ("href", "xlink:href")]
         assert all(re.fullmatch(r"#[a-z-]+|[A-Za-z0-9_.-]+\.(html|json)|data:,", link) for link in links), links
         (policy,) = (value for name, value in seen.attributes if name == "content" and "default-src" in value)
-        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-        for tag in ("style", "script"):
-            (body,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-            digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
-            assert f"{tag}-src 'sha256-{digest}'" in policy
+        assert "default-src 'none'" in policy and "script" not in policy and "http" not in policy
 
 
 @pytest.mark.parametrize("evil", HOSTILE)
 def test_hostile_texts_are_text(storage: Storage, evil: str) -> None:
     """In every place where the text of a judgement, a job or a machine may stand."""
-    plain, _ = written(storage, "first")
+    written(storage, "first")
+    plain, _ = written(storage, "second", began=T0 + 100_000, parent="first")
     text, _ = written(storage, "second", began=T0 + 100_000, parent="first", text=evil)
     before, seen = Outline(plain), Outline(text)
-    assert set(seen.tags) == set(before.tags) and seen.tags.count("script") == 1
+    assert set(seen.tags) == set(before.tags)
     assert {name for name, _ in seen.attributes} == {name for name, _ in before.attributes}
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f]", text)
     if len(evil) < 100:
@@ -155,7 +165,6 @@ def test_hostile_texts_are_text_in_the_index_of_cycles(evil: str) -> None:
     for name in ("reason", "metric", "cycle"):
         text = index([plain.model_copy(update={name: evil})])
         seen = Outline(text)
-        assert seen.tags.count("script") == 1 and "<!channel" not in text, name
         assert seen.tags == before.tags and [one for one, _ in seen.attributes] == [one for one, _ in before.attributes]
         if evil.isprintable() and len(evil) < 100:
             assert evil in seen.text, name
@@ -237,7 +246,7 @@ def test_the_line_of_the_index_is_one_metric_for_all_cycles() -> None:
         row("e"),
     ]
     shown = [re.findall(r"<title>([^<]*)</title>", svg) for svg in re.findall(r"<svg.*?</svg>", index(rows))]
-    assert shown == [["a: 0.9494", "c: 0.9525", "d: 0.9798"]]
+    assert shown == [[f"{name}, succeeded: {value}" for name, value in (("a", 0.9494), ("c", 0.9525), ("d", 0.9798))]]
     assert "<td>ndcg@10</td>" in index(rows)
     assert [one.value_of("retrieval_ndcg@10") for one in rows] == [0.7661, 0.11, None, None, None]
 

@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from jobs.config import JobsConfig
-from jobs.cycle.attempt_time import Category
-from jobs.cycle.cost_ledger import read_ledger, read_moments, scheduled_at
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobState
+from jobs.cycle.ledger import Category, read_ledger, read_moments, scheduled_at
 from jobs.schedule import ScheduleConfig
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.cycle.test_cost_ledger import attempt, record
+from tests.jobs.cycle.test_ledger import attempt, record
 
 SHAPE = plan(job("prepare"), job("report", "prepare"))
 CONFIG = JobsConfig(vcpu_usd_per_hour=0.05)

@@ -2,25 +2,20 @@
 
 import re
 
-from jobs.cycle.job_records import JobRecord
+from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import EXITED, HOST_TERMINATED
-from jobs.cycle.tables import plan_lines, ran_seconds, shape_text, status_lines
+from jobs.cycle.ledger import success_of
+from jobs.cycle.tables import cost_lines, plan_lines, ran_seconds, shape_text, status_lines, success_line, total_lines
 from jobs.plan.cost import Prices
-from pipeline.core.format import aligned
-from tests.jobs.cycle.cases import CPU, TRN1, cycle, job
+from tests.jobs.cycle.cases import CPU, TRN1, cycle, job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
+from tests.jobs.cycle.test_ledger import attempt, ledger, record
 
 PRICES = Prices({"trn1.32xlarge": 20.0}, vcpu=0.05)
 
 
 def cells(line: str) -> list[str]:
     return re.split(r"  +", line.strip())
-
-
-def test_columns_are_as_wide_as_their_widest_word_and_no_line_ends_in_space() -> None:
-    lines = aligned([("a", "bb", "c"), ("aaaa", "b", ""), ("", "bbbb", "cc")], left=(0, 2))
-    assert lines == ["a       bb  c", "aaaa     b", "      bbbb  cc"]
-    assert aligned([("a",)]) == ["a"]
 
 
 def test_a_plan_of_which_nobody_knows_how_long_it_takes() -> None:
@@ -108,14 +103,53 @@ def test_an_array_is_counted_and_its_failed_children_have_rows_of_their_own() ->
     ]
 
 
-def test_the_width_of_a_table_is_that_of_its_longest_reason() -> None:
-    lines = status_lines([good("a"), bad("a-job-with-a-long-name", tried(1))])
-    starts = [line.index(word) for line, word in zip(lines, ("state", "SUCCEEDED", "FAILED"), strict=True)]
-    assert len(set(starts)) == 1
-    assert max(map(len, lines)) < 80
-
-
 def test_from_the_first_start_to_the_last_end() -> None:
     assert ran_seconds(under_way("a", "PENDING")) is None
     assert ran_seconds(good("a", tried(75, at=(5, 6)), tried(at=(50, 60)))) == 55
     assert ran_seconds(under_way("a", "RUNNING", tried(75, at=(5, 6)), tried(None, at=None))) == 1
+
+
+# Ledgers.
+
+SHAPE = plan(job("prepare", resources=TRN1), job("train", "prepare", resources=TRN1, num_nodes=2))
+GOOD = ledger(
+    SHAPE,
+    [record("prepare", attempt(10, 70)), record("train", attempt(80, 200, 75), attempt(200, 800))],
+    deadline_at=1000.0,
+)
+
+
+def words(lines: list[str], first: str) -> list[str]:
+    return next(line.split() for line in lines if line.split()[:1] == [first])
+
+
+def test_a_row_a_stage_and_one_for_the_cycle() -> None:
+    lines = cost_lines(GOOD)
+    assert lines[0] == (
+        "cycle 2026-11-20: succeeded in 13m20s, deadline met | 2 of 2 jobs in 3 tries | goodput 84% |"
+        " $8.96, $1.43 of it wasted"
+    )
+    assert words(lines, "prepare")[1:3] == ["1", "10s"]
+    assert words(lines, "train")[-3:] == ["24m00s", "83%", "$8.60"]
+    assert words(lines, "2026-11-20")[-3:] == ["25m00s", "84%", "$8.96"]
+
+
+def test_an_unknown_price_is_not_zero() -> None:
+    lines = cost_lines(ledger(plan(job("prepare")), [record("prepare", attempt(0, 60))]))
+    assert "cost unknown" in lines[0] and words(lines, "prepare")[-1] == "-"
+
+
+def test_a_cycle_under_way() -> None:
+    lines = cost_lines(ledger(SHAPE, [record("prepare", state=JobState.RUNNABLE)], outcome=None, deadline_at=20_000.0))
+    assert lines[0].startswith(
+        "cycle 2026-11-20: under way, deadline ahead | 0 of 1 jobs in 0 tries | goodput - | $0.00"
+    )
+
+
+def test_several_cycles() -> None:
+    bad = ledger(SHAPE, [record("prepare", attempt(0, 60, 65))], outcome="failed", deadline_at=1000.0)
+    assert success_line(success_of([GOOD, bad])) == (
+        "1 of 2 cycles done (50%) | 2 of 3 jobs succeeded (67%) | 1 of 2 deadlines met"
+    )
+    assert success_line(success_of([])) == "0 of 0 cycles done (-) | 0 of 0 jobs succeeded (-)"
+    assert len(total_lines([GOOD, bad])) == 6

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jobs.node.__main__ import main
-from pipeline.parallel.network import own_address
+from pipeline.parallel.world import own_address
 from tests.ports import free_port
 
 PATIENT = {

@@ -4,7 +4,7 @@ import pytest
 
 from jobs.node.environment import Place, Timing, batch_variables
 from pipeline.core.errors import ConfigError
-from pipeline.parallel.network import MASTER_PORT
+from pipeline.parallel.world import MASTER_PORT
 
 MAIN = {
     "TRNPIPE_WORKSPACE": "s3://bucket/relevance",
@@ -25,14 +25,6 @@ def test_the_main_node_has_no_main_address() -> None:
     assert main.token == child.token
 
 
-def test_where_to_meet_can_be_given() -> None:
-    """As to torchrun, for gangs on one machine: on a machine without a network the nodes meet at the loopback."""
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20000"}
-    for env in (MAIN, CHILD):
-        place = Place.from_env(env | given)
-        assert (place.main_address, place.port) == ("127.0.0.1", 20001)
-
-
 def test_tokens_differ_between_jobs_and_between_tries() -> None:
     others = [MAIN | {"TRNJOBS_JOB_ID": "abd"}, MAIN | {"TRNJOBS_ATTEMPT": "3"}]
     assert len({Place.from_env(env).token for env in [MAIN, *others]}) == 3
@@ -41,11 +33,6 @@ def test_tokens_differ_between_jobs_and_between_tries() -> None:
 def test_an_array_child_is_named_by_its_index() -> None:
     place = Place.from_env({"TRNJOBS_JOB": "embed", "TRNJOBS_JOB_ID": "abc:7", "TRNJOBS_INDEX": "7"})
     assert (place.job, place.num_nodes) == ("embed-7", 1)
-
-
-def test_outside_of_a_job() -> None:
-    place = Place.from_env({})
-    assert (place.node, place.num_nodes, place.attempt, place.is_in_cycle) == (0, 1, 1, False)
 
 
 @pytest.mark.parametrize(

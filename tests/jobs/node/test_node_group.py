@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.parallel.network import own_address, own_interface
+from pipeline.parallel.world import own_address, own_interface
 from tests.jobs.node.entries import (
     READY,
     WAIT,
@@ -164,13 +164,6 @@ def test_nodes_that_never_come(tmp_path: Path) -> None:
         out, err = group.nodes[0].finish()
         assert (out, group.codes()) == ("", [75, 75])  # neither has started its command
         assert re.search(r"node (1, )?2 of 3 has not come within 1s", err)  # node 1 may be late as well
-
-
-def test_a_main_node_that_never_comes(tmp_path: Path) -> None:
-    with entry_group(tmp_path, 2) as group:
-        group.start(1, python(WAIT), TRNJOBS_GATHER_S="0.5")
-        assert group.codes() == [75]
-        assert "no word to start from" in post_mortem(tmp_path, node=1)["reason"]
 
 
 def test_a_node_of_an_earlier_try_is_turned_away(tmp_path: Path) -> None:

@@ -46,15 +46,6 @@ def test_commands_of_the_pipeline_get_the_settings_of_the_cycle(tmp_path: Path) 
     assert json.loads(other.finish()[0]) == ["--x"]
 
 
-def test_settings_that_cannot_be_read(tmp_path: Path) -> None:
-    env = job_env(tmp_path, TRNPIPE_WORKSPACE="gs://bucket/x")
-    process = entry(*python("print('ran')"), env=env)
-    out, err = process.finish()
-    assert (out, process.returncode) == ("", 78)
-    assert "scheme 'gs'" in err
-    assert "no post-mortem: ConfigError" in err
-
-
 def test_the_post_mortem_of_an_earlier_round_stays(tmp_path: Path) -> None:
     for env in (job_env(tmp_path), job_env(tmp_path, TRNJOBS_ROUND="2")):
         entry(*python("import sys; sys.exit(65)"), env=env).finish()
@@ -147,34 +138,6 @@ hangs_here()
     assert found["killed"]
     assert [pid for pid, text in found["stacks"].items() if "hangs_here" in text] == [str(family[0].pid)]
     assert {row["pid"] for row in found["processes"]} == {one.pid for one in family}
-
-
-def test_what_a_command_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-    """Also that of a process that was killed before: orphans come to the entry, which reaps them."""
-    code = """
-import subprocess, sys
-inner = 'import subprocess, sys; p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])'
-subprocess.run([sys.executable, "-c", inner + '; print(p.pid, flush=True)'], start_new_session=True)
-"""
-    process = entry(*python(code), env=job_env(tmp_path))
-    out, _ = process.finish()
-    assert process.returncode == 0
-    until(lambda: not psutil.pid_exists(int(out)), "the end of what it left")
-
-
-def test_a_workspace_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "cycles").write_text("a file where a folder should be")
-    process = entry(*python("raise SystemExit(70)"), env=job_env(tmp_path))
-    _, err = process.finish()
-    assert process.returncode == 70
-    assert [line for line in err.splitlines() if "no post-mortem" in line] != []
-    assert "Traceback" not in err
-
-
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    process = entry("no-such-command", env=job_env(tmp_path))
-    _, err = process.finish()
-    assert (process.returncode, "'no-such-command' cannot be started" in err) == (78, True)
 
 
 def test_outside_of_a_cycle_it_only_runs_the_command() -> None:

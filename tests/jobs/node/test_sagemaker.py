@@ -70,12 +70,6 @@ def test_trap_2_a_name_that_resolves_after_40_seconds(tmp_path: Path) -> None:
         Names(after_s=40.0).words(env, gather_s=20.0)
 
 
-def test_trap_3_the_interface_is_that_of_the_machine(tmp_path: Path) -> None:
-    words = Names().words(ml_root(tmp_path, "algo-1", ["algo-1", "algo-2"], "eth1"))
-    names = ("CCOM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    assert [words[name] for name in names] == ["eth1"] * 3
-
-
 def test_a_single_host_is_no_gang_and_another_machine_no_training_job(tmp_path: Path) -> None:
     words = Names().words(ml_root(tmp_path, "algo-1", ["algo-1"]))
     assert words == {"TRNJOBS_JOB_ID": "relevance-train-r1a2-0badcafe"}
@@ -125,15 +119,6 @@ def test_a_failure_can_stand_in_a_json_string_as_it_is(tmp_path: Path, reason: s
     text = (tmp_path / "output" / "failure").read_text()
     assert text == f"exit 65 DataError: {written}".removesuffix(": ")
     assert json.loads(f'"{text}"') == text
-
-
-def test_an_entry_that_cannot_begin_tells_sagemaker_why(tmp_path: Path) -> None:
-    env = ml_root(tmp_path, "algo-1", ["algo-1"])
-    (tmp_path / "input" / "config" / "resourceconfig.json").unlink()
-    one = entry(*python("pass"), env=env)
-    one.finish()
-    assert one.returncode == 78
-    assert (tmp_path / "output" / "failure").read_text().startswith("exit 78 ConfigError: ")
 
 
 @pytest.mark.parametrize("failing", [0, 1])

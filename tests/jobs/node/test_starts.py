@@ -13,7 +13,7 @@ from jobs.node.environment import Start, count_start
 from pipeline.context import attempt_name
 from pipeline.core.errors import TransientError
 from pipeline.io.storage import open_storage
-from tests.jobs.node.entries import Entry, entry, post_mortem, python, read_until
+from tests.jobs.node.entries import Entry, entry, python, read_until
 from tests.jobs.node.test_sagemaker import ml_root
 from tests.jobs.targets.batch.faults import Faults, Killed, faulty
 from tests.ports import free_port
@@ -38,10 +38,6 @@ def test_each_id_is_a_try_and_each_start_of_it_has_a_name(tmp_path: Path) -> Non
         Start("c", 3),
     ]
     assert len({attempt_name(start.words) for start in made}) == len(made)
-
-
-def test_a_try_that_is_told_is_that_try(tmp_path: Path) -> None:
-    assert [counted(tmp_path, name, TRNJOBS_ATTEMPT="4") for name in "aa"] == [Start("a", 4), Start("a-start2", 4)]
 
 
 def test_no_two_starts_share_a_name_though_they_count_at_once_or_die_of_it(tmp_path: Path) -> None:
@@ -77,18 +73,6 @@ def test_a_group_on_spot_capacity_meets_nothing_of_its_first_start(tmp_path: Pat
         told.append(line.split())
     name = "relevance-train-r1a2-0badcafe"
     assert told == [[name, attempt or "1"], [f"{name}-start2", attempt or "1"]]
-
-
-@pytest.mark.fault
-def test_the_next_try_through_a_queue_has_the_next_number(tmp_path: Path) -> None:
-    """Each is a training job of another name and the same payload; the post-mortem of the first stays."""
-    for number, name in enumerate(("AWSBatchtrain1", "AWSBatchtrain2"), start=1):
-        env = ml_root(tmp_path / name, "algo-1", ["algo-1"]) | COUNTED | {"TRNPIPE_WORKSPACE": str(tmp_path / "w")}
-        one = entry(*python(SAY + "; raise SystemExit(65)"), env=env | {"TRAINING_JOB_NAME": name})
-        out, _ = one.finish()
-        assert (one.returncode, out.split()) == (65, [name, str(number)])
-    found = [post_mortem(tmp_path / "w", attempt=number) for number in (1, 2)]
-    assert [one["job_id"] for one in found] == ["AWSBatchtrain1", "AWSBatchtrain2"]
 
 
 @pytest.mark.fault

@@ -2,10 +2,10 @@
 
 import pytest
 
+from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices, job_usd, node_usd_per_hour
 from jobs.plan.spec import JobSpec, Resources
-from pipeline.core.format import usd
-from tests.jobs.cycle.cases import TRN1, job
+from tests.jobs.cycle.cases import TRN1, job, plan
 
 LIST = Prices({"trn1.32xlarge": 20.0, "p9.huge": 7.0})
 
@@ -40,9 +40,16 @@ def test_gangs_and_arrays_cost_by_node_and_by_child() -> None:
     assert job_usd(half, 1800, LIST) == pytest.approx(40), "nodes of a gang have their machines to themselves"
 
 
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [(None, "-"), (0.0, "$0.00"), (0.00314, "$0.0031"), (0.99999, "$1.0000"), (1.0, "$1.00"), (1234.5, "$1,234.50")],
-)
-def test_dollars(amount: float | None, text: str) -> None:
-    assert usd(amount) == text
+def test_one_cycle_costs_on_three_targets() -> None:
+    of = plan(job("train", resources=TRN1), job("verify", "train"))
+    shared = {"trn1.32xlarge": 20.0}
+    on = Prices(shared, 0.05)
+    ml = Prices(shared | {"ml.m7i.large": 0.2}, 0.05, 1.15)
+    lines = target_cost_lines(of, {"train": 3600.0, "verify": 1800.0}, {"local": on, "batch": on, "sagemaker": ml})
+    assert [line.split() for line in lines] == [
+        ["target", "train", "verify", "cycle"],
+        ["local", "$20.00", "$0.0500", "$20.05"],
+        ["batch", "$20.00", "$0.0500", "$20.05"],
+        ["sagemaker", "$23.00", "$0.1000", "$23.10"],
+    ]
+    assert target_cost_lines(of, {"train": 1.0}, {"local": on}) == []

@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
-from jobs.plan.spec import JobSpec
 from jobs.targets.batch.limits import check_plan
 from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
-from tests.jobs.cycle.cases import job, plan
 
 TRAINIUM: dict[str, Any] = {
     "name": "relevance",
@@ -83,13 +80,6 @@ def test_commands() -> None:
     assert (mines.job("mine").array_size, mines.job("mine").timeout_s) == (4, 12 * 3600)
 
 
-def test_a_cycle_of_one_machine_has_neither_gangs_nor_arrays_nor_devices() -> None:
-    for one in planned().jobs:
-        assert (one.num_nodes, one.array_size, one.resources.devices) == (0, 0, ())
-        assert [limit.name for limit in one.resources.ulimits] == ["nofile"]
-        assert (one.resources.vcpus, one.resources.memory_mib, one.resources.shared_memory_mib) == (1, 2048, 256)
-
-
 def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
     train = trainium().job("train")
     needs = train.resources
@@ -105,18 +95,6 @@ def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
     assert needs.shared_memory_mib == 490_000 // 8
     assert (needs.instance_type, needs.processes_per_node) == ("trn1.32xlarge", 32)
     assert (train.timeout_s, train.retry) == (7200, Retry.of(5))
-
-
-def test_one_machine_alone_needs_no_network_between_machines() -> None:
-    made = trainium()
-    assert made.job("compile").resources.devices == tuple(f"/dev/neuron{index}" for index in range(16))
-    assert [limit.name for limit in made.job("compile").resources.ulimits] == [
-        "nofile",
-        "memlock",
-    ]  # its devices ask it
-    embed = made.job("embed")
-    assert (embed.array_size, embed.num_nodes, embed.resources.devices) == (8, 0, ("/dev/neuron0",))
-    assert (embed.resources.vcpus, embed.resources.memory_mib) == (8, 28_000)
 
 
 def test_what_one_stage_asks_goes_before_what_all_get() -> None:
@@ -136,15 +114,6 @@ def test_what_one_stage_asks_goes_before_what_all_get() -> None:
     small = trainium(train={"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 96, "memory_mib": 400_000})
     needs = small.job("train").resources
     assert (needs.vcpus, needs.memory_mib, needs.shared_memory_mib) == (96, 400_000, 50_000)
-
-
-def test_equal_settings_are_equal_plans_with_equal_ids() -> None:
-    assert trainium() == trainium()
-    assert trainium().plan_id == trainium().plan_id
-    again = Plan.model_validate_json(trainium().model_dump_json())
-    assert (again, again.plan_id) == (trainium(), trainium().plan_id)
-    others = [trainium(cycle="2026-11-21"), trainium(priority=101), trainium(train={"timeout_s": 7201}), planned()]
-    assert len({trainium().plan_id, *(one.plan_id for one in others)}) == 5
 
 
 @given(
@@ -190,83 +159,3 @@ def test_a_shape_that_no_stage_has(stage: str, wanted: dict[str, Any], seen: str
     with pytest.raises(ConfigError, match=re.escape(seen)) as raised:
         trainium(mines=True, **{stage: wanted})
     assert raised.value.expected and raised.value.next_command
-
-
-def test_any_instance_will_do_whose_size_is_told() -> None:
-    needs = trainium(prepare={"instance": "m7i.large", "vcpus": 2, "memory_mib": 7_000}).job("prepare").resources
-    assert (needs.vcpus, needs.memory_mib, needs.instance_type, needs.devices) == (2, 7_000, "m7i.large", ())
-
-
-def test_an_array_of_one_is_an_ordinary_job() -> None:
-    made = trainium(embed={"workers": 1})
-    assert (made.job("embed").array_size, made.job("embed").command[2:]) == (0, ("trnpipe", "embed"))
-    check_plan(made)
-
-
-@pytest.mark.parametrize(
-    ("fields", "seen"),
-    [
-        ({"share_identifier": "prod-1"}, "share identifier 'prod-1'"),
-        ({"share_identifier": ""}, "share identifier ''"),
-        ({"queue": ""}, "no queue"),
-        ({"image": ""}, "an image of 0 characters"),
-        ({"train": {"nodes": 2, "instance": "trn1.32xlarge", "vcpus": 129}}, "129 vCPU and 490,000 MiB a node"),
-        ({"train": {"instance": "trn1.2xlarge", "memory_mib": 32_768}}, "8 vCPU and 32,768 MiB a node"),
-        ({"environment": {"BIG": "x" * 25_000}}, "prepare, evaluate: a job definition of 26,"),
-        ({"environment": {"AWS_BATCH_JOB_ID": "mine"}}, "environment variable AWS_BATCH_JOB_ID"),
-        ({"cycle": "2026-11-20T02:00"}, "job name 'relevance-2026-11-20T02:00-prepare'"),
-    ],
-)
-def test_settings_that_aws_batch_would_refuse(fields: dict[str, Any], seen: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(seen)):
-        check_plan(trainium(**fields))
-
-
-def last_with(**fields: Any) -> Plan:
-    made = trainium()
-    *others, last = made.jobs
-    changed = JobSpec.model_validate({**last.model_dump(), **fields})
-    return made.model_copy(update={"jobs": (*others, changed)})
-
-
-@pytest.mark.parametrize(
-    ("broken", "seen"),
-    [
-        (last_with(command=("trnpipe", "x" * 8_192)), "report: container overrides of 8,"),
-        (
-            plan(*(job(f"j{number}") for number in range(21)), job("z", *(f"j{number}" for number in range(21)))),
-            "z: 21 dependencies; expected at most 20",
-        ),
-    ],
-)
-def test_plans_that_no_settings_make_are_refused_as_well(broken: Plan, seen: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(seen)):
-        check_plan(broken)
-
-
-def test_twenty_dependencies_are_taken() -> None:
-    names = [f"j{number}" for number in range(20)]
-    check_plan(plan(*map(job, names), job("z", *names)))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"train": {"attempts": 0}},
-        {"train": {"attempts": 11}},
-        {"train": {"nodes": 1001}},
-        {"train": {"vcpus": 0}},
-        {"train": {"memory_mib": 3}},
-        {"priority": -1},
-        {"train": {"timeout_s": 59}},
-        {"train": {"nodes": 0}},
-        {"embed": {"workers": 10_001}},
-        {"priority": 10_000},
-        {"name": "-x"},
-        {"trian": {}},
-        {"train": {"node": 2}},
-    ],
-)
-def test_settings_beyond_their_bounds(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        trainium(**fields)

@@ -30,8 +30,3 @@ def test_where_a_job_runs_is_no_part_of_what_it_runs() -> None:
     assert one.plan_id != other.plan_id
     assert placement_of(one, one.job("a")).queue == "x"
     assert not {"queue", "share_identifier", "priority", "job_role", "log_group"} & JobSpec.model_fields.keys()
-
-
-def test_a_single_command_is_a_plan() -> None:
-    one = Plan(pipeline="p", cycle="c", workspace="w", jobs=(job("script"),))
-    assert Plan.model_validate_json(one.model_dump_json()) == one

@@ -10,7 +10,6 @@ from jobs.plan.cycle import plan_cycle, stages
 from jobs.plan.dag import Plan
 from jobs.plan.script import CHECKPOINT_URI, ordered, plan_script, script_of
 from jobs.targets.batch.limits import check_plan
-from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.placement import with_placements
 from pipeline.core.errors import ConfigError
 
@@ -74,21 +73,6 @@ def test_other_commands_run_as_they_are() -> None:
         run(step("x", "./notify.sh", nodes=2))
 
 
-def test_golden_requests_of_aws_batch() -> None:
-    plan = run(step(nodes=2, processes=2, instance="trn1.32xlarge"), **BATCH)
-    check_plan(plan)
-    (job,) = plan.jobs
-    definition = definition_request(plan, job)
-    assert definition["jobDefinitionName"] == "trnpipe-run" and definition["type"] == "multinode"
-    assert definition["timeout"] == {"attemptDurationSeconds": 86_400}
-    container = definition["nodeProperties"]["nodeRangeProperties"][0]["container"]
-    assert (container["image"], container["jobRoleArn"]) == ("image", "arn:role")
-    request = submit_request(plan, job, definition="trnpipe-run:1", ids={})
-    assert (request["jobName"], request["jobQueue"]) == ("trnpipe-run-x-train-mine", "queue")
-    told = str(definition) + str(request)
-    assert "'train.py', '--lr', '1e-3'" in told and "s3://b/w/checkpoints/run-x/train-mine" in told
-
-
 def test_steps_among_the_stages() -> None:
     features = step("features", "python", "features.py", before=("prepare",))
     notify = step("notify", "./notify.sh", after=("verify",))
@@ -133,8 +117,3 @@ def test_what_cannot_be_planned(steps: tuple[Step, ...], seen: str) -> None:
 def test_what_is_no_step(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Step(**{"name": "x", "command": ARGV} | fields)
-
-
-def test_argv_over_the_limits_of_aws_batch() -> None:
-    with pytest.raises(ConfigError, match="container overrides of"):
-        check_plan(run(step("x", "python", "a.py", "y" * 30_000), **BATCH))

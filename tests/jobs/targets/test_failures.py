@@ -9,7 +9,6 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
 from jobs.cycle.job_states import outcome_of
 from jobs.cycle.tables import NO_LOG, failure_lines
-from jobs.setup import program
 from jobs.targets.base import no_log
 from jobs.targets.failures import NOTHING, with_errors
 from pipeline.core.errors import Preempted, TransientError
@@ -122,11 +121,6 @@ def test_what_ended_before_it_could_say_why(store: CycleStore, fields: dict[str,
     assert error_of(store, TRAIN, logs_of("no"))[0] == expected
 
 
-def test_a_damaged_post_mortem_hides_no_log(store: CycleStore) -> None:
-    store.storage.write_bytes(store.key("post-mortem/train-2-node0.json"), b"{")
-    assert error_of(store, TRAIN, logs_of(WORDS)) == (SHOWN, 0)
-
-
 def test_what_is_on_record_is_not_read_again(store: CycleStore) -> None:
     store.save_records(with_errors(store, [TRAIN], logs_of(WORDS), {}))
     logs = logs_of("another")
@@ -165,18 +159,3 @@ def test_jobs_that_did_not_fail_by_themselves_have_no_error(store: CycleStore) -
     logs = logs_of("no")
     found = with_errors(store, records, logs, {})
     assert (found, logs.asked, failure_lines(found, "/w", "c")) == (tuple(records), [], [])
-
-
-def test_a_command_can_be_pasted_whether_the_shell_finds_it_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "trnjobs").touch()
-    monkeypatch.setattr("sys.executable", str(tmp_path / "bin" / "python"))
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.chdir("/")
-    assert program() in (str(tmp_path / "bin" / "trnjobs"), str(tmp_path / "bin" / "trnjobs")[1:])
-    monkeypatch.chdir(tmp_path)
-    assert program() == "bin/trnjobs"
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
-    assert program() == "trnjobs"

@@ -1,86 +1,41 @@
-"""Blocked queues: reasons in words, and patience before anything is done."""
+"""Blocked queues: the reason in words, and since when. What is done about it: test_records.py."""
 
 import pytest
 
-from jobs.cycle.job_records import JobRecord, JobState, Sighting
-from jobs.targets.batch.blocked import block_lines, blocked_sightings, explain, overdue
+from jobs.cycle.job_records import JobRecord, JobState
+from jobs.targets.batch.blocked import block_line, blocked_sightings
 
 RESOURCES = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
 CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
-UNKNOWN = "UNDETERMINED - Batch job is blocked, root cause is undetermined."
 
 
-def record(name: str, reason: str, state: JobState = JobState.RUNNABLE, *children: JobRecord) -> JobRecord:
-    return JobRecord(name=name, id=f"id-{name}", state=state, status_reason=reason, created_at=0.0, children=children)
+def record(reason: str, state: JobState = JobState.RUNNABLE, job_id: str = "1") -> JobRecord:
+    return JobRecord(name="train", id=job_id, state=state, status_reason=reason, created_at=0.0)
 
 
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        (CAPACITY, "no such instances free"),
-        ("MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE", "maxvCpus"),
-        (RESOURCES, "no instance type"),
-        ("MISCONFIGURATION:SERVICE_ROLE_PERMISSIONS", "service role"),
-        ("MISCONFIGURATION:SOMETHING_NEW", "set up wrongly"),
-        ("CAPACITY:SOMETHING_NEW", "no capacity"),
-        (UNKNOWN, "does not know"),
-        (f"{RESOURCES} - The job needs 129 vCPU", "no instance type"),
-        (f"Canceled by JobStateTimeLimit action due to reason: {CAPACITY}", "no such instances"),
+        (CAPACITY, ["no capacity"]),
+        ("MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE", ["maxvCpus"]),
+        (f"{RESOURCES} - The job needs 129 vCPU", ["no instance type"]),
+        ("MISCONFIGURATION:SOMETHING_NEW", ["set up wrongly"]),
+        ("UNDETERMINED - Batch job is blocked, root cause is undetermined.", ["does not know"]),
+        (f"Canceled by JobStateTimeLimit action due to reason: {CAPACITY}", ["no capacity"]),
+        ("", []),
+        ("Host EC2 (instance i-0) terminated.", []),
     ],
 )
-def test_reasons_in_words(reason: str, words: str) -> None:
-    block = explain(reason)
-    assert block is not None
-    assert words in block.words and block.next_command
+def test_reasons_in_words(reason: str, words: list[str]) -> None:
+    lines = [block_line(one, 3600.0) for one in blocked_sightings([record(reason)], [], 0.0)]
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
+    assert all("for 1h00m); next: " in line for line in lines)
 
 
-@pytest.mark.parametrize("reason", ["", "Essential container in task exited", "Host EC2 (instance i-0) terminated."])
-def test_other_reasons_are_no_block(reason: str) -> None:
-    assert explain(reason) is None
-    assert blocked_sightings([record("train", reason)], [], 0.0) == ()
-
-
-def test_first_sight_is_kept_while_the_reason_persists() -> None:
-    seen = blocked_sightings([record("train", RESOURCES)], [], 100.0)
-    assert [(one.job, one.reason, one.since) for one in seen] == [("train", RESOURCES, 100.0)]
-    assert blocked_sightings([record("train", f"{RESOURCES} - more words")], seen, 200.0) == seen
-    other = blocked_sightings([record("train", CAPACITY)], seen, 200.0)
-    assert [(one.reason, one.since) for one in other] == [(CAPACITY, 200.0)]
-    assert blocked_sightings([record("train", RESOURCES)], other, 300.0)[0].since == 300.0, (
-        "it was another reason in between"
-    )
-    assert blocked_sightings([record("train", RESOURCES, JobState.STARTING)], seen, 200.0) == ()
-    assert blocked_sightings([record("train", RESOURCES)], (), 300.0)[0].since == 300.0, "it had gone in between"
-
-
-def test_another_attempt_to_submit_the_job_begins_anew() -> None:
-    seen = blocked_sightings([record("train", RESOURCES)], [], 100.0)
-    again = record("train", RESOURCES).model_copy(update={"id": "another"})
-    assert blocked_sightings([again], seen, 200.0)[0].since == 200.0
-
-
-def test_children_of_an_array_are_seen_one_by_one() -> None:
-    children = (record("embed:0", "", JobState.RUNNING), record("embed:1", CAPACITY))
-    (seen,) = blocked_sightings([record("embed", CAPACITY, JobState.PENDING, *children)], [], 5.0)
-    assert (seen.job, seen.id) == ("embed:1", "id-embed:1")
-
-
-@pytest.mark.parametrize(
-    ("reason", "age_s", "acts"),
-    [
-        (RESOURCES, 899.0, False),
-        (RESOURCES, 900.0, True),
-        (RESOURCES, 0.0, False),
-        (CAPACITY, 9000.0, False),
-        (UNKNOWN, 9000.0, False),
-    ],
-)
-def test_what_never_starts_is_overdue_after_the_dwell_time(reason: str, age_s: float, acts: bool) -> None:
-    seen = blocked_sightings([record("train", reason)], [], 1000.0)
-    assert bool(overdue(seen, 1000.0 + age_s, 900.0)) is acts
-
-
-def test_a_line_says_job_reason_age_and_next_command() -> None:
-    (line,) = block_lines([Sighting(job="train", id="1", reason=CAPACITY, since=0.0)], 3600.0)
-    assert line.startswith("train cannot start: EC2 has no such instances free")
-    assert "(CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY, for 1h00m); next: wait" in line
+def test_first_sight_is_kept_while_the_same_job_has_the_same_reason() -> None:
+    seen = blocked_sightings([record(RESOURCES)], [], 100.0)
+    assert blocked_sightings([record(f"{RESOURCES} - more words")], seen, 200.0) == seen
+    other = blocked_sightings([record(CAPACITY)], seen, 200.0)
+    for one, before in ((record(RESOURCES), other), (record(RESOURCES, job_id="2"), seen), (record(RESOURCES), ())):
+        assert blocked_sightings([one], before, 300.0)[0].since == 300.0
+    assert blocked_sightings([record(RESOURCES, JobState.STARTING)], seen, 200.0) == ()

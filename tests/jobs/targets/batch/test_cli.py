@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime, tzinfo
 from typing import Any
 
 import pytest
 from moto.batch.models import batch_backends
 from moto.core.models import DEFAULT_ACCOUNT_ID as ACCOUNT_ID
 
-from jobs import cli, setup
+from jobs import cli
 from pipeline.io.s3_client import new_client
 
 Trnjobs = Callable[..., tuple[int, str]]
@@ -25,7 +24,6 @@ FLAGS = (
     "--jobs.train.instance=trn1.32xlarge",
     "--jobs.embed.workers=3",
     "--jobs.schedule.expression=cron(0 2 * * ? *)",
-    "--jobs.schedule.policy=skip",
     "--jobs.schedule.max-late-s=1000000000",
 )
 
@@ -71,17 +69,6 @@ def test_a_cycle_from_plan_to_history(trnjobs: Trnjobs, account: Any) -> None:
     assert jobs_at(account) == submitted
 
 
-def test_the_driver_submits_what_is_due_once(trnjobs: Trnjobs, account: Any) -> None:
-    for _ in range(2):
-        code, text = trnjobs("driver", "--scheduled-time=2026-11-21T02:00:00Z", cycle="")
-        assert code == 0, text
-    assert set(jobs_at(account)) == {
-        f"relevance-2026-11-21-{name}"
-        for name in ("prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report")
-    }
-    assert len(jobs_at(account)) == 8 + 3  # the children of the array are listed too
-
-
 def states(account: Any, cycle: str, status: str) -> None:
     """moto's jobs succeed at once; make those of a cycle something else."""
     for job in batch_backends[ACCOUNT_ID]["us-east-1"]._jobs.values():
@@ -105,29 +92,6 @@ def test_the_watch_looks_at_every_cycle_that_is_under_way(trnjobs: Trnjobs, acco
     states(account, "2026-11-20", "SUCCEEDED")
     assert "cycle 2026-11-20: succeeded" in trnjobs("reconcile", cycle="")[1]
     assert trnjobs("reconcile", cycle="")[1].startswith("no cycle is under way")
-
-
-def test_a_cycle_that_cannot_be_read_does_not_keep_the_watch_from_the_others(trnjobs: Trnjobs, account: Any) -> None:
-    s3 = new_client("s3")
-    for cycle in ("2026-11-19", "2026-11-20"):
-        assert trnjobs("submit", cycle=cycle)[0] == 0
-        s3.delete_object(Bucket="bucket", Key=f"relevance/cycles/{cycle}/jobs/closed.json")
-    s3.put_object(Bucket="bucket", Key="relevance/cycles/2026-11-19/jobs/plan.json", Body=b"{}")
-    code, text = trnjobs("reconcile", cycle="")
-    assert code == 65 and "cycle 2026-11-19: DataError" in text and "cycle 2026-11-20: succeeded" in text, text
-
-
-def test_today_is_a_day_by_the_clocks_of_the_schedule(
-    trnjobs: Trnjobs, account: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Late(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> "Late":
-            return cls(2026, 11, 20, 23, 30, tzinfo=UTC).astimezone(tz)
-
-    monkeypatch.setattr(setup, "datetime", Late)
-    assert "cycle 2026-11-20 " in trnjobs("plan", cycle="")[1]
-    assert "cycle 2026-11-21 " in trnjobs("plan", "--jobs.schedule.timezone=Asia/Tokyo", cycle="")[1]
 
 
 def test_the_watch_names_a_cycle_that_was_only_claimed(trnjobs: Trnjobs, account: Any) -> None:

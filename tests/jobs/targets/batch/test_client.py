@@ -66,13 +66,6 @@ def test_reading_is_repeated(error: Exception) -> None:
     assert raw.calls == 3
 
 
-def test_what_is_wrong_is_not_repeated() -> None:
-    raw = Raw(client_error("ClientException"))
-    with pytest.raises(ConfigError):
-        BatchClient(raw, policy=FAST).described("queues", ["q"])
-    assert raw.calls == 1
-
-
 @pytest.mark.parametrize("error", [client_error("TooManyRequestsException", status=429), NO_ROUTE])
 def test_a_submission_that_surely_was_not_done_is_repeated(error: Exception) -> None:
     raw = Raw(error)
@@ -128,11 +121,3 @@ def test_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     with pytest.raises(ConfigError, match="AWS_DEFAULT_REGION"):
         connect("batch")
-
-
-def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "hunter2:no url")
-    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL") as caught:
-        connect("batch")
-    assert "hunter2" not in str(caught.value)

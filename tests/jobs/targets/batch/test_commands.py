@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -113,42 +112,18 @@ def test_a_cycle_is_submitted_once(commands: Commands) -> None:
     assert commands.said[-1] == "cycle 2026-11-20: under way; next: trnjobs status --cycle 2026-11-20"
 
 
-def test_submit_killed_after_single_calls_and_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of BatchTarget itself is tried in test_submit.py."""
-    count = Commands(tmp_path / "count", monkeypatch)
-    faults = Faults()
-    count.submit(faults)
-    for number in range(1, len(faults.calls) + 1, 9):
-        commands = Commands(tmp_path / f"{number}", monkeypatch)
-        assert not commands.submit(Faults(kill_after=number))
-        assert commands.submit()
-        assert list(commands.live()) == NAMES, number
-        assert {name: one.id for name, one in commands.store().submitted(1).items()} == commands.live()
-
-
-def test_a_wrong_queue_is_corrected_and_submitted(commands: Commands) -> None:
-    with pytest.raises(ConfigError, match="queue typo: does not exist"):
-        commands.submit(jobs__queue="typo")
-    assert (commands.batch.definitions, commands.batch.submitted) == ([], [])
+def test_the_driver_sees_that_a_cycle_has_ended(commands: Commands) -> None:
+    cycle = commands.open_cycle(commands.settings(), commands.said.append)
     assert commands.submit()
-    assert list(commands.live()) == NAMES
-
-
-def test_the_driver_starts_one_cycle_after_the_other(commands: Commands) -> None:
-    cycles = driver.WorkspaceCycles(commands.open_cycle(commands.settings(), commands.said.append), "batch")
-    assert commands.submit()
-    assert not cycles.has_ended("2026-11-20")
+    assert not driver.has_ended(cycle)
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 1000}
-    assert cycles.has_ended("2026-11-20")
+    assert driver.has_ended(cycle)
     closed = commands.store().closed()
     assert closed is not None
     assert closed.outcome == "succeeded"
     page = commands.page()
     assert 'class="succeeded">succeeded' in page and "11 of 11 succeeded" in page and "RUNNING" not in page
-    assert cycles.submit("2026-11-21") == 0
-    assert list(cycles.claimed()) == ["2026-11-20", "2026-11-21"]
-    assert commands.store("2026-11-21").submitted(1).keys() == {*NAMES}
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(80, "refused"), (65, "failed")])
@@ -228,38 +203,12 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     monkeypatch.setattr(submit, step, retried_before)
     assert submit.run_reconcile(arguments, commands.said.append) == 0
     assert commands.store().closed() is None
-    cycles = driver.WorkspaceCycles(commands.open_cycle(commands.settings(), commands.said.append), "batch")
-    assert cycles.newest_under_way(["2026-11-20"]) == "2026-11-20"
+    assert not driver.has_ended(commands.open_cycle(commands.settings(), commands.said.append))
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 3000}
     assert submit.run_reconcile(Namespace(settings=commands.settings()), commands.said.append) == 0
     closed = commands.store().closed()
     assert closed is not None and (closed.outcome, closed.round) == ("succeeded", 2)
-
-
-def test_a_submission_at_midnight_is_of_one_day(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    days = iter(range(20, 30))
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> "Clock":
-            return cls(2026, 11, next(days), tzinfo=UTC)
-
-    monkeypatch.setattr(setup, "datetime", Clock)
-    monkeypatch.setattr(submit, "open_cycle", setup.open_cycle)
-    assert (
-        submit.run_submit(Namespace(settings=commands.settings(), target="batch", fresh=False), commands.said.append)
-        == 0
-    )
-    assert commands.store().storage.list_dirs("cycles") == ["2026-11-20"]
-    assert list(commands.live()) == NAMES
-
-
-def test_a_cancelled_cycle_has_its_page(commands: Commands) -> None:
-    assert commands.submit()
-    arguments = Namespace(settings=commands.settings(cycle="2026-11-20"), reason="wrong data")
-    assert submit.run_cancel(arguments, commands.said.append) == 0
-    assert 'class="cancelled">cancelled' in commands.page() and "cancelled: wrong data" in commands.page()
 
 
 def prepare_failed(commands: Commands) -> None:

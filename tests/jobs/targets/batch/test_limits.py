@@ -4,8 +4,6 @@ import re
 from typing import Any
 
 import pytest
-from botocore.session import Session
-from botocore.validate import validate_parameters
 
 from jobs.plan.dag import Plan
 from jobs.plan.spec import Dependency, JobSpec
@@ -52,19 +50,9 @@ def test_each_rule_names_what_breaks_it(fields: dict[str, Any], problem: str) ->
         check_plan(broken)
 
 
-def validate(operation: str, request: dict[str, Any]) -> None:
-    validate_parameters(request, Session().get_service_model("batch").operation_model(operation).input_shape)
-
-
 def requests(of: Plan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     ids = {one.name: f"id-of-{one.name}" for one in of.jobs}
     return [(definition_request(of, one), submit_request(of, one, definition="d:3", ids=ids)) for one in of.jobs]
-
-
-def test_requests_are_what_botocore_takes() -> None:
-    for definition, submit in requests(cycle()):
-        validate("RegisterJobDefinition", definition)
-        validate("SubmitJob", submit)
 
 
 def test_a_gang_is_one_open_range_so_that_one_definition_serves_any_number_of_nodes() -> None:
@@ -89,11 +77,3 @@ def test_what_differs_between_cycles_is_not_in_the_definition() -> None:
     same = one.model_copy(update={"jobs": (job("train"),)})
     tags = [requests(p)[0][0]["tags"]["content"] for p in (changed, same, same)]
     assert tags[0] != tags[1] == tags[2]
-
-
-def test_an_array_waits_for_the_gang_by_its_id() -> None:
-    _, embed = requests(cycle())[1]
-    assert embed["dependsOn"] == [{"jobId": "id-of-train"}]
-    assert embed["arrayProperties"] == {"size": 8}
-    assert embed["shareIdentifier"] == "production"
-    assert embed["schedulingPriorityOverride"] == 0

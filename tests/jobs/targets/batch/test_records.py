@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.job_records import AttemptRecord, JobState
+from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import EXITED
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.cycle.cases import job, plan
@@ -25,16 +25,6 @@ def setting(tmp_path: Path) -> Setting:
 
 def ids(setting: Setting) -> dict[str, str]:
     return {name: one.id for name, one in setting.store().submitted(1).items()}
-
-
-def test_a_new_cycle_in_the_order_of_the_plan(setting: Setting) -> None:
-    train, embed, verify = setting.target().records(setting.plan)
-    assert [train.name, embed.name, verify.name] == ["train", "embed", "verify"]
-    assert (train.state, train.num_nodes, train.attempts) == (JobState.SUBMITTED, 2, ())
-    assert (embed.state, len(embed.children)) == (JobState.PENDING, 8)
-    assert [one.name for one in embed.leaves()] == [f"embed:{i}" for i in range(8)]
-    assert verify.id == ids(setting)["verify"]
-    assert train.created_at == pytest.approx(setting.store().submitted(1)["train"].submitted_at, abs=1)
 
 
 def test_a_gang_has_the_exit_code_of_its_main_node_and_the_logs_of_all(setting: Setting) -> None:
@@ -215,20 +205,6 @@ def test_cancel_killed_anywhere_and_run_again(setting: Setting, number: int) -> 
         setting.batch.faults = Faults()
         setting.target().cancel(setting.plan, "by hand")
     assert setting.live() == []
-
-
-def test_a_job_that_never_ran_has_no_attempt(setting: Setting) -> None:
-    setting.batch.terminate_job(jobId=ids(setting)["verify"], reason="by hand")
-    verify = setting.target().records(setting.plan)[2]
-    assert (verify.state, verify.attempts, verify.status_reason) == (JobState.FAILED, (), "by hand")
-
-
-def test_an_end_without_a_list_of_attempts_is_one_attempt(setting: Setting) -> None:
-    """As some emulators describe it."""
-    job = setting.batch.jobs[ids(setting)["verify"]]
-    job |= {"status": "SUCCEEDED", "startedAt": 2000, "stoppedAt": 3000, "container": {"exitCode": 0}}
-    expected = AttemptRecord(started_at=2.0, stopped_at=3.0, exit_code=0, log_streams=("",))
-    assert setting.target().records(setting.plan)[2].attempts == (expected,)
 
 
 def test_a_blocked_job_is_ended_after_the_dwell_time_only(setting: Setting) -> None:

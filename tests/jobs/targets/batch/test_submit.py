@@ -3,17 +3,14 @@
 from pathlib import Path
 
 import pytest
-from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
+from botocore.exceptions import ReadTimeoutError
 
 from jobs.cycle.cycle_store import LEASE_S
-from jobs.plan.dag import Plan
-from jobs.targets.batch.account import preflight
-from jobs.targets.batch.client import BatchClient
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.targets.batch.fake_batch import client_error
 from tests.jobs.targets.batch.faults import Faults
-from tests.jobs.targets.batch.setting import FAST, Setting
+from tests.jobs.targets.batch.setting import Setting
 
 LOST = ReadTimeoutError(endpoint_url="http://batch")
 THROTTLED = client_error("TooManyRequestsException", status=429)
@@ -72,15 +69,6 @@ def test_killed_after_any_call_and_run_again_it_converges(tmp_path: Path, lag: i
         assert len(setting.batch.definitions) == 3, number
 
 
-def test_killed_again_and_again_it_still_converges(tmp_path: Path) -> None:
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
-    for number in range(5, len(calls), 4):
-        setting.drive_killed(Faults(kill_after=number), owner=f"driver {number}")
-    setting.drive()
-    setting.assert_one_dag()
-
-
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("done", [True, False])
 def test_a_submission_without_an_answer_is_looked_for_before_it_is_repeated(
@@ -105,16 +93,6 @@ def test_every_call_throttled_once(tmp_path: Path) -> None:
         assert len(setting.batch.submitted) == 3
 
 
-def test_no_route_is_worth_another_try_later(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
-    lost = EndpointConnectionError(endpoint_url="http://user:secret@batch")
-    setting.batch.faults = Faults(errors={1: (lost, False)})
-    impatient = FAST.model_copy(update={"total_deadline_s": 0.0})
-    with pytest.raises(TransientError, match="EndpointConnectionError") as caught:
-        preflight(BatchClient(setting.batch, policy=impatient), setting.plan)
-    assert "secret" not in str(caught.value)
-
-
 def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
     """AWS Batch lists a new job so late that a second driver does not see it."""
     calls = number_of_calls(tmp_path / "count")
@@ -125,17 +103,6 @@ def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
     ended = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
     assert [one["jobName"] for one in ended] == ["relevance-2026-11-20-train"]
     assert ended[0]["statusReason"] == "train was submitted twice, and this copy is not the recorded one"
-
-
-def test_of_two_unrecorded_jobs_the_older_is_adopted(tmp_path: Path) -> None:
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
-    setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
-    first = setting.live()[0]["jobId"]
-    setting.batch.submit_job(**setting.batch.submitted[0])
-    setting.drive()
-    setting.assert_one_dag()
-    assert setting.store().submitted(1)["train"].id == first
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -165,15 +132,6 @@ def test_a_driver_that_lost_its_lease_makes_nothing_more(tmp_path: Path) -> None
     with pytest.raises(TransientError, match="another process took the cycle over"):
         setting.drive(Faults(meanwhile={position(calls, "RegisterJobDefinition", 2): another}))
     assert len(setting.batch.submitted) == 3
-    setting.assert_one_dag()
-
-
-def test_a_job_that_failed_before_it_was_recorded_is_not_adopted(tmp_path: Path) -> None:
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
-    setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
-    setting.batch.terminate_job(jobId=setting.live()[0]["jobId"], reason="by hand")
-    setting.drive()
     setting.assert_one_dag()
 
 
@@ -247,22 +205,6 @@ def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(t
 
     revisions = [submit("a", 3600), submit("b", 7200), submit("c", 3600), submit("d", 7200), submit("e", 60)]
     assert [one.rpartition(":")[2] for one in revisions] == ["1", "2", "1", "2", "3"]
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (plan(job("train"), queue="nobody"), "queue nobody: does not exist"),
-        (plan(job("train"), share_identifier="prod-1"), "share identifier 'prod-1'"),
-        (plan(job("train", command=("x" * 9000,))), "container overrides of"),
-        (plan(job("train", num_nodes=11, resources={"vcpus": 128, "memory_mib": 1000})), "1,408 vCPU at once"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_sent(tmp_path: Path, bad: Plan, message: str) -> None:
-    setting = Setting(tmp_path, plan=bad)
-    with pytest.raises(ConfigError, match=message):
-        setting.drive()
-    assert (setting.batch.definitions, setting.batch.submitted) == ([], [])
 
 
 def test_a_name_that_a_later_round_makes_too_long(tmp_path: Path) -> None:

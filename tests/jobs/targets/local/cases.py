@@ -9,7 +9,7 @@ from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import Leaf, leaves_of, new_record
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
-from jobs.targets.local.engine import Engine, Slots, need_of
+from jobs.targets.local.engine import Engine, Slots
 from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeView, Phase, Signal, StoppedBy
 from pipeline.core.stop import StopSignal
 
@@ -156,7 +156,7 @@ class FakeNodes:
         assert node == 0 or self.look_key((name, attempt, 0)) is Phase.RUNNING, f"{key} before the main node"
         used = Slots()
         for one in {other[0] for other in alive} | {name}:
-            used = used.plus(need_of(self.leaves[one].spec))
+            used = used.plus(self.leaves[one].spec)
         assert used.fits_in(self.machine), f"{key} does not fit: {used}"
 
     def look_key(self, key: tuple[str, int, int]) -> Phase:
@@ -214,7 +214,7 @@ def world(
     leaves = {leaf.name: leaf for one in jobs for leaf in leaves_of(one)}
     plan = Plan(pipeline="p", cycle="c", workspace="/workspace", jobs=tuple(jobs))
     return World(
-        plan, FakeNodes(leaves, Slots(vcpus=vcpus, memory_mib=10**6, gangs=1), fate), MemoryFiles(Path("/jobs")), []
+        plan, FakeNodes(leaves, Slots(vcpus=vcpus, memory_mib=10**6, groups=1), fate), MemoryFiles(Path("/jobs")), []
     )
 
 

@@ -75,7 +75,7 @@ PLAN = Plan(
 def test_random_kills(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dice = random.Random(seed)
-    machine = Slots(vcpus=4, memory_mib=4096, gangs=2)
+    machine = Slots(vcpus=4, memory_mib=4096, groups=2)
     store = CycleStore(open_storage(str(tmp_path / "workspace")), "c1", time.time)
     target = LocalTarget(store, tmp_path, machine, lambda line: None, StopSignal(), grace_s=1.0, poll_s=0.02)
     kills = Counter[str]()

@@ -29,15 +29,6 @@ def ran(jobs: list[JobSpec], table: Mapping[tuple[str, int, int], Fate]) -> Worl
     return made
 
 
-def test_a_chain_runs_in_order_and_says_each_change_once() -> None:
-    made = ran([job("a"), job("b", "a")], {})
-    assert made.nodes.starts == [("a", 1, 0), ("b", 1, 0)]
-    states = [tuple(line.split()[:2]) for line in made.said]
-    passed = ("RUNNABLE", "STARTING", "RUNNING", "SUCCEEDED")
-    assert [state for name, state in states if name == "a"] == list(passed)
-    assert [state for name, state in states if name == "b"] == ["PENDING", *passed]
-
-
 def test_only_the_main_node_decides_and_a_retry_runs_all_nodes_again() -> None:
     made = ran([job("g", num_nodes=2)], {("g", 1, 0): EXIT_75, ("g", 2, 1): Fate(end=NodeEnd(exit_code=1))})
     assert made.nodes.starts == [("g", 1, 0), ("g", 1, 1), ("g", 2, 0), ("g", 2, 1)]
@@ -51,13 +42,6 @@ def test_the_end_of_the_main_node_stops_the_others_before_the_next_attempt() -> 
     first, second = made.record("g").attempts
     assert (first.status_reason, second.exit_code) == ("Host EC2 (local) terminated.", 0)
     assert len(first.log_streams) == 3
-
-
-def test_the_death_of_another_node_does_nothing() -> None:
-    made = ran([job("g", num_nodes=3)], {("g", 1, 1): LOST, ("g", 1, 0): Fate(after_s=9.0)})
-    assert made.ends() == {"g": SUCCEEDED}
-    assert len(made.nodes.starts) == 3
-    assert made.record("g").stopped_at == pytest.approx(9.25, abs=0.2)
 
 
 def test_the_timeout_of_a_gang_is_one_for_all_its_nodes() -> None:
@@ -108,25 +92,6 @@ def test_a_wall_clock_that_jumps_ends_no_job_before_its_limit(num_nodes: int, ju
 
 
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
-def test_a_wall_clock_that_jumps_hurries_no_keeper_that_starts_or_ends(jump_s: float) -> None:
-    """A node that does not begin, and is cancelled."""
-    made = world([job("a")], lambda *_: Fate(hangs="starting"))
-    running = made.engine()
-    run_a_second(running, made)
-    made.ahead_s = jump_s
-    run_a_second(running, made)
-    assert made.nodes.kills == []
-    made.files.asked["a"] = "why"
-    run_a_second(running, made)
-    made.ahead_s -= jump_s
-    run_a_second(running, made)
-    assert made.nodes.kills == []
-    running.run()
-    assert made.nodes.kills == [(("a", 1, 0), "SIGTERM")]
-    assert made.nodes.now == pytest.approx(2.0 + PATIENCE_S, abs=1.0)
-
-
-@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
 def test_the_limit_holds_though_the_wall_clock_jumps_and_the_engine_dies(jump_s: float) -> None:
     """The next engine learns from the wall clock how long the job has run, and measures from there."""
     made = world([job("a", timeout_s=100)], lambda *_: Fate(hangs="running"))
@@ -148,25 +113,6 @@ def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
     assert made.nodes.now == pytest.approx(engine.START_PATIENCE_S, abs=5.0)
 
 
-@pytest.mark.parametrize("num_nodes", [0, 2])
-def test_a_job_that_runs_for_long_is_not_taken_for_one_that_does_not_begin(num_nodes: int) -> None:
-    long = 3 * engine.START_PATIENCE_S
-    made = world([job("g", num_nodes=num_nodes, timeout_s=3600)], lambda *_: Fate(after_s=long))
-    made.engine().run()
-    assert (made.ends(), made.nodes.kills) == ({"g": SUCCEEDED}, [])
-    assert made.nodes.now >= long
-
-
-def test_a_cancelled_job_whose_keeper_hangs_is_ended() -> None:
-    made = world([job("a")], lambda *_: Fate(hangs="running"))
-    running = made.engine()
-    run_a_second(running, made)
-    made.files.asked["a"] = "why"
-    running.run()
-    assert (made.ends(), made.record("a").status_reason) == ({"a": FAILED}, "why")
-    assert made.nodes.now == pytest.approx(PATIENCE_S, abs=2.0)
-
-
 def interrupt(made: World) -> None:
     """An engine runs for a second, and is told to stop as Ctrl-C does."""
     stop = StopSignal()
@@ -177,48 +123,12 @@ def interrupt(made: World) -> None:
         first.run()
 
 
-def test_interrupted_with_a_keeper_that_hangs_the_attempt_does_not_count() -> None:
-    fates = {1: Fate(hangs="running")}
-    made = world([job("a", retry=Retry.of(1))], lambda name, attempt, node: fates.get(attempt, Fate()))
-    interrupt(made)
-    assert made.nodes.kills == [(("a", 1, 0), "SIGINT")]
-    made.engine().run()
-    assert made.ends() == {"a": SUCCEEDED}
-
-
-def test_timeouts_are_final() -> None:
-    made = ran([job("a")], {("a", 1, 0): Fate(end=NodeEnd(exit_code=143, stopped_by="timeout"))})
-    record = made.record("a")
-    assert (record.state, record.status_reason, len(record.attempts)) == (
-        FAILED,
-        "Job attempt duration exceeded timeout",
-        1,
-    )
-
-
 def test_children_are_tried_again_one_by_one_and_the_others_continue() -> None:
     table = {("e:1", 1, 0): EXIT_75, ("e:2", 1, 0): Fate(end=NodeEnd(exit_code=1))}
     made = ran([job("e", array_size=4), job("z", "e")], table)
     assert made.ends() == {"e:0": SUCCEEDED, "e:1": SUCCEEDED, "e:2": FAILED, "e:3": SUCCEEDED, "z": FAILED}
     assert [len(made.record(f"e:{i}").attempts) for i in range(4)] == [1, 2, 1, 1]
     assert made.record("z").status_reason == "not run: e failed"
-
-
-def test_cancelling_ends_what_runs_and_what_waits() -> None:
-    made = world([job("a"), job("g", num_nodes=2), job("b", "a")], lambda *_: Fate(after_s=1e3))
-    running = made.engine()
-    for _ in range(30):
-        running.tick()
-        made.nodes.pause(0.1)
-    made.files.asked.update({"a": "why", "b": "why"})
-    running.tick()
-    assert made.record("b").status_reason == "why"
-    assert made.nodes.stops == [(("a", 1, 0), "SIGTERM")]
-    made.files.asked["g"] = "also"
-    running.run()
-    assert made.ends() == {"a": FAILED, "b": FAILED, "g": FAILED}
-    assert made.record("g").status_reason == "also"
-    assert made.nodes.alive() == set()
 
 
 BY_HAND = "cancelled: by hand"
@@ -237,18 +147,6 @@ def test_of_a_cancelled_cycle_every_job_says_so_and_none_that_a_dependency_faile
     assert ends == dict.fromkeys(("a", "b", "c", "e:0", "e:1"), (JobState.CANCELLED, BY_HAND))
     assert made.nodes.starts == ([("a", 1, 0)] if active else [])
     assert made.nodes.alive() == set()
-
-
-def test_a_job_runs_from_the_moment_at_which_its_command_began() -> None:
-    made = world([job("a")])
-    running = made.engine()
-    for _ in range(2):
-        running.tick()
-        made.nodes.pause(0.1)
-    assert made.ends() == {"a": JobState.STARTING}
-    run_a_second(running, made)
-    assert made.ends() == {"a": JobState.RUNNING}
-    assert made.record("a").attempts[0].started_at == made.nodes.nodes["a", 1, 0].begins_at
 
 
 def test_the_engine_shows_now_and_then_that_it_lives_and_when_it_ends() -> None:
@@ -286,20 +184,6 @@ def test_what_feeds_only_a_job_that_cannot_run_is_ended(vcpus: int) -> None:
         "compile": (FAILED, "not run: prepare failed"),
     }
     assert made.nodes.stops == ([(("health", 1, 0), "SIGTERM")] if vcpus == 6 else [])
-
-
-def test_what_is_of_no_use_and_ends_well_has_succeeded() -> None:
-    fates = {"a": Fate(end=NodeEnd(exit_code=1)), "b": Fate(after_s=1.2)}
-    made = world([job("a"), job("b"), job("c", "a", "b")], lambda name, *_: fates[name])
-    made.engine().run()
-    assert made.ends() == {"a": FAILED, "b": SUCCEEDED, "c": FAILED}
-
-
-def test_cancelled_jobs_are_not_tried_again() -> None:
-    made = world([job("a")], lambda *_: Fate(after_s=1e3))
-    made.files.asked["a"] = "why"
-    made.engine().run()
-    assert (made.ends(), made.nodes.starts) == ({"a": FAILED}, [])
 
 
 def test_interrupted_it_ends_what_runs_and_the_next_engine_goes_on() -> None:

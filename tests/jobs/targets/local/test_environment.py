@@ -7,8 +7,8 @@ import pytest
 
 from jobs.cycle.job_states import Leaf
 from jobs.plan.spec import JobSpec
-from jobs.targets.local.nodes import gang_port, local_command, node_environment
-from pipeline.parallel.network import torchrun_arguments
+from jobs.targets.local.nodes import group_port, local_command, node_environment
+from pipeline.parallel.world import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 
 COMMON = {"TRNJOBS_JOB": "a", "TRNJOBS_JOB_ID": "id", "TRNJOBS_ATTEMPT": "2"}
@@ -22,16 +22,6 @@ def environment(spec: JobSpec, *, index: int | None = None, node: int = 0) -> di
 
 def words(found: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name.startswith("TRNJOBS_")}
-
-
-def test_a_container() -> None:
-    assert words(environment(job("a"))) == COMMON
-
-
-def test_a_job_that_was_submitted_again() -> None:
-    spec = job("a")
-    found = node_environment({}, plan(spec), Leaf(spec), "id", 2, 0, "10.0.0.7", round_=3)
-    assert words(found) == COMMON | {"TRNJOBS_ROUND": "3"}
 
 
 def test_a_child_of_an_array() -> None:
@@ -49,7 +39,7 @@ def test_of_a_gang_all_but_the_main_node_know_its_address() -> None:
 def test_all_nodes_of_an_attempt_meet_at_one_place() -> None:
     gang = job("g", num_nodes=2)
     found = [torchrun_arguments(1, environment(gang, node=node), own=lambda: "10.0.0.7")[-2:] for node in range(2)]
-    assert found[0] == found[1] == ["--master-addr=10.0.0.7", f"--master-port={gang_port('id', 2)}"]
+    assert found[0] == found[1] == ["--master-addr=10.0.0.7", f"--master-port={group_port('id', 2)}"]
 
 
 def test_without_a_network_they_meet_on_the_loopback() -> None:
@@ -57,12 +47,6 @@ def test_without_a_network_they_meet_on_the_loopback() -> None:
     for node in range(2):
         found = node_environment({}, plan(spec), Leaf(spec), "id", 1, node, "127.0.0.1")
         assert "--master-addr=127.0.0.1" in torchrun_arguments(1, found, own=lambda: "nowhere")
-
-
-def test_each_attempt_has_a_port_of_its_own_outside_those_of_clients() -> None:
-    ports = {gang_port(f"id-{i}", attempt) for i in range(20) for attempt in (1, 2, 3)}
-    assert len(ports) > 55
-    assert all(20_000 <= port < 32_000 and port % 2 == 0 for port in ports)
 
 
 def test_a_job_sees_its_own_settings_and_nothing_of_what_is_around_the_engine() -> None:

@@ -16,10 +16,8 @@ def attempt(code: int | None = None, status_reason: str = "", reason: str = "") 
     ("state", "status_reason", "attempts", "expected"),
     [
         ("PENDING", "", [], ""),
-        ("RUNNABLE", "", [], ""),
         ("STARTING", "", [attempt()], "attempt 1"),
         ("RUNNING", "", [attempt(75, EXITED), attempt()], f"attempt 2  {LOG}"),
-        ("SUCCEEDED", EXITED, [attempt(0, EXITED)], ""),
         ("RUNNABLE", EXITED, [attempt(75, EXITED)], "attempt 1 ended with exit code 75; tried again"),
         (
             "RUNNABLE",

@@ -66,28 +66,6 @@ def test_a_command_has_its_environment_a_session_and_a_log(folder: Path) -> None
     assert end.at >= view.started_at
 
 
-def test_a_signal_is_an_exit_code_as_a_container_has_it(folder: Path) -> None:
-    nodes = Processes(grace_s=5)
-    start(nodes, folder, "import os,signal;os.kill(os.getpid(),signal.SIGKILL)")
-    end = ended(nodes, folder)
-    assert (end.exit_code, end.stopped_by) == (137, "")
-
-
-def test_no_such_command(folder: Path) -> None:
-    nodes = Processes(grace_s=5)
-    nodes.start(folder, ["no-such-command"], os.environ, 60.0)
-    assert ended(nodes, folder).error == "no-such-command: No such file or directory"
-    assert nodes.look(folder).started_at is None
-
-
-def test_the_timeout_asks_first(folder: Path) -> None:
-    nodes = Processes(grace_s=600)
-    code = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n" + SLEEP
-    start(nodes, folder, code, timeout_s=0.5)
-    end = ended(nodes, folder)
-    assert (end.exit_code, end.stopped_by) in {(7, "timeout"), (143, "timeout")}  # 143: before the handler was there
-
-
 def test_the_timeout_kills_what_does_not_listen_with_all_it_started(folder: Path) -> None:
     nodes = Processes(grace_s=0.1)
     code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + GRANDCHILD + SLEEP
@@ -172,17 +150,6 @@ def test_a_keeper_killed_after_an_interruption_is_no_lost_host(folder: Path) -> 
     assert not is_alive(number_in(Path("command")))
 
 
-@pytest.mark.parametrize("code", [0, 75])
-def test_a_command_that_ends_by_itself_after_an_interruption_has_its_own_exit_code(folder: Path, code: int) -> None:
-    nodes = Processes(grace_s=600)
-    handler = f"import os, signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit({code}))\n"
-    start(nodes, folder, handler + SLEEP)
-    until(lambda: number_in(Path("command")), "the command")
-    nodes.stop(folder, "SIGINT")
-    end = ended(nodes, folder)
-    assert (end.exit_code, end.stopped_by, end.lost) == (code, "SIGINT", False)
-
-
 def test_a_full_disk_keeps_no_interruption_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -193,16 +160,6 @@ def test_a_full_disk_keeps_no_interruption_back(folder: Path, monkeypatch: pytes
     monkeypatch.setattr("jobs.targets.local.nodes.write_bytes_atomic", full)
     nodes.stop(folder, "SIGINT")
     assert ended(nodes, folder).stopped_by == "SIGINT"
-
-
-def test_a_suspended_command_ends_as_well(folder: Path) -> None:
-    nodes = Processes(grace_s=0.1)
-    start(nodes, folder, SLEEP)
-    until(lambda: number_in(Path("command")), "the command")
-    suspend(number_in(Path("command")))
-    nodes.stop(folder, "SIGTERM")
-    end = ended(nodes, folder)  # by its keeper
-    assert (end.exit_code, end.stopped_by, end.lost) == (137, "SIGTERM", False)
 
 
 def test_what_attempts_that_are_over_have_left_is_found(tmp_path: Path) -> None:
@@ -226,19 +183,6 @@ def _has_mark(pid: int, mark: str) -> bool:
     return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
 
 
-def test_a_keeper_killed_before_it_took_the_node_is_a_task_that_did_not_start(folder: Path) -> None:
-    nodes = Processes(grace_s=5)
-    start(nodes, folder, "open('runs','a').write('x')\nimport time\ntime.sleep(600)")
-    suspend(nodes._own[folder].pid)
-    if nodes.look(folder).phase is Phase.STARTING:  # nearly always: Python takes longer to start
-        nodes._own[folder].kill()
-        assert ended(nodes, folder).error
-        assert not Path("runs").exists()
-    else:
-        nodes._own[folder].kill()
-        assert ended(nodes, folder).lost
-
-
 def test_an_excluded_node_never_starts(folder: Path) -> None:
     nodes = Processes(grace_s=5)
     assert nodes.look(folder) == NodeView(Phase.ABSENT)
@@ -249,16 +193,6 @@ def test_an_excluded_node_never_starts(folder: Path) -> None:
     until(lambda: nodes._own[folder].poll() is not None, "the keeper that finds the node taken")
     assert nodes.look(folder) == expected
     assert not Path("runs").exists()
-
-
-def test_a_node_that_runs_cannot_be_excluded(folder: Path) -> None:
-    nodes = Processes(grace_s=5)
-    start(nodes, folder, SLEEP)
-    until(lambda: number_in(Path("command")))
-    nodes.exclude(folder)
-    assert nodes.look(folder).phase is Phase.RUNNING
-    nodes.stop(folder, "SIGTERM")
-    assert ended(nodes, folder).exit_code == 143
 
 
 def test_a_keeper_waits_for_room_on_the_disk() -> None:
@@ -273,11 +207,3 @@ def test_a_keeper_waits_for_room_on_the_disk() -> None:
     assert node_keeper._when_there_is_room(write, pauses.append, []) == 5
     assert len(pauses) == 2
     assert node_keeper._when_there_is_room(write, pauses.append, ["SIGTERM"]) is None
-
-
-def test_it_does_not_wait_for_what_will_not_change() -> None:
-    def write() -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    with pytest.raises(OSError, match="Read-only"):
-        node_keeper._when_there_is_room(write, lambda seconds: None, [])

@@ -3,17 +3,17 @@
 import pytest
 
 from jobs.cycle.job_states import Leaf
-from jobs.targets.local.engine import Slots, check_fits, need_of, startable_jobs
+from jobs.targets.local.engine import Slots, check_fits, startable_jobs
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import job
 
-MACHINE = Slots(vcpus=4, memory_mib=16_384, gangs=1)  # jobs of the cases take 2 vCPU and 4,096 MiB a node
+MACHINE = Slots(vcpus=4, memory_mib=16_384, groups=1)  # jobs of the cases take 2 vCPU and 4,096 MiB a node
 
 
 def test_a_gang_takes_all_its_nodes_and_a_child_itself() -> None:
-    assert need_of(job("g", num_nodes=2)) == Slots(vcpus=4, memory_mib=8192, gangs=1)
-    assert need_of(job("a", array_size=8)) == Slots(vcpus=2, memory_mib=4096)
-    assert need_of(job("j")) == Slots(vcpus=2, memory_mib=4096)
+    assert Slots().plus(job("g", num_nodes=2)) == Slots(vcpus=4, memory_mib=8192, groups=1)
+    assert Slots().plus(job("a", array_size=8)) == Slots(vcpus=2, memory_mib=4096)
+    assert Slots().plus(job("j")) == Slots(vcpus=2, memory_mib=4096)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,14 @@ def test_first_in_first_out(queue: str, active: str, expected: str) -> None:
 def test_gangs_run_one_at_a_time() -> None:
     gangs = [Leaf(job(name, num_nodes=1)) for name in "ab"]
     assert [leaf.name for leaf in startable_jobs(gangs, [], MACHINE)] == ["a"]
-    two = MACHINE.model_copy(update={"gangs": 2})
+    two = MACHINE.model_copy(update={"groups": 2})
     assert [leaf.name for leaf in startable_jobs(gangs, [], two)] == ["a", "b"]
 
 
 def test_what_can_never_run_is_refused_by_name() -> None:
     check_fits([job("a"), job("g", num_nodes=2), job("e", array_size=100)], MACHINE)
-    with pytest.raises(ConfigError, match=r"2 jobs need more(.|\n)*g: 6 vCPU, 12,288 MiB, 1 gang\n(.|\n)*h: ") as error:
+    with pytest.raises(
+        ConfigError, match=r"2 jobs need more(.|\n)*g: 6 vCPU, 12,288 MiB, 1 node group\n(.|\n)*h: "
+    ) as error:
         check_fits([job("a"), job("g", num_nodes=3), job("h", num_nodes=9)], MACHINE)
     assert "at most 4 vCPU, 16,384 MiB" in str(error.value)

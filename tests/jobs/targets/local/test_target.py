@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,27 +14,26 @@ from threading import Thread
 import pytest
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
+from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import EXITED, INTERRUPTED
 from jobs.plan.dag import Plan
 from jobs.plan.retry import Retry
 from jobs.plan.spec import JobSpec, Resources
-from jobs.targets.local import node_keeper
 from jobs.targets.local.engine import Slots
 from jobs.targets.local.nodes import local_files
-from jobs.targets.local.target import LocalTarget, this_machine
+from jobs.targets.local.target import LocalTarget
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.proc.children import MARGIN_S
 from pipeline.proc.signals import stop_on_signals
 from tests.jobs.cycle.cases import job
-from tests.jobs.targets.local.waiting import is_alive, number_in, suspend, until, until_no_keepers
+from tests.jobs.targets.local.waiting import number_in, suspend, until, until_no_keepers
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
 SMALL = Resources(vcpus=1, memory_mib=64)
-MACHINE = Slots(vcpus=4, memory_mib=4096, gangs=1)
+MACHINE = Slots(vcpus=4, memory_mib=4096, groups=1)
 # One line in the journal a try of a node, written at its beginning and at its end.
 BEGIN = """
 import os, sys
@@ -122,21 +120,6 @@ def test_a_cycle_of_jobs_gangs_and_arrays(place: Path) -> None:
     assert [one.state for one in target(place).records(plan)] == [one.state for one in found.values()]
 
 
-def test_any_command_is_a_plan_of_one_job(place: Path) -> None:
-    command = ("sh", "-c", 'echo "$1" > made', "sh", "two words")
-    plan = plan_of(JobSpec(name="script", stage="script", command=command, resources=SMALL, timeout_s=60))
-    to = target(place)
-    to.check(plan)
-    assert (submit(to, plan)["script"].state, Path("made").read_text()) == (SUCCEEDED, "two words\n")
-
-
-def test_submitted_again_nothing_runs_again(place: Path) -> None:
-    plan = plan_of(work("a"), work("b", "a"))
-    first = submit(target(place), plan)
-    assert submit(target(place), plan) == first
-    assert Counter(line.split()[0] for line in journal()) == {"begin": 2, "end": 2}
-
-
 def test_a_later_round_has_jobs_of_its_own(place: Path) -> None:
     plan = plan_of(work("a"), work("b", "a", code="sys.exit(0 if os.path.exists('fixed') else 65)"), work("c", "b"))
     first = submit(target(place), plan)
@@ -148,13 +131,6 @@ def test_a_later_round_has_jobs_of_its_own(place: Path) -> None:
     assert {record.state for record in second.values()} == {SUCCEEDED}
     assert second["a"] == first["a"]
     assert second["b"].id != first["b"].id
-
-
-def test_what_can_never_fit_is_refused_before_anything_starts(place: Path) -> None:
-    to = target(place)
-    with pytest.raises(ConfigError, match="g: 5 vCPU"):
-        submit(to, plan_of(work("a"), work("g", "a", num_nodes=5)))
-    assert (to.store.rounds(), journal()) == ([], [])
 
 
 def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_folder(place: Path) -> None:
@@ -286,22 +262,6 @@ def test_cancelled_from_another_process_while_the_engine_runs(place: Path) -> No
     assert to.records(plan)[0].status_reason == "not today"
 
 
-def test_cancelled_when_the_engine_is_dead(place: Path) -> None:
-    plan = plan_of(sleeps("a"), work("b", "a"))
-    engine = FORK.Process(target=lambda: submit(target(place), plan))
-    engine.start()
-    to = target(place)
-    states = [JobState.RUNNING, JobState.PENDING]
-    until(lambda: [record.state for record in to.records(plan)] == states, "the command, and that it is written down")
-    engine.kill()
-    engine.join()
-    until(lambda: number_in(Path("command")), "its number")
-    assert is_alive(number_in(Path("command")))
-    to.cancel(plan, "why")
-    assert [(record.state, record.status_reason) for record in to.records(plan)] == [(FAILED, "why")] * 2
-    assert not is_alive(number_in(Path("command")))
-
-
 def test_two_engines_at_once_run_every_attempt_once(place: Path) -> None:
     plan = plan_of(work("a", code="while not os.path.exists('go'): pass"), work("b", "a"))
     engine = FORK.Process(target=lambda: submit(target(place), plan))
@@ -362,22 +322,6 @@ class Late:
         return time.monotonic() + self.ahead_s
 
 
-def test_the_timeout_of_a_job_whose_keeper_is_suspended(place: Path) -> None:
-    clock = Late(step_s=600.0)
-    plan = plan_of(sleeps("a", timeout_s=3600))
-
-    def say(line: str) -> None:
-        if "RUNNING" in line:
-            until(lambda: number_in(Path("command")), "the command")
-            suspend_keeper(place, 0)
-            clock.until_s = 2 * (3600 + 10 + MARGIN_S)
-
-    found = submit(replace(target(place, say=say), monotonic=clock), plan)
-    assert (found["a"].state, found["a"].status_reason) == (FAILED, "Job attempt duration exceeded timeout")
-    assert not is_alive(number_in(Path("command")))
-    until_no_keepers(place)
-
-
 def test_a_node_whose_keeper_is_suspended_does_not_hold_up_its_gang(place: Path) -> None:
     clock = Late(step_s=1.0)
     code = """
@@ -404,19 +348,6 @@ if os.environ["TRNJOBS_ATTEMPT"] == "1":
     until_no_keepers(place)
 
 
-def test_what_an_attempt_left_behind_ends_with_the_next_submission(place: Path) -> None:
-    plan = plan_of(work("a"))
-    found = submit(target(place), plan)
-    until_no_keepers(place)
-    mark = f"{found['a'].id}/1/node-0"
-    lines: list[str] = []
-    with subprocess.Popen(["sleep", "600"], env={**os.environ, node_keeper.MARK: mark}) as left:
-        until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
-        submit(target(place, say=lines.append), plan)
-        assert left.wait() == -signal.SIGKILL
-    assert lines == ["ended 1 processes left over from earlier attempts"]
-
-
 CHANGES = FILE_CHANGES | {"subprocess.Popen", "os.kill"}
 
 
@@ -440,25 +371,3 @@ def test_killed_at_any_call_and_started_again_it_ends_the_same(place: Path, call
     mains = [line for line in begun if "#1" not in line]
     assert len(mains) == sum(map(len, tries.values()))
     until_no_keepers(place)
-
-
-def test_no_more_than_the_machine_runs_at_once(place: Path) -> None:
-    plan = plan_of(work("e", array_size=6, resources=Resources(vcpus=2, memory_mib=64)))
-    found = submit(target(place), plan)
-    spans = [_span(child.attempts[0]) for child in found["e"].children]
-    for at, _ in spans:
-        assert sum(begin <= at < end for begin, end in spans) <= 2
-    assert found["e"].state is SUCCEEDED
-
-
-def _span(attempt: AttemptRecord) -> tuple[float, float]:
-    assert attempt.started_at is not None
-    assert attempt.stopped_at is not None
-    return attempt.started_at, attempt.stopped_at
-
-
-def test_this_machine_has_something_to_give() -> None:
-    found = this_machine()
-    assert found.vcpus >= 1
-    assert found.memory_mib > 64
-    assert found.gangs == 1

@@ -21,7 +21,7 @@ RECEIVED = "Received status from SageMaker: "
 
 
 class FakeServiceJobs:
-    """One account with a fair-share queue `ml` of 16 instances. Faults, lag and clock are those of `ml`.
+    """One account with a fair-share queue `ml`. Faults, lag and clock are those of `ml`.
 
     `rejects_twins`: the second of two equal requests is rejected, else answered as the first.
     """
@@ -34,16 +34,6 @@ class FakeServiceJobs:
         self.tries: dict[str, tuple[str, int]] = {}
         """Of training jobs by name: which service job, and which try of it."""
         self.on_submit: Callable[[Request], object] = lambda request: None
-        environment = f"{ARN}:service-environment/ml"
-        self.environments = [
-            {
-                "serviceEnvironmentName": "ml",
-                "serviceEnvironmentArn": environment,
-                "state": "ENABLED",
-                "status": "VALID",
-                "capacityLimits": [{"maxCapacity": 16, "capacityUnit": "NUM_INSTANCES"}],
-            }
-        ]
         self.policies: list[Request] = [
             {"arn": f"{ARN}:scheduling-policy/fair", "fairsharePolicy": {"shareDistribution": [PRODUCTION]}}
         ]
@@ -54,7 +44,6 @@ class FakeServiceJobs:
             "state": "ENABLED",
             "status": "VALID",
             "schedulingPolicyArn": self.policies[0]["arn"],
-            "serviceEnvironmentOrder": [{"order": 1, "serviceEnvironment": environment}],
         }
         self._numbers, self._visible = count(1), dict[str, int]()
 
@@ -79,11 +68,6 @@ class FakeServiceJobs:
     def describe_scheduling_policies(self, **request: Any) -> Request:
         found = [one for one in self.policies if one["arn"] in request["arns"]]
         return self._api("DescribeSchedulingPolicies", request, lambda: {"schedulingPolicies": found})
-
-    def describe_service_environments(self, **request: Any) -> Request:
-        wanted = request["serviceEnvironments"]
-        found = [one for one in self.environments if one["serviceEnvironmentArn"] in wanted]
-        return self._api("DescribeServiceEnvironments", request, lambda: {"serviceEnvironments": found})
 
     # What happens to service jobs.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ReadTimeoutError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.cycle.job_records import JobState
@@ -139,52 +139,6 @@ def assert_ends_as(found: Found, jobs: list[JobSpec], expected: Found) -> None:
     }
 
 
-@given(
-    jobs=dags(),
-    seed=st.integers(0, 2**32),
-    lag=st.integers(0, 3),
-    lives=st.lists(st.integers(1, 40), max_size=8),
-)
-@settings(max_examples=60, deadline=None)
-def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
-    jobs: list[JobSpec], seed: int, lag: int, lives: list[int]
-) -> None:
-    rng, ends = random.Random(seed), End()
-    with TemporaryDirectory() as folder:
-        at = Setting(Path(folder), plan=ml_plan(*jobs), lag=lag)
-        sky = Sky(at, ends, rng)
-        at.claim()
-        for calls in lives:
-            at.drive_killed(sky, Unreliable(rng, calls))
-        at.drive(sky, Unreliable(rng, 0))
-        assert at.ml.live() == []
-        assert len(at.ml.created) == len({one["TrainingJobName"] for one in at.ml.created})
-        found = of_sagemaker(at)
-        assert_ends_as(found, jobs, of_the_local_engine(jobs, ends))
-        at.store().save_records(())  # and a process that knows nothing finds the same
-        assert_ends_as(of_sagemaker(at), jobs, found)
-
-
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 2])
-def test_killed_after_each_call_the_next_driver_makes_one_dag(tmp_path: Path, lag: int) -> None:
-    calls, kills = 0, 0
-    while True:
-        at = Setting(tmp_path / str(calls), plan=small(), lag=lag)
-        sky = Sky(at, {}, random.Random(0))
-        good = dict.fromkeys(((leaf.name, 1) for one in at.plan.jobs for leaf in leaves_of(one)), "good")
-        sky.ends = good
-        at.claim()
-        calls += 1
-        died = at.drive_killed(sky, Faults(kill_after=calls))
-        at.drive(sky)
-        assert sorted(map(key_of, at.ml.created)) == sorted(good)
-        assert all(end == ("SUCCEEDED", [0]) for end in of_sagemaker(at).values())
-        kills += died
-        if not died:
-            break
-    assert kills > 40
-
-
 # The same through a queue of AWS Batch, which tries again by itself.
 
 OF_THE_QUEUE = [end for end in ENDS if end != "stopped from the console"]
@@ -228,6 +182,14 @@ class QueueSky(Sky):
             assert {made[name] for name in of} == {"SUCCEEDED"}
 
 
+def new_sky(at: Setting, ends: End, rng: random.Random, placement: Mapping[str, Any]) -> Sky:
+    return (QueueSky if placement else Sky)(at, ends, rng)
+
+
+ROUTES = pytest.mark.parametrize("placement", [{}, {"sagemaker": QUEUE}], ids=["direct", "queue"])
+
+
+@ROUTES
 @given(
     jobs=dags(),
     seed=st.integers(0, 2**32),
@@ -235,43 +197,43 @@ class QueueSky(Sky):
     lives=st.lists(st.integers(1, 40), max_size=8),
     rejects=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
-def test_through_a_queue_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
-    jobs: list[JobSpec], seed: int, lag: int, lives: list[int], rejects: bool
+def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
+    placement: Mapping[str, Any], jobs: list[JobSpec], seed: int, lag: int, lives: list[int], rejects: bool
 ) -> None:
     rng, ends = random.Random(seed), End()
     with TemporaryDirectory() as folder:
-        at = Setting(Path(folder), plan=ml_plan(*jobs, sagemaker=QUEUE), lag=lag)
+        at = Setting(Path(folder), plan=ml_plan(*jobs, **placement), lag=lag)
         at.batch.rejects_twins = rejects
-        sky = QueueSky(at, ends, rng)
+        sky = new_sky(at, ends, rng, placement)
         at.claim()
         for calls in lives:
             at.drive_killed(sky, Unreliable(rng, calls))
         at.drive(sky, Unreliable(rng, 0))
         assert (at.ml.live(), at.batch.waiting()) == ([], [])
-        assert len(at.batch.submitted) == len({one["jobName"] for one in at.batch.submitted})
+        names = [one["jobName"] for one in at.batch.submitted] or [one["TrainingJobName"] for one in at.ml.created]
+        assert len(names) == len(set(names))
         found = of_sagemaker(at)
         assert_ends_as(found, jobs, of_the_local_engine(jobs, ends))
         at.store().save_records(())  # and a process that knows nothing finds the same
         assert_ends_as(of_sagemaker(at), jobs, found)
 
 
+@ROUTES
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 2])
-def test_killed_after_each_call_the_next_driver_makes_every_service_job_once(tmp_path: Path, lag: int) -> None:
-    calls, kills = 0, 0
-    while True:
-        at = Setting(tmp_path / str(calls), plan=small(sagemaker=QUEUE), lag=lag)
-        sky = QueueSky(at, {}, random.Random(0))
+def test_killed_after_each_call_the_next_driver_makes_every_job_once(
+    tmp_path: Path, lag: int, placement: Mapping[str, Any]
+) -> None:
+    calls, died = 0, True
+    while died:
+        at = Setting(tmp_path / str(calls), plan=small(**placement), lag=lag)
         leaves = [leaf.name for one in at.plan.jobs for leaf in leaves_of(one)]
-        sky.ends = dict.fromkeys(((name, 1) for name in leaves), "good")
+        sky = new_sky(at, dict.fromkeys(((name, 1) for name in leaves), "good"), random.Random(0), placement)
         at.claim()
         calls += 1
         died = at.drive_killed(sky, Faults(kill_after=calls))
         at.drive(sky)
-        assert sorted(one["tags"]["job"] for one in at.batch.submitted) == sorted(leaves)
+        made = [one["tags"]["job"] for one in at.batch.submitted] or [key_of(one)[0] for one in at.ml.created]
+        assert sorted(made) == sorted(leaves)
         assert all(end == ("SUCCEEDED", [0]) for end in of_sagemaker(at).values())
-        kills += died
-        if not died:
-            break
-    assert kills > 40
+    assert calls > 40

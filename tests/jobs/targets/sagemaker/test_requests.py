@@ -9,8 +9,6 @@ import pytest
 from jobs import cli
 from jobs.config import JobsConfig, Step
 from jobs.cycle.job_states import Leaf
-from jobs.cycle.tables import target_cost_lines
-from jobs.plan.cost import Prices
 from jobs.plan.script import plan_script
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, open_cycle
@@ -25,7 +23,7 @@ from jobs.targets.sagemaker.requests import (
     training_job_request,
 )
 from tests.jobs.cycle.cases import TRN1, job, plan
-from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan, small
+from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan
 
 IMAGE = "1234.dkr.ecr.us-west-2.amazonaws.com/trnpipe@sha256:" + "0" * 64
 RUN = ["run", "--target=sagemaker", "--workspace=s3://bucket/relevance", f"--jobs.image={IMAGE}", f"--jobs.role={ROLE}"]
@@ -116,12 +114,6 @@ def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_st
     assert "TRNJOBS_STARTS" not in on_demand["Environment"] and "EnableManagedSpotTraining" not in on_demand
 
 
-def test_a_job_that_is_submitted_again_knows_its_round() -> None:
-    train = job("train")
-    requests = [direct_request(Cycle(ml_plan(train), 0.0), Leaf(train), round_, 1) for round_ in (1, 2)]
-    assert [one["Environment"].get("TRNJOBS_ROUND") for one in requests] == [None, "2"]
-
-
 def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
     long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": "p_" * 30})
     leaves = [Leaf(long.jobs[0], index) for index in (0, 1)]
@@ -140,15 +132,6 @@ def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None
     assert max(map(len, longest)) <= MAX_NAME
 
 
-def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
-    shown = sagemaker_requests(small())
-    assert len(shown) == 4
-    for one in shown:
-        assert [*request_problems("sagemaker", "CreateTrainingJob", one["CreateTrainingJob"])] == []
-    kinds = [one["CreateTrainingJob"]["ResourceConfig"]["InstanceType"] for one in shown]
-    assert kinds == ["ml.trn1.32xlarge", "ml.m7i.large", "ml.m7i.large", "ml.m7i.large"]
-
-
 @pytest.mark.parametrize(
     ("more", "command", "seen"),
     [
@@ -158,8 +141,7 @@ def test_every_request_of_a_cycle_is_one_that_botocore_takes() -> None:
         ([], ["aws", *["x"] * 100], "a command of 103 words"),
         ([f"--environment=LONG={'x' * 513}"], ["aws", "s3"], "environment variable LONG of 513 characters"),
         (["--instance=inf2.xlarge", "--vcpus=4", "--memory-mib=9999"], ["aws"], "ml.inf2.xlarge, which SageMaker"),
-        (["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
-        (["--jobs.sagemaker.via=queue"], ["aws"], "expected a queue with via queue"),
+        (["--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(
@@ -190,30 +172,6 @@ def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert {one["CreateTrainingJob"]["Environment"]["TRNJOBS_JOB"] for one in shown} >= {"train", "embed", "verify"}
-
-
-def test_the_plan_as_requests_to_a_queue(capsys: pytest.CaptureFixture[str]) -> None:
-    queue = ["--jobs.sagemaker.via=queue", "--jobs.sagemaker.queue=ml", "--jobs.share-identifier=production"]
-    words = ["plan", "--json", "--target=sagemaker", *RUN[2:], "--cycle=2026-11-20", *queue]
-    assert cli.main(words) == 0
-    shown = [one["SubmitServiceJob"] for one in json.loads(capsys.readouterr().out)]
-    assert {one["tags"]["job"] for one in shown} >= {"train", "embed", "verify"}
-    assert {(one["jobQueue"], one["shareIdentifier"]) for one in shown} == {("ml", "production")}
-
-
-def test_one_cycle_costs_on_three_targets() -> None:
-    of = plan(job("train", resources=TRN1), job("verify", "train"))
-    shared = {"trn1.32xlarge": 20.0}
-    on = Prices(shared, 0.05)
-    ml = Prices(shared | {"ml.m7i.large": 0.2}, 0.05, 1.15)
-    lines = target_cost_lines(of, {"train": 3600.0, "verify": 1800.0}, {"local": on, "batch": on, "sagemaker": ml})
-    assert [line.split() for line in lines] == [
-        ["target", "train", "verify", "cycle"],
-        ["local", "$20.00", "$0.0500", "$20.05"],
-        ["batch", "$20.00", "$0.0500", "$20.05"],
-        ["sagemaker", "$23.00", "$0.1000", "$23.10"],
-    ]
-    assert target_cost_lines(of, {"train": 1.0}, {"local": on}) == []
 
 
 def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:

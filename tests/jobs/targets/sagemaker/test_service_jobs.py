@@ -4,27 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from jobs.config import SageMakerConfig
 from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import CANCELLED, Leaf, is_tried_again, outcome_of
+from jobs.cycle.job_states import CANCELLED, Leaf, is_tried_again
 from jobs.plan.retry import Retry
 from jobs.targets.sagemaker.describe import RECEIVED, failure_end
 from jobs.targets.sagemaker.requests import (
     Cycle,
     request_problems,
     retry_rules,
-    sagemaker_requests,
     service_job_request,
 )
-from jobs.targets.sagemaker.target import LAG_S
 from pipeline.core.errors import EXIT_TABLE, ConfigError
 from tests.jobs.cycle.cases import TRN1, job
 from tests.jobs.targets.batch.faults import Faults
-from tests.jobs.targets.sagemaker.fake_sagemaker import refused
 from tests.jobs.targets.sagemaker.fake_service_jobs import FakeServiceJobs
-from tests.jobs.targets.sagemaker.setting import QUEUE, ROLE, Setting, ml_plan, small
+from tests.jobs.targets.sagemaker.setting import QUEUE, ROLE, Setting, ml_plan
 from tests.jobs.targets.sagemaker.test_target import FakeLogs
 
 RUNNABLE, STARTING, RUNNING = JobState.RUNNABLE, JobState.STARTING, JobState.RUNNING
@@ -72,13 +67,6 @@ def test_the_request_of_a_gang() -> None:
     assert [*request_problems("sagemaker", "CreateTrainingJob", payload)] == []
 
 
-def test_every_request_of_a_cycle_is_one_that_botocore_takes_and_no_two_share_a_name() -> None:
-    shown = [one["SubmitServiceJob"] for one in sagemaker_requests(small(sagemaker=QUEUE))]
-    assert [problem for one in shown for problem in request_problems("batch", "SubmitServiceJob", one)] == []
-    assert len({one["jobName"] for one in shown}) == len({one["clientToken"] for one in shown}) == 4
-    assert len({json.loads(one["serviceRequestPayload"])["TrainingJobName"] for one in shown}) == 4
-
-
 def test_the_longest_names_fit() -> None:
     long = ml_plan(job("e" * 40, array_size=2), sagemaker=QUEUE).model_copy(update={"pipeline": "p_" * 30})
     for index in (0, 1):
@@ -111,23 +99,6 @@ def test_the_rules_fire_for_what_the_direct_way_tries_again_and_for_nothing_else
     assert fires == is_tried_again(retry, 1, failure_end(failure, failure))
 
 
-def test_four_causes_of_the_table_are_tried_again() -> None:
-    strategy = {"attempts": 3, "evaluateOnExit": retry_rules(Retry.of(3))}
-    of = {"retryStrategy": strategy, "attempts": []}
-    fired = [one.split()[0:3] for one in FAILURES if FakeServiceJobs.tries_again(of, RECEIVED + one)]
-    assert [" ".join(words).split(":")[0 if "exit" not in words else 1].strip() for words in fired] == [
-        "exit 75", "exit 143", "InternalServerError", "CapacityError",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "reason", ["Job attempt duration exceeded timeout", "AlgorithmError: exit 75 TransientError", "by hand", ""]
-)
-def test_no_rule_fires_for_what_sagemaker_has_not_said(reason: str) -> None:
-    strategy = {"attempts": 3, "evaluateOnExit": retry_rules(Retry.of(3))}
-    assert not FakeServiceJobs.tries_again({"retryStrategy": strategy, "attempts": []}, reason)
-
-
 def test_a_payload_over_its_limit_is_refused_by_its_size(tmp_path: Path) -> None:
     variables = {f"VARIABLE_{number}": "x" * 500 for number in range(30)}
     at = Setting(tmp_path, plan=ml_plan(job("train", environment=variables), sagemaker=QUEUE))
@@ -136,14 +107,6 @@ def test_a_payload_over_its_limit_is_refused_by_its_size(tmp_path: Path) -> None
     assert at.ml.faults.calls == []
     without = Setting(tmp_path, plan=ml_plan(job("train", environment=variables)))
     without.target().check(without.plan)
-
-
-@pytest.mark.parametrize("share", ["", "my-team", "x" * 256])
-def test_without_a_share_nothing_is_asked_or_sent(tmp_path: Path, share: str) -> None:
-    at = Setting(tmp_path, plan=ml_plan(job("train"), sagemaker=QUEUE, share_identifier=share))
-    with pytest.raises(ConfigError, match=r"train: share identifier '.*expected letters and digits only"):
-        at.target().check(at.plan)
-    assert at.ml.faults.calls == []
 
 
 def test_a_queue_that_would_not_run_it_is_one_clear_line_and_nothing_is_sent(one: Setting) -> None:
@@ -164,28 +127,7 @@ def test_a_queue_that_would_not_run_it_is_one_clear_line_and_nothing_is_sent(one
     one.batch.queue |= {"jobQueueName": "ml"}
     one.batch.policies[0] = {"arn": one.batch.policies[0]["arn"], "quotaSharePolicy": {}}
     assert "its scheduling policy has no fair shares" in refusal()
-    one.batch.environments = []
-    assert "no enabled service environment" in refusal()
     assert one.batch.submitted == []
-
-
-def test_a_gang_larger_than_the_service_environment_is_refused(tmp_path: Path) -> None:
-    at = Setting(tmp_path, plan=ml_plan(job("train", num_nodes=17, resources=TRN1), sagemaker=QUEUE))
-    with pytest.raises(ConfigError, match="train: 17 nodes; the service environment has 16"):
-        at.target().check(at.plan)
-
-
-def test_a_share_that_the_policy_does_not_name_is_warned_of(tmp_path: Path) -> None:
-    at = Setting(tmp_path, plan=ml_plan(job("train"), sagemaker=QUEUE, share_identifier="backfill"))
-    at.target().check(at.plan)
-    assert [line.split(" is not ")[0] for line in at.said] == ["share identifier backfill"]
-
-
-def test_settings_name_a_queue_where_one_is_used() -> None:
-    assert SageMakerConfig(via="queue", queue="ml").queue == "ml"
-    for wrong in ({"via": "queue"}, {"queue": "ml"}):
-        with pytest.raises(ValidationError, match="expected a queue with via queue, and only then"):
-            SageMakerConfig.model_validate(wrong)
 
 
 # One job, from the queue to its end.
@@ -222,14 +164,6 @@ def test_it_waits_in_the_queue_runs_fails_is_tried_again_and_succeeds(one: Setti
     assert len(one.batch.submitted) == 1
 
 
-def test_a_refusal_by_the_gate_is_final(one: Setting) -> None:
-    one.tick()
-    one.ml.finish(one.batch.dispatch(one.batch.job("train")), 80, "GateRefused")
-    one.batch.settle()
-    closed = outcome_of(one.plan, tuple(one.tick().values()))
-    assert closed is not None and closed.outcome == "refused"
-
-
 def test_taken_back_for_want_of_capacity_costs_no_try(one: Setting) -> None:
     one.tick()
     train = one.batch.job("train")
@@ -259,22 +193,6 @@ def test_of_a_training_job_that_was_deleted_batch_tells_the_end(one: Setting, co
     assert (record.state, record.attempts[0].exit_code, len(one.batch.submitted)) == (state, code, 1)
 
 
-def test_why_it_waits_is_said(one: Setting) -> None:
-    one.tick()
-    one.batch.job("train")["statusReason"] = "MISCONFIGURATION:SERVICE_ENVIRONMENT_MAX_RESOURCE"
-    (line,) = one.target().check_blocked([one.tick()["train"]], dwell_s=0.0)
-    assert line.startswith("train cannot start: in queue ml: MISCONFIGURATION:SERVICE_ENVIRONMENT_MAX_RESOURCE")
-
-
-def test_failed_without_any_try_it_has_failed_for_that_reason(one: Setting) -> None:
-    one.tick()
-    reason = "Received status from SageMaker: ResourceLimitExceeded: 10 Instances"
-    one.batch.job("train").update(status="FAILED", statusReason=reason, stoppedAt=one.batch._now())
-    record = one.tick()["train"]
-    assert (record.state, record.attempts) == (FAILED, ())
-    assert record.status_reason == "ResourceLimitExceeded: 10 Instances"
-
-
 @pytest.mark.parametrize("where", ["waiting", "running", "between tries"])
 def test_cancelled_wherever_it_is_nothing_of_it_goes_on(one: Setting, where: str) -> None:
     one.tick()
@@ -297,22 +215,6 @@ def test_cancelled_wherever_it_is_nothing_of_it_goes_on(one: Setting, where: str
     assert len(one.batch.submitted) == 1
 
 
-def test_cancelled_while_it_is_not_listed_yet_it_is_ended_once_it_is(tmp_path: Path) -> None:
-    at = Setting(tmp_path, plan=ml_plan(job("train"), sagemaker=QUEUE), lag=4)
-    at.tick()
-    at.target().cancel(at.plan, CANCELLED + "why")
-    for _ in range(4):
-        record = at.tick()["train"]
-    assert (record.state, at.batch.job("train")["status"]) == (CANCELLED_STATE, "FAILED")
-    gone = Setting(tmp_path / "gone", plan=at.plan)
-    gone.tick()
-    gone.batch.jobs.clear()
-    gone.target().cancel(gone.plan, "why")
-    assert gone.states() == {"train": RUNNABLE}
-    gone.clock.now += LAG_S + 1
-    assert gone.tick()["train"].state is FAILED
-
-
 @pytest.mark.parametrize("rejects", [True, False])
 def test_two_drivers_at_once_make_one_service_job(one: Setting, rejects: bool) -> None:
     one.claim()
@@ -323,12 +225,3 @@ def test_two_drivers_at_once_make_one_service_job(one: Setting, rejects: bool) -
     assert one.target().advance(one.plan)[0].status_reason == "in queue ml"
     assert one.ml.faults.calls.count("SubmitServiceJob") == 2
     assert len(one.batch.submitted) == 1
-
-
-def test_a_request_that_is_refused_is_an_error_of_the_settings(one: Setting) -> None:
-    one.claim()
-    one.begin()
-    one.ml.faults = Faults(errors={2: (refused("AccessDeniedException", "no", "SubmitServiceJob"), False)})
-    with pytest.raises(ConfigError, match="AccessDenied") as caught:
-        one.target().advance(one.plan)
-    assert "batch:SubmitServiceJob" in str(caught.value)

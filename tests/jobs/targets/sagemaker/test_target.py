@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.cost_ledger import ledger_of
+from jobs.cycle.ledger import ledger_of
 from jobs.plan.cost import prices_of
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, open_target
@@ -61,7 +61,7 @@ def test_cost_is_that_of_billable_seconds_of_whole_machines(tmp_path: Path) -> N
 
 def test_the_target_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    settings = CycleSettings.model_validate({"jobs": {"sagemaker": {"poll_s": 7}}})
+    settings = CycleSettings()
     found = open_target(OpenCycle(settings, Setting(tmp_path).store(), print, StopSignal()), "sagemaker")
     assert isinstance(found, SageMakerTarget)
-    assert (found.name, found.poll_s) == ("sagemaker", 7)
+    assert (found.name, found.poll_s) == ("sagemaker", 30.0)

@@ -8,7 +8,6 @@ from botocore.exceptions import ReadTimeoutError
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, TIMED_OUT, outcome_of
 from jobs.targets.sagemaker.describe import end_of
-from jobs.targets.sagemaker.target import LAG_S
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from tests.jobs.cycle.cases import job
@@ -103,16 +102,6 @@ def test_trap_10_stopped_from_the_console_is_preempted_and_tried_again(one: Sett
     assert len(one.ml.created) == 2
 
 
-def test_cancelled_by_us_it_is_not(one: Setting) -> None:
-    one.tick()
-    one.ml.start(one.name("train"))
-    one.target().cancel(one.plan, CANCELLED + "why")
-    assert one.ml.stopped == [one.name("train")]
-    one.ml.end(one.name("train"), "Stopped")
-    record = one.tick()["train"]
-    assert (record.state, record.status_reason, len(one.ml.created)) == (JobState.CANCELLED, CANCELLED + "why", 1)
-
-
 def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -> None:
     one.ml.quota = 0
     record = one.tick()["train"]
@@ -121,13 +110,6 @@ def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -
     assert line.startswith("train cannot start: ResourceLimitExceeded: The account-level service limit")
     one.ml.quota = 1
     assert one.tick()["train"].state is STARTING
-
-
-def test_trap_12_a_variable_of_513_characters_is_refused_by_name(tmp_path: Path) -> None:
-    at = Setting(tmp_path, plan=ml_plan(job("train", environment={"GOOD": "x" * 512, "LONG": "x" * 513})))
-    with pytest.raises(ConfigError, match="train: environment variable LONG of 513 characters; expected at most 512"):
-        at.target().check(at.plan)
-    assert at.ml.faults.calls == []
 
 
 def test_trap_13_a_retry_after_the_training_job_was_deleted(one: Setting) -> None:
@@ -140,15 +122,6 @@ def test_trap_13_a_retry_after_the_training_job_was_deleted(one: Setting) -> Non
     one.tick()
     one.ml.finish(one.name("train", round_=2), 0)
     assert one.tick()["train"].state is SUCCEEDED
-
-
-def test_deleted_before_its_end_was_recorded_it_is_made_again(one: Setting) -> None:
-    """A stage that is run twice finds what it has committed."""
-    one.tick()
-    one.ml.finish(one.name("train"), 0)
-    one.ml.delete(one.name("train"))
-    assert one.tick()["train"].state is STARTING
-    assert len(one.ml.created) == 2
 
 
 @pytest.mark.parametrize("running", ["train", "embed"])
@@ -167,17 +140,6 @@ def test_what_a_driver_made_and_could_not_record_is_ended_by_a_cancel(tmp_path: 
     states = {name: record.state for name, record in at.tick().items()}
     assert states.pop("train") is (SUCCEEDED if running == "embed" else JobState.CANCELLED)
     assert set(states.values()) == {JobState.CANCELLED}
-
-
-def test_cancelled_after_it_was_deleted_it_ends_once_no_lag_can_be_the_reason(one: Setting) -> None:
-    one.tick()
-    one.ml.finish(one.name("train"), 0)
-    one.ml.delete(one.name("train"))
-    one.target().cancel(one.plan, "why")
-    assert one.states() == {"train": STARTING}
-    one.clock.now += LAG_S + 1
-    assert one.tick()["train"].state is FAILED
-    assert len(one.ml.created) == 1
 
 
 # What else comes from outside.

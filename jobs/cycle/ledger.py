@@ -1,0 +1,541 @@
+"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars; and what the next will take.
+
+Goodput here: machine seconds of productive work that was kept (training steps, prepared rows, vectors), over all
+machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not in
+it.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from itertools import islice
+from typing import Any, Literal
+
+from pydantic import Field
+
+from jobs.config import JobsConfig
+from jobs.cycle.cycle_store import CycleStore, Replaced
+from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
+from jobs.cycle.job_states import outcome_of
+from jobs.plan.cost import Prices, node_usd_per_hour, prices_of
+from jobs.plan.dag import Plan
+from jobs.plan.script import RUN_PREFIX
+from jobs.plan.spec import JobSpec
+from jobs.schedule import ScheduleConfig, cycle_name
+from pipeline.core.errors import EXIT_OK, GateRefused
+from pipeline.core.record import Record
+from pipeline.io.storage import Storage
+from pipeline.telemetry.events import EventName, read_events
+
+SKEW_MS = 5000  # clocks of a machine and of whoever runs the jobs differ
+MS_PER_HOUR = 3_600_000
+NEVER = float("inf")
+Deadline = Literal["met", "missed", "open", "none"]
+
+
+class Category(StrEnum):
+    """What a machine did with its time. `waiting` is of the job: no machine waits with it."""
+
+    START_UP = "start-up"
+    """Until the work begins, and after it is done; checking the machine."""
+    COMPILE = "compile"
+    DATA_WAIT = "data wait"
+    PRODUCTIVE = "productive"
+    """Steps, rows and vectors that were kept."""
+    CHECKPOINT = "checkpoint"
+    """Training that stands still to save or to load."""
+    EVALUATION = "evaluation"
+    WASTED = "wasted"
+    """Lost by a failure: what was done again, and all of a try that left nothing."""
+    WAITING = "waiting"
+    """Ready to run, in the queue."""
+
+
+SPENT: tuple[Category, ...] = tuple(category for category in Category if category is not Category.WAITING)
+_WORK: Mapping[str, Category] = {
+    "health": Category.START_UP,
+    "compile": Category.COMPILE,
+    "evaluate": Category.EVALUATION,
+    "verify": Category.EVALUATION,
+    "report": Category.EVALUATION,
+}
+"""What the time of a stage is, if it is not productive and its events do not say more."""
+_ENDS = frozenset({EventName.STAGE_FINISHED, EventName.STAGE_FAILED, EventName.STAGE_SKIPPED})
+_TIMED = frozenset({EventName.TRAIN_STEPS, EventName.HOLDOUT_EVALUATED})
+
+
+# Where the time of one try went. Pure, and exact: whole milliseconds that add up.
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One line of the event log. `at_ms`: since 1970."""
+
+    at_ms: int
+    name: str
+    fields: Mapping[str, Any]
+
+    def number(self, name: str) -> float:
+        """Return a field that is a number and not negative; 0 for anything else."""
+        value = self.fields.get(name)
+        return float(value) if isinstance(value, int | float) and 0 <= value < NEVER else 0.0
+
+
+def read_moments(storage: Storage, cycle: str, *, last_bytes: int | None = None) -> tuple[Moment, ...]:
+    """Return all events of a cycle, or about as much of the newest; none when there is no log."""
+    found = list[Moment]()
+    for line in read_events(storage, f"cycles/{cycle}/events.jsonl", last_bytes=last_bytes):
+        name, fields = line.get("event"), {key: value for key, value in line.items() if key not in ("time", "event")}
+        try:
+            at = datetime.fromisoformat(line.get("time"))  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # no event
+            continue
+        if isinstance(name, str):
+            found.append(Moment(round(1000 * at.replace(tzinfo=at.tzinfo or UTC).timestamp()), name, fields))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Try:
+    """One try of one job, on the clock of whoever runs the jobs. `kept`: it ended well, or has not ended yet."""
+
+    stage: str
+    start_ms: int
+    stop_ms: int
+    kept: bool
+    moments: tuple[Moment, ...] = ()
+    """Its own, in order of time."""
+    kept_until: float = NEVER
+    """Training steps after this one were done again, or are lost."""
+
+
+def spent_in(one: Try) -> dict[Category, int]:
+    """Return milliseconds by category; they add up to the length of the try.
+
+    An event tells when something ended and how long it took. The time between such events goes to what precedes them.
+    """
+    spent, cursor = dict.fromkeys(SPENT, 0), one.start_ms
+    work = _WORK.get(one.stage, Category.PRODUCTIVE)
+
+    def spend(until_ms: float, *shares: tuple[Category, float]) -> None:
+        """Give the time from the cursor on to categories; the last one gets what rounding leaves."""
+        nonlocal cursor
+        end = min(max(cursor, round(until_ms)), one.stop_ms)
+        left = length = end - cursor
+        for category, share in shares[:-1]:
+            part = min(left, round(length * share))
+            spent[category], left = spent[category] + part, left - part
+        spent[shares[-1][0]] += left
+        cursor = end
+
+    compiled_ms = defaultdict[float, float](float)  # by the step that was reported just before
+    for moment in one.moments:
+        if moment.name == EventName.GRAPH_COMPILED:
+            compiled_ms[moment.number("step")] += 1000 * moment.number("compile_s")
+    last_timed = max((index for index, moment in enumerate(one.moments) if moment.name in _TIMED), default=-1)
+    between = Category.START_UP
+    for index, moment in enumerate(one.moments):
+        step, length_ms, name = moment.number("step"), 1000 * moment.number("seconds"), moment.name
+        if one.stage != "train":
+            if name == EventName.STAGE_STARTED or (one.kept and name == EventName.STAGE_SKIPPED):
+                spend(moment.at_ms, (Category.START_UP, 1.0))
+            elif name in _ENDS if one.kept else name == EventName.PARTITION_PREPARED:
+                spend(moment.at_ms, (work, 1.0))
+            elif not one.kept and name == EventName.PART_EMBEDDED:  # what it has left for the next try counts
+                spend(moment.at_ms - length_ms, (Category.WASTED, 1.0))
+                spend(moment.at_ms, (work, 1.0))
+        elif name == EventName.TRAIN_STEPS:
+            spend(moment.at_ms - length_ms, (between, 1.0))
+            losses = moment.fields.get("losses")
+            count = max(1, len(losses)) if isinstance(losses, list) else 1
+            kept = min(1.0, max(0.0, (one.kept_until - (step - count)) / count))
+            waiting = min(1.0, moment.number("data_wait_share"))
+            compiling = min(1.0 - waiting, compiled_ms[step] / length_ms if length_ms else 0.0)
+            shares = ((Category.DATA_WAIT, kept * waiting), (Category.COMPILE, kept * compiling))
+            spend(moment.at_ms, (Category.WASTED, 1.0 - kept), *shares, (Category.PRODUCTIVE, 1.0))
+            between = Category.CHECKPOINT if step <= one.kept_until else Category.WASTED
+        elif name == EventName.HOLDOUT_EVALUATED:
+            spend(moment.at_ms - length_ms, (between, 1.0))
+            spend(moment.at_ms, (Category.EVALUATION if step <= one.kept_until else Category.WASTED, 1.0))
+        elif name in (EventName.TRAIN_STARTED, EventName.STAGE_FINISHED) or (
+            name == EventName.CHECKPOINT_SAVED and index > last_timed  # others were saved behind the steps
+        ):
+            spend(moment.at_ms, (between, 1.0))
+    is_done = any(moment.name in _ENDS for moment in one.moments)
+    after = Category.WASTED if not one.kept else Category.START_UP if is_done else work
+    spend(one.stop_ms, (after, 1.0))
+    if one.kept or spent[Category.PRODUCTIVE]:
+        return spent
+    return dict.fromkeys(SPENT, 0) | {Category.WASTED: sum(spent.values())}
+
+
+def with_kept_until(tries: Sequence[Try]) -> list[Try]:
+    """Return the tries of one training job, with the steps of each that a later one continued from.
+
+    A later try that began at an earlier step has done those after it again. If none came later, what was saved last is
+    kept for whoever continues.
+    """
+    starts = [
+        next((moment.number("step") for moment in one.moments if moment.name == EventName.TRAIN_STARTED), None)
+        for one in tries
+    ]
+    saved, made = 0.0, []
+    for index, one in enumerate(tries):
+        saved = max([saved, *(m.number("step") for m in one.moments if m.name == EventName.CHECKPOINT_SAVED)])
+        later = [step for step in starts[index + 1 :] if step is not None]
+        made.append(replace(one, kept_until=min(later, default=NEVER if one.kept else saved)))
+    return made
+
+
+# Tries of a whole cycle.
+
+
+class Entry(Record):
+    """One try of one job, or of one child of an array."""
+
+    job: str
+    stage: str
+    submission: int = Field(1, description="From 1; `trnjobs retry` submits a job again, and its tries count anew")
+    attempt: int = Field(description="From 1")
+    nodes: int
+    start_ms: int = Field(description="Since 1970")
+    waiting_ms: int = Field(description="Ready to run, and not started")
+    spent_ms: Mapping[Category, int] = Field(description="Of one node; adds up to the length of the try")
+    usd: float | None = Field(description="Of all nodes; none: nobody knows the price")
+    ending: str = Field(description="succeeded, running, or how it failed")
+
+    @property
+    def length_ms(self) -> int:
+        return sum(self.spent_ms.values())
+
+    @property
+    def has_failed(self) -> bool:
+        return self.ending not in ("succeeded", "running")
+
+    @property
+    def try_name(self) -> str:
+        """Its number, and of which submission it is where there was more than the first."""
+        return f"{self.attempt} (submission {self.submission})" if self.submission > 1 else f"{self.attempt}"
+
+    @property
+    def wasted_usd(self) -> float | None:
+        if self.usd is None:
+            return None
+        return self.usd * self.spent_ms[Category.WASTED] / self.length_ms if self.length_ms else 0.0
+
+
+class Total(Record):
+    name: str
+    tries: int
+    machine_ms: Mapping[Category, int] = Field(description="Over all nodes")
+    waiting_ms: int = Field(description="Over all tries")
+    usd: float | None = Field(description="None: the price of a machine is not known")
+    wasted_usd: float | None
+
+    @property
+    def all_ms(self) -> int:
+        return sum(self.machine_ms.values())
+
+    @property
+    def goodput(self) -> float | None:
+        """None before any machine has run."""
+        return self.machine_ms[Category.PRODUCTIVE] / self.all_ms if self.all_ms else None
+
+
+class CycleLedger(Record):
+    cycle: str
+    outcome: Outcome | Literal["open"]
+    entries: tuple[Entry, ...]
+    jobs: int = Field(description="Submitted; children of arrays count each")
+    succeeded: int
+    failed: int
+    began_at: float | None = Field(description="Seconds since 1970")
+    ended_at: float | None
+    deadline: Deadline
+    deadline_at: float | None
+
+    @property
+    def took_s(self) -> float | None:
+        """None while it is under way."""
+        return None if self.began_at is None or self.ended_at is None else self.ended_at - self.began_at
+
+    def stages(self) -> tuple[Total, ...]:
+        names = dict.fromkeys(entry.stage for entry in self.entries)
+        return tuple(_total(name, [entry for entry in self.entries if entry.stage == name]) for name in names)
+
+    @property
+    def total(self) -> Total:
+        return _total(self.cycle, self.entries)
+
+
+class Success(Record):
+    cycles: int = Field(description="Of those that have ended")
+    cycles_done: int = Field(description="Succeeded, or refused by the gate, which is an answer too")
+    jobs: int = Field(description="Final ones; not those that a refusal by the gate has left out")
+    jobs_done: int
+    deadlines: int
+    deadlines_met: int
+
+
+def _total(name: str, entries: Sequence[Entry]) -> Total:
+    return Total(
+        name=name,
+        tries=len(entries),
+        machine_ms={kind: sum(entry.nodes * entry.spent_ms[kind] for entry in entries) for kind in SPENT},
+        waiting_ms=sum(entry.waiting_ms for entry in entries),
+        usd=sum_if_known([entry.usd for entry in entries]),
+        wasted_usd=sum_if_known([entry.wasted_usd for entry in entries]),
+    )
+
+
+def sum_if_known(amounts: Sequence[float | None]) -> float | None:
+    """Return the sum, or None if an amount is unknown."""
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
+
+
+def success_of(ledgers: Iterable[CycleLedger]) -> Success:
+    ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
+    due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
+    return Success(
+        cycles=len(ended),
+        cycles_done=sum(ledger.outcome in ("succeeded", "refused") for ledger in ended),
+        jobs=sum(ledger.succeeded + (0 if ledger.outcome == "refused" else ledger.failed) for ledger in ended),
+        jobs_done=sum(ledger.succeeded for ledger in ended),
+        deadlines=len(due),
+        deadlines_met=sum(ledger.deadline == "met" for ledger in due),
+    )
+
+
+def ledger_of(
+    plan: Plan,
+    records: Sequence[JobRecord],
+    moments: Sequence[Moment],
+    prices: Prices,
+    *,
+    now: float,
+    outcome: Outcome | None,
+    deadline_at: float | None,
+    earlier: Sequence[JobRecord] = (),
+    replaced: Sequence[tuple[Replaced, Prices]] = (),
+    rounds_before: int = 0,
+) -> CycleLedger:
+    """Return the ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then.
+
+    `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
+    `replaced`: submissions with other settings, the oldest first, each with its prices; likewise. `rounds_before`: of
+    all of them.
+    """
+    entries, old = list[Entry](), [record for one, _ in replaced for record in one.records]
+    begins = [min((record.created_at for record in one.records), default=0.0) for one, _ in replaced]
+    begins.append(min((record.created_at for record in (*earlier, *records)), default=now))
+    for index, (one, its_prices) in enumerate(replaced):
+        until = begins[index + 1]
+        own = [moment for moment in moments if begins[index] <= moment.at_ms / 1000 < until]
+        entries += _plan_entries(one.plan, one.records, own, its_prices, until, one.rounds_before, is_over=True)
+    if replaced:
+        moments = [moment for moment in moments if moment.at_ms / 1000 >= begins[-1]]
+    entries += _plan_entries(plan, (*earlier, *records), moments, prices, now, rounds_before)
+    leaves = [leaf for record in records for leaf in record.leaves()]
+    every = (*old, *earlier, *records)
+    stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
+    ended_at = max(stops, default=None) if outcome else None
+    if outcome == "cancelled" and deadline_at is not None:
+        last = max([*stops, *(record.stopped_at or 0.0 for record in every)], default=0.0)  # a job may have had no try
+        if 0.0 < last <= deadline_at:
+            deadline_at = None  # nobody waits for it any more
+    return CycleLedger(
+        cycle=plan.cycle,
+        outcome=outcome or "open",
+        entries=tuple(entries),
+        jobs=len(leaves),
+        succeeded=sum(leaf.state is JobState.SUCCEEDED for leaf in leaves),
+        failed=sum(leaf.state.is_failure for leaf in leaves),
+        began_at=min((record.created_at for record in every), default=None),
+        ended_at=ended_at,
+        deadline=deadline_of(deadline_at, ended_at, now, done=outcome in ("succeeded", "refused")),
+        deadline_at=deadline_at,
+    )
+
+
+def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *, done: bool) -> Deadline:
+    """Return whether a cycle was ready in time. One that failed never is."""
+    if deadline_at is None:
+        return "none"
+    if ended_at is None:
+        return "open" if now <= deadline_at else "missed"
+    return "met" if done and ended_at <= deadline_at else "missed"
+
+
+def _plan_entries(
+    plan: Plan,
+    records: Sequence[JobRecord],
+    moments: Sequence[Moment],
+    prices: Prices,
+    now: float,
+    rounds_before: int,
+    *,
+    is_over: bool = False,
+) -> Iterator[Entry]:
+    """`records`: in the order of rounds, the newest of each job last. `is_over`: nothing of it runs at `now`."""
+    ends = {  # a try that still runs counts 0
+        record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
+        for record in records
+    }
+    for job in plan.jobs:
+        runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
+        rounds = dict[str, list[JobRecord]]()
+        for leaf in (leaf for one in records if one.name == job.name for leaf in one.leaves()):
+            rounds.setdefault(leaf.name, []).append(leaf)
+        for same in rounds.values():
+            yield from _leaf_entries(job, same, runnable_at, moments, prices, now, rounds_before, is_over)
+
+
+def _leaf_entries(
+    job: JobSpec,
+    rounds: Sequence[JobRecord],
+    runnable_at: float,
+    moments: Sequence[Moment],
+    prices: Prices,
+    now: float,
+    rounds_before: int,
+    is_over: bool,
+) -> Iterator[Entry]:
+    """`rounds`: one leaf, as it was submitted in each."""
+    nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name
+    ran: list[tuple[float, int, int, AttemptRecord]] = []
+    for submission, leaf in enumerate(rounds, 1):
+        again_at = rounds[submission].created_at if submission < len(rounds) else now if is_over else None
+        for number, attempt in enumerate(leaf.attempts, 1):
+            if attempt.started_at is None:
+                continue
+            if attempt.stopped_at is None and again_at is not None:  # when it was submitted again, at the latest
+                attempt = attempt.model_copy(update={"stopped_at": max(attempt.started_at, again_at)})
+            ran.append((leaf.created_at, rounds_before + submission, number, attempt))
+    logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
+    tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
+    ready_ms = 0
+    for (submitted_at, submission, number, attempt), one in zip(ran, tries, strict=True):
+        ready_ms = max(ready_ms, round(1000 * max(runnable_at, submitted_at)))
+        paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
+        if attempt.stopped_at is None:
+            ending = "running"
+        elif attempt.exit_code is None:
+            ending = attempt.status_reason or attempt.reason or "no exit code"
+        else:
+            failure = ", ".join(word for word in (f"exit {attempt.exit_code}", attempt.reason) if word)
+            ending = "succeeded" if attempt.exit_code == EXIT_OK else failure
+        yield Entry(
+            job=name,
+            stage=job.stage,
+            submission=submission,
+            attempt=number,
+            nodes=nodes,
+            start_ms=one.start_ms,
+            waiting_ms=max(0, one.start_ms - ready_ms),
+            spent_ms=spent_in(one),
+            usd=None if price is None else price * nodes * paid_ms / MS_PER_HOUR,
+            ending=ending,
+        )
+        ready_ms = one.stop_ms
+
+
+def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
+    """Return each with the events that fall into it: an event belongs to the last try that had started by then."""
+    made: list[Try] = []
+    starts = [round(1000 * attempt.started_at) for attempt in attempts if attempt.started_at is not None]
+    for index, attempt in enumerate(attempts):
+        start_ms = starts[index]
+        stop_ms = max(start_ms, round(1000 * (now if attempt.stopped_at is None else attempt.stopped_at)))
+        until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
+        from_ms = start_ms - SKEW_MS * (not index)
+        own = [m for m in moments if from_ms <= m.at_ms <= until_ms and m.fields.get("stage", stage) == stage]
+        kept = attempt.stopped_at is None or attempt.exit_code in (EXIT_OK, GateRefused.exit_code)
+        made.append(Try(stage, start_ms, stop_ms, kept, tuple(sorted(own, key=lambda moment: moment.at_ms))))
+    return made
+
+
+# The ledger of a cycle, from what its workspace holds.
+
+
+def read_ledger(
+    store: CycleStore,
+    plan: Plan,
+    records: Sequence[JobRecord],
+    config: JobsConfig,
+    *,
+    closed: Closed | None = None,
+    without_report: bool = False,
+    moments: Sequence[Moment] | None = None,
+) -> CycleLedger:
+    """Return the ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
+
+    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs, as it is while
+    the report is written. `moments`: in place of all events of the cycle; what was spent on what is of those alone,
+    what it cost is not. The deadline counts from the scheduled time of the cycle; without one, from when it was
+    claimed.
+    """
+    claim, closed = store.claim(), closed or store.closed()
+    now = closed.at if closed else store.clock()
+    if closed is None:
+        judged = tuple(job for job in plan.jobs if not (without_report and job.stage == "report"))
+        names = {job.name for job in judged}
+        shape = plan.model_copy(update={"jobs": judged})
+        closed = outcome_of(shape, [record for record in records if record.name in names])
+    deadline_at = None
+    if config.sla_s is not None and claim is not None and not store.cycle.startswith(RUN_PREFIX):
+        deadline_at = scheduled_at(config.schedule, store.cycle, claim.claimed_at) + config.sla_s
+    is_first = claim is None or claim.first_round == 1
+    replaced = [] if is_first else [(one, prices_of(config, one.claim.target)) for one in store.replaced()]
+    old = {record.id for one, _ in replaced for record in one.records}
+    return ledger_of(
+        plan,
+        records,
+        read_moments(store.storage, store.cycle) if moments is None else moments,
+        prices_of(config, claim.target if claim else ""),
+        now=now,
+        outcome=closed.outcome if closed else None,
+        deadline_at=deadline_at,
+        earlier=[record for record in store.earlier_records(records) if record.id not in old],
+        replaced=replaced,
+        rounds_before=0 if claim is None else claim.first_round - 1,
+    )
+
+
+def scheduled_at(config: ScheduleConfig, cycle: str, claimed_at: float) -> float:
+    """Return the time by which a cycle is named, else when it was claimed; seconds since 1970."""
+    if not config.is_set:
+        return claimed_at
+    schedule = config.schedule()
+    for one in islice(schedule.before(datetime.fromtimestamp(claimed_at + 1, UTC)), 1000):
+        name = cycle_name(schedule, one)
+        if name <= cycle:  # names sort as their times do
+            return one.timestamp() if name == cycle else claimed_at
+    return claimed_at
+
+
+# What a cycle will take, from what earlier ones took. Pure.
+
+
+def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]:
+    """Return the median seconds by job over cycles: of the try that succeeded, of an array the longest child."""
+    seen: dict[str, list[float]] = {}
+    for record in (one for records in history for one in records):
+        last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
+        known = [seconds for seconds in last if seconds is not None]
+        if len(known) == len(record.leaves()):
+            seen.setdefault(record.name, []).append(max(known))
+    return {name: statistics.median(values) for name, values in seen.items()}
+
+
+def critical_seconds(plan: Plan, seconds: Mapping[str, float]) -> float | None:
+    """Return the time from the first job to the end of the last, without waiting; None if a job's is unknown."""
+    ends: dict[str, float] = {}
+    for job in plan.jobs:  # each after those it depends on
+        if job.name not in seconds:
+            return None
+        ends[job.name] = seconds[job.name] + max((ends[one.job] for one in job.depends_on), default=0.0)
+    return max(ends.values(), default=0.0)

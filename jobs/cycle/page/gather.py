@@ -1,0 +1,400 @@
+"""What the page of a cycle shows, gathered once: also `reports/<cycle>.json`, for other tools."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from pydantic import Field
+
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import Closed, JobRecord, Outcome
+from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
+from jobs.cycle.ledger import CycleLedger, Moment, read_moments
+from jobs.cycle.page.charts import Point, thin
+from jobs.cycle.tables import logs_command, ran_seconds
+from jobs.plan.dag import Plan
+from jobs.settings import differences
+from pipeline.context import Figure, load_result
+from pipeline.core.errors import DataError, GateRefused
+from pipeline.core.format import natural_key
+from pipeline.core.record import Record
+from pipeline.data.digest import PrepareDigest
+from pipeline.data.digest import load_digest as load_prepared
+from pipeline.embed.digest import VerifyDigest
+from pipeline.embed.digest import load_digest as load_verified
+from pipeline.evaluate.digest import ScoreDigest
+from pipeline.evaluate.digest import load_digest as load_scores
+from pipeline.evaluate.report import EvaluationReport, load_report
+from pipeline.health.check import NodeReport, from_json
+from pipeline.io.storage import KeyNotFound, Storage
+from pipeline.telemetry.events import EventName
+
+STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify")
+MAIN_METRICS = ("retrieval_ndcg@10", "ndcg@10")
+"""What a first model, which the gate compares with nothing, is shown by."""
+MAX_ANCESTORS = 12
+MAX_NOTICES = 200
+NOTICES = frozenset(
+    {
+        EventName.STAGE_FAILED,
+        EventName.STAGE_STOPPED,
+        EventName.TRAIN_RESUMED,
+        EventName.STEP_SKIPPED,
+        EventName.ROWS_QUARANTINED,
+        EventName.CACHE_REPAIRED,
+        EventName.DEADLINE_AT_RISK,
+        EventName.CHECKPOINT_FAILED,
+        EventName.CHECKPOINT_REJECTED,
+    }
+)
+_AT_STEPS = {"loss": "losses", "gradient norm": "grad_norms"}
+_AT_REPORTS = {
+    "learning rate": "learning_rate",
+    "samples a second": "samples_per_s",
+    "share of time waiting for data": "data_wait_share",
+    "memory, bytes": "memory_bytes",
+}
+HOLDOUT = "holdout loss"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Job(Record):
+    """One job of the plan, with all its tries."""
+
+    name: str
+    after: tuple[str, ...]
+    state: str = Field(description="As on record; not submitted before")
+    nodes: int
+    children: int = Field(description="Of an array; 0: none")
+    tries: int
+    ran_s: float | None
+    exit_code: int | None
+    why: str
+    error: str = Field("", description="What the log of a job that failed by itself says, in a few lines")
+    logs: str = Field("", description="The command that shows this log; empty: it did not fail by itself")
+
+    @property
+    def ending(self) -> str:
+        """As on record; a job that was left out because of another one has not failed itself."""
+        if self.state == "FAILED":
+            return "not run" if not self.tries else "refused" if self.exit_code == GateRefused.exit_code else "failed"
+        return self.state.lower()
+
+
+class Curve(Record):
+    """A figure of training over its steps, thinned to what can be drawn; what was done again counts once."""
+
+    name: str
+    now: tuple[Point, ...]
+    before: tuple[Point, ...] = Field((), description="Of the cycle that trained the model in production")
+
+
+class Notice(Record):
+    """An event that somebody may want to know of."""
+
+    at: float = Field(description="Seconds since 1970")
+    event: str
+    step: int | None
+    text: str
+
+
+class Training(Record):
+    curves: tuple[Curve, ...]
+    compared: str = Field("", description="The cycle of the `before` curves; empty: none")
+    resumed: tuple[int, ...] = Field((), description="Steps at which a try went on")
+    skipped: tuple[int, ...] = Field((), description="Steps whose gradients were not used")
+
+
+class Lineage(Record):
+    checkpoint: str = Field("", description="Prefix of the model of this cycle")
+    ancestors: tuple[str, ...] = Field((), description="Checkpoints it was trained from, the nearest first")
+    began_from: str = Field("", description="Published weights at the root; empty: scratch, or not known")
+    settings_hash: str = ""
+    code_version: str = ""
+    compared: str = Field("", description="The cycle whose settings are compared")
+    changed: tuple[tuple[str, str, str], ...] = Field((), description="(setting, there, here), values as JSON")
+
+
+class PostMortem(Record):
+    job: str
+    uri: str
+
+
+class CycleRow(Record):
+    """A cycle in one line of the index, and in the trends of later ones."""
+
+    cycle: str
+    claimed_at: float = Field(description="Seconds since 1970")
+    closed_at: float | None = Field(description="None: under way when this was written")
+    outcome: Outcome | Literal["open"]
+    promoted: bool
+    without_comparison: bool = Field(False, description="Promoted although nothing judged it")
+    reason: str
+    metric: str = Field("", description="The first that the gate judges")
+    value: float | None = Field(None, description="Of the candidate")
+    metrics: Mapping[str, float] = Field({}, description="Those of MAIN_METRICS that were measured, of the candidate")
+    low: float | None = Field(None, description="The interval of the difference to production, put around the value")
+    high: float | None = None
+    took_s: float | None
+    machine_s: float
+    usd: float | None
+    wasted_usd: float | None
+    goodput: float | None
+    stage_s: Mapping[str, float] = Field(description="Machine seconds by stage")
+    stage_usd: Mapping[str, float | None]
+    rows: int | None
+    drift: float | None = Field(None, description="Of cycles of earlier versions")
+
+    def value_of(self, metric: str) -> float | None:
+        """The candidate's value of one metric; None if it was not measured, or not stored by an earlier version."""
+        return self.metrics.get(metric, self.value if metric == self.metric else None)
+
+
+class PageData(Record):
+    """Everything on the page of a cycle. A part that its stage has not left is None or empty."""
+
+    schema_version: Literal[1] = 1
+    cycle: str
+    model: str
+    workspace: str
+    reason: str = Field(description="Why the cycle ended as it did")
+    ledger: CycleLedger
+    jobs: tuple[Job, ...]
+    figures: Mapping[str, Mapping[str, Figure]] = Field(description="By stage, of those that have finished")
+    evaluation: EvaluationReport | None
+    scores: ScoreDigest | None
+    training: Training
+    prepared: PrepareDigest | None
+    vectors: VerifyDigest | None
+    machines: tuple[NodeReport, ...]
+    lineage: Lineage
+    notices: tuple[Notice, ...] = Field(description=f"The last {MAX_NOTICES}")
+    post_mortems: tuple[PostMortem, ...]
+    unread: tuple[str, ...] = Field(description="What could not be read, and why")
+    history: tuple[CycleRow, ...] = Field((), description="Cycles before this one, oldest first")
+
+    @property
+    def outcome(self) -> str:
+        return self.ledger.outcome
+
+    @property
+    def promoted(self) -> bool:
+        return bool(self.figures.get("evaluate", {}).get("promoted"))
+
+    @property
+    def without_comparison(self) -> bool:
+        """True if a model was promoted that nothing could be compared with."""
+        return bool(self.figures.get("evaluate", {}).get("without_comparison"))
+
+
+def gather(
+    store: CycleStore, plan: Plan, ledger: CycleLedger, records: Sequence[JobRecord], closed: Closed | None
+) -> PageData:
+    """Read what the stages have left. A result that is damaged is told of, and does not hide the others."""
+    storage, cycle, unread = store.storage, store.cycle, list[str]()
+
+    def read(otherwise: T, load: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return load(*args, **kwargs)
+        except DataError as error:
+            unread.append(error.seen)
+            return otherwise
+
+    results = {stage: read(None, load_result, storage, cycle, stage) for stage in STAGES}
+    figures = {stage: result.figures for stage, result in results.items() if result is not None}
+    evaluation = read(None, load_report, storage, cycle)
+    scores = read(None, load_scores, storage, cycle)
+    if scores and evaluation and scores.candidate.digest != evaluation.candidate.digest:
+        scores = None  # of another candidate, that was judged before
+    moments = read_moments(storage, cycle)
+    ancestors = read((), _ancestors, storage, cycle)
+    compared = evaluation.incumbent.cycle if evaluation and evaluation.incumbent else _cycle_of(ancestors[:1])
+    compared = compared if compared != cycle else ""
+    settings, before = (
+        read({}, _json, storage, f"cycles/{name}/jobs/settings.json") if name else {} for name in (cycle, compared)
+    )
+    made = [result for stage in ("evaluate", "train") if (result := results[stage]) is not None]
+    prepared = read(None, load_prepared, storage, cycle)
+    vectors = read(None, load_verified, storage, cycle)
+    nodes = [
+        read(None, lambda key: from_json(storage.read_bytes(key), storage.uri(key)), stat.key)
+        for stat in storage.list(f"cycles/{cycle}/health")
+        if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
+    ]
+    checkpoint = next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), "")
+    return PageData(
+        cycle=cycle,
+        model=json.dumps(settings.get("model_name", "")).strip('"'),
+        workspace=storage.root,
+        reason=closed.reason if closed else "",
+        ledger=ledger,
+        jobs=tuple(jobs_of(plan, records)),
+        figures=figures,
+        evaluation=evaluation,
+        scores=scores,
+        training=_training(moments, read_moments(storage, compared) if compared else (), compared),
+        prepared=prepared,
+        vectors=vectors,
+        machines=tuple(sorted((one for one in nodes if one), key=lambda one: (one.node_rank, one.host))),
+        lineage=Lineage(
+            checkpoint=checkpoint,
+            ancestors=ancestors,
+            began_from=str(figures.get("train", {}).get("began_from", "")),
+            settings_hash=made[0].settings_hash if made else "",
+            code_version=made[0].code_version if made else "",
+            compared=compared if before else "",
+            changed=tuple(
+                (name, json.dumps(old), json.dumps(new)) for name, old, new in sorted(differences(before, settings))
+            )
+            if before
+            else (),
+        ),
+        notices=tuple(_notices(moments))[-MAX_NOTICES:],
+        post_mortems=tuple(
+            PostMortem(job=stat.key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(stat.key))
+            for stat in sorted(storage.list(store.key("post-mortem")), key=lambda one: natural_key(one.key))
+        ),
+        unread=tuple(unread),
+    )
+
+
+def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
+    """The jobs of a plan, whether they were submitted or not."""
+    found = {record.name: record for record in records}
+    for spec in plan.jobs:
+        record = found.get(spec.name)
+        failed = failed_leaf(record) if record else None
+        yield Job(
+            name=spec.name,
+            after=tuple(one.job for one in spec.depends_on),
+            state=record.state.value if record else "not submitted",
+            nodes=max(1, spec.num_nodes),
+            children=spec.array_size,
+            tries=len(record.tries()) if record else 0,
+            ran_s=ran_seconds(record) if record else None,
+            exit_code=exit_code(record) if record else None,
+            why=reason_of(record) if record and record.state.is_failure else "",
+            error=failed.attempts[-1].error if failed else "",
+            logs=logs_command(failed, plan.workspace, plan.cycle) if failed else "",
+        )
+
+
+def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
+    """Checkpoints by what each cycle pinned as the model it starts from."""
+    found: list[str] = []
+    while cycle and len(found) < MAX_ANCESTORS:
+        parent = _json(storage, f"cycles/{cycle}/train/parent.json").get("checkpoint")
+        if not isinstance(parent, str) or parent in found:
+            break
+        found.append(parent)
+        cycle = _cycle_of([parent])
+    return tuple(found)
+
+
+def _cycle_of(checkpoints: Sequence[str]) -> str:
+    """The cycle that made checkpoints/<cycle>/step-<n>; empty for another place, and for none."""
+    words = checkpoints[0].split("/") if checkpoints else []
+    return words[1] if len(words) == 3 and words[0] == "checkpoints" else ""
+
+
+def _json(storage: Storage, key: str) -> dict[str, Any]:
+    """Empty when there is nothing. Raises DataError."""
+    try:
+        tree = json.loads(storage.read_bytes(key))
+    except KeyNotFound:
+        return {}
+    except ValueError as error:
+        raise DataError(f"{storage.uri(key)} is no JSON: {error}", expected="what a job wrote there") from error
+    return tree if isinstance(tree, dict) else {}
+
+
+def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
+    for moment in moments:
+        if moment.name in NOTICES:
+            words = (f"{name} {json.dumps(value)[:200]}" for name, value in moment.fields.items() if name != "step")
+            step = int(moment.number("step")) if "step" in moment.fields else None
+            yield Notice(at=moment.at_ms / 1000, event=moment.name, step=step, text=", ".join(words)[:500])
+
+
+def _training(moments: Sequence[Moment], before: Sequence[Moment], compared: str) -> Training:
+    now, other = curves_of(moments), curves_of(before)
+    return Training(
+        curves=tuple(
+            Curve(name=name, now=tuple(thin(points)), before=tuple(thin(other.get(name, ()))))
+            for name, points in now.items()
+            if points
+        ),
+        compared=compared if other and now else "",
+        resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
+        skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
+    )
+
+
+def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
+    """Points (step, value) by the name of the figure; what was done again replaces what it repeats."""
+    found: dict[str, list[Point]] = {name: [] for name in (*_AT_STEPS, HOLDOUT, *_AT_REPORTS)}
+    for moment in sorted(moments, key=lambda one: one.at_ms):
+        step = int(moment.number("step"))
+        if moment.name == EventName.TRAIN_STARTED:
+            found = {name: [point for point in points if point[0] <= step] for name, points in found.items()}
+        elif moment.name == EventName.TRAIN_STEPS:
+            for name, field in _AT_STEPS.items():
+                values = moment.fields.get(field)
+                if isinstance(values, list):
+                    first = step - len(values) + 1
+                    found[name] += [(first + i, float(v)) for i, v in enumerate(values) if isinstance(v, int | float)]
+            for name, field in _AT_REPORTS.items():
+                value = moment.fields.get(field)
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    found[name].append((step, float(value)))
+        elif moment.name == EventName.HOLDOUT_EVALUATED and moment.fields.get("split") == "valid":
+            value = moment.fields.get("loss")
+            if isinstance(value, int | float):
+                found[HOLDOUT].append((step, float(value)))
+    return {name: points for name, points in found.items() if points}
+
+
+def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:
+    claim, ledger, total = store.claim(), data.ledger, data.ledger.total
+    metric, value, low, high = main_metric(data.evaluation)
+    rows = data.figures.get("prepare", {}).get("rows")
+    figures = data.evaluation.candidate.figures if data.evaluation else {}
+    return CycleRow(
+        cycle=data.cycle,
+        claimed_at=claim.claimed_at if claim else 0.0,
+        closed_at=closed.at if closed else None,
+        outcome=ledger.outcome,
+        promoted=data.promoted,
+        without_comparison=data.without_comparison,
+        reason=data.reason[:500],
+        metric=metric,
+        value=value,
+        metrics={name: figures[name] for name in MAIN_METRICS if name in figures},
+        low=low,
+        high=high,
+        took_s=ledger.took_s,
+        machine_s=total.all_ms / 1000,
+        usd=total.usd,
+        wasted_usd=total.wasted_usd,
+        goodput=total.goodput,
+        stage_s={one.name: one.all_ms / 1000 for one in ledger.stages()},
+        stage_usd={one.name: one.usd for one in ledger.stages()},
+        rows=rows if isinstance(rows, int) else None,
+    )
+
+
+def main_metric(report: EvaluationReport | None) -> tuple[str, float | None, float | None, float | None]:
+    """Name, value and interval of the first metric that the gate compared; without an incumbent the first measured."""
+    if report is None:
+        return "", None, None, None
+    compared = next((check for check in report.verdict.checks if check.kind == "delta" and check.metric), None)
+    if compared is None:
+        found = report.candidate.figures
+        name = next((one for one in MAIN_METRICS if one in found), next(iter(found), ""))
+        return name, found.get(name), None, None
+    value, other = compared.candidate, compared.incumbent
+    if compared.low is None or compared.high is None or other is None:
+        return compared.metric, value, None, None
+    return compared.metric, value, other + compared.low, other + compared.high

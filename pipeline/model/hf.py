@@ -1,0 +1,575 @@
+"""Encoders of Hugging Face: their families, config.json and names of weights, so that `transformers` reads our files.
+
+RoBERTa, XLM-R and CamemBERT differ from BERT in three tables. Positions begin at `pad_token_id + 1` (rows before that
+belong to padding), there is one token type, and tensors may begin with another word. So such a model is BERT with its
+first rows of positions cut off, to the last bit, and everything here knows one encoder. Checkpoints have the names of
+BERT; an export may have those of the family again. MPNet and ModernBERT are encoders of their own. Encoder tensors
+carry the prefix of their architecture (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names, and a
+module of a factory has its names behind `encoder.module.`.
+
+Source: modeling_roberta.py and modeling_xlm_roberta.py of transformers (create_position_ids_from_input_ids).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from torch import Tensor
+
+from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.io.downloads import HEAD_BYTES, check_downloaded
+from pipeline.model.config import MOST_POSITIONS, MPNET_PAD, Architecture, EncoderSize, InputSpec, ModelConfig
+from pipeline.model.encoder import GLOBAL_EVERY, LOCAL_ATTENTION, ROPE_THETA
+from pipeline.model.factory import PREFIX as FACTORY_PREFIX
+
+CONFIG = "config.json"
+_POSITION_TABLE = "embeddings.position_embeddings.weight"
+_TYPE_TABLE = "embeddings.token_type_embeddings.weight"
+_TASK_HEADS = ("lm_head.", "classifier.", "qa_outputs.", "pooler.", "embeddings.position_ids")
+_WORDS = "encoder.word_embeddings.weight"
+_POSITIONS = "encoder.position_embeddings.weight"
+HEAD_PARTS = ("interactions.", "head.")
+"""How the names of everything but the encoder begin."""
+_OF_TRAINING = ("temperature.",)
+"""How names begin of what earlier versions learnt in training and nothing else reads."""
+_OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}  # as in bert-base-uncased
+
+
+# Families, and those that compute what BERT computes.
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's files differ from those of BERT."""
+
+    model_type: str
+    """In config.json."""
+    prefix: str
+    """What names of the encoder may begin with."""
+    class_name: str
+    """In transformers."""
+    architecture: Architecture
+    """Which encoder here computes it."""
+    has_offset: bool
+    """Positions begin behind the number of the padding token."""
+
+    @property
+    def is_bert_with_offset(self) -> bool:
+        """Its tables are cut or filled up on the way to the names of BERT."""
+        return self.has_offset and self.architecture == "bert"
+
+    def offset(self, pad_id: int) -> int:
+        """Rows of positions before that of a text's first token."""
+        return pad_id + 1 if self.has_offset else 0
+
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family("bert", "bert.", "BertModel", "bert", has_offset=False),
+        Family("roberta", "roberta.", "RobertaModel", "bert", has_offset=True),
+        Family("xlm-roberta", "roberta.", "XLMRobertaModel", "bert", has_offset=True),
+        Family("camembert", "roberta.", "CamembertModel", "bert", has_offset=True),
+        Family("mpnet", "mpnet.", "MPNetModel", "mpnet", has_offset=True),
+        Family("modernbert", "model.", "ModernBertModel", "modernbert", has_offset=False),
+    )
+}
+
+
+def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, source: str) -> dict[str, Tensor]:
+    """Return the weights of a family of BERT as those of the BERT that computes the same, without prefix or task heads.
+
+    Weights of other architectures are returned as they are. Raises CheckpointError for tables that do not fit.
+    """
+    family = FAMILIES[model_type]
+    if not family.is_bert_with_offset:
+        return dict(weights)
+    named = {name.removeprefix(family.prefix): tensor for name, tensor in weights.items()}
+    found = {name: tensor for name, tensor in named.items() if not name.startswith(_TASK_HEADS)}
+    offset = family.offset(pad_id)
+    for name, rows in ((_POSITION_TABLE, offset + 1), (_TYPE_TABLE, 1)):
+        table = found.get(name)
+        if table is None or table.dim() != 2 or table.shape[0] < rows:
+            seen = "no such tensor" if table is None else f"shape {list(table.shape)}"
+            raise CheckpointError(
+                f"{source}: {name}: {seen}",
+                expected=f"{rows} rows or more, as in a {model_type}",
+                next_command="look at its config.json: model_type and pad_token_id",
+            )
+    found[_POSITION_TABLE] = found[_POSITION_TABLE][offset:].contiguous()
+    types = found[_TYPE_TABLE]
+    found[_TYPE_TABLE] = torch.cat([types, torch.zeros_like(types[:1])])[:2]  # the second is not asked for
+    return found
+
+
+def from_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int) -> dict[str, Tensor]:
+    """Return the weights of a BERT, without prefix, as those of a family."""
+    family, result = FAMILIES[model_type], dict(weights)
+    if family.is_bert_with_offset:
+        table = result[_POSITION_TABLE]
+        result[_POSITION_TABLE] = torch.cat([table.new_zeros(family.offset(pad_id), table.shape[1]), table])
+        result[_TYPE_TABLE] = result[_TYPE_TABLE][:1].contiguous()
+    return result
+
+
+# config.json: which encoders are computed here exactly, as which model settings, and back.
+
+
+class Foreign(BaseModel):
+    """A file of others: what is not asked for is left alone."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+Json = TypeVar("Json", bound=BaseModel)
+
+
+def parse_json(data: bytes, model: type[Json], where: str) -> Json:
+    """Raises ConfigError naming the field that does not fit."""
+    check_downloaded(data[:HEAD_BYTES], where, ConfigError)
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}",
+            expected=(model.__doc__ or "").splitlines()[0],
+            next_command="correct that file, or name another model",
+        ) from error
+
+
+def _nothing(value: JsonValue) -> JsonValue:
+    if value:
+        raise ValueError(f"{value!r}, which trnpipe does not compute: expected null or nothing")
+    return None
+
+
+_Nothing = Annotated[JsonValue, AfterValidator(_nothing)]
+"""A key that changes the numbers, unless it is null or empty."""
+
+
+class _Architecture(Foreign):
+    """A Hugging Face config.json with a model_type"""
+
+    model_type: str = "bert"
+
+
+class EncoderJson(Foreign):
+    """A Hugging Face config.json of a text encoder"""
+
+    model_type: str = "bert"
+    pad_token_id: int = Field(0, ge=0)
+    vocab_size: int = Field(ge=8, le=4_000_000)
+    hidden_size: int = Field(ge=8, le=16_384)
+    num_hidden_layers: int = Field(ge=1, le=256)
+    num_attention_heads: int = Field(ge=1, le=256)
+    intermediate_size: int = Field(ge=8, le=65_536)
+    max_position_embeddings: int
+    is_encoder_decoder: Literal[False] = False
+    pruned_heads: _Nothing = None
+    quantization_config: _Nothing = None
+    rope_scaling: _Nothing = None
+    auto_map: dict[str, JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _is_computed_here(self) -> Self:
+        if "AutoModel" in (self.auto_map or {}):
+            raise ValueError("auto_map names code of its own for the model, which trnpipe does not run")
+        if not 8 <= self.positions <= MOST_POSITIONS:
+            raise ValueError(
+                f"max_position_embeddings {self.max_position_embeddings} are {self.positions} positions in this family:"
+                f" expected 8 to {MOST_POSITIONS}"
+            )
+        return self
+
+    @property
+    def positions(self) -> int:
+        """Without the rows before that of a text's first token."""
+        return self.max_position_embeddings - FAMILIES[self.model_type].offset(self.pad_token_id)
+
+    @property
+    def size(self) -> EncoderSize:
+        return EncoderSize(
+            hidden_size=self.hidden_size,
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            intermediate_size=self.intermediate_size,
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """The model settings that say the same, sizes apart."""
+        return {"architecture": FAMILIES[self.model_type].architecture, "max_positions": self.positions}
+
+    def check(self, config: ModelConfig, *, source: str) -> None:
+        """Raises ConfigError where settings would compute something else from these weights, with what to set."""
+        theirs = {**self.fields(), **self.size.model_dump()}
+        ours = {**config.model_dump(include=set(theirs)), **config.encoder.model_dump()}
+        theirs["max_positions"] = min(theirs["max_positions"], ours["max_positions"])  # further rows are left out
+        different = [name for name, value in theirs.items() if ours[name] != value]
+        if different:
+            flags = " ".join(f"--model.{name.replace('_', '-')} {theirs[name]}" for name in different)
+            raise ConfigError(
+                f"model.{different[0]} is {ours[different[0]]}, and {source} is of a model with {theirs[different[0]]}",
+                expected="the settings of the weights that --model.init-from names",
+                next_command=flags,
+            )
+
+
+class _PostNormJson(EncoderJson):
+    """A Hugging Face config.json of an encoder with layer norms after each part"""
+
+    hidden_act: Literal["gelu"] = "gelu"
+    layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "layer_norm_eps": self.layer_norm_eps}
+
+
+class BertJson(_PostNormJson):
+    """A Hugging Face config.json of an encoder that computes what BERT computes (model/hf.py)"""
+
+    position_embedding_type: Literal["absolute"] = "absolute"
+    is_decoder: Literal[False] = False
+    is_causal: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+
+class MPNetJson(_PostNormJson):
+    """A Hugging Face config.json of an MPNet"""
+
+    pad_token_id: Literal[1] = 1
+    relative_attention_num_buckets: Literal[32] = 32
+
+
+_GlobalTheta = Annotated[float, Field(ge=ROPE_THETA[True], le=ROPE_THETA[True])]
+_LocalTheta = Annotated[float, Field(ge=ROPE_THETA[False], le=ROPE_THETA[False])]
+
+
+class _GlobalRope(Foreign):
+    rope_type: Literal["default"] = "default"
+    rope_theta: _GlobalTheta = ROPE_THETA[True]
+
+
+class _LocalRope(Foreign):
+    rope_type: Literal["default"] = "default"
+    rope_theta: _LocalTheta = ROPE_THETA[False]
+
+
+class _Ropes(Foreign):
+    full_attention: _GlobalRope = _GlobalRope()
+    sliding_attention: _LocalRope = _LocalRope()
+
+
+class ModernBertJson(EncoderJson):
+    """A Hugging Face config.json of a ModernBERT as published"""
+
+    norm_eps: float = Field(1e-5, gt=0, le=0.1)
+    hidden_activation: Literal["gelu"] = "gelu"
+    norm_bias: Literal[False] = False
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    local_attention: Literal[128] = 128
+    # The two forms of transformers 4 and 5.
+    global_attn_every_n_layers: Literal[3] = 3
+    layer_types: tuple[str, ...] | None = None
+    global_rope_theta: _GlobalTheta = ROPE_THETA[True]
+    local_rope_theta: _LocalTheta = ROPE_THETA[False]
+    rope_parameters: _Ropes = _Ropes()
+    sliding_window: Literal[64] | None = None
+
+    @model_validator(mode="after")
+    def _layers_recur(self) -> "ModernBertJson":
+        kinds = ("full_attention", "sliding_attention")
+        wanted = tuple(kinds[number % GLOBAL_EVERY > 0] for number in range(self.num_hidden_layers))
+        if self.layer_types not in (None, wanted):
+            raise ValueError(f"layer_types: expected full_attention in every {GLOBAL_EVERY} layers, from 0 on")
+        return self
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "layer_norm_eps": self.norm_eps}
+
+
+_OF_ARCHITECTURE: Mapping[str, type[EncoderJson]] = {
+    "bert": BertJson,
+    "mpnet": MPNetJson,
+    "modernbert": ModernBertJson,
+}
+
+
+def read_config(data: bytes, where: str) -> EncoderJson:
+    """Raises ConfigError naming the architecture, or the field, that no encoder here computes."""
+    found = parse_json(data, _Architecture, where)
+    family = FAMILIES.get(found.model_type)
+    if family is None:
+        raise ConfigError(
+            f"{where}: architecture {found.model_type}",
+            expected=f"model_type {', '.join(FAMILIES)}: docs/encoders.md",
+            next_command="name a model of those families, or build its module yourself (--model.factory)",
+        )
+    return parse_json(data, _OF_ARCHITECTURE[family.architecture], where)
+
+
+def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str:
+    """config.json with which transformers opens a checkpoint folder, or an export of another family (`model_type`).
+
+    Of a module that a factory builds it says by which, and nothing that transformers would open.
+    """
+    if config.factory is not None:
+        return json.dumps({"model_type": "trnpipe-factory", **config.shape()}, indent=1)
+    family = FAMILIES[model_type or config.architecture]
+    size, offset = config.encoder, family.offset(spec.pad_id)
+    found: dict[str, Any] = {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        "hidden_size": size.hidden_size,
+        "num_hidden_layers": size.num_layers,
+        "num_attention_heads": size.num_heads,
+        "intermediate_size": size.intermediate_size,
+        "max_position_embeddings": config.max_positions + offset,
+        "vocab_size": spec.vocab_size,
+        "pad_token_id": spec.pad_id,
+    }
+    if config.architecture == "modernbert":
+        found |= {
+            "hidden_activation": "gelu",
+            "norm_eps": config.layer_norm_eps,
+            "local_attention": LOCAL_ATTENTION,
+            "global_attn_every_n_layers": GLOBAL_EVERY,
+            "global_rope_theta": ROPE_THETA[True],
+            "local_rope_theta": ROPE_THETA[False],
+            **{f"{place}_dropout": config.dropout for place in ("embedding", "mlp")},
+            # transformers would take those of the published vocabulary; the tokenizer beside knows its own.
+            **{f"{token}_token_id": None for token in ("bos", "eos", "cls", "sep")},
+        }
+    else:
+        found |= {
+            "hidden_act": "gelu",
+            "layer_norm_eps": config.layer_norm_eps,
+            "hidden_dropout_prob": config.dropout,
+            "attention_probs_dropout_prob": 0.0,
+        }
+    if config.architecture == "bert":
+        found["type_vocab_size"] = 1 if family.has_offset else 2
+    return json.dumps(found, indent=1)
+
+
+# Names of weights.
+
+_EMBEDDINGS = {
+    "word_embeddings.weight": "embeddings.word_embeddings.weight",
+    "position_embeddings.weight": "embeddings.position_embeddings.weight",
+    "embedding_norm.weight": "embeddings.LayerNorm.weight",
+    "embedding_norm.bias": "embeddings.LayerNorm.bias",
+}
+_FEED_FORWARD = {
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Hugging Face names of an architecture."""
+
+    prefix: str
+    layers: str  # stands before the number of a layer
+    single: Mapping[str, str]  # tensors that are in no layer
+    parts: Mapping[str, str]  # modules of a layer
+    qkv: tuple[str, ...]  # query, key and value; one where they are one matrix there too
+    ignored: tuple[str, ...]  # how names begin of what is no part of the encoder: pooler, heads of tasks
+    offset: int = 0  # rows of the table of positions before that of the first token
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """How names of the encoder begin where they have no prefix."""
+        return (*sorted({name.partition(".")[0] + "." for name in self.single.values()}), self.layers)
+
+
+_NAMES: Mapping[str, _Names] = {
+    "bert": _Names(
+        FAMILIES["bert"].prefix,
+        "encoder.layer.",
+        _EMBEDDINGS | {"type_embeddings.weight": "embeddings.token_type_embeddings.weight"},
+        _FEED_FORWARD | {"attention_output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm"},
+        ("attention.self.query", "attention.self.key", "attention.self.value"),
+        ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
+    ),
+    "mpnet": _Names(
+        FAMILIES["mpnet"].prefix,
+        "encoder.layer.",
+        _EMBEDDINGS | {"relative_bias.weight": "encoder.relative_attention_bias.weight"},
+        _FEED_FORWARD | {"attention_output": "attention.attn.o", "attention_norm": "attention.LayerNorm"},
+        ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        ("pooler.", "lm_head.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
+        offset=MPNET_PAD + 1,
+    ),
+    "modernbert": _Names(
+        FAMILIES["modernbert"].prefix,
+        "layers.",
+        {
+            "word_embeddings.weight": "embeddings.tok_embeddings.weight",
+            "embedding_norm.weight": "embeddings.norm.weight",
+            "final_norm.weight": "final_norm.weight",
+        },
+        {
+            "attention_norm": "attn_norm",
+            "attention_output": "attn.Wo",
+            "feed_forward_norm": "mlp_norm",
+            "gated": "mlp.Wi",
+            "output": "mlp.Wo",
+        },
+        ("attn.Wqkv",),
+        ("head.", "decoder.", "classifier."),
+    ),
+}
+
+
+def _names_of(state: Iterable[str]) -> _Names:
+    """Of the architecture whose encoder has tensors of these names of ours."""
+    found = set(state)
+    if "encoder.final_norm.weight" in found:
+        return _NAMES["modernbert"]
+    return _NAMES["mpnet" if "encoder.relative_bias.weight" in found else "bert"]
+
+
+def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our state dict to Hugging Face names; the joint query-key-value matrix is cut where they are three."""
+    names = _names_of(state)
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name == _POSITIONS and names.offset:
+            tensor = torch.cat([tensor.new_zeros(names.offset, tensor.shape[1]), tensor])
+        theirs = _hf_names(name, names)
+        result |= zip(theirs, tensor.chunk(len(theirs), dim=0), strict=True)
+    return result
+
+
+def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
+    """Those that hold a tensor of ours, one after the other."""
+    if not name.startswith("encoder.") or name.startswith(FACTORY_PREFIX):
+        return (name,)
+    own = name.removeprefix("encoder.")
+    if own in names.single:
+        return (names.prefix + names.single[own],)
+    _, layer, part, kind = own.split(".")
+    modules = names.qkv if part == "qkv" else (names.parts[part],)
+    return tuple(f"{names.prefix}{names.layers}{layer}.{module}.{kind}" for module in modules)
+
+
+def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """Rename Hugging Face names to ours, complete and in the shapes of `template`.
+
+    Raises CheckpointError naming the first tensor that is missing or of another shape: another architecture.
+    """
+    # Scale and shift of features as models had them before they were kept: none.
+    fills = {"interactions.features.scale": torch.ones, "interactions.features.shift": torch.zeros}
+    weights = {name: fill(template[name].shape) for name, fill in fills.items() if name in template} | dict(weights)
+    for name, tensor in _expected(template).items():
+        found = weights.get(name)
+        if found is None or found.shape != tensor.shape:
+            seen = "no such tensor" if found is None else f"shape {list(found.shape)}"
+            raise CheckpointError(
+                f"{source}: {name}: {seen}",
+                expected=f"shape {list(tensor.shape)}, from the model settings",
+                next_command="use the model settings of the checkpoint (its state.json), or --train.start scratch",
+            )
+    names, result = _names_of(template), dict[str, Tensor]()
+    for name in template:
+        parts = [weights[theirs] for theirs in _hf_names(name, names)]
+        found = torch.cat(parts, dim=0) if len(parts) > 1 else parts[0]
+        result[name] = found[names.offset :] if name == _POSITIONS else found
+    return result
+
+
+def encoder_from_hf(
+    weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str, same_vocabulary: bool = False
+) -> dict[str, Tensor]:
+    """Return the encoder's part of a foreign checkpoint (with or without a prefix), in our names.
+
+    Position rows beyond ours are left out; pooler and task heads are ignored; anything else unknown is an error.
+    `same_vocabulary`: further rows of words, with which tables are often filled up to a round number, are left out.
+    """
+    names = _names_of(template)
+
+    def modern(name: str) -> str:
+        for old, new in _OLD_NORM.items():  # layer norms of checkpoints converted from TensorFlow
+            name = name.replace(old, new)
+        return names.prefix + name.removeprefix(names.prefix)
+
+    def is_ignored(name: str) -> bool:
+        return name.removeprefix(names.prefix).startswith((*names.ignored, *_OF_TRAINING))
+
+    encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
+    found = _renamed(weights, modern, encoder, is_ignored, source)
+    known = _expected(encoder)
+    (words,) = _hf_names(_WORDS, names)
+    if words in found and (rows := found[words].shape[0]) != (tokens := known[words].shape[0]):
+        if rows < tokens or not same_vocabulary:
+            raise CheckpointError(
+                f"{source}: {words}: shape {list(found[words].shape)}, and the tokenizer has {tokens} tokens",
+                expected="the tokenizer that belongs to the weights",
+                next_command="trnpipe prepare --data.tokenizer.path with the tokenizer.json of the model",
+            )
+        found[words] = found[words][:tokens]
+    positions = next(iter(_hf_names(_POSITIONS, names)), "") if _POSITIONS in encoder else ""
+    if positions in found:
+        found[positions] = found[positions][: known[positions].shape[0]]
+    return from_hf(found, encoder, source=source)
+
+
+def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """Return a whole model in our names: every tensor of `template` and no other. The encoder may lack its prefix.
+
+    Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
+    """
+    names = _names_of(template)
+    is_foreign = any(name.startswith(FACTORY_PREFIX) for name in template)
+
+    def named_whole(name: str) -> str:
+        if is_foreign:
+            return name if name.startswith((*HEAD_PARTS, *_OF_TRAINING, FACTORY_PREFIX)) else FACTORY_PREFIX + name
+        return names.prefix + name if name.startswith(names.begins) else name
+
+    found = _renamed(weights, named_whole, template, lambda name: name.startswith(_OF_TRAINING), source)
+    return from_hf(found, template, source=source)
+
+
+def _expected(template: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return names and shapes that `template` has under Hugging Face names, without content."""
+    # Not empty_like: of a tensor that is on `meta` already it imports sympy, half a second.
+    empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in template.items()}
+    return to_hf(empty)
+
+
+def _renamed(
+    weights: Mapping[str, Tensor],
+    rename: Callable[[str], str],
+    template: Mapping[str, Tensor],
+    is_ignored: Callable[[str], bool],
+    source: str,
+) -> dict[str, Tensor]:
+    """Rename tensors. Raises CheckpointError for one that is there twice, or that `template` has no place for."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        new = rename(name)
+        if new in result:
+            raise CheckpointError(
+                f"{source}: {new} is there twice, once as {name}",
+                expected="every tensor once",
+                next_command="save the model again with one naming",
+            )
+        result[new] = tensor
+    known = _expected(template)
+    if unknown := sorted(name for name in result if name not in known and not is_ignored(name)):
+        raise CheckpointError(
+            f"{source}: {unknown[0]} has no place in this model",
+            expected="the architecture, layers and head of the model settings",
+            next_command="--model.architecture, --model.preset or --model.num-layers as in its config.json, or the"
+            " settings it was trained with",
+        )
+    return result

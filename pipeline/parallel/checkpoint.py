@@ -1,0 +1,241 @@
+"""A spread model and its optimizer in plain files: the same tensors from any mesh, read by any other.
+
+Rank 0 holds the whole state in host memory while it is written or read.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from pipeline.checkpoint.store import OPTIMIZER, WEIGHTS
+from pipeline.core.errors import CheckpointError, ConfigError, DataError, TransientError
+from pipeline.core.stop import StopSignal
+from pipeline.io import atomic
+from pipeline.io.commit import commit_dir, fetch_dir
+from pipeline.io.paths import cache_folder, temporary_folder
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import Storage, os_errors, place_of
+from pipeline.parallel.gang import collective_errors
+from pipeline.parallel.mesh import raise_on_all_ranks, run_without_timeout
+from pipeline.parallel.tensor_plan import fused_parts, interleaved
+
+KIND = "weights"
+_GROUPS = "optimizer"
+"""Metadata of the optimizer's file: groups and numbers as JSON."""
+_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
+State = dict[str, Any]
+
+
+# The state of a model and of its optimizer: whole on rank 0, empty on the others. All ranks call these.
+
+
+def model_state(model: nn.Module) -> State:
+    """Return the tensors of a model by name; a tied one has all of its names."""
+    with collective_errors("gathering the model", mixed=True):
+        state: State = get_model_state_dict(model, options=_GATHER)
+    for name, parts in fused_parts(model).items():
+        if name in state:
+            state[name] = interleaved(state[name], len(state[name]) // parts)
+    return state
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Spread what `model_state` returned. Raises CheckpointError, on every rank, for names or shapes of another."""
+    found = dict(state)
+    with raise_on_all_ranks("checking the weights"):
+        if _is_main():
+            check_shapes(source, tensor_shapes(model.state_dict()), tensor_shapes(found))
+            for name, parts in fused_parts(model).items():
+                found[name] = interleaved(found[name], parts)
+    with collective_errors("loading the model", mixed=True):
+        set_model_state_dict(model, found, options=_spread())
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Return {"state": {name of a parameter: ...}, "param_groups": [...]}."""
+    with raise_on_all_ranks("checking the optimizer"):
+        _group_names(model, optimizer)
+    with collective_errors("gathering the optimizer", mixed=True):
+        state = get_optimizer_state_dict(model, optimizer, options=_GATHER)
+    return _arranged(model, state, lambda rows, parts: interleaved(rows, len(rows) // parts))
+
+
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, source: str) -> None:
+    """Spread what `optimizer_state` returned. Raises CheckpointError, on every rank, for that of other parameters."""
+    with raise_on_all_ranks("checking the optimizer"):
+        names = _group_names(model, optimizer)
+        saved = [group["params"] for group in state.get("param_groups", ())]
+        if _is_main() and saved != names:
+            raise CheckpointError(
+                f"{source} has the state of {len(saved)} groups of other parameters",
+                expected=f"{len(names)} groups as the optimizer has them",
+                next_command="make the optimizer as where it was saved",
+            )
+    with collective_errors("loading the optimizer", mixed=True):
+        set_optimizer_state_dict(model, optimizer, _arranged(model, state, interleaved), options=_spread())
+
+
+def _arranged(model: nn.Module, state: State, rearrange: Any) -> State:
+    """Return an optimizer's state with the rows of what belongs to fused parameters in another order."""
+    parts = fused_parts(model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name in parts}
+    for name in shapes.keys() & state.get("state", {}).keys():
+        for key, value in state["state"][name].items():
+            if isinstance(value, Tensor) and value.shape == shapes[name]:
+                state["state"][name][key] = rearrange(value, parts[name])
+    return state
+
+
+def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters of each group. Raises ConfigError for parameters that are not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if unknown := [parameter for parameter in parameters if id(parameter) not in names]:
+        raise ConfigError(
+            f"the optimizer has {len(unknown)} parameters that are not the model's",
+            expected="an optimizer of model.parameters() as they are after transform",
+            next_command="model = transform(model) first, then the optimizer",
+        )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def check_shapes(source: str, expected: Mapping[str, list[int]], shapes: Mapping[str, list[int]]) -> None:
+    """Raise CheckpointError if the tensors of a source have other names or shapes than those of a model."""
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
+            raise CheckpointError(
+                f"{source}: {name!r} is {shapes.get(name, 'not there')}",
+                expected=f"{expected.get(name, 'nothing of that name')}, as the model has it",
+                next_command="build the model, and its optimizer, as where they were saved",
+            )
+
+
+def tensor_shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the shape of each tensor by name."""
+    return {name: list(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _spread() -> StateDictOptions:
+    return StateDictOptions(full_state_dict=dist.is_initialized(), broadcast_from_rank0=dist.is_initialized())
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+# The files: model.safetensors with each tied tensor once, under its first name, and optimizer.safetensors.
+
+
+def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write model.safetensors, and optimizer.safetensors, to a folder or an s3:// URI; complete or not at all.
+
+    Every rank calls it; rank 0 writes. Raises ConfigError, TransientError, on every rank.
+    """
+    with raise_on_all_ranks("opening the folder"):
+        storage, name = _location(folder)
+    weights, tied = model_state(model), _tied(model)
+    files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {
+        WEIGHTS: ({key: value for key, value in weights.items() if key not in tied}, {"format": "pt"})
+    }
+    if optimizer is not None:
+        files[OPTIMIZER] = _as_tensors(optimizer_state(model, optimizer))
+
+    def write() -> None:
+        target = storage.local_path(name)
+        with os_errors("writing", storage.uri(name)):
+            if target is not None:  # beside the target, so that publishing is a rename
+                atomic.make_dirs(target.parent)
+            where = TemporaryDirectory(dir=temporary_folder()) if target is None else atomic.temp_dir(target)
+            with where as staging:
+                for file, content in files.items():
+                    _write(Path(staging) / file, *content)
+                commit_dir(storage, Path(staging), name, kind=KIND, fields={})
+
+    run_without_timeout(write if _is_main() else lambda: None, "saving")
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise TransientError(f"{path.name} cannot be written: {error}", expected="room on the disk") from error
+    path.chmod(0o644)  # safetensors lets nobody else read it
+
+
+def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Read what `save` wrote, from any mesh.
+
+    Raises CheckpointError, on every rank, where nothing is saved, or that of another model or optimizer.
+    """
+    with raise_on_all_ranks("opening the folder"):
+        storage, name = _location(folder)
+
+    def read() -> tuple[State, State]:
+        if not _is_main():
+            return {}, {}
+        try:
+            found = fetch_dir(storage, name, cache_folder(os.environ) / KIND, deep=True)
+            state = load_file(found / WEIGHTS)
+            state |= {key: state[first] for key, first in _tied(model).items() if first in state}
+            return state, {} if optimizer is None else _from_tensors(found / OPTIMIZER)
+        except (DataError, SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
+            seen = error.seen if isinstance(error, DataError) else f"{storage.uri(name)}: {error}"
+            raise CheckpointError(seen, expected="a folder that save wrote") from error
+
+    weights, moments = run_without_timeout(read, "loading")
+    load_model_state(model, weights, storage.uri(name))
+    if optimizer is not None:
+        load_optimizer_state(model, optimizer, moments, storage.uri(name))
+
+
+def _location(folder: str | Path) -> tuple[Storage, str]:
+    return place_of(str(folder), retry=RetryPolicy(), stop=StopSignal(), follow_links=True)
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Return the further names of tied tensors, each with the first one."""
+    first: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)
+    return {name: known for name, value in state.items() if (known := first.setdefault(id(value), name)) != name}
+
+
+def _as_tensors(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return an optimizer's state as tensors by `key.name`, and its numbers and options as JSON."""
+    values = {f"{key}.{name}": value for name, held in state.get("state", {}).items() for key, value in held.items()}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    groups = []
+    for group in state.get("param_groups", ()):
+        options = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        groups.append({"names": options.pop("params"), "options": options})
+    metadata = {_GROUPS: json.dumps({"groups": groups, "numbers": numbers})}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}, metadata
+
+
+def _from_tensors(path: Path) -> State:
+    with safe_open(path, "pt") as file:
+        saved = json.loads(file.metadata()[_GROUPS])
+    state: State = {}
+    for whole_name, value in (load_file(path) | saved["numbers"]).items():
+        key, _, name = whole_name.partition(".")
+        state.setdefault(name, {})[key] = value
+    groups = []
+    for group in saved["groups"]:
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
+        groups.append({**options, "params": group["names"]})
+    return {"state": state, "param_groups": groups}

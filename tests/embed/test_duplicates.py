@@ -1,0 +1,86 @@
+"""Looking up rows of earlier vectors, and ids that are in several parts, against plain dictionaries."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.core.stop import StopSignal
+from pipeline.embed.carry_over import RowIndex, index_of, part_and_row
+from pipeline.embed.parts import find_duplicates
+
+
+def u64(values: list[int]) -> Any:
+    return np.array(values, dtype=np.uint64)
+
+
+def earlier(parts: list[list[int]]) -> Any:
+    """Vectors of these ids, whose text has the hash of a third."""
+    return SimpleNamespace(
+        manifest=SimpleNamespace(digest="digest"),
+        info=SimpleNamespace(rows=sum(map(len, parts)), parts=parts),
+        hashes=lambda part: (u64(parts[part]), u64([n // 3 for n in parts[part]])),
+    )
+
+
+@given(
+    ids=st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=80),
+    cut=st.integers(0, 80),
+    asked=st.lists(st.integers(0, 2**64 - 1), max_size=10),
+)
+def test_the_index_finds_what_was_put_in(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int], cut: int, asked: list[int]
+) -> None:
+    parts = [ids[:cut], ids[cut:]]
+    index = RowIndex(index_of(earlier(parts), tmp_path_factory.mktemp("index"), StopSignal()))
+    wanted = [*ids, *asked]
+    place, known = index.look_up(u64(wanted), u64([n // 3 for n in wanted]))
+    where = {name: (number, row) for number, part in enumerate(parts) for row, name in enumerate(part)}
+    for name, found, there in zip(wanted, place, known, strict=True):
+        assert there == (name in where)
+        assert (tuple(int(x) for x in part_and_row(found)) if found >= 0 else None) == where.get(name)
+    other, _ = index.look_up(u64(wanted), u64([n // 3 + 1 for n in wanted]))
+    assert (other == -1).all(), "another text"
+    anyhow, _ = index.look_up(u64(wanted))
+    assert ((anyhow >= 0) == known).all()
+
+
+def test_an_index_is_made_once(tmp_path: Path) -> None:
+    first = index_of(earlier([[1]]), tmp_path, StopSignal())
+    assert index_of(SimpleNamespace(manifest=SimpleNamespace(digest="digest")), tmp_path, StopSignal()) == first  # type: ignore[arg-type]
+
+
+PARTS = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=20), max_size=5)
+
+
+@given(parts=PARTS, buckets=st.sampled_from([1, 7, 2**60]))
+def test_duplicates_are_found_whatever_their_hashes(parts: list[list[int]], buckets: int) -> None:
+    """With few different hashes most of those that meet are of different ids."""
+    found = find_duplicates(
+        [u64([name * 2**57 % buckets for name in part]) for part in parts],
+        lambda part, rows: [parts[part][row] for row in rows],
+        limit=1000,
+        stop=StopSignal(),
+    )
+    seen: set[int] = set()
+    expected: dict[int, list[int]] = {}
+    for number, part in enumerate(parts):
+        rows = [row for row, name in enumerate(part) if name in seen]
+        seen |= set(part)
+        expected |= {number: rows} if rows else {}
+    assert {part: rows.tolist() for part, rows in found.items()} == expected
+
+
+def test_it_gives_up_when_nearly_all_are_duplicates() -> None:
+    parts = [list(range(500))] * 4
+    found = find_duplicates(
+        [u64([n * 2**54 for n in part]) for part in parts],
+        lambda part, rows: rows.tolist(),
+        limit=30,
+        stop=StopSignal(),
+    )
+    assert 30 < sum(map(len, found.values())) < 1500

@@ -1,0 +1,273 @@
+"""What `transform` makes of a user's model: units, tensor plans, delayed weights, and what cannot be spread."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import trnpipe
+from pipeline.core.errors import ConfigError
+from pipeline.core.layout import Layout
+from pipeline.model.config import ModelConfig
+from pipeline.model.relevance import build_model
+from pipeline.parallel.parallelize import check_units, delayed_init, find_units, parallelize
+from pipeline.parallel.tensor_plan import FusedColwise, TensorPlan, interleaved, tensor_styles
+from tests.parallel.models import Fused, Tied, bert, blocks, dense, llama, opened, plain_tensors, vit
+from tests.ranks import run_ranks
+from tests.train.rows import SPEC
+
+CASES = "tests.parallel.test_transform"
+ROWS, STEPS = 16, 3
+FUSED: TensorPlan = {"qkv": FusedColwise(3), "out": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(*(nn.Linear(4, 4) for _ in range(7))), list("0123456")),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), ["0", "2"]),
+        (nn.Sequential(*blocks(2)), ["0", "1"]),
+        (nn.Sequential(nn.Embedding(9, 4), nn.Sequential(*blocks(2)), nn.Linear(4, 2)), ["1.0", "1.1"]),
+        (nn.ModuleList([nn.ModuleList(blocks(2)), nn.ModuleList(blocks(2))]), ["0.0", "0.1", "1.0", "1.1"]),
+        (nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.LayerNorm(4))), []),
+        (nn.ModuleList([nn.Linear(4, 4)]), []),
+    ],
+)
+def test_units_are_members_of_lists_of_one_class(model: nn.Module, expected: list[str]) -> None:
+    units = find_units(model)
+    assert [name for name, _ in units] == expected
+    check_units(model, units)
+
+
+@pytest.mark.parametrize(("make", "first"), [(llama, "model.layers.0"), (bert, "bert.encoder.layer.0"), (vit, None)])
+def test_units_are_layers_of_hugging_face_models(make: Callable[[], nn.Module], first: str | None) -> None:
+    units = find_units(make())
+    assert len(units) == 2 and units[0][0] == (first or units[0][0])
+
+
+def test_a_tie_is_named_by_both_its_names() -> None:
+    model = Tied()
+    with pytest.raises(ConfigError, match=r"'layers.1.0.weight' \(in unit 'layers.1'\) and 'head.weight' \(in no unit"):
+        check_units(model, find_units(model))
+    check_units(model, [])
+    inside = nn.Sequential(*blocks(2))
+    inside[0].append(nn.Linear(4, 4))  # type: ignore[operator]
+    inside[0][2].weight = inside[0][0].weight  # type: ignore[index]
+    check_units(inside, find_units(inside))
+
+
+def test_interleaved_rows_come_back() -> None:
+    rows = torch.arange(24).view(12, 2)
+    assert interleaved(rows, 3)[:, 0].tolist() == [0, 8, 16, 2, 10, 18, 4, 12, 20, 6, 14, 22]
+    assert torch.equal(interleaved(interleaved(rows, 3), 4), rows)
+
+
+def test_the_tensor_plan_of_a_hugging_face_model() -> None:
+    styles = dict(tensor_styles(llama(tie_word_embeddings=True), None, Layout(tensor_size=2)))
+    assert len(styles) == 14 and "model.layers.1.mlp.down_proj" in styles
+
+
+def modernbert() -> nn.Module:
+    return build_model(ModelConfig(preset="tiny", architecture="modernbert"), SPEC, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "degree", "match"),
+    [
+        (Fused, None, 2, "Fused, which has no plan.*\n.*\n.*tensor_plan="),
+        (Fused, {"qkv": "colwise", "out": "rowwise"}, 2, "several matrices in one.*\n.*FusedColwise"),
+        (Fused, {"qkv": FusedColwise(3), "output": "rowwise"}, 2, "no module of Fused is called 'output'"),
+        (Fused, {"qkv": FusedColwise(3)}, 8, "tensor_degree 8 over 4 outputs of 'qkv'"),
+        (Fused, {"out": "rowwise"}, 3, "tensor_degree 3 over 4 inputs of 'out'"),
+        (Fused, {"out": "rows"}, 2, "'out' is 'rows'.*\n.*colwise, rowwise"),
+        (lambda: nn.Sequential(nn.Linear(4, 6)), {"0": "colwise"}, 2, "shard_degree 2 by tensor_degree 2 over 6"),
+        (llama, None, 4, "tensor_degree 4 over heads .2, 2"),
+        (modernbert, None, 2, "a ModernBertEncoder.*\n.*\n.*--train.parallel.tensor-degree 1"),
+        (partial(llama, tie_word_embeddings=True), {"lm_head": "colwise"}, 2, "'lm_head' shares a parameter"),
+    ],
+)
+def test_what_cannot_be_split(make: Callable[[], nn.Module], plan: Any, degree: int, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        tensor_styles(make(), plan, Layout(tensor_size=degree, shard_size=2))
+
+
+def loop(model: nn.Module, part: int, parts: int, micro_steps: int) -> list[float]:
+    """A user's own, with gradients that are summed over micro-steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(STEPS):
+        rows = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step)).tensor_split(parts)[part]
+        for number, some in enumerate(rows.tensor_split(micro_steps)):
+            if isinstance(model, torch.distributed.fsdp.FSDPModule):
+                model.set_requires_gradient_sync(number == micro_steps - 1)
+            found: Tensor = model(some).square().sum(1).mean() / micro_steps
+            found.backward()  # type: ignore[no-untyped-call]
+        norms.append(float(trnpipe.clip_grad_norm(model, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def accumulated(folder: str) -> list[list[float]]:
+    alone = dense(0)
+    expected = loop(alone, 0, 1, 1)
+    place = trnpipe.init({"shard_degree": 2})
+    model: nn.Sequential = trnpipe.transform(made := dense(place.rank))  # for a type checker, too
+    assert model is made
+    found = loop(model, place.data_rank, place.data_size, 2)
+    with torch.no_grad():
+        model(torch.ones(2, 8))  # the parameters of the model itself are whole after this
+    trnpipe.save(folder, model)
+    loaded = dense(9)
+    trnpipe.load(folder, loaded)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(alone.parameters(), loaded.parameters(), strict=True))
+    return [expected, found]
+
+
+def test_a_loop_that_accumulates_gradients(tmp_path: Path) -> None:
+    for expected, found in run_ranks(f"{CASES}:accumulated", 2, tmp_path, str(tmp_path / "saved")):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Mixed(nn.Module):
+    """Parameters with and without memory, a tie, a buffer and a module with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions: Tensor
+        self.register_buffer("positions", torch.arange(8), persistent=False)
+        self.table = nn.Embedding(9, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 9)
+        self.head.weight = self.table.weight
+
+
+def delayed(_: str) -> list[float]:
+    """The sums of all tensors, by plan: of what `reset_parameters` draws, whatever the mesh and the seeds of ranks."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    found = []
+    for plan in ({}, {"shard_degree": 1}, {"tensor_degree": 2}):
+        with delayed_init():
+            model = Mixed()
+        assert all(parameter.is_meta for parameter in model.parameters()) and model.positions.sum() == 28
+        tensor_plan: TensorPlan = {"layers.0": "colwise", "layers.1": "rowwise"}
+        parallelize(model, opened({**plan, "seed": 3}), tensor_plan=tensor_plan)
+        tensors = plain_tensors(model)
+        assert torch.equal(tensors["head.weight"], tensors["table.weight"]) and tensors["norm.weight"].sum() == 8
+        assert not torch.equal(tensors["layers.0.weight"][:4], tensors["layers.0.weight"][4:])
+        found.append(float(sum(tensor.double().sum() for tensor in tensors.values())))
+    return found
+
+
+def test_delayed_weights_are_the_same_on_every_mesh(tmp_path: Path) -> None:
+    first, second = run_ranks(f"{CASES}:delayed", 2, tmp_path, "")
+    assert first == second and len(set(first)) == 1
+    with pytest.raises(ZeroDivisionError), delayed_init():
+        raise ZeroDivisionError
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def refused(_: str) -> list[str]:
+    """By case the error of this rank."""
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), []
+    with delayed_init():
+        bare = nn.Module()
+        bare.weight = nn.Parameter(torch.randn(6, 6))
+    cases: list[tuple[nn.Module, dict[str, Any], Any]] = [
+        (nn.Linear(2, 2 + rank), {}, None),
+        (Tied(), {}, None),
+        (nn.Linear(2, 2), {"recompute": "units"}, None),
+        (nn.Linear(2, 2), {"tensor_degree": 2}, None),
+        (Fused(), {"tensor_degree": 2}, {"qkv": "colwise", "out": "rowwise"}),
+        (bare, {}, None),
+    ]
+    for model, plan, tensor_plan in cases:
+        with pytest.raises(ConfigError) as caught:
+            parallelize(model, opened(plan), tensor_plan=tensor_plan)
+        found.append(caught.value.seen)
+    return found
+
+
+def test_a_model_that_cannot_be_spread_is_one_error_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(f"{CASES}:refused", 2, tmp_path, "")
+    assert first == second
+    expected = (
+        "rank 0 was given model Linear of 6 parameters",
+        "are one parameter",
+        "recompute units of Linear",
+        "no plan of how it is split",
+        "several matrices in one",
+        "nothing gives weight its values: Module has no reset_parameters",
+    )
+    for seen, text in zip(first, expected, strict=True):
+        assert text in seen
+
+
+def spread(_: str) -> dict[str, Any]:
+    """A random number after it, by plan; a fused matrix in halves; how far bf16 is from fp32, and types of results."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    alone, model = Fused(), parallelize(Fused(), opened({"tensor_degree": 2}), tensor_plan=FUSED)
+    found: dict[str, Any] = {"tensor": float(torch.rand(1))}
+    alone.load_state_dict(plain_tensors(model))
+    found["fused"] = float((model(torch.ones(3, 4)) - alone(torch.ones(3, 4))).abs().max())
+    parallelize(nn.Linear(2, 2), opened({"seed": 5}))
+    found["data"] = float(torch.rand(1))
+    low = parallelize(dense(0), opened({"precision": "bf16"}))
+    inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    outputs = low(inputs)
+    outputs.sum().backward()
+    grads = [parameter.grad for parameter in low.parameters() if parameter.grad is not None]
+    types = {tensor.dtype for tensor in (outputs, *low.parameters(), *grads)}
+    return found | {"bf16": float((outputs - dense(0)(inputs)).abs().max()), "types": sorted(map(str, types))}
+
+
+def test_tensor_peers_draw_the_same_and_data_ranks_do_not(tmp_path: Path) -> None:
+    first, second = run_ranks(f"{CASES}:spread", 2, tmp_path, "")
+    assert first["tensor"] == second["tensor"] and first["data"] != second["data"]
+    assert max(first["fused"], second["fused"]) < 1e-6
+    assert 0 < first["bf16"] < 0.02 and first["types"] == ["torch.float32"]
+
+
+def of_hugging_face(_: str) -> float:
+    """The largest difference of a loss from one process, with its own tensor plan and recomputed layers."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    alone = llama(tie_word_embeddings=True)
+    expected = losses(alone, 0, 1)
+    torch.manual_seed(3)
+    mesh = opened({"tensor_degree": 2, "recompute": "units"})
+    found = losses(parallelize(llama(tie_word_embeddings=True), mesh), mesh.layout.data_rank, mesh.layout.data_size)
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
+def losses(model: nn.Module, part: int, parts: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(STEPS):
+        tokens = torch.randint(0, 32, (8, 12), generator=torch.Generator().manual_seed(step)).tensor_split(parts)[part]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        trnpipe.clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = loss.detach().clone()
+        if parts > 1:
+            dist.all_reduce(whole)
+            whole /= dist.get_world_size()
+        found.append(float(whole))
+    return found
+
+
+@pytest.mark.thorough
+def test_hugging_face_models_by_their_own_tensor_plan(tmp_path: Path) -> None:
+    assert max(run_ranks(f"{CASES}:of_hugging_face", 4, tmp_path, "")) <= 1e-6
