@@ -18,7 +18,7 @@ from pipeline.core.machines import GIB
 from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
 from pipeline.health.config import HealthConfig
 from pipeline.io.storage import Storage, os_errors
-from pipeline.parallel.world import MASTER_PORT, own_address
+from pipeline.parallel.world import MAIN_ADDRESS, MASTER_PORT, own_address
 
 SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
 MIN_SHM_GIB = 1.0  # loader workers hand over batches through it; 64 MiB, the default of a container, end in SIGBUS
@@ -109,46 +109,50 @@ class HostChecks:
         do = "this job elsewhere; on this machine: chronyc tracking"
         return CheckResult("clock", Verdict.RETRY, f"it is {now:%Y-%m-%d %H:%M}", f"after {EARLIEST:%Y}", do)
 
-    def address(self, ctx: CheckContext) -> Iterator[CheckResult]:
-        """Nodes find each other, and the main node's ports are free: a second job on the same port of the Neuron
-        runtime hangs at its start without an error (reported by users).
+    def address(self, ctx: CheckContext) -> list[CheckResult]:
+        """Nodes find each other, and the ports of the main node are free.
+
+        A second job on the same port of the Neuron runtime hangs at its start without an error (reported by users).
         """
-        ports = {}
+        ports, bad = self._ports(), list[CheckResult]()
         if self.num_nodes > 1:
-            master = self.env.get("MASTER_ADDR", "") or own_address()
-            ctx.doing = f"resolving {master}"
+            main = self.env.get("MASTER_ADDR") or self.env.get(MAIN_ADDRESS) or own_address()
+            ctx.doing = f"resolving {main}"
             try:
-                socket.getaddrinfo(master, None)
+                socket.getaddrinfo(main, None)
             except OSError as error:
-                seen = f"{master} cannot be resolved: {error.strerror or error}"
-                yield CheckResult("address", Verdict.RETRY, seen, "an address of the main node", "getent hosts there")
-            ports["MASTER_PORT"] = self.env.get("MASTER_PORT", str(MASTER_PORT))
-        if self.on_neuron:
-            root = self.env.get("NEURON_RT_ROOT_COMM_ID", "") or f":{ROOT_COMM_PORT}"
-            ports["NEURON_RT_ROOT_COMM_ID"] = root.rpartition(":")[2]
-        for variable, text in ports.items():
-            if (
-                not text.isdecimal()
-                or not 0 < int(text) < 65_536
-                or (variable != "MASTER_PORT" and len({*ports.values()}) < len(ports))
-            ):
-                raise ConfigError(
-                    f"the port of {variable} is {text!r}",
-                    expected="a port of its own",
-                    next_command=f"unset {variable}",
+                seen = f"{main} cannot be resolved: {error.strerror or error}"
+                bad.append(
+                    CheckResult("address", Verdict.RETRY, seen, "the main node's address", f"getent hosts {main}")
                 )
-            ctx.doing = f"listening on port {text}"
+        for variable, port in ports.items():
+            ctx.doing = f"listening on port {port}"
             with socket.socket() as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does
                 try:
-                    listener.bind(("", int(text)))
+                    listener.bind(("", port))
                     listener.listen(1)
                 except OSError as error:
                     verdict = Verdict.RETRY if self.node_rank == 0 else Verdict.WARN
-                    do = f"ss -tlnp | grep {text} on that machine; end what an earlier job has left"
-                    seen = f"port {text} ({variable}) is not free: {error.strerror}"
-                    yield CheckResult("address", verdict, seen, "a free port: one job on a machine", do)
-        yield CheckResult("address", Verdict.PASS, figures=ports)
+                    do = f"ss -tlnp | grep {port} on that machine; end what an earlier job has left"
+                    seen = f"port {port} ({variable}) is not free: {error.strerror}"
+                    bad.append(CheckResult("address", verdict, seen, "a free port: one job on a machine", do))
+        return bad or [CheckResult("address", Verdict.PASS, figures=ports)]
+
+    def _ports(self) -> dict[str, int]:
+        """Return the ports on which the main node listens. Raises ConfigError for one that is none, or used twice."""
+        texts = {}
+        if self.num_nodes > 1:
+            texts["MASTER_PORT"] = self.env.get("MASTER_PORT", str(MASTER_PORT))
+        if self.on_neuron:
+            root = self.env.get("NEURON_RT_ROOT_COMM_ID", "") or f":{ROOT_COMM_PORT}"
+            texts["NEURON_RT_ROOT_COMM_ID"] = root.rpartition(":")[2]
+        ports = {name: int(text) for name, text in texts.items() if text.isdecimal() and 0 < int(text) < 65_536}
+        if len({*ports.values()}) < len(texts):
+            raise ConfigError(
+                f"the ports are {texts}", expected="a port for each", next_command=f"unset {' '.join(texts)}"
+            )
+        return ports
 
     def shared_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
         ctx.doing = f"asking for the size of {SHM}"

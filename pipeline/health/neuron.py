@@ -80,8 +80,6 @@ def _release(version: str) -> tuple[int, int] | None:
 # nccom-test: do the cores of this machine add up right and fast.
 
 NAME = "nccom-test"
-_SIZE_TOLERANCE = 0.01  # sizes may be rounded to whole elements of every rank,
-_SMALL_BYTES, _SMALL_TOLERANCE = 1024, 2.0  # which changes small ones more (AWS shows 32 where 64 was asked for)
 _USUAL_SHARE = 0.5
 _ELSEWHERE = "this job elsewhere; on this machine: nccom-test with --debug, dmesg | grep -i neuron"
 _USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
@@ -111,7 +109,7 @@ class NccomTest:
     @property
     def sizes(self) -> tuple[int, ...]:
         found = [self.min_bytes]
-        while self.step_factor > 1 and found[-1] * self.step_factor <= self.max_bytes:
+        while found[-1] * self.step_factor <= self.max_bytes:
             found.append(found[-1] * self.step_factor)
         return tuple(found)
 
@@ -164,15 +162,8 @@ def judge_nccom(
         if cause and cause.row.error is ConfigError and cause.row.evidence is not Evidence.PROOF:
             return bad(Verdict.FIX, f"{cause.row.name}: {cause.line}", do=cause.row.action)
         return bad(Verdict.RETRY, failure or run.told())
-    missing = []
-    for size in test.sizes:  # a run prints the sizes it took, which may not be those it was asked for
-        least, most = size - _SIZE_TOLERANCE * size, size + _SIZE_TOLERANCE * size
-        if size < _SMALL_BYTES:
-            least, most = size / _SMALL_TOLERANCE, size * _SMALL_TOLERANCE
-        if not any(least <= row <= most for row in rows):
-            missing.append(size)
-    if missing:
-        return bad(Verdict.RETRY, f"no result for {len(missing)} sizes, first {missing[0]} bytes ({run.told()})")
+    if len(rows) < len(test.sizes):  # sizes may be rounded to whole elements of every rank
+        return bad(Verdict.RETRY, f"results for {len(rows)} of {len(test.sizes)} sizes ({run.told()})")
     # The bandwidth of small sizes is printed as 0.00.
     if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
         return bad(Verdict.RETRY, "a bandwidth that is no positive number")

@@ -5,7 +5,7 @@ Each rank leaves its results in a folder of its node; the nodes read each other'
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -89,44 +89,31 @@ def _read(path: Path) -> NodeReport | None:
 # Ranks of all nodes against each other: pace.
 
 
-def with_slow_ranks(reports: Iterable[NodeReport], ratio: float) -> tuple[NodeReport, ...]:
-    """Add a result for each rank that is more than `ratio` times slower than the median of the others."""
-    reports = tuple(reports)
-    rounds: list[dict[int, float]] = []  # of the ranks of each node
-    for report in reports:
-        figures = {name: value for one in report.results if one.name == BURN for name, value in one.figures.items()}
-        found = ((_RANK_ROUND.fullmatch(name), value) for name, value in figures.items())
-        rounds.append({int(match[1]): float(value) for match, value in found if match})
-    slow = slow_ranks({rank: round_s for node in rounds for rank, round_s in node.items()}, ratio)
+def with_slow_ranks(reports: Sequence[NodeReport], ratio: float) -> tuple[NodeReport, ...]:
+    """Add a result for each rank that is more than `ratio` times slower than the median of the others.
+
+    Each rank's fastest round counts, because noise makes a round slower, never faster.
+    """
+    rounds = [
+        {int(match[1]): float(value) for name, value in burn.figures.items() if (match := _RANK_ROUND.fullmatch(name))}
+        for report in reports
+        for burn in [next((one for one in report.results if one.name == BURN), CheckResult(BURN, Verdict.PASS))]
+    ]
+    round_s = {rank: seconds for node in rounds for rank, seconds in node.items()}
     annotated = []
     for report, node in zip(reports, rounds, strict=True):
         # "Cores" that are this host's share its processors with each other and with whatever else runs.
         shared = any(one.figures.get(SHARED) for one in report.results)
-        results = [
-            CheckResult(
-                "slow core",
-                Verdict.WARN if shared else Verdict.RETRY,
-                f"rank {rank} takes {slow[rank]:.1f} times as long as the others for the same products",
-                f"at most {ratio:g} times",
-                "this job elsewhere; look for throttling and for other processes on that machine",
-            )
-            for rank in sorted(node.keys() & slow.keys())
-        ]
-        annotated.append(replace(report, results=(*report.results, *results)))
+        slow = []
+        for rank, seconds in sorted(node.items()):
+            others = [other for peer, other in round_s.items() if peer != rank]
+            if others and seconds > ratio * median(others):
+                seen = f"rank {rank} takes {seconds / median(others):.1f} times as long as the others for one product"
+                do = "this job elsewhere; look for throttling and for other processes on that machine"
+                verdict = Verdict.WARN if shared else Verdict.RETRY
+                slow.append(CheckResult("slow core", verdict, seen, f"at most {ratio:g} times", do))
+        annotated.append(replace(report, results=(*report.results, *slow)))
     return tuple(annotated)
-
-
-def slow_ranks(round_s: Mapping[int, float], ratio: float) -> dict[int, float]:
-    """Return the ranks that need more than `ratio` times the median of the others, with that multiple.
-
-    `round_s`: each rank's fastest round, because noise makes a round slower, never faster.
-    """
-    slow = {}
-    for rank, seconds in round_s.items():
-        others = [other for peer, other in round_s.items() if peer != rank]
-        if others and seconds > ratio * median(others):
-            slow[rank] = seconds / median(others)
-    return slow
 
 
 # The nodes of one job read each other's reports, and come to one verdict.

@@ -22,7 +22,6 @@ from pipeline.health.device import (
     reference,
     worst_error,
 )
-from pipeline.health.nodes import slow_ranks
 
 MIB = 2**20
 
@@ -100,13 +99,6 @@ def test_the_burn_gives_the_figures_that_peers_are_compared_by() -> None:
     result = check_burn(CpuBackend(), seconds=4.0, stop=StopSignal(), clock=lambda: next(ticks))
     assert result.figures["fastest_round_s"] == 1.0
     assert int(result.figures["rounds"]) >= 3
-
-
-def test_a_core_slower_than_its_peers_is_named() -> None:
-    assert slow_ranks({0: 1.0, 1: 1.1, 2: 2.4, 3: 0.9}, ratio=1.5) == {2: 2.4}
-    assert slow_ranks({0: 1.0, 1: 1.4}, ratio=1.5) == {}
-    assert slow_ranks({0: 3.0, 1: 1.0}, ratio=1.5) == {0: 3.0}
-    assert slow_ranks({0: 3.0}, ratio=1.5) == {}
 
 
 @pytest.mark.parametrize(
