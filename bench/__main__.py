@@ -44,7 +44,6 @@ BENCHES: dict[str, Bench] = {
         "training faster than sentence-transformers' trainer, same loss and batch (needs datasets: --only)",
         by_default=False,
     ),
-    "two_pass": Bench("two_pass", "what the loss over a whole batch costs in micro-batches (--only)", by_default=False),
     "gpu": Bench("gpu", "over 50 % of a GPU's peak, ahead of DDP and Trainer (needs a GPU: --only)", by_default=False),
     "revisions": Bench(
         "revisions",
@@ -52,7 +51,6 @@ BENCHES: dict[str, Bench] = {
         ("--before", "26b7675"),
         by_default=False,
     ),
-    "module_overhead": Bench("module_overhead", "what the program over modules costs where nothing is sharded"),
     "plans": Bench("plans", "every plan of parallelism gives the losses of one process; what a rank takes under each"),
     "cycle_page": Bench("cycle_page", "the page of 128 nodes and 200,000 steps: under 300 kB, 5 s and 500 MiB"),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),

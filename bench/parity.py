@@ -1,4 +1,4 @@
-"""Do backends agree: `python -m bench.parity FILE`, with the PriceRunner pairs that `bench.real_data` trains on.
+"""Do backends agree: `python -m bench.parity FILE`, with the PriceRunner pairs of a Parquet file.
 
 Runs the real commands, as a user would: a short training from scratch, then the same 300 steps from its checkpoint on
 each side.

@@ -188,7 +188,7 @@ def texts_file(name: str) -> Path:
 
 
 def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
-    """The flags that bench.two_pass has too."""
+    """The flags of this bench."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=text)
     parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Sides of bench.peer_speed and bench.two_pass, each in a process of its own (bench/side_process.py).
+"""Sides of bench.peer_speed, each in a process of its own (bench/side_process.py).
 
 `make` writes what they share into a folder: pairs of texts, a MiniLM-L6 with its tokenizer, token shards.
 """

@@ -65,4 +65,4 @@ def script_of(bench: str) -> str:
         [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__main__.py")]
     )
     scripts = [name for name in names if bench.startswith(name)]
-    return f"python -m bench.{scripts[-1] if scripts else 'real_data'} --help"
+    return f"python -m bench.{scripts[-1] if scripts else bench} --help"

@@ -113,10 +113,8 @@ def load_side(place: Storage, cache_dir: Path) -> RecordedSide:
     again = "record the side with trnpipe parity SIDE --to FOLDER, on the machine that has the device"
     record = read_record(place, RECORD, SideRecord, "a record of a side", "trnpipe parity", next_command=again)
     if record is None or require_manifest(place, ARRAYS).digest != record.scores:
-        seen = (
-            "holds no recorded side" if record is None else "holds other arrays than its record.json was written with"
-        )
-        raise DataError(f"{place.root} {seen}", expected="the whole folder of a recorded side", next_command=again)
+        seen = f"{place.root} holds no recorded side with its arrays"
+        raise DataError(seen, expected="the whole folder of a recorded side", next_command=again)
     return RecordedSide(place.root, record, load_arrays(place, ARRAYS, KIND, cache_dir)[0])
 
 
@@ -188,7 +186,7 @@ def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> S
     )
     name = fingerprint(
         {
-            "checkpoint": require_manifest(*start).digest,
+            "checkpoint": open_checkpoint(*start, ctx.scratch / "parent").digest,
             "token_sets": list(prepared.token_sets),
             "negatives": negatives,
             "train": of_side.train.model_dump(mode="json", exclude={"start", "precision"}),

@@ -4,7 +4,7 @@ Bins, counts and a bounded number of rows, so that nobody has to read every scor
 same, to the byte.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -99,50 +99,47 @@ def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
     labelled = rows.label >= 0
     usable = labelled & ~rows.unusable
     label, probabilities = rows.label[usable], rows.probabilities[usable]
-    called, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1, initial=0.0)
+    predicted, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1, initial=0.0)
     num_labels, edges = len(rows.labels), np.linspace(0.0, 1.0, NUM_BINS + 1)
-    place = np.searchsorted(edges[1:-1], confidence)
-    counts = np.bincount(place, minlength=NUM_BINS)
-    sums = np.bincount(place, weights=confidence, minlength=NUM_BINS)
-    hits = np.bincount(place, weights=called == label, minlength=NUM_BINS)
-    bins = tuple(
-        Bin(
-            low=round(float(edges[i]), 4),
-            high=round(float(edges[i + 1]), 4),
-            rows=int(counts[i]),
-            confidence=round(float(sums[i] / counts[i]), 6) if counts[i] else None,
-            right=round(float(hits[i] / counts[i]), 6) if counts[i] else None,
-        )
-        for i in range(NUM_BINS)
+    in_bin = np.searchsorted(edges[1:-1], confidence)
+    counts = np.bincount(in_bin, minlength=NUM_BINS)
+    means = (
+        np.bincount(in_bin, weights=values, minlength=NUM_BINS) / np.maximum(counts, 1)
+        for values in (confidence, predicted == label)
     )
-    confusion: Sequence[Sequence[int]] = ()
-    if num_labels <= MAX_CLASSES:
-        pairs = np.bincount(label * num_labels + called, minlength=num_labels**2)
-        confusion = pairs.reshape(num_labels, num_labels).tolist()
+    lows, highs = np.round(edges[:-1], 4).tolist(), np.round(edges[1:], 4).tolist()
+    bins = zip(lows, highs, counts.tolist(), *(np.round(mean, 6).tolist() for mean in means), strict=True)
+    pairs = np.bincount(label * num_labels + predicted, minlength=num_labels**2).reshape(num_labels, num_labels)
     top = max(rows.label_gains) or 1.0
     score = np.clip((rows.relevance[usable] / top * SCORE_BINS).astype(np.int64), 0, SCORE_BINS - 1)
-    table = np.bincount(label * SCORE_BINS + score, minlength=num_labels * SCORE_BINS)
+    table = np.bincount(label * SCORE_BINS + score, minlength=num_labels * SCORE_BINS).reshape(num_labels, SCORE_BINS)
     return ModelDigest(
         digest=digest,
         rows=int(usable.sum()),
         unusable=int((labelled & rows.unusable).sum()),
-        reliability=bins,
-        confusion=tuple(tuple(row) for row in confusion),
-        scores=tuple(tuple(row) for row in table.reshape(num_labels, SCORE_BINS).tolist()),
+        reliability=tuple(
+            Bin(low=low, high=high, rows=size, confidence=mean if size else None, right=right if size else None)
+            for low, high, size, mean, right in bins
+        ),
+        confusion=_tuples(pairs) if num_labels <= MAX_CLASSES else (),
+        scores=_tuples(table),
     )
 
 
+def _tuples(table: Int64s) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(row) for row in table.tolist())
+
+
 def query_changes(ours: PerQuery | None, theirs: PerQuery | None) -> tuple[QueryChanges, ...]:
-    """Of each figure that both have, over the queries for which both are defined."""
+    """Compare each figure that both have, over the queries for which both are defined."""
     if ours is None or theirs is None or not np.array_equal(ours.query_id, theirs.query_id):
         return ()
-    found = []
+    changes = []
     for name in (name for name in ours.values if name in theirs.values):
         change = ours.values[name] - theirs.values[name]
-        change = change[~np.isnan(change)]
-        better, worse = int((change > 0).sum()), int((change < 0).sum())
-        found.append(QueryChanges(metric=name, better=better, equal=len(change) - better - worse, worse=worse))
-    return tuple(found)
+        better, worse, equal = (int(count.sum()) for count in (change > 0, change < 0, change == 0))
+        changes.append(QueryChanges(metric=name, better=better, equal=equal, worse=worse))
+    return tuple(changes)
 
 
 def find_examples(
@@ -151,7 +148,7 @@ def find_examples(
     limit: int,
     texts_of: Callable[[Int64s], Mapping[int, tuple[str, str]]],
 ) -> tuple[tuple[Example, ...], int | None, int | None]:
-    """The rows that are surest to be wrong or changed; how many were lost and won, None without an incumbent.
+    """Find the rows that are most surely wrong or changed; count those lost and won, None without an incumbent.
 
     At most `limit` of each kind, half as many won ones, each text once; of equal ones those that come first.
     `texts_of`: query and product of rows [M] of `ours` by their number.
@@ -160,29 +157,28 @@ def find_examples(
     if theirs is not None:
         usable &= ~theirs.unusable
     numbers = np.flatnonzero(usable)
-    label, mine = ours.label[numbers], ours.probabilities[numbers]
-    probability, wrong = mine[np.arange(len(numbers)), label], mine.argmax(axis=1) != label
-    surprise = -np.log(np.maximum(probability, SMALLEST))
-    most = 3 * limit  # data may hold a row several times
-    chosen: list[tuple[Literal["worst", "lost", "won"], Int64s, int]]
-    chosen = [("worst", numbers[_largest(surprise, wrong, most)], limit)]
+    label, every = ours.label[numbers], np.arange(len(numbers))
+    probabilities = ours.probabilities[numbers]
+    of_label, wrong = probabilities[every, label], probabilities.argmax(axis=1) != label
+    kinds: list[tuple[Literal["worst", "lost", "won"], Float64s, Bools, int]]
+    kinds = [("worst", -np.log(np.maximum(of_label, SMALLEST)), wrong, limit)]
     num_lost = num_won = None
     if theirs is not None:
-        other = theirs.probabilities[numbers]
-        was_wrong = other.argmax(axis=1) != label
-        moved = np.abs(probability - other[np.arange(len(numbers)), label])
+        before = theirs.probabilities[numbers]
+        was_wrong, moved = before.argmax(axis=1) != label, np.abs(of_label - before[every, label])
         lost, won = wrong & ~was_wrong, ~wrong & was_wrong
         num_lost, num_won = int(lost.sum()), int(won.sum())
-        chosen.append(("lost", numbers[_largest(moved, lost, most)], limit))
-        chosen.append(("won", numbers[_largest(moved, won, most // 2)], limit // 2))
+        kinds += [("lost", moved, lost, limit), ("won", moved, won, limit // 2)]
+    # Three times as many, as data may hold a row several times.
+    chosen = [(kind, numbers[_largest(size, mask, 3 * most)], most) for kind, size, mask, most in kinds]
     texts = texts_of(np.unique(np.concatenate([rows for _, rows, _ in chosen])))
-    found = []
-    for kind, rows, at_most in chosen:
+    examples = []
+    for kind, rows, most in chosen:
         first = {(texts[row], int(ours.label[row])): row for row in reversed(rows.tolist())}
-        for row in [row for row in rows.tolist() if row in first.values()][:at_most]:
+        for row in [row for row in rows.tolist() if row in first.values()][:most]:
             own = int(ours.label[row])
             query, product = (text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…" for text in texts[row])
-            found.append(
+            examples.append(
                 Example(
                     kind=kind,
                     query=query,
@@ -194,10 +190,10 @@ def find_examples(
                     incumbent_probability=round(float(theirs.probabilities[row, own]), 6) if theirs else None,
                 )
             )
-    return tuple(found), num_lost, num_won
+    return tuple(examples), num_lost, num_won
 
 
 def _largest(size: Float64s, chosen: Bools, limit: int) -> Int64s:
-    """Places of those `chosen` [N] with the largest `size` [N], at most `limit`."""
-    places = np.flatnonzero(chosen)
-    return places[np.argsort(-size[places], kind="stable")[:limit]]
+    """Return the indices of at most `limit` of those `chosen` [N], with the largest `size` [N] first."""
+    indices = np.flatnonzero(chosen)
+    return indices[np.argsort(-size[indices], kind="stable")[:limit]]

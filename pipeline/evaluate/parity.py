@@ -194,21 +194,18 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
     ours, theirs = (to_probabilities(side.arrays["logits"]) for side in (a, b))
     apart = np.abs(ours - theirs)
     cosines = np.concatenate([(a.arrays[side] * b.arrays[side]).sum(axis=1) for side in ("query", "product")])
-    first = f"in the first {len(losses)} steps"
-    at_most: tuple[tuple[str, str, float | None, float], ...] = (
-        ("metric", f"relative difference of {a.record.metric}", metric.max(), config.max_difference),
-        ("holdout_loss", "relative difference of the holdout loss", loss.max(), bars.holdout_loss),
-        ("first_losses", f"relative difference of the loss {first}", losses.max(), bars.first_losses),
-        ("first_gradients", f"relative difference of the gradient norm {first}", gradients.max(), bars.first_gradients),
-        ("probability", "largest difference of a probability", apart.max(), bars.probability),
-        ("mean_probability", "mean difference of the probabilities", apart.mean(), bars.mean_probability),
-    )
     scores, others = (probabilities @ np.array(a.record.label_gains) for probabilities in (ours, theirs))
-    at_least: tuple[tuple[str, str, float | None, float], ...] = (
-        ("correlation", "correlation of the scores", _correlation(scores, others), bars.correlation),
-        ("cosine", "least cosine of an embedding", cosines.min(initial=1.0), bars.cosine),
+    first, gradient = f"in the first {len(losses)} steps", bars.first_gradients
+    checks = (
+        _check("metric", f"relative difference of {a.record.metric}", metric.max(), "<=", config.max_difference),
+        _check("holdout_loss", "relative difference of the holdout loss", loss.max(), "<=", bars.holdout_loss),
+        _check("first_losses", f"relative difference of the loss {first}", losses.max(), "<=", bars.first_losses),
+        _check("first_gradients", f"the same of the gradient norm {first}", gradients.max(), "<=", gradient),
+        _check("probability", "largest difference of a probability", apart.max(), "<=", bars.probability),
+        _check("mean_probability", "mean difference of a probability", apart.mean(), "<=", bars.mean_probability),
+        _check("correlation", "correlation of the scores", _correlation(scores, others), ">=", bars.correlation),
+        _check("cosine", "least cosine of an embedding", cosines.min(initial=1.0), ">=", bars.cosine),
     )
-    checks = (*(_check(*one, "<=") for one in at_most), *(_check(*one, ">=") for one in at_least))
     first_metric, note = a.record.evaluations[0].metric, ""
     if (one_row := 1.0 / (len(ours) * first_metric) if first_metric > 0 else 1.0) > config.max_difference:
         note = f"one of the {len(ours):,} holdout rows is {one_row:.2%} of the metric: too few to show a difference"
@@ -243,7 +240,7 @@ def _correlation(a: Float64s, b: Float64s) -> float | None:
         return float(np.corrcoef(a, b)[0, 1])
 
 
-def _check(name: str, text: str, value: float | None, bound: float, comparison: Literal["<=", ">="]) -> ParityCheck:
+def _check(name: str, text: str, value: float | None, comparison: Literal["<=", ">="], bound: float) -> ParityCheck:
     outcome: Literal["pass", "fail", "skipped"] = "skipped"
     if value is not None:  # NaN is neither above nor below
         outcome = "pass" if (value <= bound if comparison == "<=" else value >= bound) else "fail"
@@ -253,31 +250,16 @@ def _check(name: str, text: str, value: float | None, bound: float, comparison: 
 
 def _check_same(a: RecordedSide, b: RecordedSide) -> None:
     """Raise ConfigError or DataError unless both did the same work but for backend and precision."""
-    one, other, names = a.record, b.record, f"{a.uri} and {b.uri}"
-    if one.digest != other.digest:
-        raise ConfigError(
-            f"{names} are of other checkpoints: {one.checkpoint} ({one.digest[:12]}) and {other.checkpoint}"
-            f" ({other.digest[:12]})",
-            expected="one checkpoint for both sides",
-            next_command="record one of them again with the other's --parity.checkpoint",
-        )
-    keys = one.identity.keys() | other.identity.keys()
-    if different := sorted(key for key in keys if one.identity.get(key) != other.identity.get(key)):
-        raise (DataError if different[0].startswith("data.") else ConfigError)(
-            f"{names} were recorded with other {', '.join(different)}",
-            expected="the same data and settings for both sides; only backend and precision may differ",
+    one, other = a.record, b.record
+    ours, theirs = ({"checkpoint": side.digest, **side.identity} for side in (one, other))
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    of_settings = [name for name in different if not name.startswith("data.")]
+    rows = ("sample_id", "query_id", "label", "gain")
+    different += [f"{name} of the holdout" for name in rows if not np.array_equal(a.arrays[name], b.arrays[name])]
+    different += ["samples of the training steps"] if one.curve.samples != other.curve.samples else []
+    if different:
+        raise (ConfigError if of_settings else DataError)(
+            f"{a.uri} and {b.uri} were recorded with other {', '.join(different)}",
+            expected="one checkpoint, and the same data and settings; only backend and precision may differ",
             next_command="record one of them again with the other's settings",
-        )
-    for name in ("sample_id", "query_id", "label", "gain"):
-        if not np.array_equal(a.arrays[name], b.arrays[name]):
-            raise DataError(
-                f"{names} differ in the {name} of their holdouts",
-                expected="the same holdout on both sides",
-                next_command="record both sides from the same prepared data, with the same parity.rows",
-            )
-    if one.curve.samples != other.curve.samples:
-        raise DataError(
-            f"{names} trained {len(one.curve.samples)} and {len(other.curve.samples)} steps, or on other samples",
-            expected="the same samples in the same order",
-            next_command="record both sides with the same parity.steps",
         )

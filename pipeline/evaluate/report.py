@@ -127,48 +127,39 @@ def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
     return read_record(workspace, key, EvaluationReport, "an evaluation report", f"trnpipe evaluate --cycle {cycle}")
 
 
-# What a terminal shows of an evaluation: models and baselines side by side, slices that matter, the verdict. Pure.
+# Lines for a terminal: models and baselines side by side, slices that matter, the verdict.
 
 _SLICES_SHOWN = 5
-_NOTHING = "-"
 
 
 def table_lines(report: EvaluationReport) -> list[str]:
-    baselines = [one for one in report.baselines if not one.missing]
+    baselines, checks = [one for one in report.baselines if not one.missing], report.verdict.checks
     # Each end of an interval holds alone with the one-sided confidence, so both together with less.
     interval = f"{2 * report.verdict.confidence - 1:.0%} interval"
-    tools = (one.name for one in baselines)
-    table = [("metric", "candidate", "incumbent", "difference", interval, *tools, "gate")]
+    head = ("metric", "candidate", "incumbent", "difference", interval, *(one.name for one in baselines), "gate")
+    table = [head]
     # Every metric of either model, in the order of reports.
-    reports = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part is not None]
-    names = [name for part in reports[:1] for name in (*part.values, *part.missing)]
-    for name in dict.fromkeys([*names, *(name for part in reports for name in part.values)]):
-        ours = report.candidate.figures.get(name)
-        theirs = report.incumbent.figures.get(name) if report.incumbent else None
-        checks = [check for check in report.verdict.checks if check.metric == name and not check.slice]
-        delta = next((check for check in checks if check.kind == "delta"), None)
-        found = [check.outcome for check in checks]
+    parts = [part for _, model in _roles(report) for part in (model.metrics, model.retrieval) if part]
+    names = dict.fromkeys([*parts[0].values, *parts[0].missing, *(name for part in parts for name in part.values)])
+    for name in names:
+        of_name = [check for check in checks if check.metric == name and not check.slice]
+        delta = next((check for check in of_name if check.kind == "delta"), None)
+        outcomes = {check.outcome for check in of_name}
+        values = [model.figures.get(name) for model in (report.candidate, report.incumbent) if model]
+        worst = next((outcome for outcome in ("fail", "warn", "skipped", "pass") if outcome in outcomes), "")
+        tools = (_number(one.figures.get(name)) for one in baselines)
         table.append(
-            (
-                name,
-                _number(ours),
-                _number(theirs),
-                _number(_difference(ours, theirs), "+"),
-                _interval(delta),
-                *(_number(one.figures.get(name)) for one in baselines),
-                next((outcome for outcome in ("fail", "warn", "skipped", "pass") if outcome in found), ""),
-            )
+            (name, *_compared(values[0], values[1] if len(values) > 1 else None), _interval(delta), *tools, worst)
         )
-    details = [*_missing(report), *_width_lines(report), *_hybrid_lines(report), *_slice_lines(report)]
-    return [*_table(table), *details, *report.verdict.lines()]
+    return [*_table(table), *_details(report), *_slice_lines(checks), *report.verdict.lines()]
 
 
 def _roles(report: EvaluationReport) -> list[tuple[str, ModelReport]]:
     return [("candidate", report.candidate), *([("incumbent", report.incumbent)] if report.incumbent else [])]
 
 
-def _missing(report: EvaluationReport) -> list[str]:
-    """Why a metric is not there; those with one reason on one line."""
+def _details(report: EvaluationReport) -> list[str]:
+    """Return why metrics are missing, then search with narrower vectors and fused with BM25."""
     lines = []
     for role, model in _roles(report):
         reasons: dict[str, list[str]] = {}
@@ -176,75 +167,60 @@ def _missing(report: EvaluationReport) -> list[str]:
             for name, reason in part.missing.items() if part else ():
                 reasons.setdefault(reason, []).append(name)
         lines += [f"not computed for the {role}: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return [*lines, *(f"{one.name} was not scored: {one.missing}" for one in report.baselines if one.missing)]
-
-
-def _width_lines(report: EvaluationReport) -> list[str]:
-    return [
-        f"search of the {role} with vectors cut to {width} dimensions: nDCG {ndcg:.4f}"
-        for role, model in _roles(report)
-        for width, ndcg in model.ndcg_by_width.items()
-    ]
-
-
-def _hybrid_lines(report: EvaluationReport) -> list[str]:
-    """Search of each model fused with BM25, beside both alone."""
+    lines += [f"{one.name} was not scored: {one.missing}" for one in report.baselines if one.missing]
+    for role, model in _roles(report):
+        lines += [
+            f"search of the {role} with vectors cut to {width} dimensions: nDCG {ndcg:.4f}"
+            for width, ndcg in model.ndcg_by_width.items()
+        ]
     fused = [(role, one) for role, model in _roles(report) for one in model.hybrids]
     if not fused:
-        return []
-    columns = [(role, model.retrieval.values) for role, model in _roles(report) if model.retrieval]
-    columns += [(one.name, one.retrieval.values) for one in report.baselines if one.retrieval]
-    for role, one in fused:
-        if one.retrieval:
-            weight = "" if one.weight is None else f" {one.weight:g}"
-            columns.append((f"{role} {one.name}{weight}", one.retrieval.values))
-    missing = dict.fromkeys(one.missing for _, one in fused if one.missing)
-    return [*_beside("hybrid search: each model fused with BM25", columns), *missing]
+        return lines
+    columns = [(role, model.retrieval) for role, model in _roles(report)]
+    columns += [(one.name, one.retrieval) for one in report.baselines]
+    columns += [
+        (f"{role} {one.name}{'' if one.weight is None else f' {one.weight:g}'}", one.retrieval) for role, one in fused
+    ]
+    shown = [(head, part.values) for head, part in columns if part]
+    names = dict.fromkeys(name for _, values in shown for name in values)
+    rows = ((name, *(_number(values.get(name)) for _, values in shown)) for name in names)
+    lines += ["hybrid search: each model fused with BM25", *_table([("metric", *(head for head, _ in shown)), *rows])]
+    return [*lines, *dict.fromkeys(one.missing for _, one in fused if one.missing)]
 
 
-def _beside(title: str, columns: Sequence[tuple[str, Mapping[str, float]]]) -> list[str]:
-    names = dict.fromkeys(name for _, values in columns for name in values)
-    rows = ((name, *(_number(values.get(name)) for _, values in columns)) for name in names)
-    return [title, *_table([("metric", *(head for head, _ in columns)), *rows])]
-
-
-def _slice_lines(report: EvaluationReport) -> list[str]:
-    """The slices that refuse, and those in which the candidate lost most; without an incumbent, the weakest."""
-    checks = [check for check in report.verdict.checks if check.kind == "slice" and check.low is not None]
-    if not checks:
+def _slice_lines(checks: Sequence[GateCheck]) -> list[str]:
+    """Return the slices that refuse, and those in which the candidate lost most."""
+    compared = [check for check in checks if check.kind == "slice" and check.low is not None]
+    if not compared:
         return []
 
     def order(check: GateCheck) -> tuple[bool, float]:
-        change = _difference(check.candidate, check.incumbent) or 0.0
+        change = (check.candidate or 0.0) - (check.incumbent or 0.0)
         return check.outcome != "fail", -change if MetricName.parse(check.metric).lower_is_better else change
 
-    worst = sorted(checks, key=order)
-    failed = sum(check.outcome == "fail" for check in checks)
-    shown = worst[: max(_SLICES_SHOWN, failed)]
-    head = ("slice", "metric", "candidate", "incumbent", "difference", "interval", "queries", "gate")
+    shown = sorted(compared, key=order)[: max(_SLICES_SHOWN, sum(check.outcome == "fail" for check in compared))]
     rows = [
         (
             check.slice,
             check.metric,
-            _number(check.candidate),
-            _number(check.incumbent),
-            _number(_difference(check.candidate, check.incumbent), "+"),
+            *_compared(check.candidate, check.incumbent),
             _interval(check),
-            f"{check.num_queries:,}" if check.num_queries is not None else _NOTHING,
+            f"{check.num_queries or 0:,}",
             check.outcome,
         )
         for check in shown
     ]
-    title = f"slices: {len(shown)} of {len(checks)} compared, those that lost most"
-    return [title, *_table([head, *rows])]
+    head = ("slice", "metric", "candidate", "incumbent", "difference", "interval", "queries", "gate")
+    return [f"slices: {len(shown)} of {len(compared)} compared, those that lost most", *_table([head, *rows])]
 
 
-def _difference(ours: float | None, theirs: float | None) -> float | None:
-    return None if ours is None or theirs is None else ours - theirs
+def _compared(ours: float | None, theirs: float | None) -> tuple[str, str, str]:
+    difference = None if ours is None or theirs is None else ours - theirs
+    return _number(ours), _number(theirs), _number(difference, "+")
 
 
 def _number(value: float | None, sign: str = "") -> str:
-    return _NOTHING if value is None else f"{value:{sign}.4f}"
+    return "-" if value is None else f"{value:{sign}.4f}"
 
 
 def _interval(check: GateCheck | None) -> str:
@@ -254,6 +230,6 @@ def _interval(check: GateCheck | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Names to the left, figures to the right."""
+    """Align names to the left, figures to the right."""
     left = [column for column, title in enumerate(rows[0]) if title in ("metric", "slice", "gate")]
     return [f"  {line}" for line in aligned(rows, left)]

@@ -31,18 +31,16 @@ def figure_name(split: Split) -> str:
 
 
 def fraction_for(total: int, needed: int) -> float | None:
-    """The smallest share of `total` queries that holds `needed` of them, with room for what a hash gives less."""
-    for share in FRACTIONS:
-        if share * total - 2 * sqrt(share * (1 - share) * total) >= needed:
-            return share
-    return None
+    """Return the smallest share of `total` queries that holds `needed` of them, with room for the spread of a hash."""
+    enough = (share for share in FRACTIONS if share * total - 2 * sqrt(share * (1 - share) * total) >= needed)
+    return next(enough, None)
 
 
 def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, int], remedy: str = MIN_QUERIES) -> str:
-    """What to do about a `split` of which too few `queries` bear on a metric.
+    """Say what to do about a `split` of which too few `queries` bear on a metric.
 
     `counts`: queries of each split. Those of the others are taken to bear on the metric as often as those of `split`.
-    `remedy`: what helps beside more queries.
+    `remedy`: what helps as well as more queries.
     """
     few = f"split {split} has {queries:,} queries to judge by, about {needed:,} are needed"
     total = sum(counts.values())
@@ -54,8 +52,9 @@ def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, 
             f"{few}: where no split column decides, --data.{split}-fraction {share:g} gives about"
             f" {round(share * total):,} of {total:,} (prepare and train again with it); or {remedy}"
         )
-    all_splits = f"all splits together have about {total:,}, so no {split} split is large enough" if total else ""
-    return ": ".join(text for text in (few, all_splits, f"judge more queries, or {remedy}") if text)
+    if total:
+        few += f": all splits together have about {total:,}, so no {split} split is large enough"
+    return f"{few}: judge more queries, or {remedy}"
 
 
 def verdict_advice(
@@ -69,18 +68,16 @@ def verdict_advice(
     all_partitions: bool,
     later: bool,
 ) -> str:
-    """The way out for a candidate that is refused for want of queries; empty for any other verdict.
+    """Say how a candidate can be judged that is refused because of too few queries; nothing for any other verdict.
 
-    Args:
-        rows, rows_in_split: scored, and before evaluate.max_rows.
-        all_partitions: the holdout is that of all partitions.
-        later: there is an incumbent, which has seen the queries that another split would judge by.
+    `rows`, `rows_in_split`: scored, and before evaluate.max_rows. `all_partitions`: the holdout is that of all
+    partitions. `later`: there is an incumbent, which has seen the queries that another split would judge by.
     """
-    failed = [check for check in verdict.checks if check.outcome == "fail"]
-    few = [(check, check.needed_queries, check.num_queries or 0) for check in failed if check.needed_queries]
+    few = [check for check in verdict.checks if check.outcome == "fail" and check.needed_queries]
     if not few:
         return ""
-    check, needed, queries = max(few, key=lambda one: one[1] / max(1, one[2]))
+    check = max(few, key=lambda one: (one.needed_queries or 0) / max(1, one.num_queries or 0))
+    needed, queries = check.needed_queries or 0, check.num_queries or 0
     remedy = MIN_QUERIES if check.kind != "delta" or check.low is None else "allow a larger drop (--gate.drops)"
     if check.kind == "comparison":
         remedy += ", or promote it unjudged (--gate.first-without-comparison)"

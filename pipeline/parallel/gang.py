@@ -140,12 +140,6 @@ def open_world_group(device_backend: str | None, timeout_s: float) -> None:
         host_group(timeout_s)
 
 
-def open_group_of_one(device_backend: str | None) -> None:
-    """Open a process group of this process alone."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(device_backend or "gloo", store=store, rank=0, world_size=1)
-
-
 _host_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
 """By the process group of all ranks, which may end and be made again."""
 

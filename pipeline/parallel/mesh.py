@@ -20,14 +20,7 @@ from pipeline.backends import Backend, RankGroup, module_device, process_group
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.config import Plan, Spread
-from pipeline.parallel.gang import (
-    all_gather_objects,
-    collective_errors,
-    host_group,
-    open_device,
-    open_group_of_one,
-    open_world_group,
-)
+from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group, open_device, open_world_group
 from pipeline.parallel.world import world_from_env
 
 REPLICATE: Axis = "replicate"
@@ -59,30 +52,29 @@ class Mesh:
 
 
 def check_plan(plan: Spread, backend: Backend) -> None:
-    """Raise ConfigError for what this device cannot do, with the way out. Before anything is traced or allocated."""
+    """Raise ConfigError for what this device cannot do. Before anything is traced or allocated."""
     asked = {
         "parameters": plan.shards_parameters or (backend.compiles_steps and plan.shard_degree != 1),
         "tensor": plan.tensor_degree > 1,
         "offload": plan.offload,
         "process_group": plan.process_group != "",
     }
-    for feature, (described, way_out) in _FEATURES.items():
+    for feature, described in _FEATURES.items():
         if asked[feature] and feature not in backend.spreads:
-            able = ", ".join(sorted(backend.spreads)) or "nothing of it"
             raise ConfigError(
                 f"the plan asks for {described}, which {backend.device_name()} cannot do here",
-                expected=f"a plan within what this device does ({able})",
-                next_command=way_out,
+                expected=f"a plan within what this device does: {', '.join(sorted(backend.spreads)) or 'shard state'}",
+                next_command="docs/parallel.md, What each device allows",
             )
 
 
 _FEATURES = {
-    "parameters": ("sharded parameters (shard all)", "shard state, or shard_degree 1"),
-    "tensor": ("tensor parallelism", "tensor_degree 1, or a device of which each operation is a call of its own"),
-    "offload": ("activations offloaded to the host", "no offload; recompute units saves most of the same memory"),
-    "process_group": ("a process group of its own", "no process_group: the runtime chooses by itself"),
+    "parameters": "sharded parameters (shard all)",
+    "tensor": "tensor parallelism",
+    "offload": "activations offloaded to the host",
+    "process_group": "a process group of its own",
 }
-"""Of Backend.spreads: how each is called, and the way out without it."""
+"""Of Backend.spreads."""
 
 
 def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
@@ -94,7 +86,8 @@ def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
         # fully_shard reduces over groups of one as well (torch 2.9): by gloo, gradients on a GPU would go through the
         # host. Devices that compile their steps meet nobody when they are alone.
         eager = not (backend.is_lazy or backend.compiles_steps)
-        open_group_of_one(process_group(backend.name) if eager else None)
+        kind = (process_group(backend.name) if eager else None) or "gloo"
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     check_plan(plan, backend)
     layout = layout_of(
         dist.get_rank(), dist.get_world_size(), shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree

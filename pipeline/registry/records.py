@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
@@ -93,6 +93,15 @@ class Production(Place):
     generation: int = Field(ge=1, description="Which change of production brought it there")
 
 
+class OfModel(Record):
+    """A record of one model."""
+
+    model: ModelName
+
+
+R = TypeVar("R", bound=OfModel)
+
+
 class Author(Record):
     """Who decides, when, and with what settings and code."""
 
@@ -114,13 +123,12 @@ class Decision(Record):
     forced: str = Field("", description="Why a person overrules the gate")
 
 
-class Entry(Record):
+class Entry(OfModel):
     """One line of the history."""
 
     schema_version: Literal[1] = 1
     id: str = Field("", description="Hash of all but who and when: the same decision told twice is one entry")
     action: Action
-    model: ModelName
     checkpoint: Prefix = Field(description="Prefix in the workspace")
     digest: Digest = Field(description="Digest of its manifest, every byte verified for a change of production")
     cycle: str = Field(description="The cycle that trained it")
@@ -272,29 +280,36 @@ def pointer_key(model: str) -> str:
 
 
 def read_pointer(workspace: Storage, model: str) -> tuple[Pointer, str] | None:
-    """The pointer and its etag; None when nothing is in production. Raises CheckpointError for a damaged one.
+    """Return the pointer and its etag; None if nothing is in production. Raises CheckpointError if it is damaged."""
+    repair = (
+        f"put back the last line of {FOLDER}/{model}/history.jsonl that is no refusal, or delete the file and promote a"
+        " checkpoint with trnpipe registry promote CHECKPOINT --force REASON"
+    )
+    return read_current(workspace, pointer_key(model), Pointer, model, "pointer to a checkpoint", repair)
 
-    The etag is at most older than the content: a conditional write with it fails rather than overwrite.
+
+def read_current(
+    workspace: Storage, key: str, kind: type[R], model: str, what: str, repair: str
+) -> tuple[R, str] | None:
+    """Return a record of a model and its etag; None if there is none. Raises CheckpointError if it is damaged.
+
+    The etag is at most older than the content: a conditional write with it never overwrites what was not read.
     """
-    key = pointer_key(model)
     stat = workspace.stat(key)
     if stat is None:
         return None
     try:
-        pointer = Pointer.model_validate_json(workspace.read_bytes(key))
-        if pointer.model != model:
-            raise ValueError(f"it is of model {pointer.model}")
+        record = kind.model_validate_json(workspace.read_bytes(key))
+        if record.model != model:
+            raise ValueError(f"it is of model {record.model}")
     except KeyNotFound:  # removed by hand just now
         return None
     except ValueError as error:
         reason = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise CheckpointError(
-            f"{workspace.uri(key)} is no pointer to a checkpoint: {reason}",
-            expected="the last change of production, as trnpipe wrote it",
-            next_command=f"put back the last line of {FOLDER}/{model}/history.jsonl that is no refusal, or delete the "
-            "file and promote a checkpoint with trnpipe registry promote CHECKPOINT --force REASON",
+            f"{workspace.uri(key)} is no {what}: {reason}", expected="what trnpipe wrote there", next_command=repair
         ) from error
-    return pointer, stat.etag
+    return record, stat.etag
 
 
 APPEND_DEADLINE_S = 60.0

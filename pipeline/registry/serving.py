@@ -10,23 +10,24 @@ mix two vector spaces. serving.json names a checkpoint and the vectors made with
 from collections.abc import Iterable
 from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.commit import verify_dir
-from pipeline.io.storage import KeyNotFound, Storage
+from pipeline.io.storage import Storage
 from pipeline.registry.promote import plan_rollback, put_back, verified_target
 from pipeline.registry.records import (
     FOLDER,
     Author,
     Digest,
-    ModelName,
+    OfModel,
     Pointer,
     check_model,
     one_line,
+    read_current,
     read_pointer,
 )
 
@@ -50,12 +51,11 @@ class Vectors(Record):
         return ours > theirs
 
 
-class Pair(Record):
+class Pair(OfModel):
     """All of serving.json: a checkpoint and vectors made with it."""
 
     schema_version: Literal[1] = 1
     id: str = Field("", description="Hash of everything else; empty in files of earlier versions")
-    model: ModelName
     checkpoint: str = Field(description="Prefix in the workspace, or the URI of a checkpoint elsewhere")
     digest: Digest = Field(description="Digest of its manifest")
     vectors: Vectors
@@ -94,22 +94,18 @@ def pair_key(model: str) -> str:
 
 def read_pair(workspace: Storage, model: str) -> tuple[Pair, str] | None:
     """Return the pair and its etag; None before the first. Raises CheckpointError if it is damaged."""
-    key = pair_key(model)
-    stat = workspace.stat(key)  # before the content: a conditional write with it never overwrites what was not read
-    if stat is None:
-        return None
-    try:
-        return _parsed(workspace, key, model), stat.etag
-    except KeyNotFound:
-        return None
+    return _read(workspace, pair_key(model), model)
+
+
+def _read(workspace: Storage, key: str, model: str) -> tuple[Pair, str] | None:
+    repair = "put back an earlier version of the object; serving.json is the newest file below pairs/ beside it"
+    return read_current(workspace, key, Pair, model, "pair of a model and vectors", repair)
 
 
 def past_pairs(workspace: Storage, model: str) -> tuple[Pair, ...]:
     """Return every pair that was served, oldest first, including the one that is served now."""
-    past = (_parsed(workspace, key, model) for key in _past_keys(workspace, model))
-    found = {pair.generation: pair for pair in past}
-    if now := read_pair(workspace, model):
-        found[now[0].generation] = now[0]
+    past = [_read(workspace, key, model) for key in (*_past_keys(workspace, model), pair_key(model))]
+    found = {one[0].generation: one[0] for one in past if one is not None}
     return tuple(found[generation] for generation in sorted(found))
 
 
@@ -225,8 +221,8 @@ def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, **chang
     """
     now, etag = found or (None, "")
     # If serving.json was lost or an earlier version put back the history counts, so that no number is used twice.
-    keys = _past_keys(workspace, pair.model)[-1:]
-    known = [one for one in (now, *(_parsed(workspace, key, pair.model) for key in keys)) if one is not None]
+    last = [_read(workspace, key, pair.model) for key in _past_keys(workspace, pair.model)[-1:]]
+    known = [one[0] for one in (found, *last) if one is not None]
     fields = {
         "generation": max((one.generation for one in known), default=0) + 1,
         "replaced": known[0].vectors.digest if known else None,
@@ -280,19 +276,3 @@ def _check_vectors(workspace: Storage, pair: Pair) -> None:
             expected=f"those with the digest {pair.vectors.digest}, every file in full size",
             next_command="trnpipe serving show; choose another cycle",
         )
-
-
-def _parsed(workspace: Storage, key: str, model: str) -> Pair:
-    try:
-        pair = Pair.model_validate_json(workspace.read_bytes(key))
-        if pair.model != model:
-            raise ValueError(f"it is of model {pair.model}")
-    except ValueError as error:
-        reason = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(
-            f"{workspace.uri(key)} is no pair of a model and vectors: {reason}",
-            expected="what trnpipe embed verify or a rollback wrote there",
-            next_command="put back an earlier version of the object; serving.json is the newest file below pairs/"
-            " beside it",
-        ) from error
-    return pair

@@ -9,20 +9,20 @@ import torch
 from pipeline.backends import (
     Backend,
     auto_on_host,
+    base,
     is_lazy_host,
     lazy_device_name,
     may_use_neuron,
     on_neuron,
     open_host,
 )
+from pipeline.backends.base import pjrt_device
 from pipeline.backends.cpu import CpuBackend
 from pipeline.backends.cuda import CudaBackend
 from pipeline.backends.neuron import NeuronBackend
 from pipeline.backends.xla import XlaBackend
 from pipeline.embed.config import EmbedConfig
 from tests.backends.xla_process import needs_xla
-
-pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,20 @@ def test_a_seed_is_also_that_of_what_a_module_draws_on_the_host(kind: Any, monke
             drawn.append(float(torch.rand([])))
     assert drawn[0] == drawn[2] != drawn[1]
     assert seeds == ([3, 4, 3] if kind in (NeuronBackend, XlaBackend) else [])
+
+
+@pytest.mark.parametrize(
+    ("env", "plugin", "expected"),
+    [
+        ({}, False, "CPU"),
+        ({}, True, "NEURON"),
+        ({"PJRT_DEVICE": "CPU"}, True, "CPU"),
+        ({"PJRT_DEVICE": "NEURON"}, False, "NEURON"),
+        ({"PJRT_DEVICE": ""}, True, "NEURON"),
+    ],
+)
+def test_what_is_set_goes_before_what_is_installed(
+    env: dict[str, str], plugin: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "find_spec", lambda name: object() if plugin and name == "libneuronxla" else None)
+    assert pjrt_device(env) == expected

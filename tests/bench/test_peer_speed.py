@@ -8,7 +8,6 @@ import pytest
 
 from bench.peer_speed import DEVICES, PEER, Measured, Turns, alternate, figures_of, of_precision
 from bench.side_process import Side, peak_resident_mib
-from bench.two_pass import figures_of as two_pass_figures
 
 pytestmark = pytest.mark.unit
 STAND_IN = """
@@ -49,12 +48,6 @@ def test_a_precision_that_a_device_lacks_is_left_out() -> None:
     assert of_precision("fp32", DEVICES) == ["cpu", "xla"] and of_precision("autocast", DEVICES) == ["cpu"]
     with pytest.raises(SystemExit, match="no autocast on xla; autocast runs on cpu"):
         of_precision("autocast", ["xla"])
-
-
-def test_the_cost_of_a_cut_is_a_ratio_of_times() -> None:
-    sides = {"64": Measured([30.0], [900.0]), "16": Measured([20.0], [500.0]), "8": Measured([15.0], [400.0])}
-    found = {one.name: one.value for one in two_pass_figures("cpu", sides)}
-    assert (found["cpu_4x16_ratio"], found["cpu_8x8_ratio"], found["cpu_8x8_memory"]) == (1.5, 2.0, 400.0)
 
 
 def test_peak_memory_is_that_of_the_process(tmp_path: Path) -> None:

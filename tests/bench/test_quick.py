@@ -9,7 +9,7 @@ NAMES = [name for name, bench in BENCHES.items() if bench.by_default]
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*NAMES, "peer_speed", "two_pass"])
+@pytest.mark.parametrize("name", [*NAMES, "peer_speed"])
 def test_a_bench_runs(name: str) -> None:
     if name == "peer_speed":
         pytest.importorskip("datasets", reason="of the peer; no extra has it")

@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pipeline.cli import main
@@ -144,15 +143,6 @@ def test_killed_while_they_are_saved_it_goes_on(case: Case, monkeypatch: pytest.
     assert kept(case) == ["bm25", "boosting"] and case.pointer is not None
 
 
-def test_damaged_scores_are_named(case: Case) -> None:
-    without = "--no-evaluate.baselines.boosting"
-    case.run(WARN, without, "--no-evaluate.promote")
-    key = baselines(case)["bm25"].scores
-    case.storage.write_bytes(f"{key}/{ARRAYS_FILE}", b"")
-    told = case.run(WARN, without, f"--evaluate.candidate={case.made('other')}", code=65)
-    assert f"{key} holds no retrieval figures" in told and "delete that folder" in told
-
-
 def test_without_scikit_learn_boosting_is_missing_and_nothing_fails(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,28 +169,3 @@ def test_they_can_be_switched_off(case: Case, monkeypatch: pytest.MonkeyPatch) -
     assert any(reason.startswith("promoted WITHOUT a comparison") for reason in case.entries[-1].reasons)
     assert case.report().baselines == () and case.report().candidate.hybrids == () and "hybrid" not in told
     assert kept(case) == []
-
-
-def test_the_split_that_is_judged_chooses_no_weight(case: Case) -> None:
-    told = case.run(WARN, "--evaluate.split=valid", "--gate.min-queries=2", "--no-evaluate.baselines.boosting")
-    ranked, weighted = case.report().candidate.hybrids
-    assert ranked.retrieval is not None and weighted.retrieval is None
-    assert "no weight was chosen: the valid split is the one that is judged" in told
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_ranks_share_the_search_and_one_scores_the_baselines(case: Case) -> None:
-    case.run(WARN, "--no-evaluate.promote")
-    alone = case.report()
-    shutil.rmtree(case.folder / "workspace" / "baselines")
-    for folder in ("retrieval", "scores", "report.json"):
-        path = case.folder / "workspace" / "cycles" / "c1" / "evaluate" / folder
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (case.folder / "workspace" / "cycles" / "c1" / "evaluate" / "result.json").unlink()
-    case.run(WARN, "--no-evaluate.promote", "--launch.processes=2")
-    together = case.report()
-    assert together.baselines == alone.baselines
-    assert together.candidate.hybrids[0].retrieval is not None and alone.candidate.hybrids[0].retrieval is not None
-    ours, theirs = together.candidate.hybrids[0].retrieval.values, alone.candidate.hybrids[0].retrieval.values
-    np.testing.assert_allclose([ours[name] for name in theirs], list(theirs.values()), atol=0.02)

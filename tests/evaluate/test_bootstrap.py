@@ -13,7 +13,7 @@ from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.gate import compare as module
 from pipeline.evaluate.gate.compare import PairedDifference, paired_bootstrap, t_quantile
 from pipeline.evaluate.metrics.measure import Measured, RowMetrics
-from pipeline.evaluate.metrics.scored_rows import ScoredRows, Statistic, mean_over_queries
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, mean_over_queries
 from tests.evaluate.holdouts import holdouts
 
 NAMES = ("accuracy", "macro_f1", "f1:exact", "ndcg@5", "mrr", "recall@1", "precision@1", "ece", "loss")
@@ -95,12 +95,6 @@ def test_pairs_share_their_draws() -> None:
     assert found["a"].interval(0.95) == pytest.approx((0.25, 0.25))
 
 
-def test_a_model_against_itself_differs_by_nothing() -> None:
-    same = mean_over_queries(np.random.default_rng(8).normal(0, 1, 50))
-    found = paired_bootstrap({"same": (same, same)}, resamples=300, seed=1, purpose="x")["same"]
-    assert (found.difference, found.interval(0.999)) == (0.0, (0.0, 0.0))
-
-
 def test_one_query_shows_nothing() -> None:
     found = difference(np.array([0.3]))
     assert math.isnan(found.standard_error)
@@ -114,11 +108,6 @@ def test_a_metric_that_most_draws_leave_undefined_has_no_interval() -> None:
     common = np.full(40, np.nan)
     common[:20] = np.linspace(0, 1, 20)
     assert all(math.isfinite(end) for end in difference(common).interval(0.95))
-
-
-def test_nothing_to_compare() -> None:
-    pairs: dict[str, tuple[Statistic, Statistic]] = {}
-    assert paired_bootstrap(pairs, resamples=300, seed=1, purpose="x") == {}
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99, 0.9995])

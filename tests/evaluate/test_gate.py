@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from bench.gate_pairs import METRICS, Population, equal, evenly_worse, population, worse_slice
-from pipeline.core.arrays import Bools, Float64s
+from pipeline.core.arrays import Bools
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig, MetricsConfig
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.gate.judge import judge
-from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout, holdouts
 
 QUERIES = 2000
@@ -70,12 +70,6 @@ def test_an_equal_candidate_is_promoted(alike: Population) -> None:
     low = check_of(found, "delta ndcg@10").low
     assert low is not None
     assert -0.01 < low < 0
-
-
-def test_the_model_in_production_passes_against_itself(alike: Population) -> None:
-    found = verdict(alike.incumbent, alike.incumbent, GateConfig(drops={"ndcg@10": 0.0, "macro_f1": 0.0, "loss": 0.0}))
-    assert found.promote
-    assert "the same" in check_of(found, "delta loss").reason
 
 
 def test_a_candidate_worse_everywhere_is_refused(uneven: Population) -> None:
@@ -151,11 +145,6 @@ def test_scores_that_are_not_finite_are_refused(alike: Population, bad: float) -
         assert found.reasons == (f"1 of 20,000 rows have NaN or infinite scores of the {broken_side}",)
 
 
-def test_a_candidate_that_gives_one_score_to_everything_is_refused(alike: Population) -> None:
-    constant = replace(alike.candidate, probabilities=np.full((alike.candidate.num_rows, 4), 0.25))
-    assert not verdict(constant, alike.incumbent).promote
-
-
 def test_too_few_queries_promote_nothing(alike: Population) -> None:
     few = alike.candidate.query_id < 49
     found = verdict(alike.incumbent.select(few), alike.incumbent.select(few))  # even the very same model
@@ -215,60 +204,6 @@ def test_a_candidate_that_loses_a_metric_in_a_slice_is_to_be_known() -> None:
     assert outcomes(both)["slice precision a=x"] == "skipped"
 
 
-def test_floors() -> None:
-    rows = holdout(range(60), [1] * 60, [[0.2, 0.8]] * 60)
-    config = GateConfig(floors={"accuracy": 1.0, "ece": 0.2, "loss": 0.2, "ndcg@10": 0.5, "roc_auc": 0.5})
-    found = verdict(rows, None, config)
-    assert outcomes(found) == {
-        "floor accuracy": "pass",
-        "floor ece": "pass",
-        "floor loss": "fail",  # -log(0.8) is above the most that is allowed
-        "floor ndcg@10": "pass",
-        "floor roc_auc": "fail",
-        "incumbent": "skipped",
-    }
-    assert not found.promote
-    assert found.reasons[1] == "roc_auc: cannot be computed: labelled rows of both labels are needed"
-    few = verdict(rows, None, GateConfig(floors={"accuracy": 0.5}, min_queries=61))
-    assert few.reasons == ("accuracy: not enough test queries: 60, at least 61 needed",)
-    assert (few.checks[0].num_queries, few.checks[0].needed_queries) == (60, 61)
-    enough = verdict(rows, None, GateConfig(floors={"accuracy": 0.5}, min_queries=60))
-    assert enough.promote and not enough.without_comparison and enough.checks[0].needed_queries is None
-
-
-def test_without_an_incumbent() -> None:
-    rows = holdout([1, 2], [1, 0], [[0.2, 0.8], [0.6, 0.4]])
-    first = verdict(rows, None)
-    assert not first.promote and not first.without_comparison
-    assert outcomes(first) == {"incumbent": "skipped", "comparison": "fail"}
-    allowed = verdict(rows, None, GateConfig(first_without_comparison=True))
-    assert allowed.promote and allowed.without_comparison
-    assert outcomes(allowed) == {"incumbent": "skipped", "comparison": "warn"}
-    assert any(reason.startswith("promoted WITHOUT a comparison") for reason in allowed.reasons)
-    assert allowed.lines()[0].startswith("promote WITHOUT a comparison: 0 checks passed, 1 warning, 1 not applicable")
-
-
-def test_a_comparison_that_cannot_be_made_refuses(alike: Population) -> None:
-    found = verdict(alike.candidate, alike.incumbent, GateConfig(drops={"retrieval_recall@10": 0.01, "f1:exakt": 0.1}))
-    assert not found.promote
-    assert found.reasons == (
-        "f1:exakt: cannot be computed for the candidate: there is no label 'exakt'; there are irrelevant, complement, "
-        "substitute, exact",
-        "retrieval_recall@10: cannot be computed for the candidate: retrieval was not evaluated",
-    )
-
-
-def test_a_slice_where_a_metric_means_nothing_is_skipped(alike: Population) -> None:
-    no_gain = (alike.candidate.query_id < 200) & (alike.candidate.gain >= 0)
-    sides = [
-        replace(tiny(one, 200), gain=np.where(no_gain, 0.0, one.gain)) for one in (alike.candidate, alike.incumbent)
-    ]
-    found = verdict(sides[0], sides[1], GateConfig(slice_drops={"ndcg@10": 0.02}))
-    skipped = check_of(found, "slice ndcg@10 shop=corner shop")
-    assert (skipped.outcome, skipped.num_queries) == ("skipped", 0)
-    assert "no query has a row with a gain" in skipped.reason
-
-
 def test_nothing_compared_is_said() -> None:
     rows = holdout(range(60), [1] * 60, [[0.2, 0.8]] * 60)
     found = verdict(rows, rows, GateConfig(drops={}, slice_drops={}))
@@ -277,25 +212,6 @@ def test_nothing_compared_is_said() -> None:
     assert "gate.drops is empty" in found.reasons[0]
     floor = verdict(rows, rows, GateConfig(drops={}, slice_drops={}, floors={"accuracy": 0.1}))
     assert floor.promote and not floor.without_comparison
-
-
-def retrieval(values: Float64s) -> PerQuery:
-    return PerQuery(np.arange(len(values)), {"retrieval_recall@10": values})
-
-
-@pytest.mark.parametrize(("drop", "promote"), [(0.0, True), (0.2, False)])
-def test_retrieval_is_compared_over_its_own_queries(alike: Population, drop: float, promote: bool) -> None:
-    found_by_incumbent = np.random.default_rng(1).random(300)
-    found = judge(
-        alike.candidate,
-        alike.incumbent,
-        GateConfig(drops={"retrieval_recall@10": 0.05}),
-        metrics=METRICS,
-        candidate_retrieval=retrieval(found_by_incumbent - drop),
-        incumbent_retrieval=retrieval(found_by_incumbent),
-    )
-    assert found.promote is promote
-    assert check_of(found, "delta retrieval_recall@10").num_queries == 300
 
 
 def test_each_model_has_its_own_threshold() -> None:

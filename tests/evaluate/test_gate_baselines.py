@@ -73,21 +73,6 @@ def test_a_first_model_that_a_baseline_beats_is_refused_and_told_so(uneven: Popu
     assert check.baseline == "boosting" and check.high is not None and check.high < 0
 
 
-def test_a_later_model_is_warned_of_unless_it_is_to_be_refused(uneven: Population) -> None:
-    tool = Baseline("boosting", rows=uneven.incumbent)
-    later = uneven.candidate
-    found = verdict(uneven.candidate, tool, incumbent=later)
-    assert found.promote
-    assert against(found)["boosting ndcg@10"].outcome == "warn"
-    assert any(reason.startswith("boosting is better") for reason in found.reasons)
-    assert not verdict(uneven.candidate, tool, incumbent=later, config=GateConfig(baselines="refuse")).promote
-    assert against(verdict(uneven.candidate, tool, incumbent=later, config=GateConfig(baselines="off"))) == {}
-    assert verdict(uneven.candidate, tool, config=GateConfig(first_baselines="warn")).promote
-    off = verdict(uneven.candidate, tool, config=GateConfig(first_baselines="off"))
-    assert against(off) == {} and not off.promote
-    assert "gate.first_baselines is off" in off.reasons[0]
-
-
 def test_a_model_that_is_better_or_as_good_passes(uneven: Population, alike: Population) -> None:
     found = verdict(uneven.incumbent, Baseline("boosting", rows=uneven.candidate))
     assert found.promote
@@ -127,15 +112,6 @@ def test_bonferroni_counts_what_is_compared(alike: Population) -> None:
     assert found.baseline_confidence == pytest.approx(1 - 0.05 / 3)
 
 
-def test_few_queries_show_nothing(alike: Population) -> None:
-    found = verdict(alike.candidate, Baseline("BM25", retrieval=figures(np.ones(30))), found=figures(np.zeros(30)))
-    check = against(found)[f"BM25 {NDCG}"]
-    assert (check.outcome, check.num_queries, check.needed_queries, check.low) == ("skipped", 30, 50, None)
-    assert not found.promote
-    only = next(check for check in found.checks if check.kind == "comparison")
-    assert (only.outcome, only.num_queries, only.needed_queries) == ("fail", 30, 50)
-
-
 def test_a_candidate_without_the_figure_does_not_get_away(alike: Population) -> None:
     found = verdict(alike.candidate, Baseline("BM25", retrieval=figures(np.full(90, 0.7))))
     check = against(found)[f"BM25 {NDCG}"]
@@ -143,32 +119,6 @@ def test_a_candidate_without_the_figure_does_not_get_away(alike: Population) -> 
     assert check.reason == (
         f"{NDCG} against BM25: the candidate has none (retrieval was not evaluated), BM25 has 0.7000"
     )
-
-
-def test_a_metric_of_retrieval_that_neither_has_is_told(alike: Population) -> None:
-    ours = np.zeros(200)
-    config = GateConfig(baseline_drops={"retrieval_ndcg@7": 0.0})
-    found = verdict(alike.candidate, Baseline("BM25", retrieval=figures(ours + 1)), found=figures(ours), config=config)
-    check = against(found)["BM25 retrieval_ndcg@7"]
-    assert check.outcome == "skipped"
-    assert check.reason == (
-        f"retrieval_ndcg@7 against BM25: cannot be computed for the candidate: it was not evaluated; there are {NDCG}"
-    )
-
-
-def test_what_was_not_scored_is_told(alike: Population) -> None:
-    missing = Baseline("boosting", missing="scikit-learn is not installed")
-    found = verdict(alike.candidate, missing)
-    assert not found.promote and "scikit-learn is not installed" in found.reasons[0]
-    other = verdict(
-        alike.candidate, missing, Baseline("BM25", retrieval=figures(np.zeros(60))), found=figures(np.ones(60))
-    )
-    assert other.promote and not other.without_comparison
-    assert "boosting was not scored: scikit-learn is not installed" in other.reasons
-    assert [check.reason for check in against(found).values()] == [
-        "boosting was not scored: scikit-learn is not installed"
-    ]
-    assert against(found)["boosting"].outcome == "skipped"
 
 
 def test_another_holdout_is_an_error(alike: Population) -> None:
@@ -203,13 +153,6 @@ def test_two_labels_are_compared_at_their_thresholds() -> None:
     assert against(untold)["boosting f1"].reason == (
         "f1 against boosting: cannot be computed for boosting: no threshold was chosen on the valid split"
     )
-
-
-def test_scores_that_are_no_numbers_come_first(alike: Population) -> None:
-    table = alike.candidate.probabilities.copy()
-    table[3] = np.nan
-    found = verdict(replace(alike.candidate, probabilities=table), Baseline("boosting", rows=alike.incumbent))
-    assert [check.kind for check in found.checks] == ["scores"] and found.baseline_confidence is None
 
 
 @pytest.mark.parametrize(("ours", "theirs", "outcome"), [(0.5, 0.1, "warn"), (0.1, 0.5, "fail"), (0.3, 0.3, "warn")])

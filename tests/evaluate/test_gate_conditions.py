@@ -19,16 +19,12 @@ from pipeline.evaluate.gate.compare import (
     judge_overall,
     judge_refusal,
     not_comparable,
-    paired_bootstrap,
-    t_quantile,
 )
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, SliceColumn, mean_over_queries
 from pipeline.stages.evaluate import way_out
 from tests.evaluate.holdouts import holdout
-
-pytestmark = pytest.mark.unit
 
 METRICS = MetricsConfig()
 NDCG, ACCURACY = "retrieval_ndcg@10", "accuracy"
@@ -124,30 +120,6 @@ def test_the_confidence_is_shared_by_all_comparisons_of_slices_not_by_slices_alo
     assert found.slice_confidence == pytest.approx(1 - 0.05 / 6)
     assert outcomes(found)["slice f1:exakt a=x"] == "skipped"
     assert verdict(*models).slice_confidence == 0.95 == verdict(models[0]).slice_confidence
-
-
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"x": 50, "y": 49}, "1 slice has fewer than 50 queries and neither refuse nor promote (y)"),
-        ({"x": 60, "y": 1, "z": 2}, "2 slices have fewer than 50 queries and neither refuse nor promote (y, z)"),
-        (
-            {"p": 60, "q": 1, "r": 1, "s": 1},
-            "3 slices have fewer than 50 queries and neither refuse nor promote (q, r, s)",
-        ),
-        ({"p": 60, "q": 1, "r": 1, "s": 1, "t": 1}, "(q, r, s, ...)"),
-        ({"x": 50, "y": 50}, ""),
-    ],
-)
-def test_small_slices_are_named_up_to_three(sizes: dict[str, int], words: str) -> None:
-    names = [name for name, number in sizes.items() for _ in range(number)]
-    found = verdict(*[rows(len(names), slices=names)] * 2, slice_drops={"accuracy": 0.1})  # type: ignore[arg-type]
-    small = [one.reason for one in found.checks if one.name == "slice a"]
-    assert len(small) == bool(words) and all(words in reason for reason in small)
-    large = {name for name, number in sizes.items() if number >= 50}
-    assert {one.slice for one in found.checks if one.name.startswith("slice accuracy")} == {
-        f"a={name}" for name in large
-    }
 
 
 def test_rows_without_a_value_are_in_no_slice() -> None:
@@ -261,21 +233,6 @@ def test_a_refusal_for_another_reason_says_nothing_of_comparisons() -> None:
     broken = replace(rows(), probabilities=np.full((120, 2), np.nan))
     found = verdict(broken, first_without_comparison=True)
     assert outcomes(found) == {"scores candidate": "fail"} and not found.without_comparison
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, "no gate.floors; no baseline was scored (evaluate.baselines)"),
-        ({"first_baselines": "off"}, "gate.first_baselines is off"),
-    ],
-)
-def test_why_nothing_judged_it(settings: dict[str, Any], words: str) -> None:
-    tools = (boosting(num_queries=49), Baseline("BM25", missing="why"))
-    few = check(verdict(rows(49), None, *tools, baseline_drops={"accuracy": 0.0}), "comparison").reason
-    assert "; BM25 was not scored: why; not enough test queries to compare with boosting: 49, at least 50" in few
-    reason = check(verdict(rows(), **settings), "comparison").reason
-    assert words in reason and reason.startswith("nothing to compare with: no production model")
 
 
 def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
@@ -453,21 +410,6 @@ def test_a_standard_error_takes_two_queries_and_most_of_the_draws(
     assert all(math.isnan(end) is not known for end in one.interval(0.95))
 
 
-def test_no_spread_is_an_interval_without_width() -> None:
-    assert difference(0.1, 0.0).interval(0.95) == pytest.approx((0.1, 0.1))
-    assert paired_bootstrap({}, resamples=10, seed=1, purpose="") == {}
-
-
-@pytest.mark.parametrize("skew", [-1, 1])
-def test_a_skewed_spread_is_wider_where_it_is_skewed(skew: int) -> None:
-    draws = skew * np.random.default_rng(1).exponential(0.01, 4000)
-    one = PairedDifference(float(draws.mean()), draws, 100)
-    low, high = (end - one.difference for end in one.interval(0.95))
-    plain = t_quantile(0.95, 99) * one.standard_error
-    assert -low >= plain - 1e-12 and high >= plain - 1e-12, "never narrower than the symmetric one"
-    assert max(-low, high) > 1.05 * plain
-
-
 def test_a_comparison_names_itself_and_why_it_cannot_be_made() -> None:
     missing, other = Missing("no row"), comparison()
     none = replace(other, candidate=missing)
@@ -501,43 +443,3 @@ def test_a_comparison_names_itself_and_why_it_cannot_be_made() -> None:
 def test_what_counts_as_a_comparison(kind: str, outcome: str, low: float | None, judges: bool) -> None:
     fields = {"name": "n", "kind": kind, "outcome": outcome, "reason": "r", "low": low}
     assert GateCheck.model_validate(fields).judges is judges
-
-
-@pytest.mark.parametrize(
-    ("counts", "words"),
-    [
-        ({"pass": 1}, "1 check passed"),
-        ({"pass": 3, "skipped": 1}, "3 checks passed, 1 not applicable"),
-        ({"pass": 2, "warn": 1}, "2 checks passed, 1 warning"),
-        ({"fail": 2, "warn": 2}, "2 failed, 0 checks passed, 2 warnings"),
-    ],
-)
-def test_the_counts_of_a_verdict(counts: dict[Outcome, int], words: str) -> None:
-    checks = [
-        GateCheck(name=f"{outcome} {i}", kind="delta", outcome=outcome, reason=f"{outcome} {i}")
-        for outcome, number in counts.items()
-        for i in range(number)
-    ]
-    found = Verdict(
-        promote="fail" not in counts,
-        checks=tuple(checks),
-        num_rows=10,
-        num_queries=5,
-        confidence=0.95,
-        slice_confidence=0.95,
-        resamples=200,
-        seed=1,
-        advice="more queries",
-    )
-    head, *_, last = found.lines()
-    assert head == f"{'refuse' if 'fail' in counts else 'promote'}: {words} (5 queries, 10 rows)"
-    assert last == "  more queries" and found.model_copy(update={"advice": ""}).lines()[-1] != last
-
-
-def test_reasons_of_a_promotion_leave_out_good_slices() -> None:
-    names = ["x"] * 60 + ["y"] * 60 + ["small"]
-    found = verdict(*[rows(121, slices=names)] * 2, drops={"accuracy": 0.1}, slice_drops={"accuracy": 0.1})  # type: ignore[arg-type]
-    assert found.promote and len([one for one in found.checks if one.kind == "slice"]) == 3
-    assert [reason for reason in found.reasons if "accuracy" in reason or "slice" in reason] == [
-        check(found, "delta accuracy").reason
-    ]

@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
@@ -16,8 +15,6 @@ from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import Queries, RetrievalTask
 from pipeline.retrieval.search import Ranked
-
-pytestmark = pytest.mark.unit
 
 METRICS = MetricsConfig(retrieval_at=(1, 3))
 TEXTS = ["red shoe", "blue shoe", "red hat", "green hat", "blue coat"]

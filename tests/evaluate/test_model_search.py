@@ -22,7 +22,6 @@ from pipeline.retrieval.search import Ranked
 from pipeline.telemetry.console import Console
 from tests.evaluate.gangs import alone, on_ranks
 
-pytestmark = pytest.mark.unit
 IDS = np.array([3, 8])
 TASK = RetrievalTask(
     Queries(IDS, None, ["a", "b"], Judgements(IDS, np.array([0, 1]), np.ones(2))),  # type: ignore[arg-type]

@@ -20,8 +20,6 @@ from pipeline.evaluate.parity import (
     relative_differences,
 )
 
-pytestmark = pytest.mark.unit
-
 ROWS = 40
 RNG = np.random.default_rng(1)
 LOGITS = RNG.normal(size=(ROWS, 2)).astype(np.float32)
@@ -109,12 +107,12 @@ def test_what_does_not_vary_has_no_correlation() -> None:
 @pytest.mark.parametrize(
     ("other", "error", "seen"),
     [
-        (side(digest="e"), ConfigError, "other checkpoints"),
+        (side(digest="e"), ConfigError, "checkpoint"),
         (side(identity={"data.sets": "1", "train.seed": "3"}), ConfigError, "train.seed"),
         (side(identity={"data.sets": "0", "train.seed": "2"}), DataError, "data.sets"),
         (side({"sample_id": np.arange(1, ROWS + 1)}), DataError, "sample_id"),
-        (side(curve=Curve(losses=(1.0,), grad_norms=(1.0,), samples=("a",))), DataError, "2 and 1 steps"),
-        (side(curve=Curve(losses=(1.0, 1), grad_norms=(1.0, 1), samples=("a", "c"))), DataError, "other samples"),
+        (side(curve=Curve(losses=(1.0,), grad_norms=(1.0,), samples=("a",))), DataError, "training steps"),
+        (side(curve=Curve(losses=(1.0, 1), grad_norms=(1.0, 1), samples=("a", "c"))), DataError, "training steps"),
     ],
 )
 def test_other_work_is_refused(other: RecordedSide, error: type[Exception], seen: str) -> None:

@@ -4,11 +4,9 @@ import pytest
 
 from pipeline.core.fingerprint import hash63
 from pipeline.data.token_sets import JudgedSplit, TokenSetInfo
-from pipeline.evaluate.config import EvaluateConfig, RetrievalConfig
+from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.gate.compare import CheckKind, GateCheck, Outcome, Verdict
 from pipeline.evaluate.split_size import FRACTIONS, count_queries, fraction_for, size_advice, verdict_advice
-
-pytestmark = pytest.mark.unit
 
 
 def info(**queries: int) -> TokenSetInfo:
@@ -93,25 +91,9 @@ def test_only_a_failed_check_for_want_of_queries_gets_advice() -> None:
     assert "--data.test-fraction 0.2 " in advice(check(0, 50), infos=[info(train=400)]), "the split is empty so far"
 
 
-def test_a_later_model_is_told_that_production_has_seen_the_queries() -> None:
-    assert "--evaluate.leak warn" in advice(check(13, 50), later=True)
-    assert "--evaluate.leak" not in advice(check(13, 50), later=False)
-    assert "--evaluate.leak" not in advice(check(13, 5000), later=True), "there is no such split"
-
-
 def test_a_difference_that_was_too_small_to_show_asks_for_a_larger_drop_not_fewer_queries() -> None:
     said = advice(check(13, 5000, low=-0.1, high=0.1))
     assert "--gate.drops" in said and "--gate.min-queries" not in said
     floor, first = (advice(check(13, 50, kind=kind, metric="", low=None)) for kind in ("floor", "comparison"))
     assert "--gate.min-queries" in floor and "--gate.first-without-comparison" not in floor
     assert "--gate.min-queries" in first and "--gate.first-without-comparison" in first
-
-
-def test_what_the_settings_left_out_is_named_first() -> None:
-    assert "evaluate.max_rows" in advice(check(13, 50), rows=9)
-    assert "--evaluate.partitions all" in advice(check(13, 50), all_partitions=False)
-    asked = EvaluateConfig(retrieval=RetrievalConfig(catalogue="file:///items.csv"))
-    searched = check(13, 50, metric="retrieval_ndcg@10")
-    assert "file:///items.csv" in advice(searched, config=asked)
-    assert "--data.test-fraction" in advice(searched)
-    assert "--data.test-fraction" in advice(check(13, 50), config=asked)

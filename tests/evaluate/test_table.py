@@ -173,17 +173,6 @@ def test_baselines_stand_beside_the_models_and_hybrids_below() -> None:
     assert lines[start + 2].split() == ["retrieval_mrr", "0.2500", "0.5000", "0.4000", "0.6100", "0.6200"]
 
 
-def test_what_baselines_are_missing_is_told() -> None:
-    missing = BaselineReport(name="boosting", missing="scikit-learn is not installed")
-    hybrid = HybridReport(name="weighted", missing="no weight was chosen: why")
-    report = report_of(None)
-    candidate = report.candidate.model_copy(update={"hybrids": (hybrid,)})
-    lines = table_lines(report.model_copy(update={"candidate": candidate, "baselines": (missing,)}))
-    assert "boosting was not scored: scikit-learn is not installed" in lines
-    assert lines[0].split()[-1] == "gate" and "boosting" not in lines[0]
-    assert "no weight was chosen: why" in lines
-
-
 def test_the_figures_of_all_models_by_name() -> None:
     ours = {"ndcg@10": 0.8, "loss": 0.5, "retrieval_mrr": 0.25}
     assert report_of(None).figures() == ours

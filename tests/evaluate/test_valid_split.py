@@ -9,8 +9,6 @@ from pipeline.evaluate.run import _open_valid
 from pipeline.parallel.gang import Gang
 from tests.evaluate.gangs import on_ranks
 
-pytestmark = pytest.mark.unit
-
 
 def open_on(*unreadable: int) -> list[Any]:
     """What each of two ranks gets when those named cannot read it."""

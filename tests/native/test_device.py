@@ -143,20 +143,6 @@ else:
     in_child(join + "join()\nopen_backend('neuron')\n")
 
 
-def test_an_error_of_the_runtime_is_raised_as_what_it_means(opened: InChild) -> None:
-    opened(
-        """
-        from pipeline.core.errors import TransientError
-        from pipeline.core.stop import StopSignal
-        from pipeline.health.config import HealthConfig
-        from pipeline.health.device import diagnose_device_error
-        error = RuntimeError("Neuron execution failed: NRT_EXEC_HW_ERR_HBM_UE status=1201")
-        better = diagnose_device_error(error, backend, HealthConfig(), stop=StopSignal())
-        assert isinstance(better, TransientError), better
-        """,
-    )
-
-
 def test_what_aws_does_not_state_is_refused(opened: InChild) -> None:
     opened(
         """

@@ -145,14 +145,3 @@ def test_the_mean_of_gradients_has_no_eager_operator_of_odd_length(in_two_ranks:
             assert torch_neuronx._C.odd_lengths() == {"aten::add": {129}, "aten::fill_": {129}, "aten::sum": {129}}
         """
     )
-
-
-def test_the_example_for_any_device_runs_on_this_one(in_two_ranks: InChild) -> None:
-    said = in_two_ranks(
-        """
-        import runpy
-        runpy.run_path("examples/native_ddp.py", run_name="__main__")
-        """
-    )
-    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step ")]
-    assert len(losses) == 8 and losses[-1] < losses[0]

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.parallel.launch import pass_on
-from tests.parallel.test_examples import losses
 from tests.ports import free_port
 from tests.zygote import ROOT, Forked
 
-DDP = ROOT / "examples" / "ddp.py"
 WAIT_S = 120.0  # generous, machines may be loaded
 
 ENDING = """
@@ -175,19 +173,6 @@ def test_two_nodes_are_told_to_stop(tmp_path: Path) -> None:
     for folder in ("0", "1"):
         err = (tmp_path / folder / "err").read_text()
         assert "stopped by SIGTERM" in err and "Traceback" not in err
-
-
-@pytest.mark.thorough
-def test_plain_ddp_prints_the_same_under_torchrun_and_on_two_nodes(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(DDP)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    plain = subprocess.run(torchrun, env=env, capture_output=True, text=True, timeout=WAIT_S, check=True)
-    assert start(tmp_path / "2", "python", DDP).wait(WAIT_S) == 0
-    assert len(losses(plain.stdout)) == 8
-    nodes = start_nodes(tmp_path, DDP)
-    assert [node.wait(WAIT_S) for node in nodes] == [0, 0], (tmp_path / "0" / "err").read_text()
-    for folder, expected in (("2", losses(plain.stdout)), ("0", losses(plain.stdout)), ("1", [])):
-        assert losses((tmp_path / folder / "out").read_text()) == expected
 
 
 TIMEOUT_S = 3.0

@@ -82,10 +82,10 @@ def test_a_bad_plan_is_one_error(given: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "match"),
     [
-        ({}, "sharded parameters.*\n.*\n.*shard state"),
+        ({}, "sharded parameters.*\n.*shard state"),
         ({"shard_degree": 1, "tensor_degree": 2}, "tensor parallelism"),
-        ({"shard_degree": 1, "recompute": "units", "offload": True}, "offloaded.*\n.*\n.*recompute units"),
-        ({"shard_degree": 1, "process_group": "a:b"}, "the runtime chooses"),
+        ({"shard_degree": 1, "recompute": "units", "offload": True}, "offloaded"),
+        ({"shard_degree": 1, "process_group": "a:b"}, "a process group of its own"),
     ],
 )
 def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any], match: str) -> None:

@@ -55,26 +55,6 @@ def test_alone_nothing_is_written(storage: Storage) -> None:
     assert list(storage.list("")) == []
 
 
-def test_all_leave_after_the_last_has_come(storage: Storage) -> None:
-    order: list[str] = []
-    last_may_come = threading.Event()
-
-    def node(rank: int) -> None:
-        if rank == 2:
-            assert last_may_come.wait(120)
-            order.append("last came")
-        nodes(storage, rank, 3).wait("done")
-        order.append(f"{rank} left")
-
-    all_three = [Node(lambda rank=rank: node(rank)) for rank in range(3)]  # type: ignore[misc]
-    all_three[0].join(0.2)
-    assert order == []
-    last_may_come.set()
-    assert [node.ended() for node in all_three] == [None] * 3
-    assert order[0] == "last came"
-    assert sorted(order[1:]) == ["0 left", "1 left", "2 left"]
-
-
 @pytest.mark.parametrize(("answers", "expected"), [((False, False), False), ((False, True), True)])
 def test_all_nodes_hear_the_same_answer(storage: Storage, answers: tuple[bool, ...], expected: bool) -> None:
     """Phase after phase, the answers of one not disturbing the next."""
@@ -83,7 +63,10 @@ def test_all_nodes_hear_the_same_answer(storage: Storage, answers: tuple[bool, .
         me = nodes(storage, rank, 2)
         return [me.any("look", answers[rank]), me.any("again", not answers[rank]), me.any("last", False)]
 
-    both = [Node(lambda rank=rank: node(rank)) for rank in range(2)]  # type: ignore[misc]
+    both = [Node(lambda: node(0))]
+    both[0].join(0.2)
+    assert both[0].is_alive(), "all leave after the last has come"
+    both.append(Node(lambda: node(1)))
     assert [node.ended() for node in both] == [None] * 2
     assert [node.value for node in both] == [[expected, True, False]] * 2
 
@@ -110,23 +93,17 @@ def test_a_failed_node_ends_the_wait_of_the_others(storage: Storage) -> None:
         assert "node 1 failed" in str(error) and "graph 7 was refused" in str(error)
 
 
-def test_a_failure_before_the_first_wait_is_seen_too(storage: Storage) -> None:
+def test_a_failure_before_the_first_wait_is_seen_by_this_attempt_alone(storage: Storage) -> None:
     with pytest.raises(RuntimeError), nodes(storage, 0, 2).telling():
         raise RuntimeError("gone")
-    with pytest.raises(TransientError, match="node 0 failed: RuntimeError: gone"):
-        nodes(storage, 1, 2).wait("done")
-    with pytest.raises(TransientError, match="node 0 failed: RuntimeError: gone"):
-        nodes(storage, 1, 2).check()
-    nodes(storage, 1, 2, job="job-2").check()
-
-
-def test_markers_of_another_attempt_do_not_count(storage: Storage) -> None:
-    with pytest.raises(RuntimeError), nodes(storage, 0, 2).telling():
-        raise RuntimeError("gone")
-    storage.write_bytes("b/job-2/done/node-0.no", b"")
+    me, next_attempt = nodes(storage, 1, 2), nodes(storage, 1, 2, job="job-2", timeout_s=0.05)
+    looks: tuple[Callable[[], None], ...] = (lambda: me.wait("done"), me.check)
+    for look in looks:
+        with pytest.raises(TransientError, match="node 0 failed: RuntimeError: gone"):
+            look()
+    next_attempt.check()
     with pytest.raises(TransientError, match="node 0 of 2 not ready"):
-        nodes(storage, 1, 2, job="job-3", timeout_s=0.05).wait("done")
-    nodes(storage, 1, 2, job="job-2").wait("done")
+        next_attempt.wait("done")
 
 
 def test_a_node_that_does_not_come_is_named(storage: Storage) -> None:

@@ -53,7 +53,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "micro_batch_size": 2,
         "optimizer": OptimizerConfig(head_rate=2.0),
     },
-    "rich-bf16": {"precision": "bf16", "micro_batch_size": 2},
 }
 AS_A_RUN = ("plain", "recompute")
 BUCKET_BYTES = 3000
@@ -241,12 +240,6 @@ def test_two_ranks_train_as_one_process_and_resume(tmp_path: Path, modes: tuple[
 )
 def test_four_ranks_with_one_state_or_two(tmp_path: Path, modes: tuple[str, ...]) -> None:
     check_modes(tmp_path, 4, *modes)
-
-
-@pytest.mark.stage
-@pytest.mark.thorough
-def test_eight_ranks(tmp_path: Path) -> None:
-    check_modes(tmp_path, 8, "plain/8", "recompute/8", "recompute/2", "rich/4", "rich-bf16/1", "rich-bf16/2")
 
 
 @pytest.mark.stage

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from pipeline.retrieval.bm25 import K1, B, Bm25, nothing_found
 
-pytestmark = pytest.mark.unit
-
 TITLES = ["red shoe", "Red red shoe, size 42", "blue hat", "", "shoe", "RED shoe!"]
 
 

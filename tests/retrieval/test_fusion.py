@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from pipeline.retrieval.search import WEIGHTS, Ranked, best_weight, by_rank, by_weight
 
-pytestmark = pytest.mark.unit
-
 K = 5
 lists = st.lists(st.tuples(st.integers(0, 8), st.integers(-3, 3)), max_size=K, unique_by=lambda pair: pair[0])
 

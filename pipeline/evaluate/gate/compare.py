@@ -316,22 +316,21 @@ def judge_refusal(
     Few queries show little. `worse`: the outcome where that is shown.
     """
     interval, seen, change, _, best = _losses(comparison, difference, confidence)
-    allowed, tool = comparison.allowed, comparison.baseline
+    allowed, tool, on = comparison.allowed, comparison.baseline, f" on {comparison.metric.text}"
     limit = f", {allowed:g} is allowed" if allowed else ""
-    outcome: Outcome = "pass"
-    reason = limit if tool else f", {allowed:g} worse is allowed"
-    title = f"beats {tool}" if change < 0 else f"{tool} is not better"
     if math.isnan(best):
-        outcome, title = "skipped", tool
-        reason = "; not defined in enough bootstrap draws to say how sure that is"
-    elif best > allowed:
-        outcome, title = worse, f"{tool} is better"
-        reason = f"; with {confidence:.2%} confidence at least {best:.4f} worse{limit}"
-    elif change > allowed:
-        outcome, title = "warn", f"{tool} may be better"
-        reason = f"{limit}; {comparison.num_queries:,} queries do not tell it from chance"
-    title = f"{title} on {comparison.metric.text}" if tool else ""
-    return comparison.check(outcome, f"{seen}{reason}", interval, title=title)
+        reason = f"{seen}; not defined in enough bootstrap draws to say how sure that is"
+        return comparison.check("skipped", reason, interval, title=tool and f"{tool}{on}")
+    if best > allowed:
+        reason = f"{seen}; with {confidence:.2%} confidence at least {best:.4f} worse{limit}"
+        return comparison.check(worse, reason, interval, title=tool and f"{tool} is better{on}")
+    if change > allowed:
+        reason = f"{seen}{limit}; {comparison.num_queries:,} queries do not tell it from chance"
+        return comparison.check("warn", reason, interval, title=tool and f"{tool} may be better{on}")
+    if not tool:
+        return comparison.check("pass", f"{seen}, {allowed:g} worse is allowed", interval)
+    title = f"beats {tool}{on}" if change < 0 else f"{tool} is not better{on}"
+    return comparison.check("pass", f"{seen}{limit}", interval, title=title)
 
 
 def _losses(

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from pydantic import Field
 
-from pipeline.core.arrays import Bools, Float64s, Int64s
+from pipeline.core.arrays import Bools, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.evaluate.config import PRECISION_AT, RECALL_AT, MetricName, MetricsConfig
@@ -62,25 +62,11 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class RowMetrics:
-    """The metrics of scored rows by name, but those of retrieval; what several of them need is computed once."""
+    """The metrics of scored rows by name, but those of retrieval. What several of them need is computed once."""
 
     rows: ScoredRows
     config: MetricsConfig
     threshold: float | None = None
-
-    def measure(self, name: MetricName) -> Measured | Missing:
-        if self.rows.meaningless:
-            return Missing(self.rows.meaningless)
-        if self.rows.unusable.any():
-            bad, rows = int(self.rows.unusable.sum()), self.rows.num_rows
-            return Missing(f"{bad:,} of {rows:,} rows have NaN or infinite scores")
-        if name.rank is not None or name.word == "mrr":
-            return self._ranked(name)
-        if not (self.rows.label >= 0).any():
-            return Missing("no row has a label")
-        if name.label is None and name.word in _NOTHING_OF_TWO:
-            return self._matched(name)
-        return self._classified(name)
 
     @cached_property
     def queries(self) -> Queries:
@@ -102,50 +88,65 @@ class RowMetrics:
             return np.equal(self.rows.label, len(self.rows.labels) - 1)
         return np.greater_equal(self.rows.gain, self.config.relevant_gain - GAIN_TOLERANCE)
 
-    def _ranked(self, name: MetricName) -> Measured | Missing:
-        if len(set(self.rows.label_gains)) < 2:
-            return Missing("all labels have the same gain; set data.labels, from least to most relevant")
-        k = name.rank or 0
-        by_query: dict[str, Callable[[], Float64s]] = {
-            "ndcg": lambda: ndcg_by_query(self.ranking, self.rows.gain, k),
-            "mrr": lambda: reciprocal_rank_by_query(self.ranking, self.relevant),
-            "recall": lambda: recall_by_query(self.ranking, self.relevant, k),
-            "precision": lambda: precision_by_query(self.ranking, self.relevant, k),
-        }
-        nothing = "no query has a row with a gain" if name.word == "ndcg" else "no query has a relevant row"
-        return _measured(mean_over_queries(by_query[name.word]()), nothing)
+    def measure(self, name: MetricName) -> Measured | Missing:
+        """Measure one metric, or return why that is impossible."""
+        if reason := self._obstacle(name):
+            return Missing(reason)
+        return _measured(*self._statistic(name))
 
-    def _matched(self, name: MetricName) -> Measured | Missing:
-        rows, score = self.rows, self.rows.probabilities[:, -1]
-        if len(rows.labels) != 2:
-            return Missing(f"it is for two labels, there are {len(rows.labels)}")
-        nothing = _NOTHING_OF_TWO[name.word]
-        if name.word in ("roc_auc", "average_precision"):
-            return _measured(Curve.of(self.queries, rows.label, score, name.word), nothing)
-        if self.threshold is None:
-            return Missing("no threshold was chosen on the valid split")
-        return _measured(at_threshold(self.queries, rows.label, score, self.threshold, name.word), nothing)
-
-    def _classified(self, name: MetricName) -> Measured | Missing:
+    def _obstacle(self, name: MetricName) -> str:
         rows, num_labels = self.rows, len(self.rows.labels)
+        if rows.meaningless:
+            return rows.meaningless
+        if rows.unusable.any():
+            return f"{int(rows.unusable.sum()):,} of {rows.num_rows:,} rows have NaN or infinite scores"
+        if name.rank is not None or name.word == "mrr":
+            same = "all labels have the same gain; set data.labels, from least to most relevant"
+            return same if len(set(rows.label_gains)) < 2 else ""
+        if not (rows.label >= 0).any():
+            return "no row has a label"
         if name.label is not None:
-            if name.label not in rows.labels:
-                return Missing(f"there is no label {name.label!r}; there are {', '.join(rows.labels)}")
-            wanted = rows.labels.index(name.label)
-            found = label_f1(self.queries, rows.label, self.predicted, num_labels, wanted)
-            return _measured(found, f"no row is labelled or predicted {name.label}")
-        build: dict[str, Callable[[], Statistic]] = {
-            "accuracy": lambda: accuracy(self.queries, rows.label, self.predicted),
-            "micro_f1": lambda: accuracy(self.queries, rows.label, self.predicted),
-            "macro_f1": lambda: label_f1(self.queries, rows.label, self.predicted, num_labels),
-            "ece": lambda: calibration_error(self.queries, rows.label, rows.probabilities),
-            "loss": lambda: log_loss(self.queries, rows.label, rows.probabilities),
+            known = f"there is no label {name.label!r}; there are {', '.join(rows.labels)}"
+            return known if name.label not in rows.labels else ""
+        if name.word in _NOTHING_OF_TWO and num_labels != 2:
+            return f"it is for two labels, there are {num_labels}"
+        if name.word in ("precision", "recall", "f1") and self.threshold is None:
+            return "no threshold was chosen on the valid split"
+        return ""
+
+    def _statistic(self, name: MetricName) -> tuple[Statistic, str]:
+        """Return the statistic of a metric, and the reason if it turns out to be undefined."""
+        rows, queries, k = self.rows, self.queries, name.rank or 0
+        label, probabilities, num_labels = rows.label, rows.probabilities, len(rows.labels)
+        if name.word == "ndcg":
+            return mean_over_queries(ndcg_by_query(self.ranking, rows.gain, k)), "no query has a row with a gain"
+        if name.word == "mrr" or name.rank is not None:
+            by_query = {
+                "mrr": lambda: reciprocal_rank_by_query(self.ranking, self.relevant),
+                "recall": lambda: recall_by_query(self.ranking, self.relevant, k),
+                "precision": lambda: precision_by_query(self.ranking, self.relevant, k),
+            }[name.word]()
+            return mean_over_queries(by_query), "no query has a relevant row"
+        if name.label is not None:
+            wanted, nothing = rows.labels.index(name.label), f"no row is labelled or predicted {name.label}"
+            return label_f1(queries, label, self.predicted, num_labels, wanted), nothing
+        if name.word in ("roc_auc", "average_precision"):
+            return Curve.of(queries, label, probabilities[:, -1], name.word), _NOTHING_OF_TWO[name.word]
+        if name.word in _NOTHING_OF_TWO:
+            found = at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, name.word)
+            return found, _NOTHING_OF_TWO[name.word]
+        statistics: dict[str, Callable[[], Statistic]] = {
+            "accuracy": lambda: accuracy(queries, label, self.predicted),
+            "micro_f1": lambda: accuracy(queries, label, self.predicted),
+            "macro_f1": lambda: label_f1(queries, label, self.predicted, num_labels),
+            "ece": lambda: calibration_error(queries, label, probabilities),
+            "loss": lambda: log_loss(queries, label, probabilities),
         }
-        return _measured(build[name.word](), "no row has a label")
+        return statistics[name.word](), "no row has a label"
 
 
 def measure_retrieval(found: PerQuery | None, name: MetricName) -> Measured | Missing:
-    """One metric of retrieval, from its value for each query."""
+    """Measure one metric of retrieval, from its value for each query."""
     if found is None:
         return Missing("retrieval was not evaluated")
     if name.text not in found.values:

@@ -162,16 +162,17 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
 
 
 def _check(query_id: Int64s, ranked: Int64s, judged: Judgements) -> None:
-    if not len(query_id):
-        raise DataError("no query to retrieve for", expected="at least one query in the holdout")
-    if len(np.unique(query_id)) != len(query_id):
-        raise DataError("a query has two ranked lists", expected="one list for each query")
-    if ranked.ndim != 2 or len(ranked) != len(query_id) or not ranked.shape[1]:
-        raise DataError(f"ranked lists are {ranked.shape}", expected=f"({len(query_id)}, items)")
-    if not judged.query_id.shape == judged.item_id.shape == judged.gain.shape:
-        raise DataError("judgements differ in length", expected="as many queries, items and gains")
-    if not (judged.gain >= 0).all():
-        raise DataError("a judgement has a negative gain or NaN", expected="0 or more")
-    ordered = np.sort(ranked, axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
-        raise DataError("a ranked list holds an item twice", expected="each item once")
+    ordered = np.sort(ranked, axis=-1)
+    problems = {
+        "no query to retrieve for": not len(query_id),
+        "a query has two ranked lists": len(np.unique(query_id)) != len(query_id),
+        f"ranked lists are {ranked.shape}": ranked.ndim != 2 or len(ranked) != len(query_id) or not ranked.shape[-1],
+        "judgements differ in length": not judged.query_id.shape == judged.item_id.shape == judged.gain.shape,
+        "a judgement has a negative gain or NaN": not (judged.gain >= 0).all(),
+        "a ranked list holds an item twice": bool(
+            ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
+        ),
+    }
+    for seen, is_so in problems.items():
+        if is_so:
+            raise DataError(seen, expected="a list of different items for each query, and gains of 0 or more")

@@ -113,7 +113,7 @@ def test_a_cycle_is_submitted_once(commands: Commands) -> None:
 
 
 def test_the_driver_sees_that_a_cycle_has_ended(commands: Commands) -> None:
-    cycle = commands.open_cycle(commands.settings(), commands.said.append)
+    cycle = commands.open_cycle(commands.settings(cycle="2026-11-20"), commands.said.append)
     assert commands.submit()
     assert not driver.has_ended(cycle)
     for job in commands.batch.jobs.values():
@@ -203,7 +203,7 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     monkeypatch.setattr(submit, step, retried_before)
     assert submit.run_reconcile(arguments, commands.said.append) == 0
     assert commands.store().closed() is None
-    assert not driver.has_ended(commands.open_cycle(commands.settings(), commands.said.append))
+    assert not driver.has_ended(commands.open_cycle(commands.settings(cycle="2026-11-20"), commands.said.append))
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 3000}
     assert submit.run_reconcile(Namespace(settings=commands.settings()), commands.said.append) == 0
@@ -224,7 +224,8 @@ def prepare_failed(commands: Commands) -> None:
 def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Commands) -> None:
     assert commands.submit()
     with pytest.raises(
-        ConfigError, match=r"query -> search_term\n.*\n.*--fresh is refused: prepare, health, .* not ended"
+        ConfigError,
+        match=r"other settings: settings: .* -> .*\n.*\n.*--fresh is refused: prepare, health, .* not ended",
     ):
         commands.submit(data__columns__query="search_term")
     with pytest.raises(ConfigError, match="have not ended"):
