@@ -201,7 +201,7 @@ class Operators(TorchDispatchMode):
     """Counts the operators that a device that traces would be handed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
