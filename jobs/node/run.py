@@ -83,7 +83,7 @@ class _Attempt:
     _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def prepare(self, stop: StopSignal) -> None:
-        """Look for the network of a gang, read the settings of the cycle.
+        """Look for the network of a node group, read the settings of the cycle.
 
         A failure is told in `start`: the other nodes are to hear of it.
         """

@@ -9,7 +9,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES, Node
 
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
-OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of a gang holds a connection to each other
+OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node holds a connection to each other
 LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # what Neuron devices and EFA read and write stays in memory
 
 

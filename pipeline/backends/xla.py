@@ -149,13 +149,13 @@ class XlaBackend(Backend):
         return self.fetch(tensors)()
 
     def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Common subexpression elimination of XLA does not look past it."""
+        """Put up a barrier past which common subexpression elimination of XLA does not look."""
         after = [tensor.clone() for tensor in tensors]  # of names, not of memory: the barrier changes them in place
         self._xm.optimization_barrier_(after)
         return after
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
-        """The state is a number on the host, an input of the graph where random numbers are drawn."""
+        """Keep the state, which is a number on the host and an input of the graph where random numbers are drawn."""
         return replayed(self._xm.get_rng_state, self._xm.set_rng_state)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -199,7 +199,7 @@ class XlaBackend(Backend):
         return self._metric("ExecuteTime")[1]
 
     def memory_bytes(self) -> int | None:
-        """On Neuron what the driver counts. torch_xla's get_memory_info ends the process where a plug-in has no figures
+        """Return what the driver counts, on Neuron: torch_xla's get_memory_info ends a process whose plug-in has none
         (pytorch/xla 2.9, PjRtComputationClient::GetMemoryInfo).
         """
         if self.device_type == "CPU":
@@ -240,7 +240,7 @@ _ARCHITECTURE = "v2"  # of trn1, where the runtime numbers cores as the driver d
 
 
 def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
-    """Bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES); None where that cannot be told."""
+    """Return the bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES); None where nothing tells."""
     try:
         cores_of_device = int((root / "neuron0" / "core_count").read_text())
         device, core = divmod(int(env["NEURON_RT_VISIBLE_CORES"]), cores_of_device)

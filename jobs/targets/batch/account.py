@@ -117,7 +117,7 @@ def share_warning(queue: str, share: str, policy: Detail) -> Iterator[str]:
 
 
 def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
-    """A gang must fit one compute environment, with a whole machine for each node; of an array one child."""
+    """A node group must fit one compute environment, with a whole machine for each node; of an array one child."""
     machine = NODES.get(job.resources.instance_type)
     whole = machine.vcpus if machine and job.num_nodes else job.resources.vcpus
     needs = whole * max(1, job.num_nodes)
