@@ -119,7 +119,7 @@ class Catalogue(Record):
         return fingerprint(self.model_dump(mode="json"))
 
     def shards(self, rows_per_part: int) -> tuple[WorkShard, ...]:
-        """The work, cut up: a function of this alone."""
+        """Return the work shards: a function of the catalogue alone."""
         return plan_shards([file.groups for file in self.files], rows_per_part)
 
 

@@ -154,7 +154,7 @@ class HostBatch:
 
     @property
     def num_slots(self) -> int:
-        """Tokens of the batch, padding included."""
+        """Number of tokens of the batch, padding included."""
         return next(iter(self.tensors.values())).numel()
 
 
