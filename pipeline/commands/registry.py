@@ -210,11 +210,7 @@ def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
             parts.append(f"the lineage ends here: {ancestor.note}")
         yield f"  {' | '.join(map(one_line, parts))}"
         if ancestor.figures:
-            figures = [
-                f"{name} {value:,.0f}" if value.is_integer() and value > 1 else f"{name} {value:.4f}"
-                for name, value in ancestor.figures.items()
-            ]
-            yield f"    {', '.join(figures)}"
+            yield "    " + ", ".join(f"{name} {value:.4f}" for name, value in ancestor.figures.items())
 
 
 def _history_lines(entries: tuple[Entry, ...]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.format import format_count, format_duration, format_share
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.catalogue import CatalogueReader, RawWindow, WorkShard
+from pipeline.embed.catalogue import RawWindow, WorkShard, read_shard
 from pipeline.embed.engine import Embed, EmbedFigures
 from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix, too_many_bad
 from pipeline.embed.plan import EmbedPlan
@@ -125,10 +125,8 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete,
     Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
     """
     plan = flow.plan
-    with (
-        CatalogueReader(plan.catalogue, flow.catalogue, plan.window_rows) as reader,
-        closing(flow.windows(flow.rules, (raw for shard in shards for raw in reader.read(shard)))) as windows,
-    ):
+    raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, plan.window_rows))
+    with closing(flow.windows(flow.rules, raws)) as windows:
         for shard in shards:
             part = OpenPart(shard.index, plan.layout, shard.rows, plan.quarantine_rows)
             yield from _texts_of(part, windows, plan.window_rows)
