@@ -274,8 +274,7 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":
-        from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
-        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
+        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute, SageMakerClient, ServiceJobClient
         from jobs.targets.sagemaker.target import SageMakerTarget
 
         training = SageMakerClient(connect("sagemaker"), stop=stop)
