@@ -1,4 +1,4 @@
-"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars; and what the next will take.
+"""The cost of a cycle: the seconds of every try by category, goodput and dollars. And an estimate for the next one.
 
 Goodput here: machine seconds of productive work that was kept (training steps, prepared rows, vectors), over all
 machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not in
@@ -473,10 +473,9 @@ def read_ledger(
 ) -> CycleLedger:
     """Return the ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
 
-    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs, as it is while
-    the report is written. `moments`: in place of all events of the cycle; what was spent on what is of those alone,
-    what it cost is not. The deadline counts from the scheduled time of the cycle; without one, from when it was
-    claimed.
+    `closed`: an end that is not on record yet. `without_report`: ignore the job `report`, which is still running while
+    the report is written. `moments`: replaces the events of the cycle; only the categories depend on them. The deadline
+    counts from the scheduled time of the cycle, or from when it was claimed if it has none.
     """
     claim, closed = store.claim(), closed or store.closed()
     now = closed.at if closed else store.clock()
