@@ -218,9 +218,9 @@ def test_operators_that_the_host_traces_for_a_step(
     program = make_program(Traced(), config)
     assert len(program.strategy.masters) == vectors
     (micros,) = batches_of(rows, 1)
-    with Operators() as accumulating:  # type: ignore[no-untyped-call]
+    with Operators() as accumulating:
         program.accumulate(micros)
-    with Operators() as updating:  # type: ignore[no-untyped-call]
+    with Operators() as updating:
         program._update(control(1))
     assert updating.count <= of_update
     assert accumulating.count + updating.count <= of_step
