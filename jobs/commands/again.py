@@ -88,7 +88,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:
-    """What was given to a command that runs the stored settings, and differs from them."""
+    """Return the given settings that differ from the stored ones, for a command that runs the stored ones."""
     stored = values_of(cycle.store.settings() or {})
     given = values_of(
         cycle.settings.model_dump(mode="json", exclude_unset=True, exclude={"cycle", "workspace", "jobs"})
@@ -98,7 +98,7 @@ def unused_settings(cycle: OpenCycle) -> list[str]:
 
 
 def _without_secret_flags(words: Sequence[str]) -> Iterator[str]:
-    """The words of a command, without what stands behind `--api-key` and the like."""
+    """Yield the words of a command with the values of `--api-key` and the like hidden."""
     before = ""
     for word in words:
         name, equals, _ = word.partition("=")
@@ -134,7 +134,7 @@ def obstacle(cycle: OpenCycle) -> str:
 
 
 def _done(cycle: OpenCycle) -> str:
-    """What a cycle has that must stay; empty when it has nothing."""
+    """Return what a cycle has that must stay; empty when it has nothing."""
     storage, name = cycle.store.storage, cycle.name
     closed = cycle.store.closed()
     if closed is not None and closed.outcome in ("succeeded", "refused"):
@@ -185,7 +185,7 @@ def script_digest(plan: Plan, target: str) -> str:
 
 
 def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str:
-    """What to say of a cycle that is submitted again after its end.
+    """Return the message for a cycle that is submitted again after its end.
 
     Raises ConfigError for a script whose file is not the one that has run.
     """
