@@ -223,6 +223,7 @@ def gather(
         for stat in storage.list(f"cycles/{cycle}/health")
         if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
     ]
+    curves, other = curves_of(moments), curves_of(read_moments(storage, compared) if compared else ())
     checkpoint = next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), "")
     return PageData(
         cycle=cycle,
@@ -234,7 +235,15 @@ def gather(
         figures=figures,
         evaluation=evaluation,
         scores=scores,
-        training=_training(moments, read_moments(storage, compared) if compared else (), compared),
+        training=Training(
+            curves=tuple(
+                Curve(name=name, now=tuple(thin(points)), before=tuple(thin(other.get(name, ()))))
+                for name, points in curves.items()
+            ),
+            compared=compared if other and curves else "",
+            resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
+            skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
+        ),
         prepared=prepared,
         vectors=vectors,
         machines=tuple(sorted((one for one in nodes if one), key=lambda one: (one.node_rank, one.host))),
@@ -316,20 +325,6 @@ def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
             words = (f"{name} {json.dumps(value)[:200]}" for name, value in moment.fields.items() if name != "step")
             step = int(moment.number("step")) if "step" in moment.fields else None
             yield Notice(at=moment.at_ms / 1000, event=moment.name, step=step, text=", ".join(words)[:500])
-
-
-def _training(moments: Sequence[Moment], before: Sequence[Moment], compared: str) -> Training:
-    now, other = curves_of(moments), curves_of(before)
-    return Training(
-        curves=tuple(
-            Curve(name=name, now=tuple(thin(points)), before=tuple(thin(other.get(name, ()))))
-            for name, points in now.items()
-            if points
-        ),
-        compared=compared if other and now else "",
-        resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
-        skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
-    )
 
 
 def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
