@@ -39,17 +39,16 @@ from pipeline.model.hf import from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang, open_device
-from pipeline.parallel.world import World
+from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.proc.pool import run_tasks
 from pipeline.registry.checkpoints import start_place
-from pipeline.settings import Settings, settings_hash
+from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives
-from pipeline.telemetry.console import Console
-from pipeline.telemetry.events import EventLog, EventName, code_version, read_events
+from pipeline.telemetry.events import EventLog, EventName, read_events
 from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig
-from pipeline.train.inputs import RunInputs, gather_inputs, identity_parts
-from pipeline.train.loop import train
+from pipeline.train.inputs import gather_inputs, identity_parts
+from pipeline.train.loop import train as train_model
 
 BACKENDS = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -120,20 +119,15 @@ def load_side(place: Storage, cache_dir: Path) -> RecordedSide:
 
 @dataclass(frozen=True)
 class SideTask:
-    """One side to record: everything is decided before its process starts.
+    """One side to record, in a process of its own.
 
     `settings`: of its training run. `run`: names what is computed, the same for sides that can be compared. `place`:
-    URI of the folder for the record. `checkpoint`: root URI of its storage, and prefix.
+    URI of the folder for the record.
     """
 
     settings: Settings
     run: str
     place: str
-    checkpoint: tuple[str, str]
-    token_sets: tuple[str, ...]
-    negatives: str | None
-    tokenizer: str
-    scratch: Path
 
     @property
     def name(self) -> str:
@@ -151,25 +145,13 @@ def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> S
             expected="a model with a trained relevance head, and a metric of pairs",
             next_command="--train.metric macro_f1",
         )
-    prepared, negatives, parity = load_prepared(ctx), mined_negatives(ctx), settings.parity
-    trained = ctx.earlier("train")
-    start = (ctx.workspace, trained.outputs["checkpoint"]) if trained else None
-    if parity.checkpoint:
-        start = start_place(parity.checkpoint, settings, ctx.workspace)
-    if start is None:
-        raise ConfigError(
-            f"there is no checkpoint to start from: parity.checkpoint is {parity.checkpoint or 'not set'},"
-            f" cycle {ctx.cycle} is {'trained' if trained else 'not trained'}",
-            expected="a trained model",
-            next_command="trnpipe train, or --parity.checkpoint WORKSPACE/checkpoints/CYCLE/step-N",
-        )
     backend, _, precision = side.partition(":")
-    every = max(1, parity.steps // _EVALUATIONS)
+    every = max(1, settings.parity.steps // _EVALUATIONS)
     changes: dict[str, dict[str, Any]] = {
         "train": {
-            "max_steps": parity.steps,
+            "max_steps": settings.parity.steps,
             "evaluate_every": every,
-            "evaluate_rows": parity.rows,
+            "evaluate_rows": settings.parity.rows,
             "precision": precision,
             # Half of this metric is a search; what is compared are scores of pairs.
             "metric": "macro_f1" if settings.train.metric == "combined" else settings.train.metric,
@@ -184,92 +166,113 @@ def make_task(settings: Settings, ctx: StageContext, side: str, place: str) -> S
     of_side = settings.model_copy(
         update={**sections, "backend": backend, "checkpoint": CheckpointConfig(every_steps=every, keep_last=1)}
     )
-    name = fingerprint(
+    run = fingerprint(
         {
-            "checkpoint": open_checkpoint(*start, ctx.scratch / "parent").digest,
-            "token_sets": list(prepared.token_sets),
-            "negatives": negatives,
+            "checkpoint": _start(settings, ctx).digest,
+            "token_sets": list(load_prepared(ctx).token_sets),
+            "negatives": mined_negatives(ctx),
             "train": of_side.train.model_dump(mode="json", exclude={"start", "precision"}),
             "model": of_side.model.model_dump(mode="json"),
             "code_version": ctx.code_version,
         }
     )[:12]
-    folder = f"{backend}.{precision}"
-    return SideTask(
-        settings=of_side,
-        run=name,
-        place=place or ctx.workspace.uri(f"cycles/{ctx.cycle}/parity/sides/{name}/{folder}"),
-        checkpoint=(start[0].root, start[1]),
-        token_sets=prepared.token_sets,
-        negatives=negatives,
-        tokenizer=prepared.tokenizer,
-        scratch=ctx.scratch / "parity" / f"{name}-{folder}",
-    )
+    default = f"cycles/{ctx.cycle}/parity/sides/{run}/{backend}.{precision}"
+    return SideTask(of_side, run, place or ctx.workspace.uri(default))
+
+
+def _start(settings: Settings, ctx: StageContext) -> Checkpoint:
+    """Open the checkpoint that both sides start from. Raises ConfigError or CheckpointError if there is none."""
+    named, trained = settings.parity.checkpoint, ctx.earlier("train")
+    start = (ctx.workspace, trained.outputs["checkpoint"]) if trained else None
+    if named:
+        start = start_place(named, settings, ctx.workspace)
+    if start is None:
+        raise ConfigError(
+            f"there is no checkpoint to start from: parity.checkpoint is {named or 'not set'}, cycle {ctx.cycle} is"
+            f" {'trained' if trained else 'not trained'}",
+            expected="a trained model",
+            next_command="trnpipe train, or --parity.checkpoint WORKSPACE/checkpoints/CYCLE/step-N",
+        )
+    return open_checkpoint(*start, ctx.scratch / "parent")
 
 
 def record(context: None, task: SideTask) -> None:
     """Record a side unless it is recorded already: the scores of the checkpoint, then the training run from it."""
-    settings, scratch, stop, console = task.settings, task.scratch, StopSignal(), Console()
-    if warning := use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ):
-        console.warn(warning)
+    settings = task.settings
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    shared = scratch.parent.parent
-    atomic.make_dirs(scratch)
-    share_tokens(shared, scratch)
-    with atomic.exclusive(scratch, stop):
-        place, workspace, source = (
-            open_storage(root, retry=settings.storage, stop=stop)
-            for root in (task.place, settings.workspace, task.checkpoint[0])
+    warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
+    # The log of events is left to the process that started this one.
+    with open_context(settings, StopSignal(), {**os.environ, TRACE_FILE: ""}) as ctx:
+        if warning:
+            ctx.console.warn(warning)
+        scratch = ctx.scratch / "parity" / f"{task.run}-{task.name}"
+        atomic.make_dirs(scratch)
+        share_tokens(ctx.scratch, scratch)
+        with atomic.exclusive(scratch, ctx.stop):
+            _record(task, replace(ctx, scratch=scratch), _start(settings, ctx))
+
+
+def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
+    settings, prepared, label = task.settings, load_prepared(ctx), f"{task.name} of run {task.run}"
+    train, model, place = (
+        settings.train,
+        settings.model,
+        open_storage(task.place, retry=settings.storage, stop=ctx.stop),
+    )
+    inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx))
+    # All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same.
+    selection = Selection(new=tuple(one.partition for one in inputs.sets), old=(), late=())
+    buckets, mined = inputs.sets[0].info.buckets, inputs.negatives.digest if inputs.negatives else ""
+    identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined)
+    inputs = replace(inputs, selection=selection, identity=identity)
+    if read_manifest(place, ARRAYS) is None:
+        rows = open_rows(ctx.workspace, inputs.sets, "valid", ctx.scratch / "tokens")
+        scored, device = _score(task, checkpoint, rows, ctx.stop)
+        save_arrays(place, ARRAYS, KIND, scored, ctx.scratch, {"side": label, "device": device})
+    manifest = require_manifest(place, ARRAYS)
+    # Nothing of another task may be taken for a part of this one.
+    if manifest.fields.get("side") != label:
+        raise ConfigError(
+            f"{place.root} holds {manifest.fields.get('side')}",
+            expected=f"nothing, or {label}",
+            next_command="name another folder with --to, or delete that one",
         )
-        checkpoint = open_checkpoint(source, task.checkpoint[1], shared / "parent")
-        inputs = gather_inputs(workspace, task.token_sets, checkpoint, settings.train, settings.model, task.negatives)
-        # All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same.
-        selection = Selection(new=tuple(one.partition for one in inputs.sets), old=(), late=())
-        buckets, mined = inputs.sets[0].info.buckets, inputs.negatives.digest if inputs.negatives else ""
-        identity = identity_parts(
-            settings.train, settings.model, inputs.spec, selection, buckets, checkpoint.digest, mined
-        )
-        inputs = replace(inputs, selection=selection, identity=identity)
-        label = f"{task.name} of run {task.run}"
-        if read_manifest(place, ARRAYS) is None:
-            arrays, device = _score(
-                task, checkpoint, open_rows(workspace, inputs.sets, "valid", scratch / "tokens"), stop
-            )
-            save_arrays(place, ARRAYS, KIND, arrays, scratch, {"side": label, "device": device})
-        manifest = require_manifest(place, ARRAYS)
-        # Nothing of another task may be taken for a part of this one.
-        if manifest.fields.get("side") != label:
-            raise ConfigError(
-                f"{place.root} holds {manifest.fields.get('side')}",
-                expected=f"nothing, or {label}",
-                next_command="name another folder with --to, or delete that one",
-            )
-        if place.stat(RECORD) is not None:
-            return
-        arrays, _ = load_arrays(place, ARRAYS, KIND, scratch / ARRAYS)
-        events = _train(task, workspace, inputs, stop, console)
-        metric, gains = settings.train.metric, inputs.sets[0].info.label_gains
-        reached = figures({name: arrays[name] for name in ("query_id", "label", "gain", "logits")}, gains)
-        start = Evaluation(step=0, metric=float(getattr(reached, metric)), loss=reached.loss)
-        made = SideRecord(
-            run=task.run,
-            backend=settings.backend,
-            precision=settings.train.precision,
-            device=str(manifest.fields["device"]),
-            checkpoint=checkpoint.uri,
-            digest=checkpoint.digest,
-            identity={name: value for name, value in identity.items() if name != "train.precision"},
-            metric=metric,
-            label_gains=gains,
-            evaluations=(start, *_evaluations(events, metric)),
-            curve=_curve(events),
-            scores=manifest.digest,
-            code_version=code_version(),
-            finished=datetime.now(UTC),
-        )
-        place.write_bytes(RECORD, made.model_dump_json(indent=1).encode() + b"\n")
-        place.delete_prefix("work/checkpoints/")  # only to continue from
-        console.info(f"parity: {task.name} is recorded in {place.root}")
+    if place.stat(RECORD) is not None:
+        return
+    arrays, _ = load_arrays(place, ARRAYS, KIND, ctx.scratch / ARRAYS)
+    # The ordinary training, with its checkpoints and events below the record.
+    work = open_storage(f"{task.place.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
+    log = EventLog(work, EVENTS)
+    config = RunConfig(settings.backend, model, train, settings.checkpoint, settings.log, settings.health)
+    tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
+    run = replace(ctx, workspace_after_stop=work, cycle="parity", events=log)
+    try:
+        with open_run(config, run, inputs, tokenizer) as opened:
+            train_model(opened)
+    finally:
+        log.close()
+    events, gains = list(read_events(work, EVENTS)), inputs.sets[0].info.label_gains
+    reached = figures({name: arrays[name] for name in ("query_id", "label", "gain", "logits")}, gains)
+    start = Evaluation(step=0, metric=float(getattr(reached, train.metric)), loss=reached.loss)
+    made = SideRecord(
+        run=task.run,
+        backend=settings.backend,
+        precision=train.precision,
+        device=str(manifest.fields["device"]),
+        checkpoint=checkpoint.uri,
+        digest=checkpoint.digest,
+        identity={name: value for name, value in identity.items() if name != "train.precision"},
+        metric=train.metric,
+        label_gains=gains,
+        evaluations=(start, *_evaluations(events, train.metric)),
+        curve=_curve(events),
+        scores=manifest.digest,
+        code_version=ctx.code_version,
+        finished=datetime.now(UTC),
+    )
+    place.write_bytes(RECORD, made.model_dump_json(indent=1).encode() + b"\n")
+    place.delete_prefix("work/checkpoints/")  # only to continue from
+    ctx.console.info(f"parity: {task.name} is recorded in {place.root}")
 
 
 def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSignal) -> tuple[Arrays, str]:
@@ -307,37 +310,6 @@ def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSi
     some = np.sort(np.argsort(mix64(scored["sample_id"].astype(np.uint64)), kind="stable")[:VECTOR_ROWS])
     kept = {name: scored[name] for name in ("sample_id", "query_id", "label", "gain", "logits")}
     return kept | {name: scored[name][some] for name in ("query", "product")}, backend.device_name()
-
-
-def _train(
-    task: SideTask, workspace: Storage, inputs: RunInputs, stop: StopSignal, console: Console
-) -> list[dict[str, Any]]:
-    """Run the ordinary training, with its checkpoints below the record. Return its events."""
-    settings = task.settings
-    after_stop = open_storage(f"{task.place.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
-    events = EventLog(after_stop, EVENTS)
-    ctx = StageContext(
-        settings=settings,
-        workspace=workspace,
-        workspace_after_stop=after_stop,
-        cycle="parity",
-        scratch=task.scratch,
-        events=events,
-        console=console,
-        stop=stop,
-        world=World(),
-        settings_hash=settings_hash(settings),
-        code_version=code_version(),
-    )
-    try:
-        config = RunConfig(
-            settings.backend, settings.model, settings.train, settings.checkpoint, settings.log, settings.health
-        )
-        with open_run(config, ctx, inputs, workspace.read_bytes(f"{task.tokenizer}/tokenizer.json")) as opened:
-            train(opened)
-    finally:
-        events.close()
-    return list(read_events(after_stop, EVENTS))
 
 
 def _evaluations(events: Iterable[dict[str, Any]], metric: str) -> tuple[Evaluation, ...]:

@@ -40,7 +40,7 @@ class Span:
     rows: Int64s
 
     def share(self, rank: int, batch_size: int) -> tuple[Int64s, int]:
-        """This rank's full batch [batch_size] and how many of its first rows are real.
+        """Return this rank's full batch [batch_size] and how many of its first rows are real.
 
         The rest repeats a row: every rank runs every batch, so that all run the same sequence of graphs.
         """
@@ -159,7 +159,7 @@ def find_leak(
 
 
 def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"]) -> str:
-    """A warning, or nothing. Raises DataError when more of the holdout was trained on than is allowed."""
+    """Return a warning, or nothing. Raises DataError if more of the holdout was trained on than is allowed."""
     if leak.share > MAX_LEAK_SHARE and action == "refuse":
         raise DataError(
             leak.text(),
@@ -174,7 +174,7 @@ _TOO_GOOD = "figures on them are better than they would be on new queries"
 
 
 def leak_doubts(leak: Leak | None) -> list[str]:
-    """What makes figures of the holdout doubtful, for the verdict; None: it was not looked for."""
+    """Say for the verdict what makes figures of the holdout doubtful; None: no leak was looked for."""
     if leak is None:
         return ["holdout queries were not looked for in the training data (evaluate.leak off)"]
     found = [f"{leak.text()}: {_TOO_GOOD}"] if leak.share else []
@@ -191,7 +191,7 @@ _BLOCK_ROWS = 65_536
 
 
 def own_column(name: str, columns: Collection[str]) -> str:
-    """A name of our own that is none of the `columns` of the data."""
+    """Return a name for a column of ours that is none of the `columns` of the data."""
     return f"trnpipe.{name}" if name in columns else name
 
 
@@ -212,7 +212,7 @@ class Holdout:
         return fingerprint({"split": self.split, "data": marks, "max_rows": self.max_rows})
 
     def blocks(self, fields: Sequence[str]) -> Iterator[Arrays]:
-        """Some arrays of the rows that are scored, in their order, a bounded number at a time."""
+        """Read some arrays of the rows that are scored, in their order, a bounded number at a time."""
         for bucket, numbers in enumerate(self.order.rows):
             for start in range(0, len(numbers), _BLOCK_ROWS):
                 part = numbers[start : start + _BLOCK_ROWS]
@@ -253,7 +253,7 @@ class Holdout:
 
 
 def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, max_rows: int) -> Holdout:
-    """Raises DataError when the split has no row in these partitions, or no whole query in `max_rows` rows."""
+    """Open a holdout. Raises DataError if the split has no row here, or no whole query in `max_rows` rows."""
     extra = EXTRA if sets[0].info.slices else ("partition",)
     rows = open_rows(workspace, sets, split, cache_dir, extra)
     if not sum(rows.sizes):
@@ -287,7 +287,7 @@ def read_column(rows: TokenRows, name: str) -> list[Int64s]:
 
 
 def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) -> SliceColumn:
-    """Queries by their tokens [N], special ones included; `most`: of each slice but the last, special ones apart."""
+    """Slice queries by their tokens [N], special ones included; `most`: of each slice but the last, without those."""
     firsts = [1, *(edge + 1 for edge in most)]
     names = [f"{first}-{last}" if first < last else f"{first}" for first, last in zip(firsts, most, strict=False)]
     codes = np.searchsorted(np.asarray(most), query_tokens.astype(np.int64) - SPECIAL_TOKENS, side="left")

@@ -52,7 +52,7 @@ class Models:
     against_production: bool
 
     def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
-        """What is judged by what: all that decides the verdict, and whether it is acted on.
+        """Name what is judged by what: all that decides the verdict, and whether it is acted on.
 
         Reads a catalogue file for its fingerprint. Raises DataError when there is none.
         """
@@ -80,7 +80,7 @@ class Models:
         }
 
     def verdict(self, settings: Settings, ctx: StageContext, report: EvaluationReport) -> StoredVerdict:
-        """What the registry keeps of a report."""
+        """Convert a report to what the registry keeps of it."""
         compared = self.compared
         inside = compared is not None and compared.uri.startswith(f"{ctx.workspace.root}/")
         return StoredVerdict(
@@ -99,7 +99,7 @@ class Models:
 
 
 def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> Models:
-    """Raises ConfigError, DataError when there is no candidate, CheckpointError for one that does not verify."""
+    """Open both models. Raises ConfigError, DataError without a candidate, CheckpointError if one is damaged."""
     config = settings.evaluate
     if config.candidate:
         storage, prefix = locate(config.candidate, settings, ctx.workspace)  # the workspace itself when it lies there
@@ -142,7 +142,7 @@ def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet])
 
 
 def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint: str) -> None:
-    """The data must be what the model reads: tokenizer, classes, features, lengths. Raises ConfigError with the field.
+    """Raise ConfigError unless the model reads this data: its tokenizer, classes, features and lengths.
 
     The gains of the classes may differ: both models are ranked by those of the data.
     """
@@ -242,7 +242,7 @@ class ModelScorer:
         return lambda windows: embedder().stream(windows)
 
     def _loaded(self, checkpoint: Checkpoint, holdout: Holdout) -> ScoreProgram:
-        """The program of this architecture, with the weights of this model."""
+        """Load the weights of this model into the program of its architecture."""
         state = checkpoint.state
         with torch.device("meta"):  # structure only
             model = RelevanceModel(state.model, state.inputs)
@@ -255,12 +255,13 @@ class ModelScorer:
                 self.settings.train.precision,
                 holdout.rows.buckets,
                 self._watch(checkpoint, holdout),
+                has_one_rate=self.settings.train.optimizer.has_one_rate,
             )
         self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
         return self._programs[name]
 
     def _watch(self, checkpoint: Checkpoint, holdout: Holdout) -> GraphWatch:
-        """What holds graphs against the manifest of training with these settings and this architecture."""
+        """Open the watch over graphs: they must be those of training with these settings and this architecture."""
         if not (self.backend.is_lazy or self.backend.compiles_steps):
             return GraphWatch()
         name = _architecture(checkpoint.state.model)

@@ -122,7 +122,7 @@ def store_report(workspace: Storage, report: EvaluationReport) -> None:
 
 
 def load_report(workspace: Storage, cycle: str) -> EvaluationReport | None:
-    """The report of a cycle; None when there is none. Raises DataError when it cannot be read."""
+    """Load the report of a cycle, None if there is none. Raises DataError if it cannot be read."""
     key = report_key(cycle)
     return read_record(workspace, key, EvaluationReport, "an evaluation report", f"trnpipe evaluate --cycle {cycle}")
 

@@ -47,13 +47,12 @@ VALID: Split = "valid"
 def run_evaluation(
     settings: Settings, ctx: StageContext, models: Models, sets: list[TokenSet], inputs: dict[str, str]
 ) -> EvaluationReport | None:
-    """The report on rank 0, None elsewhere. Raises DataError for a holdout that cannot be used, Preempted."""
+    """Evaluate; return the report on rank 0. Raises DataError for a holdout that cannot be used, Preempted."""
     with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (gang, backend):
         try:
             return Evaluation(settings, ctx, models, sets, inputs, gang, backend).run()
         except RuntimeError as error:
-            nodes = ctx.world.world_size // ctx.world.local_world_size
-            better = diagnose_device_error(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
+            better = diagnose_device_error(error, backend, settings.health, stop=ctx.stop)
             if better is error:
                 raise
             raise better from error
@@ -73,10 +72,10 @@ class Side:
 
 @dataclass
 class Notes:
-    """What is said and how long it took, for the report.
+    """Warnings and durations for the report.
 
-    Apart from the evaluation, so that whoever is handed a method of it does not hold that: a circle of references would
-    keep the shards open until the collector comes by.
+    They are not part of the evaluation: a method of it that is passed on would be a circle of references, which keeps
+    the shards open until garbage collection.
     """
 
     console: Console
@@ -95,7 +94,7 @@ class Notes:
 
 
 def _open_valid(open_split: Callable[[Split], Holdout], gang: Gang) -> Holdout | str:
-    """The valid split, or why there is none: one answer on all ranks.
+    """Open the valid split, or return why there is none: the same on all ranks.
 
     Raises DataError when it can be read on some ranks only: their collectives would get out of step.
     """
@@ -300,7 +299,7 @@ class Evaluation:
         )
 
     def _store_digest(self, ours: Side, theirs: Side | None) -> None:
-        """What pages draw of the scores."""
+        """Store what pages draw of the scores."""
         compared = theirs if theirs and not theirs.rows.meaningless else None
 
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:

@@ -76,7 +76,7 @@ _ARRAYS = ("sample_id", "query_id", "label", "gain", "logits")
 class ScoreInfo(Record):
     """Where scores come from."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"vector_rows": 0}
+    retired: ClassVar[Mapping[str, Any]] = {"vector_rows": ...}
 
     schema_version: Literal[1] = 1
     role: str = Field(description="candidate, incumbent, or what else the model was scored as")
@@ -136,7 +136,8 @@ def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
     except ValidationError as error:
         raise _bad(storage, prefix, KIND, str(error.errors(include_url=False)[0]["loc"])) from error
     info, names = description.info, {*_ARRAYS, *(_SLICE + name for name in description.slices)}
-    shapes = {name: array.shape for name, array in arrays.items()}
+    # Earlier versions also stored the embeddings of some rows.
+    shapes = {name: array.shape for name, array in arrays.items() if not name.startswith("vector.")}
     expected = {name: (info.rows, len(info.labels)) if name == "logits" else (info.rows,) for name in names}
     if shapes != expected:
         raise _bad(storage, prefix, KIND, f"arrays of {shapes}, expected {expected}")

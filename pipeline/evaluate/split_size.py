@@ -17,7 +17,7 @@ _LATER = (
 
 
 def count_queries(infos: Iterable[TokenSetInfo]) -> dict[Split, int]:
-    """Queries of each split, counted once in each partition; empty where an earlier version did not count them."""
+    """Count the queries of each split, once in each partition; empty if an earlier version did not count them."""
     judged = [info.judged for info in infos]
     counts: dict[Split, int] = {
         split: sum(sum(one[split].query_best.values()) for one in judged if split in one) for split in SPLITS
@@ -26,7 +26,7 @@ def count_queries(infos: Iterable[TokenSetInfo]) -> dict[Split, int]:
 
 
 def figure_name(split: Split) -> str:
-    """The figure of prepare's result that holds the queries of a split."""
+    """Return the name of the figure in prepare's result that holds the queries of a split."""
     return f"queries_{split}"
 
 

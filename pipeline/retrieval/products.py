@@ -39,7 +39,7 @@ def to_tokens(padded: npt.NDArray[np.integer], pad_id: int) -> Tokens:
 
 
 def join_tokens(parts: Sequence[Tokens], order: Int64s | None = None) -> Tokens:
-    """The texts of all parts one after the other, then those of `order` [M] (by their number)."""
+    """Join the texts of all parts, or those of `order` [M] (by their number)."""
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)])
     ids = np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)])
     joined = Tokens(ids, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))

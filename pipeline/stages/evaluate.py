@@ -106,7 +106,7 @@ def _conclude(
 
 
 def way_out(verdict: Verdict) -> str:
-    """What may help a refused candidate."""
+    """Say what may help a refused candidate."""
     failed = [check for check in verdict.checks if check.outcome == "fail"]
     if verdict.advice:
         return verdict.advice
@@ -128,7 +128,7 @@ def _finish(
     pointer: Pointer | None,
     started: datetime,
 ) -> StageResult:
-    """The result of a candidate that passed, or was forced; `pointer` when it was promoted."""
+    """Finish the result of a candidate that passed, or was forced; `pointer` if it was promoted."""
     info, scores = ctx.console.info, {"candidate_scores": report.candidate.scores}
     info(f"evaluate: figures in {_report_uri(ctx)}, scores in {ctx.workspace.uri(report.candidate.scores)}")
     if pointer is not None:

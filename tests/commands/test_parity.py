@@ -142,7 +142,7 @@ def test_a_side_recorded_elsewhere_is_compared_and_not_computed_again(
     there = str(tmp_path / "there")
     assert run("cpu", to=there) == EXIT_OK
     assert said[-1] == f"compare it with another side: trnpipe parity file://{there} SIDE"
-    monkeypatch.setattr(command, "_train", lambda *args: pytest.fail("computed again"))
+    monkeypatch.setattr(command, "open_run", lambda *args: pytest.fail("computed again"))
     assert run("cpu", to=there) == EXIT_OK
     assert run(there, "cpu") == EXIT_OK
     with pytest.raises(ConfigError, match=r"holds cpu\.fp32 of run"):

@@ -119,7 +119,7 @@ ROWS = b"query,title,label\nq,t,x\n"
     [
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a Git LFS pointer"),
         ("a.jsonl", b"\n<!DOCTYPE html><html><body>Sign in</body></html>\n", "is a web page"),
-        ("a.csv.gz", gzip.compress(b"PK\x03\x04" + b"\x14\0" * 40), "is a zip archive"),
+        ("a.csv.gz", gzip.compress(b"PK\x03\x04" + b"\x14\0" * 40, mtime=0), "is a zip archive"),
         ("a.parquet", b"\x28\xb5\x2f\xfd" + b"\x04\0" * 40, "is compressed with zstd"),
         ("a.tsv", bz2.compress(ROWS), "is compressed with bzip2"),
         ("a.csv", lzma.compress(ROWS), "is compressed with xz"),

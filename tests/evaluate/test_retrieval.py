@@ -237,31 +237,28 @@ OFFERS = RetrievalConfig(query="label", query_id="cluster", queries={"split": "t
 SPEC = InputSpec(vocab_size=256, pad_id=0, labels=("a", "b"), label_gains=(0.0, 1.0))
 
 
+@pytest.mark.parametrize("prefix", ["", "a "])
 def test_a_catalogue_file(
-    catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+    catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
     monkeypatch.setattr(retrieval, "WINDOW_ROWS", 2)
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
+    spec = SPEC.model_copy(update={"query_prefix": prefix, "product_prefix": prefix})
+    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, spec)
     assert task.num_items == 5, "an id counts once"
-    assert everything(task) == texts_of(tokenizer.encode(["red shoe", "shoe, red new", "blue hat", "", "green hat"]))
+    titles = ["red shoe", "shoe, red new", "blue hat", "", "green hat"]
+    largest = holdout.rows.buckets[-1].product_tokens
+    encoded = cut_tokens(tokenizer.encode([prefix + title for title in titles]), largest, tokenizer.sep_id)
+    assert everything(task) == texts_of(encoded)
+    assert [title for window in task.texts() for title in window] == titles, "prefixes are for the encoder alone"
     asked = {hash63("c1"): "shoe red", hash63("c2"): "blue", hash63("c4"): "hat green"}
     assert sorted(asked) == task.queries.ids.tolist()
-    assert texts_of(task.queries.tokens) == texts_of(tokenizer.encode([asked[number] for number in sorted(asked)]))
+    assert texts_of(task.queries.tokens) == texts_of(
+        tokenizer.encode([prefix + asked[number] for number in sorted(asked)])
+    )
     judged = set(zip(task.queries.judged.query_id.tolist(), task.queries.judged.item_id.tolist(), strict=True))
     assert judged == {(hash63("c1"), 0), (hash63("c1"), 1), (hash63("c2"), 1), (hash63("c4"), 4)}, "item 1 twice"
     odd = list(task.items(lambda number: number == 1))
     assert [(first, len(part.lengths)) for first, part in odd] == [(2, 2)]
-
-
-def test_prefixes_are_for_the_encoder_alone(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    spec = SPEC.model_copy(update={"query_prefix": "blue ", "product_prefix": "a "})
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, spec, 9)
-    titles = ["red shoe", "shoe, red new", "blue hat", "", "green hat"]
-    largest = holdout.rows.buckets[-1].product_tokens
-    expected = cut_tokens(tokenizer.encode([f"a {title}" for title in titles]), largest, tokenizer.sep_id)
-    assert everything(task) == texts_of(expected)
-    assert texts_of(task.queries.tokens) == texts_of(tokenizer.encode([f"blue {text}" for text in task.queries.texts]))
-    assert [title for window in task.texts() for title in window] == titles
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -305,13 +302,6 @@ def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokeniz
     assert task.tuning.judged.item_id.tolist() == [2]
 
 
-def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    config = OFFERS.model_copy(update={"query_id": ""})
-    task = from_catalogue(open_catalogue(config, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
-    shoes = task.queries.judged.item_id[task.queries.judged.query_id == hash63("shoe red")]
-    assert shoes.tolist() == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -319,6 +309,7 @@ def test_queries_told_apart_by_their_text(catalogue: Path, holdout: Holdout, tok
         ({"text": "description"}, "no column 'description'"),
         ({"queries": {"splitt": "test"}}, "no column 'splitt'"),
         ({"valid_queries": {"splitt": "valid"}}, r"no column 'splitt'[\s\S]*retrieval.valid-queries"),
+        ({"id": "text"}, r"5 of 6 rows have no 'text'"),
         ({"queries": {"split": "valid"}}, r"no query in 6 rows[\s\S]*among \{'split': 'valid'\}"),
     ],
 )
@@ -328,18 +319,6 @@ def test_a_catalogue_that_does_not_fit_is_named(
     file = open_catalogue(OFFERS.model_copy(update=changes), str(catalogue), StopSignal())
     with pytest.raises(DataError, match=message):
         from_catalogue(file, holdout, tokenizer, SPEC)
-
-
-def test_rows_without_an_id_are_counted_and_refused(tmp_path: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:
-    path = tmp_path / "offers.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(ROWS[0]))
-        writer.writeheader()
-        writer.writerows([*ROWS, ROWS[0] | {"product_id": ""}, ROWS[3] | {"product_id": " "}])
-    config = OFFERS.model_copy(update={"catalogue": str(path)})
-    with pytest.raises(DataError, match=r"offers\.csv: 2 of 8 rows have no 'product_id'") as caught:
-        from_catalogue(open_catalogue(config, str(path), StopSignal()), holdout, tokenizer, SPEC)
-    assert "--evaluate.retrieval.id" in caught.value.next_command
 
 
 def test_no_catalogue(tmp_path: Path) -> None:

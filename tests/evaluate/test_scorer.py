@@ -16,7 +16,7 @@ from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.evaluate.holdout import HoldoutOrder, choose_rows
+from pipeline.evaluate.holdout import HoldoutOrder
 from pipeline.evaluate.score import PartStore, Score, Scorer
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
@@ -203,11 +203,3 @@ def test_a_loader_that_loses_batches_is_noticed(rows: TokenRows, order: HoldoutO
 
     with pytest.raises(RuntimeError, match="scored 12 of 33 rows"):
         run(rows, order, tmp_path, backend=Losing())
-
-
-def test_some_queries_alone(rows: TokenRows, tmp_path: Path) -> None:
-    ids = [rows.read(np.full(size, pool), np.arange(size), pool)["query_id"] for pool, size in enumerate(rows.sizes)]
-    few = choose_rows(ids, 12)
-    found = run(rows, few, tmp_path)
-    assert len(found["sample_id"]) == few.total <= 12
-    assert set(found["query_id"].tolist()) < set(np.concatenate(ids).tolist())

@@ -80,8 +80,14 @@ def test_scores_come_back(storage: Storage, tmp_path: Path, slices: bool) -> Non
     )
 
 
-def test_an_earlier_version_said_that_there_are_no_vectors() -> None:
-    assert ScoreInfo.model_validate({**INFO.model_dump(), "vector_rows": 0}) == INFO
+def test_the_vectors_that_an_earlier_version_stored_are_passed_over(storage: Storage, tmp_path: Path) -> None:
+    save_scores(storage, PREFIX, scores(), tmp_path)
+    fields = {**require_manifest(storage, PREFIX).fields, "info": {**INFO.model_dump(mode="json"), "vector_rows": 2}}
+    arrays, _ = load_arrays(storage, PREFIX, KIND, tmp_path / "cache", FILE)
+    arrays["vector.query"] = np.zeros((2, 4), dtype=np.float32)
+    save_arrays(storage, "older", KIND, arrays, tmp_path, fields, FILE)
+    found = load_scores(storage, "older", tmp_path / "cache")
+    assert found.info == INFO and found.slices["käse"].names == ("ä", "b")
 
 
 def test_probabilities() -> None:

@@ -143,13 +143,6 @@ def text_hashes_of(task: MiningTask, start: int, stop: int) -> list[int]:
     return hashes
 
 
-def test_texts_by_part_are_those_of_all(rows: TokenRows) -> None:
-    task = task_of(rows, [0, 1])
-    whole, part = task.queries(0, task.num_queries), task.queries(3, 9)
-    assert part.ids.tolist() == whole.part(3, 9).ids.tolist()
-    assert text_hashes_of(task, 5, 11) == text_hashes_of(task, 0, task.num_items)[5:11]
-
-
 def test_a_limit_of_items_keeps_the_positives(rows: TokenRows) -> None:
     table = table_of(rows)
     positives = set(table["product"][table["gain"] >= 0.99].tolist())

@@ -113,7 +113,7 @@ def t_quantile(confidence: float, freedom: int) -> float:
 
 
 def _corrected(quantile: float, skewness: float) -> float:
-    """The inverse of Hall's cubic transformation: the quantile of a studentised value of this skewness."""
+    """Invert Hall's cubic transformation: return the quantile of a studentised value of this skewness."""
     if abs(skewness) < 1e-6:
         return quantile
     return 3 / skewness * (float(np.cbrt(1 + skewness * (quantile - skewness / 6))) - 1)
@@ -273,7 +273,7 @@ class Comparison:
 
 
 def not_comparable(comparison: Comparison, min_queries: int) -> str:
-    """Why there is nothing to compare; empty when there is."""
+    """Return why a comparison is impossible, or nothing."""
     other = comparison.baseline or "the incumbent"
     for role, side in (("the candidate", comparison.candidate), (other, comparison.incumbent)):
         if isinstance(side, Missing):
@@ -284,7 +284,7 @@ def not_comparable(comparison: Comparison, min_queries: int) -> str:
 
 
 def judge_overall(comparison: Comparison, difference: PairedDifference, confidence: float) -> GateCheck:
-    """The burden is on the candidate: it must be shown not to be worse by more than allowed (non-inferiority)."""
+    """Require the candidate to be shown not to be worse by more than allowed (non-inferiority)."""
     interval, seen, change, worst, best = _losses(comparison, difference, confidence)
     if math.isnan(worst):
         return comparison.check("fail", f"{seen}; not defined in enough bootstrap draws to say how sure that is")
@@ -311,7 +311,7 @@ def judge_overall(comparison: Comparison, difference: PairedDifference, confiden
 def judge_refusal(
     comparison: Comparison, difference: PairedDifference, confidence: float, worse: Outcome = "fail"
 ) -> GateCheck:
-    """The burden is on the refusal: a slice must be shown to be worse by more than allowed, or a baseline better.
+    """Refuse only if a slice is shown to be worse by more than allowed, or a baseline to be better.
 
     Few queries show little. `worse`: the outcome where that is shown.
     """
@@ -336,7 +336,7 @@ def judge_refusal(
 def _losses(
     comparison: Comparison, difference: PairedDifference, confidence: float
 ) -> tuple[tuple[float, float], str, float, float, float]:
-    """The interval, what was seen, and by how much the candidate is worse: as measured, at worst, at best."""
+    """Return the interval, the values in words, and by how much the candidate is worse: measured, at worst, at best."""
     low, high = interval = difference.interval(confidence)
     change, worst, best = -difference.difference, -low, -high
     if comparison.metric.lower_is_better:
@@ -370,12 +370,12 @@ class Side:
         return measure_retrieval(self.retrieval, name) if name.of_retrieval else self.metrics.measure(name)
 
     def select(self, mask: Bools) -> "Side":
-        """The rows where `mask` [N] is true; retrieval is not known by row."""
+        """Return the rows where `mask` [N] is true; retrieval is not known by row."""
         return replace(self, rows=self.rows.select(mask), retrieval=None)
 
 
 def check_same_holdout(candidate: Side, incumbent: Side) -> None:
-    """Raises DataError unless both are scores of the same rows in the same order, and of the same queries."""
+    """Raise DataError unless both are scores of the same rows in the same order, and of the same queries."""
     ours, theirs = candidate.rows, incumbent.rows
     if ours.labels != theirs.labels:
         raise DataError(

@@ -300,7 +300,7 @@ def _over_all_rows(
 
 
 def _without_search(config: GateConfig, *, searched: bool) -> list[GateCheck]:
-    """A note where search, which is what the vectors serve, is not compared with the incumbent's."""
+    """Note that search, which the vectors serve, is not compared with the incumbent's."""
     if any(MetricName.parse(text).of_retrieval for text in config.drops_for(searched=searched)) or not config.drops:
         return []
     outcome: Outcome = "skipped"
@@ -312,7 +312,7 @@ def _without_search(config: GateConfig, *, searched: bool) -> list[GateCheck]:
 
 
 def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
-    """The check of a candidate that nothing judged: a first one is refused unless the settings promote it.
+    """Check a candidate that nothing judged: a first one is refused unless the settings promote it.
 
     A later one comes here only with empty `gate.drops`: whoever sets that wants no comparison.
     """

@@ -14,7 +14,7 @@ _BLOCK = 8
 
 
 def best_threshold(rows: ScoredRows) -> float:
-    """The probability from which a row is called a match, with the best F1 on `rows` (the valid split).
+    """Choose the probability from which a row is called a match, with the best F1 on `rows` (the valid split).
 
     It lies half way to the next lower score that occurs (or 0), so that rounding on another device does not move rows
     across it. Of equal F1 the highest is taken: fewest rows are called a match.
@@ -165,7 +165,7 @@ def log_loss(queries: Queries, label: Int64s, probabilities: Float64s) -> Sums:
 
 
 def calibration_error(queries: Queries, label: Int64s, probabilities: Float64s, num_bins: int = NUM_BINS) -> Sums:
-    """Expected calibration error of the most probable label.
+    """Compute the expected calibration error of the most probable label.
 
     Confidence falls into equal bins (0, 1/n], (1/n, 2/n], ...: one at an edge belongs to the lower bin. Each bin adds
     |share of right rows - mean confidence| by its share of the rows.

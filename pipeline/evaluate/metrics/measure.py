@@ -192,7 +192,7 @@ def metric_report(rows: ScoredRows, config: MetricsConfig, threshold: float | No
 
 
 def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
-    """The metrics of a report, in the order people read them."""
+    """Name the metrics of a report, in the order people read them."""
     ranked = [f"ndcg@{k}" for k in config.ndcg_at] + ["mrr"] + [f"recall@{k}" for k in RECALL_AT]
     ranked += [f"precision@{k}" for k in PRECISION_AT]
     classes = ["accuracy", "macro_f1", "micro_f1", *(f"f1:{label}" for label in labels)]
@@ -201,7 +201,7 @@ def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
 
 
 def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> tuple[SliceReport, ...]:
-    """The report of each slice of each column; rows without a value belong to none. Raises DataError without rows."""
+    """Measure each slice of each column. Rows without a value belong to none. Raises DataError without rows."""
     return tuple(
         SliceReport(
             column=name,

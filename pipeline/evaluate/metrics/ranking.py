@@ -120,9 +120,13 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
         beyond K are left out.
 
     Raises:
-        DataError: no query, a query or an item of a list twice, shapes that do not fit.
+        DataError: no query, or shapes or gains that do not fit.
     """
-    _check(query_id, ranked, judged)
+    if not len(query_id) or len(ranked) != len(query_id) or not (judged.gain >= 0).all():
+        raise DataError(
+            f"{len(ranked)} ranked lists of {len(query_id)} queries, gains from {judged.gain.min(initial=0.0)}",
+            expected="a list for each query, at least one, and gains of 0 or more",
+        )
     order = np.argsort(query_id)
     query_id, ranked = query_id[order], ranked[order]
     num_queries = len(query_id)
@@ -159,20 +163,3 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
     first = np.where(hit.any(axis=1), 1.0 / (hit.argmax(axis=1) + 1.0), 0.0)
     values[f"{RETRIEVAL}mrr"] = np.where(relevant > 0, first, np.nan)
     return PerQuery(query_id, values)
-
-
-def _check(query_id: Int64s, ranked: Int64s, judged: Judgements) -> None:
-    ordered = np.sort(ranked, axis=-1)
-    problems = {
-        "no query to retrieve for": not len(query_id),
-        "a query has two ranked lists": len(np.unique(query_id)) != len(query_id),
-        f"ranked lists are {ranked.shape}": ranked.ndim != 2 or len(ranked) != len(query_id) or not ranked.shape[-1],
-        "judgements differ in length": not judged.query_id.shape == judged.item_id.shape == judged.gain.shape,
-        "a judgement has a negative gain or NaN": not (judged.gain >= 0).all(),
-        "a ranked list holds an item twice": bool(
-            ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
-        ),
-    }
-    for seen, is_so in problems.items():
-        if is_so:
-            raise DataError(seen, expected="a list of different items for each query, and gains of 0 or more")

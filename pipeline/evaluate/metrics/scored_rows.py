@@ -53,20 +53,22 @@ class ScoredRows:
     meaningless: str = ""
 
     def __post_init__(self) -> None:
-        rows, classes = len(self.query_id), len(self.labels)
-        expected = {"query_id": (rows,), "label": (rows,), "gain": (rows,), "probabilities": (rows, classes)}
-        for name, shape in expected.items():
-            _require(getattr(self, name).shape == shape, f"{name} is {getattr(self, name).shape}", f"{shape}")
-        _require(len(self.label_gains) == classes, f"{len(self.label_gains)} label gains", f"{classes}, one a label")
-        _require(classes > 0, "no labels", "at least one")
-        _in_range("label", self.label, classes)
-        _require(bool((self.gain >= 0).all()), "a gain is negative or NaN", "0 or more in every row")
-        for name, column in self.slices.items():
-            _require(column.codes.shape == (rows,), f"slice {name} is {column.codes.shape}", f"({rows},)")
-            _in_range(f"slice {name}", column.codes, len(column.names))
-        usable = self.probabilities[~self.unusable]
-        good = (usable >= 0).all() and (np.abs(usable.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()
-        _require(bool(good), "scores that are not probabilities", "0 to 1, adding up to 1 in each row")
+        shapes = {getattr(self, name).shape for name in ("query_id", "label", "gain")}
+        shapes |= {column.codes.shape for column in self.slices.values()}
+        usable, classes = self.probabilities[~self.unusable], (len(self.query_id), len(self.labels))
+        problems = {
+            f"columns of {sorted(shapes)}": len(shapes) > 1,
+            f"probabilities of {self.probabilities.shape}": self.probabilities.shape != classes,
+            f"{len(self.label_gains)} gains of {len(self.labels)} labels": len(self.label_gains) != len(self.labels),
+            "a label that is none of them": bool((self.label < -1).any() or (self.label >= len(self.labels)).any()),
+            "a gain that is negative or NaN": not (self.gain >= 0).all(),
+            "scores that are not probabilities": not (
+                (usable >= 0).all() and (np.abs(usable.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()
+            ),
+        }
+        for seen, is_so in problems.items():
+            if is_so:
+                raise DataError(f"scored rows: {seen}", expected="one of each for a row, and probabilities of labels")
 
     @property
     def num_rows(self) -> int:
@@ -90,7 +92,7 @@ class ScoredRows:
         return relevance
 
     def select(self, mask: Bools) -> "ScoredRows":
-        """The rows where `mask` [N] is true, in the same order."""
+        """Return the rows where `mask` [N] is true, in the same order."""
         return ScoredRows(
             self.query_id[mask],
             self.label[mask],
@@ -109,16 +111,6 @@ class PerQuery:
 
     query_id: Int64s
     values: Mapping[str, Float64s]
-
-
-def _in_range(name: str, codes: Int64s, size: int) -> None:
-    inside = codes.size == 0 or (codes.min() >= -1 and codes.max() < size)
-    _require(bool(inside), f"{name} runs from {codes.min(initial=0)} to {codes.max(initial=0)}", f"-1 to {size - 1}")
-
-
-def _require(holds: bool, seen: str, expected: str) -> None:
-    if not holds:
-        raise DataError(f"scored rows: {seen}", expected=expected)
 
 
 # A metric as a function of how often each query counts. With every query once it is the metric itself; with drawn
@@ -157,7 +149,7 @@ class Sums:
 
 
 def mean_over_queries(values: Float64s) -> Sums:
-    """The mean of values [Q]; a query with NaN is left out."""
+    """Average values [Q]; a query with NaN is left out."""
     defined = ~np.isnan(values)
     return Sums(np.stack([np.where(defined, values, 0.0), defined], axis=1), ratio, defined)
 
@@ -175,7 +167,7 @@ def divided(over: Float64s, under: Float64s) -> Float64s:
 
 
 def value_of(statistic: Statistic) -> float:
-    """The metric itself: every query once."""
+    """Return the metric itself: every query counts once."""
     return float(statistic.at(np.ones((1, len(statistic.counted))))[0])
 
 
