@@ -174,7 +174,7 @@ def test_bad_rows_of_text_files_name_their_line(tmp_path: Path, name: str) -> No
     text = "\n".join(lines).replace("|", "\n").replace(",", "\t" if name == "a.tsv" else ",") + "\n"
     (tmp_path / name).write_text(text)
     (chunk,) = cut_chunks(name, read(tmp_path / name, DataConfig(), num_rows=2), 100)
-    rules = RowRules("flat", ("x", "y"), (0.0, 1.0), (), (), {}, 0.0, 0.0, carve_valid=False)
+    rules = RowRules(DataConfig(), "flat", ("x", "y"), (0.0, 1.0), carve_valid=False)
     _, bad, _ = clean(chunk, rules)
     torn = NOT_AN_OBJECT if name == "a.jsonl" else WRONG_FIELDS
     line = 4 if name == "a.jsonl" else 5
