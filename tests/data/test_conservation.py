@@ -32,7 +32,7 @@ from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
 from tests.s3 import MotoServer, lead_to
 
 QUICK, THOROUGH = range(120), range(120, 2700)
-RULES = RowRules(FLAT, ("no", "yes"), (0.0, 1.0), (), (), {}, 0.0, 0.0, carve_valid=False)
+RULES = RowRules(DataConfig(valid_fraction=0, test_fraction=0), FLAT, ("no", "yes"), (0.0, 1.0), carve_valid=False)
 
 
 def ids_of(batch: Any, field: str) -> list[str]:
