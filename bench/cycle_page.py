@@ -19,9 +19,8 @@ from jobs.cycle.page.publish import data_key, report_key, write_page
 from jobs.plan.dag import Plan
 from jobs.plan.spec import Dependency, JobSpec, Resources
 from pipeline.context import Figure, StageResult, store_result
-from pipeline.data.digest import PartitionDigest, PrepareDigest
-from pipeline.data.digest import digest_key as prepared_key
-from pipeline.data.token_sets import QuarantinedRow
+from pipeline.data.token_sets import PartitionDigest, PrepareDigest, QuarantinedRow
+from pipeline.data.token_sets import digest_key as prepared_key
 from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.digest import digest_key as vectors_key
 from pipeline.evaluate.digest import SCORE_BINS, Bin, Example, ModelDigest, QueryChanges, ScoreDigest

@@ -131,7 +131,7 @@ def window_figures(weights: Weights, titles: Sequence[str]) -> list[Figure]:
     shapes = row_shapes(config.buckets, config.batch_tokens(XlaBackend.default_tokens))
     slots = tokens = distinct = 0
     for window in weights.windows(titles):
-        texts = distinct_texts(window, weights.limit, weights.tokenizer.sep_id).tokens
+        texts = distinct_texts(window, weights.limit, weights.tokenizer.sep_id)[0]
         distinct += len(texts.lengths)
         for batch in row_batches(texts, shapes, weights.spec.pad_id):
             slots += batch.num_slots

@@ -32,7 +32,6 @@ from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.health.tools import stage_limit_s as health_limit_s
 from pipeline.io.paths import user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
@@ -205,14 +204,9 @@ def _workspace_uri(settings: CycleSettings) -> str:
 def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
     """Of stages that end themselves after some time, on the machines that their jobs are meant for."""
     health, compile_ = settings.jobs.health, settings.jobs.compile
+    on_neuron = _on_neuron(settings, health)
     limits = {
-        "health": health_limit_s(
-            settings.health,
-            instance=health.instance,
-            on_neuron=_on_neuron(settings, health),
-            num_nodes=health.nodes,
-            processes=health.processes,
-        )
+        "health": settings.health.stage_limit_s(on_neuron=on_neuron, num_nodes=health.nodes, processes=health.processes)
     }
     if _on_neuron(settings, compile_):
         limits["compile"] = settings.compile.stage_limit_s(num_nodes=compile_.nodes)
@@ -274,8 +268,7 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":
-        from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
-        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
+        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute, SageMakerClient, ServiceJobClient
         from jobs.targets.sagemaker.target import SageMakerTarget
 
         training = SageMakerClient(connect("sagemaker"), stop=stop)

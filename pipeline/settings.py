@@ -144,7 +144,7 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
     "evaluate": {"candidate": True, "promote": True, "force_reason": True},
     "mine": {"workers": True, "queries_per_part": True},
-    "embed": {"worker": True, "workers": True, "verify": True},
+    "embed": {"worker": True, "workers": True},
 }
 
 
@@ -235,7 +235,7 @@ def _is_retired(model: type[BaseModel], name: str, given: "Given") -> bool:
     Raises ConfigError if it has a value that this version cannot honour.
     """
     words = name.split(".")
-    for depth in range(1, len(words) + 1):
+    for depth in range(len(words), 0, -1):
         known = ".".join(words[:depth])
         if known in retired(model):
             if is_neutral(retired(model)[known], given.value):

@@ -24,7 +24,6 @@ ALLOWED = {
     ("jobs/node/post_mortem.py", "pjrt"): "how environment variables begin",
     ("pipeline/compile/config.py", "neuron"): "a choice of the setting compile.tool",
     ("pipeline/compile/neuron.py", "neuron"): "a choice of the setting compile.tool",
-    ("pipeline/health/neuron.py", "neuron"): "device files and folders of the driver, neuron0",
 }
 
 

@@ -78,8 +78,7 @@ macro_f1 = 1.0
 macro_f1 = 1.0
 [health]
 only = ["host"]
-min_free_cache_gib = 0.0
-min_free_checkpoint_gib = 0.0
+min_free_gib = 0.0
 [storage]
 total_deadline_s = 8.0
 [log]

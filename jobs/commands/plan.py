@@ -17,8 +17,7 @@ from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
 from jobs.targets.batch.account import account_problems, account_warnings, read_planned
-from jobs.targets.batch.limits import check_plan
-from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
 from pipeline.core.errors import EXIT_OK, ConfigError, TrnpipeError

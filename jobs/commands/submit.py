@@ -19,7 +19,7 @@ from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
-from jobs.targets.batch.limits import check_plan
+from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.interpreter import without_interpreter

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from jobs.cycle.job_records import AttemptRecord, Cancel, Closed, JobRecord, JobState, Outcome
 from jobs.plan.dag import Plan
-from jobs.plan.retry import Retry
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Retry
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, Preempted, TransientError, headline
 
 EXITED = "Essential container in task exited"

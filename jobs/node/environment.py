@@ -38,7 +38,7 @@ from pipeline.parallel.world import (
 from pipeline.proc.children import COMMAND_S
 
 ROUND = "TRNJOBS_ROUND"
-LOOPBACK = ("127.0.0.1", "localhost")  # of a gang on one machine, which may have no network
+LOOPBACK = ("127.0.0.1", "localhost")  # of a group on one machine, which may have no network
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from pipeline.parallel.launch import gang_exit_code
 
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARACTERS = 500  # fits into a line, however JSON writes it
-HELLO_S = 10.0  # for a new connection to say which node it is
 SETTLE_S = 2.0  # beyond the grace: for the messages of nodes that were just killed to arrive
 CONNECT_S, PAUSE_S = 1.0, 0.25
 
@@ -103,8 +102,6 @@ class NodeGroup:
                     self._take(link, message)
                 if (node := self._links[link]) is not None:
                     self._nodes[node].heard = link.heard
-                elif now - link.opened > HELLO_S:
-                    raise NodeGone("it says nothing")
             except NodeGone as gone:
                 self._drop(link, str(gone))
         if not self._is_main and own.code is not None and self._links and not self._has_reported:
@@ -298,7 +295,7 @@ class Connection:
     def __init__(self, connection: socket.socket, now: float) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.opened, self.heard = connection, now, now
+        self.socket, self.heard = connection, now
         self._unread = b""
 
     def send(self, message: Message | None) -> None:

@@ -19,7 +19,7 @@ from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variabl
 from jobs.node.group import NodeGroup
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
 from jobs.node.sagemaker import resolve_ipv4, sagemaker_variables, write_failure
-from jobs.node.supervisor import Outcome, Supervisor, watched_signals
+from jobs.node.supervisor import Supervisor, watched_signals
 from pipeline.core.errors import TransientError, TrnpipeError, error_in_log, headline
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
@@ -51,18 +51,19 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             attempt = _Attempt(place, timing, words, env, folder, say, group)
             attempt.prepare(signals.stop)
             supervisor = Supervisor(attempt.start, group, signals, timing, say)
-            outcome = supervisor.run()
-            if outcome.reason:
-                say(f"exit {outcome.code}: {outcome.reason}")
+            supervisor.run()
+            code = supervisor.code
+            if supervisor.reason:
+                say(f"exit {code}: {supervisor.reason}")
             # In one line without secrets: the reason, else what the log says.
-            error = error_in_log(supervisor.command.log(), outcome.code) if supervisor.command else ()
-            why = str(without_secrets(outcome.reason or headline(error), secrets_of(attempt.env)))
-            group.acknowledge(outcome.code, why)
-            attempt.explain(outcome, supervisor.command)
-            write_failure(env, *(group.agreed or (outcome.code, why)))
+            error = error_in_log(supervisor.command.log(), code) if supervisor.command else ()
+            why = str(without_secrets(supervisor.reason or headline(error), secrets_of(attempt.env)))
+            group.acknowledge(code, why)
+            attempt.explain(supervisor)
+            write_failure(env, *(group.agreed or (code, why)))
             # The other nodes explain themselves too.
-            linger_s = timing.bundle_s if outcome.code and not outcome.stopped else LINGER_S
-            return outcome.code
+            linger_s = timing.bundle_s if code and not supervisor.stopped else LINGER_S
+            return code
         finally:
             group.close(linger_s)
 
@@ -82,7 +83,7 @@ class _Attempt:
     _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def prepare(self, stop: StopSignal) -> None:
-        """Look for the network of a gang, read the settings of the cycle.
+        """Look for the network of a node group, read the settings of the cycle.
 
         A failure is told in `start`: the other nodes are to hear of it.
         """
@@ -121,36 +122,36 @@ class _Attempt:
         stacks.mkdir()
         return Command(words, self.env, stacks)
 
-    def explain(self, outcome: Outcome, command: Command | None) -> None:
+    def explain(self, ended: Supervisor) -> None:
         """Leave a post-mortem where there is a failure. Whatever happens here, the exit code stays what it is."""
-        if not deserves_post_mortem(outcome.own_code or outcome.code, stopped=outcome.stopped, killed=outcome.killed):
+        if not deserves_post_mortem(ended.own_code or ended.code, stopped=ended.stopped, killed=ended.killed):
             return
         if not self.place.is_in_cycle:
             return
         limit_s = self.timing.bundle_s
-        if outcome.stopped and outcome.told_at is not None:
-            left_s = EXPLAIN_S - (time.monotonic() - outcome.told_at)
+        if ended.stopped and ended.told_at is not None:
+            left_s = EXPLAIN_S - (time.monotonic() - ended.told_at)
             limit_s = max(MIN_BUNDLE_S, min(limit_s, left_s))
         told: list[str] = []
-        work = threading.Thread(target=self._write, args=(outcome, command, told), name="post-mortem", daemon=True)
+        work = threading.Thread(target=self._write, args=(ended, told), name="post-mortem", daemon=True)
         work.start()
         work.join(limit_s)
         self.say(told[0] if told else f"no post-mortem: not written within {limit_s:g} s")
 
-    def _write(self, outcome: Outcome, command: Command | None, told: list[str]) -> None:
+    def _write(self, ended: Supervisor, told: list[str]) -> None:
         try:
             storage = open_storage(self.place.workspace)
             place = self.place
             name = f"{place.job}-{place.attempt}-node{place.node}"
             name += f"-round-{place.round_}" if place.round_ > 1 else ""
             key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
-            bundle = self._bundle(outcome, command, storage)
+            bundle = self._bundle(ended, storage)
             storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
             told.append(f"post-mortem: {storage.uri(key)}")
         except Exception as error:  # the exit code says more than what goes wrong while explaining it
             told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
-    def _bundle(self, outcome: Outcome, command: Command | None, storage: Storage) -> PostMortem:
+    def _bundle(self, ended: Supervisor, storage: Storage) -> PostMortem:
         unread, kills = list[str](), kills_for_memory()
         settings: JsonValue = None
         try:
@@ -175,11 +176,11 @@ class _Attempt:
             num_nodes=self.place.num_nodes,
             host=socket.gethostname(),
             command=tuple(self.words),
-            exit_code=outcome.code,
-            own_exit_code=outcome.own_code,
-            returncode=outcome.returncode,
-            reason=outcome.reason,
-            killed=outcome.killed,
+            exit_code=ended.code,
+            own_exit_code=ended.own_code or 0,
+            returncode=ended.returncode,
+            reason=ended.reason,
+            killed=ended.killed,
             out_of_memory_kills=None if kills is None else kills - (self._kills_before or 0),
             started=self._started,
             ended=datetime.now(UTC),
@@ -187,9 +188,9 @@ class _Attempt:
             environment=shown_environment(self.env),
             settings=settings,
             nodes=tuple(self.group.seen()),
-            processes=outcome.processes,
-            stacks=command.stacks() if command else {},
-            log=command.log() if command else (),
+            processes=ended.processes,
+            stacks=ended.command.stacks() if ended.command else {},
+            log=ended.command.log() if ended.command else (),
             events=tuple(events),
             unread=tuple(unread),
         )

@@ -6,13 +6,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 from jobs.node.command import Command, ProcessSeen, exit_code_of_return
 from jobs.node.environment import Timing
 from jobs.node.group import NodeGroup
-from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
+from pipeline.core.errors import EXIT_BUG, EXIT_OK, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 
 # SIGTERM, SIGINT and the end of a child wake the one loop of the entry.
@@ -57,28 +57,12 @@ UNKILLABLE_S = 4.0
 MAX_WAIT_S = 0.5
 
 
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    """Of the job, as far as this node decides it."""
-    own_code: int
-    returncode: int | None
-    """Of the process; None: it never ran."""
-    reason: str
-    """Why it was stopped or failed to start; empty when it ended by itself."""
-    stopped: bool
-    """By a signal from outside."""
-    killed: bool
-    """It did not stop within the grace."""
-    told_at: float | None
-    """When it was told to stop, by the clock of the loop."""
-    processes: tuple[ProcessSeen, ...] = ()
-    """What was left when it was killed."""
-
-
 @dataclass
 class Supervisor:
-    """Runs a command once all nodes are there, until every node's end is known. `start` may raise a TrnpipeError."""
+    """Run a command once all nodes are here, until the end of every node is known. `start` may raise a TrnpipeError.
+
+    After `run` its attributes say how it ended.
+    """
 
     start: Callable[[], Command]
     group: NodeGroup
@@ -87,69 +71,72 @@ class Supervisor:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     command: Command | None = None
-    _own: int | None = None
-    _returncode: int | None = None
-    _reason: str = ""
-    _told_at: float | None = None
-    _killed: bool = False
+    code: int = EXIT_BUG
+    """Of the job, as far as this node decides it."""
+    own_code: int | None = None
+    returncode: int | None = None
+    """Of the process; None: it never ran."""
+    reason: str = ""
+    """Why it was stopped or failed to start; empty when it ended by itself."""
+    told_at: float | None = None
+    """When it was told to stop, by `clock`."""
+    killed: bool = False
+    """It did not stop within the grace."""
+    processes: tuple[ProcessSeen, ...] = ()
+    """What was left when it was killed."""
     _asked_stacks: bool = False
-    _processes: tuple[ProcessSeen, ...] = field(default_factory=tuple)
 
-    def run(self) -> Outcome:
-        while self._own is None or not self.group.settled:
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal came from outside."""
+        return self.signals.stop.is_set()
+
+    def run(self) -> None:
+        while self.own_code is None or not self.group.settled:
             self.group.tick()
-            if self.command is not None and self._own is None:
-                self._returncode = self.command.returncode()
-                if self._returncode is not None:
+            if self.command is not None and self.own_code is None:
+                self.returncode = self.command.returncode()
+                if self.returncode is not None:
                     self.command.end()  # what it has started ends with it
-                    self._end(self._code_when_killed() if self._killed else exit_code_of_return(self._returncode))
+                    self._end(self._code_when_killed() if self.killed else exit_code_of_return(self.returncode))
             self._stop_when_asked()
-            if self.command is None and self._own is None and self.group.ready:
+            if self.command is None and self.own_code is None and self.group.ready:
                 try:
                     self.command = self.start()
                 except TrnpipeError as error:
-                    self._reason = f"{type(error).__name__}: {error}"
+                    self.reason = f"{type(error).__name__}: {error}"
                     self._end(error.exit_code)
-            elif self._own is None or not self.group.settled:
+            elif self.own_code is None or not self.group.settled:
                 self._wait()
-        stopped = self.signals.stop.is_set()
-        return Outcome(
-            code=self.group.exit_code(self._own, stopped=stopped),
-            own_code=self._own,
-            returncode=self._returncode,
-            reason=self._reason or self.group.trouble,
-            stopped=stopped,
-            killed=self._killed,
-            told_at=self._told_at,
-            processes=self._processes,
-        )
+        self.code = self.group.exit_code(self.own_code, stopped=self.stopped)
+        self.reason = self.reason or self.group.trouble
 
     def _stop_when_asked(self) -> None:
-        asked = signal.Signals[self.signals.stop.reason] if self.signals.stop.is_set() else None
+        asked = signal.Signals[self.signals.stop.reason] if self.stopped else None
         reason = f"{asked.name} from outside" if asked else self.group.trouble
         if not reason:
             return
-        if self._told_at is None:
+        if self.told_at is None:
             self._tell(reason, asked)
-        elif self.command is not None and self._own is None:
-            waited_s = self.clock() - self._told_at
+        elif self.command is not None and self.own_code is None:
+            waited_s = self.clock() - self.told_at
             if waited_s > self.timing.grace_s - STACKS_S and not self._asked_stacks:
                 self._asked_stacks = True
                 self.command.ask_stacks()
-            if waited_s > self.timing.grace_s and not self._killed:
+            if waited_s > self.timing.grace_s and not self.killed:
                 self.say(f"the command has not stopped within {self.timing.grace_s:g} s: killing it")
-                self._killed = True
-                self._processes = self.command.processes()
+                self.killed = True
+                self.processes = self.command.processes()
                 self.command.end()
             elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # stuck in a driver
                 self._end(self._code_when_killed())
 
     def _tell(self, reason: str, asked: signal.Signals | None) -> None:
-        self._told_at = self.clock()
+        self.told_at = self.clock()
         self.group.stop(reason)
-        if self._own is not None:
+        if self.own_code is not None:
             return
-        self._reason = reason
+        self.reason = reason
         self.say(f"stopping the command: {reason}")
         if self.command is None:
             self._end(self._code_when_killed())
@@ -159,10 +146,10 @@ class Supervisor:
         self.command.tell(asked or signal.SIGTERM)
 
     def _code_when_killed(self) -> int:
-        return Preempted.exit_code if self.signals.stop.is_set() else TransientError.exit_code
+        return Preempted.exit_code if self.stopped else TransientError.exit_code
 
     def _end(self, code: int) -> None:
-        self._own = code
+        self.own_code = code
         self.group.report(code)
         if code != EXIT_OK:
             self.group.stop(f"the main node exited with {code}")

@@ -1,7 +1,7 @@
 """What jobs cost. Pure.
 
-A container costs the share of its machine that its vCPUs are, as AWS Batch places it; a node of a gang has a machine of
-its own. Machines without a price in the table cost by the vCPU, when the settings say how much.
+A container costs the share of its machine that its vCPUs are, as AWS Batch places it; a node of a group has a machine
+of its own. Machines without a price in the table cost by the vCPU, when the settings say how much.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
 def machine_share(job: JobSpec) -> float:
     """Of its machine that one node takes; all of one that is not in the table.
 
-    AWS Batch puts no other job on the nodes of a gang (user guide, multi-node parallel jobs: nodes are single-tenant).
+    AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
     """
     known = NODES.get(job.resources.instance_type)
     return min(1.0, job.resources.vcpus / known.vcpus) if known and not job.num_nodes else 1.0

@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jobs.config import JobsConfig, StageJob
-from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, JobSpec, Resources, Ulimit
+from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES, Node
 
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
-OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node of a gang holds a connection to each other
+OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node holds a connection to each other
 LOCKED_MEMORY = Ulimit(name="memlock", soft=-1, hard=-1)  # what Neuron devices and EFA read and write stays in memory
 
 
@@ -75,17 +74,8 @@ def job_of(
 
 PREFIX = "ml."
 _FAMILY = "m7i"
-_SIZES = {  # vCPUs and GiB
-    "large": (2, 8),
-    "xlarge": (4, 16),
-    "2xlarge": (8, 32),
-    "4xlarge": (16, 64),
-    "8xlarge": (32, 128),
-    "12xlarge": (48, 192),
-    "16xlarge": (64, 256),
-    "24xlarge": (96, 384),
-    "48xlarge": (192, 768),
-}
+_VCPUS = {"large": 2, "xlarge": 4} | {f"{n}xlarge": 4 * n for n in (2, 4, 8, 12, 16, 24, 48)}
+_MIB_PER_VCPU = 4 * 1024
 _USABLE = 0.9  # of the memory; the rest is that of the kernel and of SageMaker's agents
 
 
@@ -103,15 +93,11 @@ def ml_machine(needs: Resources) -> str:
     """`ml.trn1.32xlarge`; empty for more than any machine of the family has."""
     if needs.instance_type:
         return ml_name(needs.instance_type)
-    fitting = (
-        size
-        for size, (vcpus, gib) in _SIZES.items()
-        if needs.vcpus <= vcpus and needs.memory_mib <= 1024 * gib * _USABLE
-    )
-    size = next(fitting, "")
+    vcpus = max(needs.vcpus, needs.memory_mib / _MIB_PER_VCPU / _USABLE)
+    size = next((size for size, has in _VCPUS.items() if vcpus <= has), "")
     return f"{PREFIX}{_FAMILY}.{size}" if size else ""
 
 
 def ml_vcpus(needs: Resources) -> int:
     """Of the machine that a job without an instance type gets."""
-    return _SIZES.get(ml_machine(needs).rpartition(".")[2], (needs.vcpus, 0))[0]
+    return _VCPUS.get(ml_machine(needs).rpartition(".")[2], needs.vcpus)

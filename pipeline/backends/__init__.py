@@ -27,37 +27,37 @@ TRACED = "traced"
 
 
 def may_use_neuron(name: str) -> bool:
-    """True for a backend that runs on Neuron devices where the machine has them."""
+    """Return whether a backend runs on Neuron devices where the machine has them."""
     return name in ("auto", "xla", "neuron")
 
 
 def on_neuron(name: str, env: Mapping[str, str]) -> bool:
-    """True where that backend will open a Neuron device."""
+    """Return whether that backend will open a Neuron device."""
     return _is_native(name) or has_graph_tool(name, env)
 
 
 def has_graph_tool(name: str, env: Mapping[str, str]) -> bool:
-    """True where it will be by PyTorch/XLA, whose graphs a tool of its own collects and compiles."""
+    """Return whether it will be by PyTorch/XLA, whose graphs a tool of its own collects and compiles."""
     return name in ("auto", "xla") and not _is_native(name) and pjrt_device(env) == "NEURON"
 
 
 def compiled_cache(name: str) -> str:
-    """The variable with the folder of compiled programs, for devices that compile as they go; '' elsewhere."""
+    """Return the variable with the folder of compiled programs, for devices that compile as they go; else ''."""
     return "TORCH_NEURONX_NEFF_CACHE_DIR" if _is_native(name) else ""
 
 
 def lazy_device_name(env: Mapping[str, str]) -> str:
-    """What Backend.device_name will be of the device that graphs are compiled for."""
+    """Return what Backend.device_name will be of the device that graphs are compiled for."""
     return f"xla:{pjrt_device(env)}"
 
 
 def is_lazy_host(device_name: str) -> bool:
-    """True for a host that compiles graphs: that takes seconds, and its processes know nothing of each other."""
+    """Return whether it is a host that compiles graphs: in seconds, and its processes know nothing of each other."""
     return device_name == "xla:CPU"
 
 
 def auto_on_host(name: str, env: Mapping[str, str]) -> bool:
-    """True where `auto` finds no accelerator and PyTorch/XLA would compile every graph for the CPU."""
+    """Return whether `auto` finds no accelerator and PyTorch/XLA would compile every graph for the CPU."""
     import torch
 
     if name != "auto" or torch.cuda.is_available() or _is_native(name) or not importlib.util.find_spec("torch_xla"):
@@ -66,7 +66,7 @@ def auto_on_host(name: str, env: Mapping[str, str]) -> bool:
 
 
 def of_host(*, compiles_graphs: bool) -> Name:
-    """The backend of a host without an accelerator, with graphs or without."""
+    """Return the backend of a host without an accelerator, with graphs or without."""
     return "xla" if compiles_graphs else "cpu"
 
 
@@ -92,14 +92,14 @@ def process_group(name: str) -> str | None:
 
 
 def module_device() -> str:
-    """The backend of this machine on which a user's module runs as it is: a GPU, a native Neuron device, else cpu."""
+    """Return the backend on which a user's module runs as it is here: a GPU, a native Neuron device, else cpu."""
     name = _resolved("auto")
     return "cpu" if name == "xla" else name
 
 
 def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, world_size: int = 1) -> Backend:
-    """The device of this rank. `auto`: cuda where there is one, else the native Neuron device, else xla, where they
-    are installed, else cpu. A stage on a host without an accelerator chooses by the model (context.with_backend).
+    """Open the device of this rank. `auto`: cuda where there is one, else the native Neuron device, else xla, where
+    they are installed, else cpu. A stage on a host without an accelerator chooses by the model (context.with_backend).
 
     With several ranks their process group must be up before (parallel/gang.py).
     """
@@ -128,12 +128,12 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
 
 
 def open_host() -> Backend:
-    """The CPU of this host, whatever the settings say."""
+    """Open the CPU of this host, whatever the settings say."""
     return open_backend("cpu")
 
 
 def open_tracer() -> Backend:
-    """The backend that traces as on one Neuron core, with the names of operators and lines of code in its graphs.
+    """Open the backend that traces as on one Neuron core, with names of operators and lines of code in its graphs.
 
     Before torch_xla is imported.
     """
@@ -166,5 +166,5 @@ def _resolved(name: str) -> str:
 
 
 def _is_native(name: str) -> bool:
-    """True for a backend that will be the native Neuron device; on a machine with a GPU that is for torch to say."""
+    """Return whether a backend will be the native Neuron device; on a machine with a GPU that is for torch to say."""
     return name == "neuron" or (name == "auto" and (native_version() or (0, 0)) >= NATIVE_SINCE)

@@ -71,45 +71,45 @@ class Backend(Protocol):
         return 1
 
     def compiled(self, function: Function) -> Function:
-        """The same, as one program for each shape of its arguments. Where can_compile. Raises ConfigError."""
+        """Return the same as one program for each shape of its arguments. Where can_compile. Raises ConfigError."""
         return function
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        """Batches on the device, moved there behind the step."""
+        """Iterate batches on the device, moved there behind the step."""
 
     def step_boundary(self, computed: Sequence["Tensor"]) -> None:
         """Cut the graph here and start executing it (lazy devices); nothing elsewhere. `computed`: its results."""
         return
 
     def reduce(self, tensors: Sequence["Tensor"], host_mean: HostMean) -> None:
-        """Mean over ranks, in place; one collective for all where it is in the graph. `host_mean`: for CPU tensors."""
+        """Take means over ranks, in place; one collective for all in a graph. `host_mean`: for CPU tensors."""
 
     def all_gather(self, tensor: "Tensor", ranks: RankGroup | None = None) -> "Tensor":
-        """The tensors [N, ...] of a group one after the other in its order, [size * N, ...]; None: of all ranks."""
+        """Concatenate the tensors [N, ...] of a group in its order, [size * N, ...]; None: of all ranks."""
 
     def all_reduce(self, tensor: "Tensor", ranks: RankGroup) -> "Tensor":
-        """The sum over a group."""
+        """Return the sum over a group."""
 
     def reduce_scatter(self, tensor: "Tensor", ranks: RankGroup, scale: float = 1.0) -> "Tensor":
-        """Of the sum over a group of vectors [size * N], times `scale`, the part [N] of this rank."""
+        """Return this rank's part [N] of the sum over a group of vectors [size * N], times `scale`."""
 
     def gather(self, tensors: Sequence["Tensor"], host_gather: HostGather) -> list["Tensor"]:
-        """Rows of all ranks, in rank order. `host_gather` does it for CPU tensors. No gradient flows."""
+        """Gather rows of all ranks, in rank order, without a gradient. `host_gather` does it for CPU tensors."""
 
     def to_host(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Copies in host memory, with one synchronisation for all."""
+        """Copy to host memory, with one synchronisation for all."""
         return self.fetch(tensors)()
 
     def fetch(self, tensors: Sequence["Tensor"]) -> Callable[[], list["Tensor"]]:
-        """Copies in host memory, once what computes the tensors has run; only the call waits. After a step boundary."""
+        """Copy to host memory once what computes the tensors has run; only the call waits. After a step boundary."""
         return lambda: [tensor.detach().cpu() for tensor in tensors]
 
     def barrier(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """The same values; what is computed of them is not replaced by what was computed before (lazy devices)."""
+        """Return the same values; what is computed of them does not reuse earlier results (lazy devices)."""
         return list(tensors)
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
-        """A context in which random numbers are once more those that come from here on; after it all is as before."""
+        """Return a context in which random numbers are once more those from here on; after it all is as before."""
 
     def autocast(self, dtype: "torch.dtype") -> AbstractContextManager[object]:
         """Mixed precision for the forward pass. Raises ConfigError where the device has none."""
@@ -118,15 +118,15 @@ class Backend(Protocol):
         """Seed the random numbers of the device (dropout), and of the host, where a factory's module may draw."""
 
     def compile_count(self) -> int:
-        """Graphs compiled so far by this process (0 on eager devices)."""
+        """Return how many graphs this process has compiled so far (0 on eager devices)."""
         return 0
 
     def compile_seconds(self) -> float:
-        """Seconds spent compiling so far by this process (0 on eager devices)."""
+        """Return the seconds this process has spent compiling so far (0 on eager devices)."""
         return 0.0
 
     def host_operators(self) -> dict[str, int]:
-        """Operators of traced programs that had to run on the host so far, `aten::<name>` to count."""
+        """Count the operators of traced programs that had to run on the host so far, by `aten::<name>`."""
         return {}
 
     def forget_host_operators(self) -> None:
@@ -134,11 +134,11 @@ class Backend(Protocol):
         return
 
     def device_name(self) -> str:
-        """What graphs are compiled for, such as xla:NEURON or xla:CPU."""
+        """Return what graphs are compiled for, such as xla:NEURON or xla:CPU."""
         return self.name
 
     def hlo_text(self, tensors: Sequence["Tensor"]) -> str:
-        """The graph that computes `tensors`, traced and not yet run, as HLO text; empty on eager devices."""
+        """Return the graph that computes `tensors`, traced and not yet run, as HLO text; empty on eager devices."""
         return ""
 
     def graph_hash(self, tensors: Sequence["Tensor"]) -> str:
@@ -146,11 +146,11 @@ class Backend(Protocol):
         return ""
 
     def execute_seconds(self) -> float:
-        """Seconds the device spent executing so far (0 where the runtime does not tell)."""
+        """Return the seconds the device spent executing so far (0 where the runtime does not tell)."""
         return 0.0
 
     def memory_bytes(self) -> int | None:
-        """Device memory in use; host resident set on CPU devices; None where nothing tells it safely."""
+        """Return the device memory in use; on the host the resident set; None where nothing tells it safely."""
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""
@@ -162,7 +162,7 @@ NATIVE_SINCE = (2, 13)
 
 
 def native_version() -> tuple[int, int] | None:
-    """Major and minor of the torch-neuronx that is installed, of either kind; None: there is none."""
+    """Return major and minor of the torch-neuronx that is installed, of either kind; None: there is none."""
     try:
         major, minor = metadata.version("torch-neuronx").split(".")[:2]
     except metadata.PackageNotFoundError:
@@ -171,5 +171,5 @@ def native_version() -> tuple[int, int] | None:
 
 
 def pjrt_device(env: Mapping[str, str]) -> str:
-    """The kind of PJRT device: the one that is set, else NEURON where its plug-in is installed, else CPU."""
+    """Return the kind of PJRT device that is set, else NEURON where its plug-in is installed, else CPU."""
     return env.get("PJRT_DEVICE") or ("NEURON" if find_spec("libneuronxla") else "CPU")

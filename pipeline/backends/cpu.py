@@ -20,7 +20,7 @@ class Eager(Backend):
     spreads = frozenset({"parameters", "tensor", "offload", "process_group"})
 
     def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
-        """That of all ranks, or of a group; its own where there is no process group."""
+        """Gather those of all ranks, or of a group; its own where there is no process group."""
         if not dist.is_initialized():
             return tensor
         size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)

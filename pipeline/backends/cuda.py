@@ -15,7 +15,7 @@ from pipeline.core.errors import ConfigError
 
 
 def check_visible() -> None:
-    """Raises ConfigError on a machine without a GPU."""
+    """Raise ConfigError on a machine without a GPU."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "no CUDA device is visible",
@@ -59,7 +59,7 @@ class CudaBackend(Accelerator):
                 dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """On a stream of its own, beside what is computed next."""
+        """Copy on a stream of its own, beside what is computed next."""
         copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
         self._copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copying):

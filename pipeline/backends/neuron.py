@@ -39,19 +39,13 @@ def load_package() -> Any:
     Raises ConfigError where there is none, or not that of the installed torch.
     """
     version, ours = native_version(), tuple(int(part) for part in torch.__version__.split(".")[:2])
-    wanted = f"torch-neuronx {ours[0]}.{ours[1]}, whose first two numbers are those of torch"
-    if version is None:
-        raise ConfigError("torch-neuronx is not installed", expected=wanted, next_command=_INSTALL)
-    found = metadata.version("torch-neuronx")
-    if version < NATIVE_SINCE:
+    found = "not installed" if version is None else metadata.version("torch-neuronx")
+    if version is None or version < NATIVE_SINCE or version != ours:
         raise ConfigError(
-            f"torch-neuronx {found} is that of PyTorch/XLA",
-            expected=f"the native device: torch-neuronx {NATIVE_SINCE[0]}.{NATIVE_SINCE[1]} or later",
-            next_command=f"--backend xla; or {_INSTALL}",
-        )
-    if version != ours:
-        raise ConfigError(
-            f"torch {torch.__version__} with torch-neuronx {found}", expected=wanted, next_command=_INSTALL
+            f"torch {torch.__version__} with torch-neuronx {found}",
+            expected=f"the native device: torch-neuronx {NATIVE_SINCE[0]}.{NATIVE_SINCE[1]} or later, whose first two"
+            " numbers are those of torch",
+            next_command=f"--backend xla where torch-neuronx is that of PyTorch/XLA; or {_INSTALL}",
         )
     try:
         return importlib.import_module("torch_neuronx")
@@ -89,16 +83,16 @@ class NeuronBackend(Accelerator):
         self._packed, self._divided = self.compiled(_packed), self.compiled(_divided)
 
     def compiled(self, function: Function) -> Function:
-        """One program for each shape, in whole: what would break it, or a shape that varies, raises."""
+        """Compile one program for each shape, in whole: what would break it, or a shape that varies, raises."""
         found = torch.compile(function, backend="neuron", fullgraph=True, dynamic=False)
         return cast(Function, found)
 
     def loader(self, batches: Iterable[Batch]) -> AbstractContextManager[Iterator[Batch]]:
-        """From pageable memory: the device does not know pinned memory."""
+        """Upload from pageable memory: the device does not know pinned memory."""
         return self.uploaded(batches)
 
     def reduce(self, tensors: Sequence[Tensor], host_mean: HostMean) -> None:
-        """Some at once, since a collective costs the same for a bias as for a matrix.
+        """Reduce some at once, since a collective costs the same for a bias as for a matrix.
 
         Between the collectives stand programs, no eager operations: these are slow on vectors of most lengths.
         """
@@ -118,11 +112,11 @@ class NeuronBackend(Accelerator):
         torch.neuron.manual_seed(seed)  # type: ignore[attr-defined]
 
     def compile_count(self) -> int:
-        """Graphs that torch.compile made of our code. Without a synchronisation, which the package's own count has."""
+        """Count the graphs of our code that torch.compile made; without the synchronisation of the package's count."""
         return int(counters["stats"]["unique_graphs"])
 
     def compile_seconds(self) -> float:
-        """Of the Neuron compiler; nothing for a graph whose program was in the cache. Synchronises."""
+        """Return those of the Neuron compiler; none for a program that was in the cache. Synchronises."""
         return float(sum(graph.torch_neuronx_compile_us for graph in self._package.get_dynamo_metrics())) / 1e6
 
     def host_operators(self) -> dict[str, int]:
@@ -132,7 +126,7 @@ class NeuronBackend(Accelerator):
         self._package.clear_op_tracking()
 
     def memory_bytes(self) -> int:
-        """After what was started has ended: until then it holds memory (AWS's guide to memory profiling)."""
+        """Ask once what was started has ended: until then it holds memory (AWS's guide to memory profiling)."""
         self.synchronise()
         return int(self._package.memory_allocated())
 
@@ -141,7 +135,7 @@ class NeuronBackend(Accelerator):
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """One vector of all elements and, behind them, zeros."""
+    """Return one vector of all elements and, behind them, zeros."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     padding = -sum(map(len, flat)) % _MULTIPLE
     return torch.cat([*flat, flat[0].new_zeros(padding)]) if padding else torch.cat(flat)

@@ -149,13 +149,13 @@ class XlaBackend(Backend):
         return self.fetch(tensors)()
 
     def barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Common subexpression elimination of XLA does not look past it."""
+        """Put up a barrier past which common subexpression elimination of XLA does not look."""
         after = [tensor.clone() for tensor in tensors]  # of names, not of memory: the barrier changes them in place
         self._xm.optimization_barrier_(after)
         return after
 
     def replay(self) -> Callable[[], AbstractContextManager[None]]:
-        """The state is a number on the host, an input of the graph where random numbers are drawn."""
+        """Keep the state, which is a number on the host and an input of the graph where random numbers are drawn."""
         return replayed(self._xm.get_rng_state, self._xm.set_rng_state)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
@@ -171,13 +171,16 @@ class XlaBackend(Backend):
         torch.manual_seed(seed)
         self._xm.set_rng_state(seed, device=str(self.device))
 
+    def _metric(self, name: str) -> tuple[int, float]:
+        """Return (times, seconds) of what the runtime counts."""
+        data = self._metrics.metric_data(name)
+        return (0, 0.0) if data is None else (int(data[0]), float(data[1]) / 1e9)
+
     def compile_count(self) -> int:
-        data = self._metrics.metric_data("CompileTime")
-        return 0 if data is None else int(data[0])
+        return self._metric("CompileTime")[0]
 
     def compile_seconds(self) -> float:
-        data = self._metrics.metric_data("CompileTime")
-        return 0.0 if data is None else float(data[1]) / 1e9
+        return self._metric("CompileTime")[1]
 
     def host_operators(self) -> dict[str, int]:
         names = [name for name in self._metrics.counter_names() if name.startswith("aten::")]
@@ -193,11 +196,10 @@ class XlaBackend(Backend):
         return str(self._xla._XLAC._get_graph_hash(list(tensors)).hex())
 
     def execute_seconds(self) -> float:
-        data = self._metrics.metric_data("ExecuteTime")
-        return 0.0 if data is None else float(data[1]) / 1e9
+        return self._metric("ExecuteTime")[1]
 
     def memory_bytes(self) -> int | None:
-        """On Neuron what the driver counts. torch_xla's get_memory_info ends the process where a plug-in has no figures
+        """Return what the driver counts, on Neuron: torch_xla's get_memory_info ends a process whose plug-in has none
         (pytorch/xla 2.9, PjRtComputationClient::GetMemoryInfo).
         """
         if self.device_type == "CPU":
@@ -238,7 +240,7 @@ _ARCHITECTURE = "v2"  # of trn1, where the runtime numbers cores as the driver d
 
 
 def core_memory_bytes(env: Mapping[str, str], root: Path = SYSFS) -> int | None:
-    """Bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES); None where that cannot be told."""
+    """Return the bytes in use on the core of this process (NEURON_RT_VISIBLE_CORES); None where nothing tells."""
     try:
         cores_of_device = int((root / "neuron0" / "core_count").read_text())
         device, core = divmod(int(env["NEURON_RT_VISIBLE_CORES"]), cores_of_device)

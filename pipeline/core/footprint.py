@@ -117,7 +117,7 @@ class Workload:
         shards: int = 1,
         token_match: bool = False,
     ) -> "Workload":
-        """`samples` products, each `slots` of them with their query in one row of `row_tokens` tokens.
+        """Make that of `samples` products, each `slots` of them with their query in a row of `row_tokens` tokens.
 
         `mined`: further products of each query, mined negatives. `token_match`: fp32 cosines of all tokens of a row,
         masked for the query and for each product.
@@ -174,12 +174,12 @@ class Estimate:
         return self.footprint.peak_bytes / self.instance.core_memory_bytes
 
     def fits(self, reserve: float = 0.2) -> bool:
-        """True when `reserve` of the core's memory stays free for the compiler's scratch and the collectives."""
+        """Return whether `reserve` of the core's memory stays free for the compiler's scratch and the collectives."""
         return self.memory_share <= 1.0 - reserve
 
 
 def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Footprint:
-    """Memory of one core. `parameters`: of the whole model, heads included."""
+    """Estimate the memory of one core. `parameters`: of the whole model, heads included."""
     low = workload.precision != "fp32"
     copies = 2 if workload.accumulation > 1 else 1
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
@@ -217,7 +217,7 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
 
 
 def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int = 0) -> float:
-    """FLOPs of one optimizer step on one core, backward counted as twice the forward pass, which two passes have twice.
+    """Count FLOPs of one optimizer step on one core, backward as twice the forward pass, which two passes have twice.
 
     A token costs 6 FLOPs a matrix weight and 12 L D T for attention over T tokens (PaLM, appendix B: 6 N + 12 L H Q T);
     embeddings are looked up, not multiplied. `sample_parameters`: matrix weights applied once a sample (the heads); the
@@ -243,7 +243,7 @@ def estimate(
     mfu: float,
     sample_parameters: int = 0,
 ) -> Estimate:
-    """Memory and time on one core of `instance`. Raises ConfigError for an instance that is not known."""
+    """Estimate memory and time on one core of `instance`. Raises ConfigError for an instance that is not known."""
     if instance not in MACHINES:
         raise ConfigError(f"instance type {instance}", expected=f"one of {', '.join(MACHINES)}")
     machine = MACHINES[instance]

@@ -148,7 +148,7 @@ PRICES_USD_PER_HOUR: dict[str, float] = {
 
 
 def price_usd_per_hour(instance: str, given: float | None) -> float | None:
-    """The price in the settings, else that of the table; None for an instance that nobody has priced."""
+    """Return the price in the settings, else that of the table; None for an instance that nobody has priced."""
     return PRICES_USD_PER_HOUR.get(instance) if given is None else given
 
 

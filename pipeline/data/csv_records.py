@@ -1,8 +1,8 @@
-"""CSV and TSV as programs write them: the records of a text, each read right or given with the reason why it is none.
+"""CSV and TSV as programs write them: the records of a text, or the reason why a text is no record.
 
-Read are RFC 4180 (quotes doubled within quotes, texts of several lines), Spark's `\\"` within quotes, and TSV as it is
-registered (IANA text/tab-separated-values), which has no quoting: a quote is text there, unless it can only be that of
-a program that quotes.
+Supported are RFC 4180 (quotes doubled within quotes, texts of several lines), Spark's `\\"` within quotes, and TSV as
+registered (IANA text/tab-separated-values), which has no quoting: a quote in a TSV is text unless only a program that
+quotes can have written it.
 """
 
 import csv
@@ -30,7 +30,7 @@ class Malformed:
 
 
 class _Lines:
-    """The lines of a text. Those taken for a record can be put back, and are read again."""
+    """The lines of a text. Those taken for a record can be put back and are read again."""
 
     def __init__(self, text: Iterable[str]) -> None:
         self._text, self._ahead = iter(text), deque[str]()
@@ -56,9 +56,9 @@ class _Lines:
 
 
 class CsvRecords:
-    """The header of a text and its records. The delimiter is the usual one of the file, or what parts the header.
+    """The header and the records of a text. The delimiter is the given one, or another one that splits the header.
 
-    `rows` and `blank` count what was taken from the text so far. Raises csv.Error for a header that is none.
+    `rows` and `blank` count what was taken from the text so far. Raises csv.Error for an unclosed quote in the header.
     """
 
     def __init__(self, text: Iterable[str], delimiter: str) -> None:
@@ -91,7 +91,7 @@ class CsvRecords:
         self._column_end = re.compile(re.escape(self._delimiter) + ("" if self._delimiter == "\t" else "(?! )"))
 
     def _first_line(self) -> str:
-        """The first line that is not blank, taken; empty at the end."""
+        """Take the first line that is not blank; empty at the end."""
         for line in self._lines:
             if line.strip("\r\n"):
                 return line
@@ -100,7 +100,7 @@ class CsvRecords:
         return ""
 
     def __iter__(self) -> Iterator[tuple[int, list[str] | Malformed]]:
-        """Number of its first line, and the fields of a record or what is malformed."""
+        """Yield the number of its first line and the fields of a record, or what is malformed."""
         read = self._quoted if self._has_quotes else self._tabbed
         while True:
             self._lines.begin_record()
@@ -113,10 +113,10 @@ class CsvRecords:
             yield self._lines.first, found
 
     def _quoted(self) -> list[str] | Malformed | None:
-        """Fields of the next record by the rules of CSV, none for a blank line; None at the end.
+        """Return the fields of the next record by the rules of CSV, none for a blank line, None at the end.
 
-        Strict about quotes: text after a closing quote means that an earlier quote was never closed, and that the rows
-        between became one; so does a field of which the lines look like rows.
+        Text after a closing quote means that an earlier quote was never closed and that the rows between became one.
+        So does a field of which the lines look like rows.
         """
         record, reason = self._parse()
         if record is None and not reason:
@@ -132,9 +132,9 @@ class CsvRecords:
         return self._malformed(reason or (UNCLOSED_QUOTE if is_whole else WRONG_FIELDS))
 
     def _tabbed(self) -> list[str] | Malformed | None:
-        """Fields of the next line of a TSV, none for a blank one; None at the end.
+        """Return the fields of the next line of a TSV, none for a blank one, None at the end.
 
-        A record of several lines is one only where the line alone is no row, or leaves a quote open.
+        A record has several lines only if the first line alone is no row, or leaves a quote open.
         """
         line = next(self._lines, None)
         if line is None or not line.strip("\r\n"):
@@ -161,7 +161,7 @@ class CsvRecords:
         ]
 
     def _parse(self) -> tuple[list[str] | None, str]:
-        """The record at the next line by RFC 4180, or None with the reason; without one at the end of the text."""
+        """Return the record at the next line by RFC 4180, or None and the reason; no reason at the end of the text."""
         try:
             try:
                 return next(self._parser, None), ""
@@ -180,9 +180,9 @@ class CsvRecords:
             return None, TEXT_AFTER_QUOTE if is_closed else UNCLOSED_QUOTE
 
     def _parse_escaped(self) -> list[str] | None:
-        """The row at the first of the lines taken by the rules of Spark, None where it is none.
+        """Return the row at the first of the lines taken by the rules of Spark, None if it is no row.
 
-        A backslash stands before a quote or a backslash within quotes; elsewhere it is text.
+        Within quotes a backslash escapes a quote or a backslash; elsewhere it is text.
         """
         if not any('\\"' in line for line in self._lines.taken):
             return None
@@ -212,10 +212,10 @@ class CsvRecords:
         return Malformed(reason, text[:_HELD_CHARACTERS], len(self._lines.taken))
 
     def _swallowed_rows(self, record: list[str]) -> bool:
-        """Whether a field goes from a quote that opens it in one row to one in the same column of a later row.
+        """Return whether a field reaches from a quote in one row to a quote in the same column of a later row.
 
-        Then it has the end of the one and the start of the other; with commas, which texts hold too, rows between.
-        Where quotes are no rule, a line within that is a row is enough, and so is one that is up to this column.
+        Such a field has the end of one row and the start of the other, and with commas, which texts have too, rows
+        between. In a TSV a line within it that is a row, or a row up to this column, is enough.
         """
         num_columns = len(record)
         for place, value in enumerate(record):
@@ -232,7 +232,7 @@ class CsvRecords:
 
 
 def _delimiter_of(header: str, usual: str) -> str:
-    """The usual delimiter where it parts the header, else the one that parts it most."""
+    """Return the usual delimiter if it splits the header, else the one that splits it into most fields."""
 
     def num_fields(delimiter: str) -> int:
         return len(next(csv.reader([header], delimiter=delimiter), ()))
@@ -245,7 +245,7 @@ def _split(line: str) -> list[str]:
 
 
 def _unquoted(field: str) -> str | None:
-    """The text of a field in quotes, with those within doubled or behind backslashes; None for any other field."""
+    """Return the text of a quoted field (quotes within doubled or after backslashes); None for any other field."""
     if len(field) < 2 or not (field[0] == field[-1] == '"'):
         return None
     inner = field[1:-1]
@@ -257,5 +257,5 @@ def _unquoted(field: str) -> str | None:
 
 
 def _needs_quotes(value: str) -> bool:
-    """Whether a program that quotes what it must would put the text of one line in quotes."""
+    """Return whether a program that quotes what it must would quote a text of one line."""
     return not value or '"' in value

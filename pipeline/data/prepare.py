@@ -5,8 +5,8 @@ what is committed, tokenise the rest chunk by chunk in worker processes, commit 
 Memory: a chunk (64 MiB of columns at most) per process, and two in the parent. Killed anywhere and run again, it skips
 finished chunks and writes the same bytes.
 
-Of several workers (an array of jobs) each prepares every n-th partition. They agree without a word: labels, tokenizer
-and names depend on the input and the settings alone. The last one to finish finds all partitions committed.
+Of several workers (an array of jobs) each prepares every n-th partition. They need no coordination, because labels,
+tokenizer and names depend on the input and the settings alone. The last one to finish finds all partitions committed.
 """
 
 import shutil
@@ -56,11 +56,11 @@ _TOP_REASONS = 3
 
 @dataclass(frozen=True)
 class PreparedData:
-    """All partitions that are in the workspace, in their order. Prefixes are keys.
+    """The partitions that are in the workspace, in order. Prefixes are keys.
 
     `prepared` and `rows_prepared` (good and bad rows) count this run alone. `rows` are in shards; they, `rows_bad` and
     `rows_filtered` are all rows of the input. `missing`: partitions that other workers still prepare. `passed_over`:
-    keys of files below the path that were not read.
+    keys of files below the path that are not read.
     """
 
     token_set_prefixes: list[str]
@@ -150,6 +150,7 @@ def prepare(
     """
     listed = list_input_objects(config, stop) if config.workers > 1 else frozenset()
     source = open_source(config, scratch=scratch, stop=stop)
+    scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # they may share a machine
     encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
     infos: dict[str, TokenSetInfo] = {}
     works, prefixes = list[_Work](), list[str]()
@@ -302,7 +303,7 @@ def _encode_all(
     files = [file for work in works for file in work.partition.files]
     if not files:
         return {}
-    with reading_progress("tokenising", source, files) as tell:  # workers are at most a chunk each behind
+    with reading_progress("tokenising", files) as tell:  # workers are at most a chunk each behind
         results = run_tasks(
             encode_chunk,
             encoding.tokenizer.data,

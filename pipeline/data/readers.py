@@ -189,15 +189,6 @@ def open_parquet(storage: Storage, key: str) -> pq.ParquetFile:
     return pq.ParquetFile(source, pre_buffer=False, buffer_size=_PARQUET_BUFFER_BYTES)
 
 
-def parquet_rows(storage: Storage, key: str) -> int:
-    """Return the rows by the footer; 0 if the footer cannot be read (reading the file will raise)."""
-    try:
-        with open_parquet(storage, key) as file:
-            return int(file.metadata.num_rows)
-    except (OSError, ValueError):  # pa.ArrowInvalid is a ValueError
-        return 0
-
-
 def _read_parquet(source: _Source) -> Iterator[RawBatch]:
     with open_parquet(source.storage, source.key) as file:
         plan = source.planner(list(file.schema_arrow.names))

@@ -1,26 +1,50 @@
 """The source of rows: files of a path, the ESCI layout, or the synthetic catalogue."""
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
 from pydantic import JsonValue
 
+from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data import esci, synthetic
+from pipeline.data import synthetic
 from pipeline.data.config import DataConfig
-from pipeline.data.input_files import InputFile, Partition, choose_files, find_files, group_by_day, input_warnings
-from pipeline.data.readers import parquet_rows, read_file
-from pipeline.data.rows import ColumnPlan, RawBatch, batch_rows, plan_columns, to_fields
-from pipeline.io.storage import ObjectStat, Storage
-
-_MAX_FOOTERS = 1000
-"""More Parquet files than this are not opened to count their rows."""
+from pipeline.data.input_files import (
+    Files,
+    InputFile,
+    Listing,
+    Partition,
+    choose_files,
+    find_files,
+    group_by_day,
+    input_warnings,
+    names_of,
+)
+from pipeline.data.readers import read_file, suffix_format
+from pipeline.data.rows import (
+    BadRow,
+    ColumnPlan,
+    RawBatch,
+    batch_rows,
+    feature_pairs,
+    plan_columns,
+    text_characters,
+    to_fields,
+)
+from pipeline.data.validate import filter_mask
+from pipeline.io import atomic
+from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 
 class Source(Protocol):
@@ -43,24 +67,17 @@ class Source(Protocol):
     def fixed_labels(self) -> Mapping[str, float]:
         """Labels with their gains that the layout defines, least relevant first; empty if the data decides."""
 
-    def num_rows(self) -> int | None:
-        """Return the rows of all files if they are cheap to count."""
-
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]: ...
 
 
 @contextmanager
-def reading_progress(
-    doing: str, source: Source, files: Sequence[InputFile]
-) -> Iterator[Callable[[RawBatch | None], None]]:
+def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
     """Show the progress of reading files. Yields a function to call with every batch, and with None while waiting.
 
-    Counts bytes, which are known before a file is read, or rows if they are generated.
+    Counts bytes, or rows without a total if they are generated.
     """
     size_bytes = sum(file.size_bytes for file in files)
-    is_all = len(files) == sum(len(partition.files) for partition in source.partitions)
-    rows = source.num_rows() if is_all and not size_bytes else None
-    with progress(doing, size_bytes or rows, "bytes" if size_bytes else "rows") as advance:
+    with progress(doing, size_bytes or None, "bytes" if size_bytes else "rows") as advance:
 
         def tell(batch: RawBatch | None) -> None:
             advance((batch.input_bytes if size_bytes else batch.num_rows) if batch else 0)
@@ -74,7 +91,7 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
         return SyntheticSource(config)
     listing = find_files(config.path, stop)
     if _is_esci(config, listing.stats):
-        return esci.open_esci(config, listing, scratch)
+        return _open_esci(config, listing, scratch)
     files = choose_files(listing, config.format, config.path)
     warnings = input_warnings(files.inputs, files.passed_over, config.path)
     partitions = group_by_day(files.inputs, config.path)
@@ -83,31 +100,13 @@ def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Sourc
 
 def _is_esci(config: DataConfig, stats: Iterable[ObjectStat]) -> bool:
     return config.format == "esci" or (
-        config.format == "auto" and any(stat.key.rpartition("/")[2] == esci.EXAMPLES for stat in stats)
+        config.format == "auto" and any(stat.key.rpartition("/")[2] == ESCI_EXAMPLES for stat in stats)
     )
 
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
     """List the input's path without reading anything; nothing for the synthetic catalogue."""
     return frozenset() if config.path is None else frozenset(find_files(config.path, stop).stats)
-
-
-def input_rows(config: DataConfig, stop: StopSignal) -> int | None:
-    """Return the rows of the input if they are cheap to count. Raises DataError if there is no input."""
-    if config.path is None:
-        return SyntheticSource(config).num_rows()
-    listing = find_files(config.path, stop)
-    if _is_esci(config, listing.stats):
-        return None
-    found = choose_files(listing, config.format, config.path).found
-    return _footer_rows(listing.storage, [(stat.key, name) for stat, name in found])
-
-
-def _footer_rows(storage: Storage, files: Sequence[tuple[str, str]]) -> int | None:
-    """Return the rows of files with these keys and formats; None if that is much to read."""
-    if any(name != "parquet" for _, name in files) or len(files) > _MAX_FOOTERS:
-        return None
-    return sum(parquet_rows(storage, key) for key, _ in files)
 
 
 class SyntheticSource:
@@ -128,10 +127,6 @@ class SyntheticSource:
             Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
             for name in synthetic.partitions(config.synthetic)
         )
-
-    def num_rows(self) -> int | None:
-        made = self._config.synthetic
-        return made.num_queries * made.num_days * len(synthetic.GRADES)
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         plan = plan_columns(self._config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)
@@ -155,10 +150,6 @@ class FileSource:
     warnings: tuple[str, ...] = ()
     fixed_labels: ClassVar[Mapping[str, float]] = {}
 
-    def num_rows(self) -> int | None:
-        files = [(file.key, file.format) for partition in self.partitions for file in partition.files]
-        return _footer_rows(self.storage, files)
-
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         uri, num_rows = self.storage.uri(file.key), batch_rows(self.config.rows_per_chunk)
 
@@ -166,3 +157,186 @@ class FileSource:
             return plan_columns(self.config, names, uri).only(fields)
 
         yield from read_file(self.storage, file.key, file.format, plan, num_rows, file.version)
+
+
+# The Amazon Shopping Queries (ESCI) layout: a file of examples, joined with a file of products on id and locale.
+#
+# Memory: 24 bytes per product for the index (44 MB for the 1.8 M products of the full set), three times that while it
+# is built. The texts are in one file below scratch and are read through a memory map.
+
+ESCI_EXAMPLES = "shopping_queries_dataset_examples.parquet"
+ESCI_PRODUCTS = "shopping_queries_dataset_products.parquet"
+ESCI_SOURCES = "shopping_queries_dataset_sources.csv"
+"""Third file of the published folder, which is not read."""
+ESCI_GAINS = {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}
+"""Gains of the four judgements, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
+NO_PRODUCT = "product not among the products"
+ESCI_LOCALE = "product_locale"
+_ESCI_FIELDS = {
+    "query": "query",
+    "label": "esci_label",
+    "query_id": "query_id",
+    "product_id": "product_id",
+    "split": "split",
+    "locale": ESCI_LOCALE,
+}
+_ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "product_description")
+
+
+def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> "EsciSource":
+    """Find both files. Raises DataError if one is missing, or if other files hold rows."""
+    storage, stats, path = listing.storage, listing.stats, str(config.path)
+    names = [stat.key.rpartition("/")[2] for stat in stats]
+    examples = [stat for stat, name in zip(stats, names, strict=True) if name == ESCI_EXAMPLES]
+    products = [stat for stat, name in zip(stats, names, strict=True) if name == ESCI_PRODUCTS]
+    if not examples and len(stats) == 1:
+        examples = list(stats)
+    others = [stat.key for stat in stats if stat not in (*examples, *products)]
+    if not products and (neighbour := storage.stat(ESCI_PRODUCTS)):
+        products = [neighbour]
+    unread = [key for key in others if suffix_format(key) and not key.endswith(ESCI_SOURCES)]
+    if not examples or len(products) != 1 or unread:
+        seen = f"{len(examples)} ESCI example files and {len(products)} product files"
+        raise DataError(
+            f"{path} holds {seen}" + (f", and others with rows: {names_of(unread)}" if unread else ""),
+            expected=f"{ESCI_EXAMPLES} (also in dt= folders) and one {ESCI_PRODUCTS}, nothing else with rows",
+            next_command="set --data.path to the folder with these files alone",
+        )
+    *files, product = Files(storage, tuple((stat, "parquet") for stat in (*examples, *products))).inputs
+    passed_over = (*listing.passed_over, *others)
+    partitions = group_by_day(files, path, (product.content_id,))
+    warnings = input_warnings(files, passed_over, path)
+    return EsciSource(config, storage, partitions, product, scratch / "esci", passed_over, warnings)
+
+
+@dataclass(frozen=True)
+class EsciSource:
+    """Examples with their products' titles. `text` is brand, colour, bullet points and description, in this order."""
+
+    config: DataConfig
+    storage: Storage
+    partitions: tuple[Partition, ...]
+    products: InputFile
+    folder: Path
+    passed_over: tuple[str, ...]
+    warnings: tuple[str, ...]
+    fixed_labels: ClassVar[Mapping[str, float]] = ESCI_GAINS
+
+    @cached_property
+    def index(self) -> "ProductIndex":
+        """Built in a folder by one process at a time; `index.npz` appears last."""
+        file = self.products
+        limit = 4 * text_characters(self.config.bucket_shapes)  # a character has at most 4 bytes
+        folder = self.folder / fingerprint([file.content_id, None, limit])
+        with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self.storage.stop):
+            if not (folder / "index.npz").exists():
+                _index_products(self.storage, file, folder, limit)
+        return ProductIndex(folder)
+
+    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
+        """Yield rows with title and text; rows without a product are bad."""
+        plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(self.config)))
+        plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
+        uri, num_rows = self.storage.uri(file.key), batch_rows(self.config.rows_per_chunk)
+        for batch in read_file(
+            self.storage, file.key, "parquet", lambda names: _checked(plan, names, uri), num_rows, file.version
+        ):
+            self.storage.stop.raise_if_set(f"reading {uri}")
+            columns = batch.columns
+            ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
+            titles, texts, found = self.index.look_up(ids, locales)
+            columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
+            columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
+            is_bad = ~found & filter_mask(columns, self.config.filter)
+            bad = tuple(
+                BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
+                for i in np.flatnonzero(is_bad)
+            )
+            columns = columns.filter(pa.array(~is_bad)).drop_columns(["locale"])
+            yield replace(batch, columns=columns, rows=batch.rows[~is_bad], bad=bad)
+
+
+class ProductIndex:
+    """Titles and texts by (product_id, locale): a sorted array of key hashes over one memory-mapped file of texts."""
+
+    def __init__(self, folder: Path) -> None:
+        with np.load(folder / "index.npz") as arrays:
+            self._keys, self._starts = arrays["keys"], arrays["starts"]
+            self._title_sizes, self._text_sizes = arrays["title_sizes"], arrays["text_sizes"]
+        with (folder / "texts.bin").open("rb") as file:
+            is_empty = not file.read(1)
+            self._texts: mmap.mmap | bytes = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def look_up(
+        self, ids: Sequence[bytes | None], locales: Sequence[bytes | None]
+    ) -> tuple[list[bytes | None], list[bytes | None], npt.NDArray[np.bool_]]:
+        """Return titles, texts and whether the product exists, each of length N."""
+        keys = np.array([_key(*pair) for pair in zip(ids, locales, strict=True)], dtype=np.uint64)
+        if not len(self._keys):
+            return [None] * len(ids), [None] * len(ids), np.zeros(len(ids), dtype=np.bool_)
+        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        found = self._keys[places] == keys
+        starts = self._starts[places]
+        middles = starts + self._title_sizes[places]
+        ends = middles + self._text_sizes[places]
+        rows = list(zip(found.tolist(), starts.tolist(), middles.tolist(), ends.tolist(), strict=True))
+        titles = [self._texts[start:middle] if is_found else None for is_found, start, middle, _ in rows]
+        texts = [self._texts[middle:end] if is_found else None for is_found, _, middle, end in rows]
+        return titles, texts, found
+
+
+def _index_products(storage: Storage, products: InputFile, folder: Path, limit: int) -> None:
+    """Write titles, and texts cut to `limit` bytes, then the index. Raises what read_file() raises, and DiskFull."""
+    all_keys: list[int] = []
+    all_sizes: list[tuple[int, int]] = []
+    uri = storage.uri(products.key)
+
+    def plan(names: Sequence[str]) -> ColumnPlan:
+        wanted = ("product_id", ESCI_LOCALE, "product_title", *(column for column in _ESCI_TEXTS if column in names))
+        return _checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
+
+    with (
+        (folder / "texts.bin").open("wb") as file,
+        progress("indexing products", products.size_bytes or None, "bytes") as advance,
+    ):
+        for batch in read_file(storage, products.key, "parquet", plan, 4096, products.version):
+            storage.stop.raise_if_set(f"indexing {uri}")
+            advance(batch.input_bytes)
+            columns = batch.columns.to_pydict()
+            text_columns = [columns[column] for column in _ESCI_TEXTS if column in columns]
+            for row in range(len(batch.rows)):
+                title = columns["product_title"][row] or b""
+                text = cut_utf8(b" ".join(filter(None, (column[row] for column in text_columns))), limit)
+                all_keys.append(_key(columns["product_id"][row], columns[ESCI_LOCALE][row]))
+                all_sizes.append((len(title), len(text)))
+                file.write(title + text)
+    sizes = np.array(all_sizes, dtype=np.int32).reshape(-1, 2)
+    ends = np.cumsum(sizes.sum(axis=1, dtype=np.int64))
+    unique, first = np.unique(np.array(all_keys, dtype=np.uint64), return_index=True)  # the first of equal ones wins
+    starts = (ends - sizes.sum(axis=1))[first]
+    with (folder / "index.tmp").open("wb") as file:
+        np.savez(file, keys=unique, starts=starts, title_sizes=sizes[first, 0], text_sizes=sizes[first, 1])
+    (folder / "index.tmp").replace(folder / "index.npz")
+
+
+def _checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
+    if missing := [column for column in plan.inputs if column not in names]:
+        raise DataError(
+            f"{uri} has no column {', '.join(map(repr, missing))}",
+            expected="the ESCI columns; seen: " + ", ".join(names),
+            next_command="download the file again, or set --data.format parquet",
+        )
+    return plan
+
+
+def _key(product_id: bytes | None, locale: bytes | None) -> int:
+    return xxhash.xxh3_64_intdigest((product_id or b"") + b"\0" + (locale or b""))
+
+
+def cut_utf8(data: bytes, limit: int) -> bytes:
+    """Return at most `limit` bytes, never cut inside a character."""
+    if len(data) <= limit:
+        return data
+    while limit and data[limit] & 0xC0 == 0x80:
+        limit -= 1
+    return data[:limit]

@@ -14,10 +14,9 @@ import pyarrow.compute as pc
 
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
-from pipeline.data import esci
 from pipeline.data.config import DataConfig
 from pipeline.data.rows import FILTER, BadRow, text_characters
-from pipeline.data.sources import Source, reading_progress
+from pipeline.data.sources import ESCI_GAINS, Source, reading_progress
 from pipeline.data.tokenizer import SAMPLE_ROWS
 from pipeline.data.validate import filter_mask, numbers
 
@@ -89,7 +88,7 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
     max_bytes = 4 * text_characters(config.bucket_shapes)
     files = [file for partition in source.partitions for file in partition.files]
     found = Survey()
-    with reading_progress("looking at labels and texts", source, files) as tell:
+    with reading_progress("looking at labels and texts", files) as tell:
         for number, file in enumerate(files):
             found.sample.seen = number
             for raw in source.read(file, fields):
@@ -142,7 +141,7 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
 _MAX_GRADE = 10
 """Larger numbers are no grades but something else: intents, categories, ids."""
 _ORDERS = (
-    {name.lower(): gain for name, gain in esci.GAINS.items()},
+    {name.lower(): gain for name, gain in ESCI_GAINS.items()},
     {"irrelevant": 0.0, "complement": 0.01, "substitute": 0.1, "exact": 1.0},
     {"no": 0.0, "yes": 1.0},
     {"false": 0.0, "true": 1.0},

@@ -1,7 +1,7 @@
-"""What a run trains on: groups of rows of one query, all of the new partitions' and a share of the old ones'.
+"""The groups of a run: rows of one query, all of the new partitions and a share of the old ones.
 
-Behind its judged rows a group has slots for mined negatives of its query, where they are asked for. All texts of a
-group lie in one row of tokens, one after the other, so that next to nothing of a batch is padding.
+After its judged rows a group has slots for mined negatives of its query, if configured. All texts of a group are in one
+row of tokens, one after the other, so that hardly anything of a batch is padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from pipeline.data.shards import Arrays, TokenRows
 
 NONE = -1
 MOST_LINKED = 64
-"""Queries that may mean the same. Offers of one product are some 20 at most in WDC's sets."""
+"""Queries that may be linked: more lead to one product of many kinds. WDC has at most some 20 offers of a product."""
 _NOTHING: Int64s = np.zeros(0, dtype=np.int64)
 _BLOCK_ROWS = 65_536
 """Rows whose texts are read at a time."""
@@ -48,14 +48,14 @@ class MinedProducts:
     seed: int
 
     def places(self, query_id: Int64s) -> Int64s:
-        """Where queries [N] stand in `query_id`, NONE for those that nothing was mined for."""
+        """Return the indices of queries [N] in `query_id`, NONE for those without mined products."""
         return _find(self.query_id, query_id)
 
     def choose(self, places: Int64s, visits: Int64s) -> Int64s:
-        """Products [N, slots] of the queries at `places` [N], NONE where there are not so many.
+        """Return products [N, slots] of the queries at `places` [N], NONE beyond the products of a query.
 
-        Visit v [N] of a query takes the `slots` products behind those of visit v - 1, around and around, the first one
-        from a product drawn for the query. So its groups and epochs take each of its products equally often.
+        Visit v [N] of a query uses the next `slots` products after visit v - 1, wrapping around; the start is random
+        for each query. So its groups and epochs use each of its products equally often.
         """
         nothing = np.full((len(places), self.slots), NONE, dtype=np.int64)
         if not self.product.size:
@@ -70,13 +70,13 @@ class MinedProducts:
         return np.where(slot < count[:, None], np.take_along_axis(products, chosen, axis=1), nothing)
 
     def tokens(self, products: Int64s) -> Int32s:
-        """Tokens of products [N], as long as those of the largest bucket."""
+        """Return the tokens of products [N] in the length of the largest bucket."""
         largest = len(self.rows.sizes) - 1
         tokens: Int32s = self.rows.read(*locate(self.rows.sizes, products), largest, ("product",))["product"]
         return tokens
 
     def room(self, query_id: Int64s) -> Int64s:
-        """The most tokens that the mined products of a group of each query take, whichever are chosen, [N]."""
+        """Return the most tokens [N] that the mined products of a group of each query can take."""
         kinds, place = np.unique(self.product[self.product != NONE], return_inverse=True)
         sizes = np.zeros(self.product.shape, dtype=np.int64)
         sizes[self.product != NONE] = text_lengths(self.rows, self.pad_id, "product", kinds)[place]
@@ -133,7 +133,7 @@ class Links:
 
 
 def _find(ascending: Int64s, keys: Int64s) -> Int64s:
-    """Where keys [N] stand in `ascending`, NONE for those that do not."""
+    """Return the indices of keys [N] in `ascending`, NONE for missing ones."""
     if not len(ascending):
         return np.full(len(keys), NONE, dtype=np.int64)
     places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
@@ -141,7 +141,7 @@ def _find(ascending: Int64s, keys: Int64s) -> Int64s:
 
 
 def _connected(size: int, first: Int64s, second: Int64s) -> Int64s:
-    """The lowest node that each of `size` nodes is connected with by edges from `first` to `second`, [size]."""
+    """Return for each of `size` nodes the lowest node that edges from `first` to `second` connect it with, [size]."""
     lowest = np.arange(size, dtype=np.int64)
     while True:
         before, lowest = lowest, lowest.copy()
@@ -154,7 +154,7 @@ def _connected(size: int, first: Int64s, second: Int64s) -> Int64s:
 
 
 def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
-    """A 64-bit hash of each row of tokens [N], however much padding it ends with."""
+    """Return a 64-bit hash of each row of tokens [N], whatever its padding."""
     shown = np.where(tokens == pad_id, 0, tokens).astype(np.uint64)
     places = mix64(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
     with np.errstate(over="ignore"):
@@ -180,19 +180,19 @@ class MinedGroups:
 
     @staticmethod
     def of(products: MinedProducts, query_id: Sequence[Int64s]) -> "MinedGroups":
-        """`query_id`: of each group, an array a length."""
+        """Look up the queries of groups: `query_id` has an array for each length."""
         together = np.concatenate(list(query_id))
         starts = first_rows([len(ids) for ids in query_id])
         return MinedGroups(products, starts, products.places(together), *place_among_equals(together))
 
     def choose(self, pools: Int64s, numbers: Int64s, epoch: int) -> Int64s:
-        """Products [N, slots] of groups `numbers[i]` of pool `pools[i]` in an epoch."""
+        """Return products [N, slots] of groups `numbers[i]` of pool `pools[i]` in an epoch."""
         here = self.starts[pools] + numbers
         return self.products.choose(self.place[here], self.first[here] + epoch * self.every[here])
 
     @property
     def fill(self) -> float:
-        """Share of the slots for mined products that hold one."""
+        """Share of the slots for mined products that are filled."""
         products = self.products
         if not len(self.place) or not products.product.size:
             return 0.0
@@ -256,7 +256,7 @@ class GroupedRows:
         return self.groups.sizes
 
     def numeric_sample(self, most: int) -> npt.NDArray[np.float32]:
-        """Numeric features [N, F] of at most `most` rows, spread evenly over the source."""
+        """Return numeric features [N, F] of at most `most` rows, spread evenly over the source."""
         total = sum(self.source.sizes)
         chosen = np.arange(0, total, max(1, -(-total // most)), dtype=np.int64)
         largest = len(self.source.sizes) - 1
@@ -360,7 +360,7 @@ class TrainingPools:
         return tuple(a + b for a, b in zip(self.new.sizes, self.kept, strict=True))
 
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
-        """Groups by (pool, number in the pool), in the order asked for, see GroupedRows.read."""
+        """Read groups by (pool, number in the pool) in the order of `numbers`, see GroupedRows.read."""
         new_sizes = np.array(self.new.sizes, dtype=np.int64)
         replayed = numbers >= new_sizes[pools]
         if self.old is None or not replayed.any():
@@ -384,19 +384,19 @@ class TrainingPools:
 
 
 def _all_rows(source: RowSource) -> Int64s:
-    """Numbers of all rows, over all buckets."""
+    """Return the numbers of all rows over all buckets."""
     return np.arange(sum(source.sizes), dtype=np.int64)
 
 
 def _blocks(source: RowSource, rows: Int64s, fields: Sequence[str]) -> Iterator[Arrays]:
-    """Fields of rows [N], a block at a time, whose texts are as wide as the block's largest bucket."""
+    """Yield fields of rows [N] block by block, with texts as wide as the block's largest bucket."""
     for start in range(0, len(rows), _BLOCK_ROWS):
         pools, numbers = locate(source.sizes, rows[start : start + _BLOCK_ROWS])
         yield source.read(pools, numbers, int(pools.max()), fields)
 
 
 def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> Int64s:
-    """Tokens of the text in `field` of rows [N], which are numbered over all buckets."""
+    """Return the number of tokens in `field` of rows [N], which are numbered over all buckets."""
     lengths = ((texts[field] != pad_id).sum(axis=1) for texts in _blocks(source, rows, (field,)))
     return np.concatenate([_NOTHING, *lengths])
 
@@ -408,9 +408,9 @@ _TOKEN_BITS = 21
 
 
 def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
-    """The order of groups by the number of a group among those of its query, then by the query's first tokens.
+    """Return the order of groups by their number among those of a query, then by the query's first tokens.
 
-    `first` [G]: a row of each.
+    `first` [G]: a row of each group.
     """
     place, _ = place_among_equals(query_id[first])
     keys = [np.zeros((0, _TOPIC_TOKENS // 3), dtype=np.int64)]

@@ -47,22 +47,6 @@ class OutputConfig(Record):
     )
 
 
-class VerifyConfig(Record):
-    """Settings of earlier versions: `trnpipe embed verify` always makes all of its checks."""
-
-    retired: ClassVar[Mapping[str, Any]] = {
-        "ann_queries": ...,
-        "ann_rows": ...,
-        "min_recall": ...,
-        "serve": "serving",
-        "catalogue": True,
-        "sample": 256,
-        "min_cosine": 0.999,
-        "norm_tolerance": 0.01,
-        "min_drift_cosine": None,
-    }
-
-
 FRAME = 2
 """Tokens of every text: [CLS] and [SEP]."""
 GRAPH_FIELDS = frozenset({"buckets", "tokens_per_batch", "precision"})
@@ -72,7 +56,7 @@ GRAPH_FIELDS = frozenset({"buckets", "tokens_per_batch", "precision"})
 class EmbedConfig(Record):
     """How catalogue texts become vectors."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"tokenise_processes": 0}
+    retired: ClassVar[Mapping[str, Any]] = {"tokenise_processes": 0, "verify": ..., "verify.serve": "serving"}
 
     buckets: tuple[Annotated[int, Field(ge=8)], ...] = Field(
         (128, 512),
@@ -106,7 +90,6 @@ class EmbedConfig(Record):
     )
     catalogue: CatalogueConfig = CatalogueConfig()
     output: OutputConfig = OutputConfig()
-    verify: VerifyConfig = VerifyConfig()
 
     @model_validator(mode="after")
     def _rows_fit(self) -> Self:

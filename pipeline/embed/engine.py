@@ -158,16 +158,11 @@ class HostBatch:
         return next(iter(self.tensors.values())).numel()
 
 
-@dataclass(frozen=True)
-class Distinct:
-    """The different texts of a window; text i of the window is number `place[i]` of them."""
+def distinct_texts(window: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int64s]:
+    """Return the different texts, cut to `limit` tokens, and for each text of the window its number among them.
 
-    tokens: Tokens
-    place: Int64s
-
-
-def distinct_texts(window: Tokens, limit: int, sep_id: int) -> Distinct:
-    """Cut texts to `limit` tokens and keep equal ones once: one in eight of 35,311 real offers has another's title."""
+    One in eight of 35,311 real offers has the title of another.
+    """
     lengths = window.lengths
     if not lengths.all():
         raise ValueError(f"text {int(lengths.argmin())} of a window has no token, not even [CLS]")
@@ -180,8 +175,8 @@ def distinct_texts(window: Tokens, limit: int, sep_id: int) -> Distinct:
         count=len(bounds) - 1,
     )
     if len(numbers) == len(place):
-        return Distinct(tokens, place)
-    return Distinct(take(tokens, np.unique(place, return_index=True)[1]), place)
+        return tokens, place
+    return take(tokens, np.unique(place, return_index=True)[1]), place
 
 
 def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iterator[HostBatch]:
@@ -229,49 +224,6 @@ def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch
 PHASE = "embed"
 
 
-class RowEncoder(nn.Module):
-    def __init__(self, encoder: TextEncoder) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
-        """Return fp32 [R * texts, D], as TextEncoder.rows."""
-        return self.encoder.rows(tokens, positions, segments, texts).flatten(0, 1)
-
-
-class EmbedProgram:
-    """Vectors of texts. Takes the encoder over: it is moved to the device and cast."""
-
-    def __init__(
-        self, encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch | None = None
-    ) -> None:
-        choose_forms(encoder, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
-        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        module = RowEncoder(encoder).eval().requires_grad_(False).to(dtype).to(backend.device)
-        compiled = config.compiled and backend.can_compile
-        forward = backend.compiled(module) if compiled else module
-        self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
-        self.backend = backend
-        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens), packed=encoder.packs_rows)
-        self._by_length = {shape.length: shape for shape in self.shapes}
-        self._watch: GraphWatch = watch or GraphWatch()
-        backend.step_boundary(list(module.parameters()))
-
-    @torch.no_grad()
-    def vectors(self, batch: Batch) -> Tensor:
-        """Return fp32 [rows * texts, D] on the device, not normalised, for a batch of one of `shapes` on the device."""
-        rows, length = batch["tokens"].shape
-        shape = self._by_length.get(length)
-        if shape is None or shape.rows != rows:
-            raise ValueError(f"{rows} rows of {length} tokens, where shapes are {self.shapes}")
-        vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], shape.texts)
-        place = Place(PHASE, str(length), rows)
-        self._watch.before(place, [vectors])
-        self.backend.step_boundary([vectors])
-        self._watch.after(place)
-        return vectors
-
-
 Wait = Callable[[], Float32s]
 """Waits for the vectors [n, D] of a batch that was started, in the order of its texts."""
 Start = Callable[[Batch, HostBatch], Wait]
@@ -293,24 +245,63 @@ class Engine(Protocol):
         """Open what starts a batch that is on the device."""
 
 
-class RowEngine:
-    """Static shapes: devices that need them, or that run compiled programs best."""
+class RowEncoder(nn.Module):
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Tensor, texts: int) -> Tensor:
+        """Return fp32 [R * texts, D], as TextEncoder.rows."""
+        return self.encoder.rows(tokens, positions, segments, texts).flatten(0, 1)
+
+
+class EmbedProgram:
+    """Static shapes: devices that need them, or that run compiled programs best.
+
+    Owns the encoder: it is moved to the device and cast.
+    """
 
     ahead = _AHEAD
 
-    def __init__(self, encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> None:
-        self._program = EmbedProgram(encoder, backend, config, watch)
+    def __init__(
+        self, encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch | None = None
+    ) -> None:
+        choose_forms(encoder, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        module = RowEncoder(encoder).eval().requires_grad_(False).to(dtype).to(backend.device)
+        compiled = config.compiled and backend.can_compile
+        forward = backend.compiled(module) if compiled else module
+        self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
+        self.backend = backend
+        self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens), packed=encoder.packs_rows)
+        self._by_length = {shape.length: shape for shape in self.shapes}
+        self._watch: GraphWatch = watch or GraphWatch()
         self._pad_id, self.dim = encoder.pad_id, encoder.width
+        backend.step_boundary(list(module.parameters()))
 
     def batches(self, texts: Tokens) -> Iterator[HostBatch]:
-        return row_batches(texts, self._program.shapes, self._pad_id)
+        return row_batches(texts, self.shapes, self._pad_id)
 
     def opened(self) -> AbstractContextManager[Start]:
         return nullcontext(self._start)
 
     def _start(self, batch: Batch, host: HostBatch) -> Wait:
-        arrived = self._program.backend.fetch([self._program.vectors(batch)])
+        arrived = self.backend.fetch([self.vectors(batch)])
         return lambda: arrived()[0].numpy()[host.places]
+
+    @torch.no_grad()
+    def vectors(self, batch: Batch) -> Tensor:
+        """Return fp32 [rows * texts, D] on the device, not normalised, for a batch of one of `shapes` on the device."""
+        rows, length = batch["tokens"].shape
+        shape = self._by_length.get(length)
+        if shape is None or shape.rows != rows:
+            raise ValueError(f"{rows} rows of {length} tokens, where shapes are {self.shapes}")
+        vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], shape.texts)
+        place = Place(PHASE, str(length), rows)
+        self._watch.before(place, [vectors])
+        self.backend.step_boundary([vectors])
+        self._watch.after(place)
+        return vectors
 
 
 class CpuEngine:
@@ -353,7 +344,7 @@ def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, wat
     """Return the engine of a device, which owns the encoder. Raises ConfigError if its compiler is missing."""
     if backend.shares_host_memory and not backend.is_lazy and isinstance(encoder, BertEncoder):
         return CpuEngine(encoder, backend, config)
-    return RowEngine(encoder, backend, config, watch)
+    return EmbedProgram(encoder, backend, config, watch)
 
 
 # From windows of texts to vectors.
@@ -486,13 +477,13 @@ class Embedder:
         self, windows: Iterable[Tokens], open_windows: deque[_Window], given: deque[tuple[_Window, HostBatch]]
     ) -> Iterator[Batch]:
         for tokens in windows:
-            texts = distinct_texts(tokens, self._limit, self._sep_id)
-            chunks, first = texts.tokens, None
+            chunks, place = distinct_texts(tokens, self._limit, self._sep_id)
+            first = None
             if chunks.lengths.max(initial=0) > self._chunk:
                 chunks, first = chunk_tokens(chunks, self._chunk, self._sep_id)
             batches = list(self._engine.batches(chunks))
             vectors = np.empty((len(chunks.lengths), self.dim), dtype=np.float32)
-            window = _Window(texts.place, first, chunks.lengths, vectors, len(batches))
+            window = _Window(place, first, chunks.lengths, vectors, len(batches))
             open_windows.append(window)
             for host in batches:
                 given.append((window, host))

@@ -85,7 +85,7 @@ def gather_products(
     files = [file for partition in source.partitions for file in partition.files]
 
     def products() -> Iterator[RawBatch]:
-        with reading_progress("reading products", source, files) as tell:
+        with reading_progress("reading products", files) as tell:
             for file in files:
                 for batch in source.read(file, ["product_id", "title", "text"]):
                     stop.raise_if_set(f"reading {file.key}")

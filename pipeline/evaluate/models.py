@@ -255,6 +255,7 @@ class ModelScorer:
                 self.settings.train.precision,
                 holdout.rows.buckets,
                 self._watch(checkpoint, holdout),
+                has_one_rate=self.settings.train.optimizer.has_one_rate,
             )
         self._programs[name].load(from_hf(checkpoint.weights(), template, source=checkpoint.prefix))
         return self._programs[name]

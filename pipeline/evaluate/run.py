@@ -52,8 +52,7 @@ def run_evaluation(
         try:
             return Evaluation(settings, ctx, models, sets, inputs, gang, backend).run()
         except RuntimeError as error:
-            nodes = ctx.world.world_size // ctx.world.local_world_size
-            better = diagnose_device_error(error, backend, settings.health, num_nodes=nodes, stop=ctx.stop)
+            better = diagnose_device_error(error, backend, settings.health, stop=ctx.stop)
             if better is error:
                 raise
             raise better from error

@@ -56,11 +56,16 @@ class ScoreProgram:
         precision: Precision,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
+        *,
+        has_one_rate: bool = False,
     ) -> None:
-        """Take the model over: only its structure stays. Load weights before scoring."""
+        """Takes the model over: only its structure stays. Load weights before scoring.
+
+        `has_one_rate`: as the optimizer in training, whose graphs it shares.
+        """
         choose_forms(model, traced=backend.is_lazy, sums_by_matmul=backend.sums_by_matmul)
         self.backend, self._precision = backend, precision
-        self._layout = FlatLayout.of(model)
+        self._layout = FlatLayout.of(model, has_one_rate=has_one_rate)
         self._model = structure(model.eval(), backend)
         self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self._watch: GraphWatch = watch or GraphWatch()

@@ -1,10 +1,10 @@
-"""Health checks: what they say, the error that follows from it, and how they are run.
+"""Health checks: their verdicts, the error that follows from them, and how they are run.
 
-Cheap ones first, each within its time, whatever becomes of it. A check runs in a daemon thread, not in a child: what
-hangs on a sick machine hangs in the kernel (a dead mount, an ioctl of the driver), where nothing can be killed; a
-spawned child costs seconds of imports for each check, and a forked one inherits the locks of our threads. What can be
-killed are the programs that a check starts with `run_tool`: the stop signal of the check ends them. A thread that stays
-behind cannot keep the process from ending.
+Cheap ones first, each within its time limit. A check runs in a daemon thread, not in a child: what hangs on a sick
+machine hangs in the kernel (a dead mount, an ioctl of the driver), where nothing can be killed; a spawned child costs
+seconds of imports for each check, and a forked one inherits the locks of our threads. The programs that a check starts
+with `run_tool` can be killed: the stop signal of the check ends them. A thread that stays behind cannot keep the
+process from ending.
 """
 
 import re
@@ -70,7 +70,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """All checks of one node. `host`: instance id, or host name where there is none."""
+    """All checks of one node. `host`: instance id, or host name without one."""
 
     node_rank: int
     host: str
@@ -82,10 +82,10 @@ class NodeReport:
 
 
 def gang_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
-    """What every node of the gang raises; None when all may work.
+    """Return the error that every node of the job raises; None if all may work.
 
     A configuration problem stops the job whatever else is wrong: no other machine would help. Else one unfit node
-    sends all back, as a gang is started as a whole. The message names host, check and reason, the gravest first.
+    sends all back, as a node group is started as a whole. The message names host, check and reason, the gravest first.
     """
     bad = [(report, result) for report in reports for result in report.results if result.verdict >= Verdict.RETRY]
     if not bad:
@@ -111,13 +111,13 @@ class _StoredReport(BaseModel):
 
 
 def to_json(report: NodeReport) -> str:
-    """The report as indented JSON, verdicts by name."""
+    """Return the report as indented JSON, verdicts by name."""
     stored = _StoredReport(node_rank=report.node_rank, host=report.host, verdict=report.verdict, results=report.results)
     return stored.model_dump_json(indent=2)
 
 
 def from_json(text: str | bytes, where: str = "a health report") -> NodeReport:
-    """What `to_json` wrote. Raises DataError naming `where`."""
+    """Read what `to_json` wrote. Raises DataError naming `where`."""
     try:
         stored = _StoredReport.model_validate_json(text)
     except ValidationError as error:
@@ -130,20 +130,20 @@ def from_json(text: str | bytes, where: str = "a health report") -> NodeReport:
 
 
 def report_key(cycle: str, report: NodeReport) -> str:
-    """With rank and host: what another machine of an earlier attempt said is kept."""
+    """Return the key of a report, with rank and host: that of another machine of an earlier attempt is kept."""
     host = re.sub(r"[^A-Za-z0-9.-]", "-", report.host) or "unknown"
     return f"cycles/{cycle}/health/{report.node_rank}-{host}.json"
 
 
 def store_report(workspace: Storage, cycle: str, report: NodeReport) -> str:
-    """Write the report below the cycle (atomic); returns its key."""
+    """Write the report below the cycle (atomic). Return its key."""
     key = report_key(cycle, report)
     workspace.write_bytes(key, to_json(report).encode() + b"\n")
     return key
 
 
 def show(report: NodeReport, stream: TextIO) -> None:
-    """`node 0 (i-0abc): retry`, then a line for each check, and what to do about those that are no plain pass."""
+    """Print `node 0 (i-0abc): retry`, a line for each check, and what to do about those that are no plain pass."""
     lines = [f"node {report.node_rank} ({report.host}): {report.verdict.text}"]
     width = max((len(result.name) for result in report.results), default=0)
     for result in report.results:
@@ -168,7 +168,7 @@ _TEXT_LENGTH = 1000
 
 @dataclass
 class CheckContext:
-    """What a check is given. It keeps `doing` true, for the message when it hangs."""
+    """Given to a check, which sets `doing` to its current operation: it is reported if the check hangs."""
 
     stop: StopSignal
     """Set when the run is stopped, and when the check's time is over."""
@@ -177,12 +177,12 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at. `run` returns one result or several; none when it does not apply here."""
+    """One check. `run` returns one result or several; none if it does not apply here."""
 
     name: str
     run: Callable[[CheckContext], CheckResult | Iterable[CheckResult]]
     group: Group | None = None
-    """None: what others need, run always."""
+    """None: others depend on it, so it is run always."""
     time_limit_s: float | None = None
     """None: as in the settings."""
     cost_s: float = 1.0
@@ -199,7 +199,7 @@ def run_checks(
     clock: Callable[[], float] = time.monotonic,
     seen: Callable[[CheckResult], object] = lambda result: None,
 ) -> NodeReport:
-    """Run the checks of the chosen groups; `seen` gets each result as it comes. Only Preempted is raised.
+    """Run the checks of the chosen groups; `seen` is called with each result. Raises Preempted only.
 
     A check that fails or hangs is a verdict like any other; later checks still run, except expensive ones.
     """
@@ -218,7 +218,7 @@ def run_checks(
 
 
 def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[], float]) -> list[CheckResult]:
-    """The results of one check; its time is written into the first. Raises Preempted."""
+    """Return the results of one check, the first with its time. Raises Preempted."""
     limit_s = config.check_limit_s if check.time_limit_s is None else check.time_limit_s
     context = CheckContext(StopSignal())
     results: list[CheckResult] = []
@@ -228,7 +228,7 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
         try:
             found = check.run(context)
             for result in (found,) if isinstance(found, CheckResult) else found:
-                results.append(result)  # one by one: what a check says before it fails is kept
+                results.append(result)  # one by one: results before a failure are kept
         except BaseException as error:
             errors.append(error)
 
@@ -244,14 +244,9 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
     stop.raise_if_set(f"in health check {check.name}: {doing}")
     if hangs:
         still = "; it does not end either" if thread.is_alive() else ""
-        hung = CheckResult(
-            check.name,
-            Verdict.RETRY,
-            f"not done after {format_duration(limit_s)}, still {doing}{still}",
-            expected="an answer within that time",
-            next_command="look at dmesg of that machine; raise --health.check-limit-s when it is only slow",
-        )
-        found.append(hung)
+        seen = f"not done after {format_duration(limit_s)}, still {doing}{still}"
+        advice = "look at dmesg of that machine; raise --health.check-limit-s if it is only slow"
+        found.append(CheckResult(check.name, Verdict.RETRY, seen, "an answer within that time", advice))
     elif errors:
         if isinstance(errors[0], Preempted):
             raise errors[0]
@@ -261,30 +256,25 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
 
 
 def _failed(name: str, error: BaseException) -> CheckResult:
-    """The verdict on an exception.
+    """Return the verdict on an exception.
 
-    One of ours says itself whether another machine may do better. Of any other one nobody knows; RETRY, because a
-    bug of ours then costs a few attempts of a minute, while FIX on a machine that is sick in a new way costs a night.
+    Our own errors know whether another machine may do better. Any other one is a RETRY: a bug of ours then costs a few
+    attempts of a minute, while FIX on a machine that is sick in a new way costs a night.
     """
     if isinstance(error, TrnpipeError):
         verdict = Verdict.RETRY if error.retry else Verdict.FIX
         return CheckResult(name, verdict, one_line(error.seen), error.expected, error.next_command)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return CheckResult(
-        name,
-        Verdict.RETRY,
-        f"{type(error).__name__}: {one_line(str(error))}{where}",
-        expected="an answer of the machine that the check understands",
-        next_command="trnpipe health on that machine; if all machines say so, it is a bug of the check",
-    )
+    seen = f"{type(error).__name__}: {one_line(str(error))}{where}"
+    advice = "trnpipe health on that machine; if all machines report it, it is a bug of the check"
+    return CheckResult(name, Verdict.RETRY, seen, "an answer of the machine that the check understands", advice)
 
 
 def _clean(result: CheckResult) -> CheckResult:
-    """What tools of a sick machine print may be no text: it must not spoil a terminal or the report."""
+    """Make texts printable: what tools of a sick machine print must not spoil a terminal or the report."""
 
     def printable(text: str) -> str:
-        """One line of it, not too long, with a ? for each character that is none."""
         return "".join(char if char.isprintable() else "?" for char in one_line(text)[:_TEXT_LENGTH])
 
     figures = {name: printable(value) if isinstance(value, str) else value for name, value in result.figures.items()}
@@ -292,5 +282,5 @@ def _clean(result: CheckResult) -> CheckResult:
 
 
 def one_line(text: str) -> str:
-    """The text with every run of white space, line ends included, as one space."""
+    """Return the text with every run of white space, line ends included, as one space."""
     return " ".join(text.split())

@@ -8,7 +8,6 @@ from pydantic import Field, field_validator
 from pipeline.core.machines import MACHINES
 from pipeline.core.record import Record
 
-Profile = Literal["quick", "full"]
 Group = Literal["host", "tools", "cores", "collectives"]
 OperationName = Literal[
     "matmul fp32",
@@ -22,43 +21,49 @@ OperationName = Literal[
     "reductions",
     "optimizer step",
 ]
-"""Of device.py, which needs torch."""
+"""The operations of device.py, which needs torch."""
+NCCOM_LIMIT_S = 300.0  # each size is compiled first
+START_LIMIT_S = 60.0  # for the ranks to import what they need, on a busy host
 _LONGER = 10
 
 
 class HealthConfig(Record):
     """What a machine must have before work is given to it."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"max_clock_skew_s": ..., "nccom_across_nodes": ...}
+    retired: ClassVar[Mapping[str, Any]] = {
+        "max_clock_skew_s": ...,
+        "nccom_across_nodes": ...,
+        "min_free_cache_gib": ...,
+        "min_free_checkpoint_gib": ...,
+        "min_open_files": ...,
+        "min_shm_gib": ...,
+        "burn_s": ...,
+        "sweep_mib": ...,
+        "full_sweep_mib": ...,
+        "collective_limit_s": ...,
+    }
 
-    profile: Profile = Field(
+    profile: Literal["quick", "full"] = Field(
         "quick",
-        description="quick: before every stage, about a minute, more where graphs are compiled first; full: everything",
+        description="quick: before every stage, about a minute, more where graphs are compiled first; full: longer"
+        " burn, more memory, more operations of nccom-test",
     )
     only: tuple[Group, ...] = Field(
         (), description="Run only these groups of checks: host, tools, cores, collectives; none named: all"
     )
-    min_free_cache_gib: float = Field(
-        10.0, ge=0, le=1e6, description="Free disk (GiB) where compiled graphs are kept; 0: any will do"
-    )
-    min_free_checkpoint_gib: float = Field(
-        10.0, ge=0, le=1e6, description="Free disk (GiB) where checkpoints are written; 0: any will do"
-    )
-    min_open_files: int = Field(
-        65_535, ge=64, le=2**30, description="Files a process may have open; ranks and collectives take thousands"
-    )
-    min_shm_gib: float = Field(
-        1.0, ge=0, le=1e5, description="Size (GiB) of /dev/shm, through which loader workers hand over batches"
+    min_free_gib: float = Field(
+        10.0,
+        ge=0,
+        le=1e6,
+        description="Free disk (GiB) for compiled graphs, and for checkpoints; twice that on a disk that takes both;"
+        " 0: any will do",
     )
     check_limit_s: float = Field(
         60.0,
         gt=0,
         le=3600,
-        description="Seconds a check may take that has no limit of its own; ten times that on a core in the full"
-        " profile, and on Neuron, where small graphs are compiled first",
-    )
-    burn_s: float = Field(
-        3.0, gt=0, le=600, description="Seconds of matrix products on each core, to compare cores; full: ten times that"
+        description="Seconds a check may take, and a rank may be late for a collective; ten times that for cores and"
+        " collectives in the full profile, and on Neuron, where small graphs are compiled first",
     )
     tolerances: dict[OperationName, Annotated[float, Field(gt=0, le=1)]] = Field(
         {},
@@ -66,12 +71,7 @@ class HealthConfig(Record):
         " softmax=0.001,layer norm=0.001; for a new kind of device whose accuracy is not known",
     )
     slow_ratio: float = Field(
-        1.5, gt=1, le=100, description="A core this many times slower than the median of its peers is unfit"
-    )
-    sweep_mib: int = Field(256, ge=64, description="Device memory (MiB) that is written and read back on each core")
-    full_sweep_mib: int = Field(8192, ge=64, description="The same in the full profile")
-    collective_limit_s: float = Field(
-        30.0, gt=0, le=3600, description="Seconds after which a rank that does not come to a collective is named"
+        1.5, gt=1, le=100, description="A core this many times slower than the median of the others is unfit"
     )
     min_bus_gb_s: float = Field(
         0.0, ge=0, le=1e5, description="Bus bandwidth (GB/s) the device's largest all-reduce must reach; 0: any will do"
@@ -84,12 +84,23 @@ class HealthConfig(Record):
     )
 
     def wants(self, *groups: Group | None) -> bool:
-        """True where one of these groups is to be run; None is what others need."""
+        """Return whether one of these groups is to be run; None is run always."""
         return not self.only or None in groups or not {*groups}.isdisjoint(self.only)
 
-    def patience(self, *, on_neuron: bool) -> int:
-        """By how much the limits of cores and collectives are longer."""
-        return _LONGER if on_neuron or self.profile == "full" else 1
+    def device_limit_s(self, *, on_neuron: bool) -> float:
+        """Return the seconds of one check of cores or collectives."""
+        return self.check_limit_s * (_LONGER if on_neuron or self.profile == "full" else 1)
+
+    def stage_limit_s(self, *, on_neuron: bool, num_nodes: int, processes: int) -> float:
+        """Return the longest that the stage may take: nccom-test, the ranks, and the wait for the other nodes.
+
+        The short checks of the host are not in it.
+        """
+        num_tests = (5 if self.profile == "full" else 3) if on_neuron and processes > 1 and self.wants("tools") else 0
+        limit_s = num_tests * NCCOM_LIMIT_S
+        if self.wants("cores", "collectives"):
+            limit_s += START_LIMIT_S + 6 * self.device_limit_s(on_neuron=on_neuron)
+        return limit_s + (self.nodes_wait_s if num_nodes > 1 else 0.0)
 
     @field_validator("expected_instance")
     @classmethod

@@ -1,4 +1,4 @@
-"""Is this core right, whole and as fast as its peers: operations against float64, a memory sweep, a short burn.
+"""Is this core right, whole and as fast as the others: operations against float64, a memory sweep, a short burn.
 
 The operations again after an error of the device in training: is it the machine, the settings, or a bug of ours?
 """
@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 from types import MappingProxyType
 
 import torch
@@ -22,9 +21,9 @@ from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, CheckResult, Verdict, run_checks
 from pipeline.health.config import HealthConfig, OperationName
-from pipeline.health.nodes import BURN, ELSEWHERE, OPERATIONS_CHECK, beyond_tolerance, error_figures
+from pipeline.health.nodes import BURN, ELSEWHERE, OPERATIONS_CHECK, ROUND
 
-# The tensor operations a model of ours really uses, each with the same in float64 on the host to hold it against.
+# The tensor operations a model of ours uses, each with the same in float64 on the host to compare with.
 
 ROWS, WIDTH, TABLE = 128, 256, 512  # small: what is looked for is a wrong core, not a slow one
 Tensors = tuple[Tensor, ...]
@@ -95,23 +94,17 @@ OPERATIONS = (
 
 
 def reference(operation: Operation, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same on the host in float64, from the values the device gets (rounded to its dtype)."""
+    """Compute on the host in float64, from the values the device gets (rounded to its dtype)."""
     exact = tuple(value.to(operation.dtype).double() if value.is_floating_point() else value for value in inputs)
     return tuple(tensor.detach() for tensor in operation.compute(*exact))
 
 
 def worst_error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected magnitude; infinite when anything found is not finite."""
+    """Return the largest difference over the largest expected magnitude; infinite if a value is not finite."""
     found = found.double()
     if not bool(torch.isfinite(found).all()):
         return float("inf")
-    scale = max(float(expected.abs().max()), 1e-30)
-    return float((found - expected).abs().max()) / scale
-
-
-BURN_WIDTH, BURN_DEPTH = 1024, 8
-CHUNK_BYTES = 64 * 2**20
-PATTERNS = (0x55555555, -0x55555556, 0)  # alternating bits, their complement, zeros
+    return float((found - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
 
 
 def check_operations(
@@ -122,13 +115,12 @@ def check_operations(
     stop: StopSignal,
     tolerances: Mapping[OperationName, float] = MappingProxyType({}),
 ) -> CheckResult:
-    """Every operation on random inputs: right within its tolerance, and the same bits each time.
+    """Compare every operation on random inputs with float64, within its tolerance, and its bits in each repeat.
 
-    `tolerances`: in place of the usual ones. An error beyond one is reported with all such operations; whether it is
-    this core's is seen when ranks are compared (nodes.py), which takes the same seed on all.
+    `tolerances`: in place of the usual ones.
     """
-    worst: dict[str, float] = {}
-    beyond: dict[str, float] = {}
+    figures: dict[str, float | int | str] = {}
+    faults: list[str] = []
     for number, operation in enumerate(OPERATIONS):
         stop.raise_if_set("checking tensor operations")
         inputs = operation.inputs(torch.Generator().manual_seed(seed + number))
@@ -136,22 +128,23 @@ def check_operations(
         with _full_precision():
             runs = [_on_device(backend, operation, inputs) for _ in range(repeats)]
         error = max(worst_error(found, right) for found, right in zip(runs[0], expected, strict=True))
-        worst[operation.name] = error
+        figures[f"{operation.name.replace(' ', '_')}_error"] = float(f"{error:.3g}")
         tolerance = tolerances.get(operation.name, operation.tolerance)
-        problem, wanted = "", "equal bits"
         if math.isinf(error):
-            problem, wanted = "a value that is not finite", f"at most {tolerance:g} against float64"
+            faults.append(f"{operation.name}: a value that is not finite")
+        elif error > tolerance:
+            faults.append(f"{operation.name}: relative error {error:.2g}, at most {tolerance:g} is expected")
         elif not all(torch.equal(one, two) for run in runs[1:] for one, two in zip(runs[0], run, strict=True)):
-            what = f"relative error {error:.2g}, and " if error > tolerance else ""
-            problem = f"{what}two runs on equal inputs differ"
-        if problem:
-            seen, figures = f"{operation.name}: {problem}", error_figures(worst)
-            return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, seen, wanted, ELSEWHERE, figures)
-        if error > tolerance:
-            beyond[operation.name] = tolerance
-    if beyond:
-        return beyond_tolerance(worst, beyond)
-    return CheckResult(OPERATIONS_CHECK, Verdict.PASS, figures=error_figures(worst))
+            faults.append(f"{operation.name}: two runs on equal inputs differ")
+    if not faults:
+        return CheckResult(OPERATIONS_CHECK, Verdict.PASS, figures=figures)
+    do = f"{ELSEWHERE}; an error that all machines have alike: --health.tolerances"
+    expected_text = "float64 within the tolerance of each operation, and equal bits in each run"
+    return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, "; ".join(faults), expected_text, do, figures)
+
+
+CHUNK_BYTES = 64 * 2**20
+PATTERNS = (0x55555555, -0x55555556, 0)  # alternating bits, their complement, zeros
 
 
 def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> CheckResult:
@@ -162,30 +155,27 @@ def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> Che
         chunks = []
         for index in range(count):
             stop.raise_if_set("sweeping device memory")
-            # Each chunk is its own: a chunk that aliases another is seen, too.
+            # Each chunk differs: a chunk that aliases another is found, too.
             chunks.append(torch.full((CHUNK_BYTES // 4,), pattern ^ index, dtype=torch.int32).to(backend.device))
         backend.synchronise()
         for index, chunk in enumerate(chunks):
             stop.raise_if_set("sweeping device memory")
             (found,) = backend.to_host([chunk])
-            wrong = int((found != (pattern ^ index)).sum())
-            if wrong:
-                return CheckResult(
-                    "device memory",
-                    Verdict.RETRY,
-                    seen=f"{wrong} words of chunk {index} of {count} ({format_bytes(CHUNK_BYTES)} each) changed",
-                    expected=f"what was written, {pattern & 0xFFFFFFFF:#010x} ^ {index}",
-                    next_command=ELSEWHERE,
-                    figures=figures,
-                )
+            if wrong := int((found != (pattern ^ index)).sum()):
+                seen = f"{wrong} words of chunk {index} of {count} ({format_bytes(CHUNK_BYTES)} each) changed"
+                expected = f"what was written, {pattern & 0xFFFFFFFF:#010x} ^ {index}"
+                return CheckResult("device memory", Verdict.RETRY, seen, expected, ELSEWHERE, figures)
         del chunks, chunk
     return CheckResult("device memory", Verdict.PASS, figures=figures)
+
+
+BURN_WIDTH, BURN_DEPTH = 1024, 8
 
 
 def check_burn(
     backend: Backend, *, seconds: float, stop: StopSignal, clock: Callable[[], float] = time.monotonic
 ) -> CheckResult:
-    """Matrix products for a while. Figures: rounds, fastest and median; slow against whom is the gang's to say."""
+    """Multiply matrices for a while. The figures are compared with those of other ranks (nodes.py)."""
     generator = torch.Generator().manual_seed(1)
     weight = (torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator) / BURN_WIDTH**0.5).to(backend.device)
     values = torch.randn(BURN_WIDTH, BURN_WIDTH, generator=generator).to(backend.device)
@@ -197,14 +187,8 @@ def check_burn(
         started = clock()
         _round(backend, values, weight)
         times.append(clock() - started)
-    flops = 2.0 * BURN_WIDTH**3 * BURN_DEPTH
-    figures = {
-        "rounds": len(times),
-        "fastest_round_s": min(times),
-        "median_round_s": median(times),
-        "tflops": flops / min(times) / 1e12,
-    }
-    return CheckResult(BURN, Verdict.PASS, figures=figures)
+    tflops = 2.0 * BURN_WIDTH**3 * BURN_DEPTH / min(times) / 1e12
+    return CheckResult(BURN, Verdict.PASS, figures={"rounds": len(times), ROUND: min(times), "tflops": tflops})
 
 
 def _round(backend: Backend, values: Tensor, weight: Tensor) -> None:
@@ -242,12 +226,12 @@ _ASSERT = "device-side assert triggered"
 
 
 def diagnose_device_error(
-    error: RuntimeError, backend: Backend, config: HealthConfig, *, num_nodes: int, stop: StopSignal
+    error: RuntimeError, backend: Backend, config: HealthConfig, *, stop: StopSignal
 ) -> BaseException:
-    """What to raise for `error`: that of the table of Neuron errors, else TransientError on a device that fails the
-    short checks, else the error itself. Never raises for what it finds; Preempted when stopped.
+    """Return what to raise for `error`: that of the table of Neuron errors, else TransientError on a device that fails
+    the short checks, else the error itself. Raises Preempted when stopped.
     """
-    known = device_error(str(error), num_nodes=num_nodes)
+    known = device_error(str(error))
     if known is not None:
         return known
     if _ASSERT in str(error):
@@ -258,7 +242,7 @@ def diagnose_device_error(
         with device_guard(backend.device):
             return check_operations(backend, seed=1, repeats=1, stop=ctx.stop, tolerances=config.tolerances)
 
-    limit_s = config.check_limit_s * config.patience(on_neuron=backend.is_neuron)
+    limit_s = config.device_limit_s(on_neuron=backend.is_neuron)
     check = Check(OPERATIONS_CHECK, operations, time_limit_s=limit_s)
     report = run_checks([check], config, node_rank=0, host="this rank", stop=stop)
     if report.verdict < Verdict.RETRY:

@@ -1,94 +1,25 @@
-"""A Neuron machine: what it should be, and what driver, kernel and `neuron-ls` say of it.
+"""A Neuron machine: versions of driver and runtime, the kernel's log, how many ranks fit, and nccom-test.
 
-Facts: AWS Neuron documentation, user guides of neuron-ls and sysfs, runtime troubleshooting and release notes.
+Facts: AWS Neuron documentation, user guides of nccom-test, runtime troubleshooting and release notes. The exit code of
+nccom-test is not documented: a run is good only if every size asked for was measured and it reports no failure.
 """
 
 import importlib.metadata
+import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, TypeAdapter
-
-from pipeline.core.format import format_bytes
-from pipeline.core.machines import MACHINES
-from pipeline.core.neuron_errors import Evidence, classify
+from pipeline.core.errors import ConfigError
+from pipeline.core.machines import GIB, MACHINES, Machine
+from pipeline.core.neuron_errors import Evidence, classify, decisive
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
-from pipeline.proc.tool import Count, ToolRun, json_in, run_tool
-
-SYSFS = Path("/sys/devices/virtual/neuron_device")
-INFINIBAND = Path("/sys/class/infiniband")  # devices of the host
-DEV = Path("/dev")
-_ELSEWHERE = "this job elsewhere; on this machine: dmesg | grep -i neuron, then replace it"
-
-
-@dataclass(frozen=True)
-class NeuronInstance:
-    """None is not known. Cores are physical; `core_configs`: how many of them may make a logical one (LNC)."""
-
-    name: str
-    num_devices: int | None = None
-    device_cores: int | None = None
-    device_memory_bytes: int | None = None
-    core_configs: tuple[int, ...] = (1,)
-    num_efa: int | None = None
-    rank_counts: tuple[int, ...] = ()
-    """How many ranks may run on it; over many nodes only as many as there are cores, the last."""
-    bus_gib_s: float | None = None
-    """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
-
-
-def neuron_instance(instance_type: str) -> NeuronInstance | None:
-    """None for a machine without Neuron devices; for a Neuron type that is not in the table nothing is known."""
-    machine = MACHINES.get(instance_type)
-    if machine is None:
-        return NeuronInstance(instance_type) if instance_type.startswith(("trn", "inf")) else None
-    return NeuronInstance(**{one.name: getattr(machine, one.name) for one in fields(NeuronInstance)})
-
-
-def judge_rank_count(instance: NeuronInstance, processes: int, *, num_nodes: int) -> CheckResult:
-    """The runtime joins cores only in some numbers; with another one it hangs or fails when it starts."""
-    fits = instance.rank_counts[-1:] if num_nodes > 1 else instance.rank_counts
-    if not fits or processes in fits:
-        return CheckResult("processes", Verdict.PASS, figures={"processes": processes})
-    many = f" for a job of {num_nodes} nodes" if num_nodes > 1 else ""
-    return CheckResult(
-        "processes",
-        Verdict.FIX,
-        f"{processes} processes on {instance.name}{many}",
-        " or ".join(map(str, fits)),
-        f"--launch.processes {fits[-1]}",
-        {"processes": processes},
-    )
-
-
-def without_answer(name: str, run: ToolRun, instance: NeuronInstance | None) -> CheckResult:
-    """The result of a check whose tool gave nothing to judge."""
-    if instance is None:
-        return CheckResult(name, Verdict.PASS, seen=f"not a Neuron machine ({run.told()})", seconds=run.seconds)
-    if run.missing:
-        # The image brings the tools, so every machine that runs it lacks them.
-        return CheckResult(
-            name,
-            Verdict.FIX,
-            seen=f"{run.command[0]} is not installed on this {instance.name}",
-            expected="aws-neuronx-tools in the image",
-            next_command="run the neuron image, or install aws-neuronx-tools in yours",
-            seconds=run.seconds,
-        )
-    return CheckResult(
-        name,
-        Verdict.RETRY,
-        seen=run.told(),
-        expected="an answer: a tool that hangs or breaks off has a sick driver or device below it",
-        next_command="this job elsewhere; on this machine: sudo modprobe -r neuron; sudo modprobe neuron",
-        seconds=run.seconds,
-    )
-
+from pipeline.health.config import NCCOM_LIMIT_S, HealthConfig
+from pipeline.proc.tool import ToolRun, last_line, run_tool
 
 # Versions, and whether driver and runtime fit.
 
@@ -102,7 +33,7 @@ NEW_DRIVER, LEAST_RUNTIME = (2, 29), (2, 33)
 
 
 def find_versions(*, driver_file: Path = DRIVER_FILE, libraries: Path = NEURON_LIBRARIES) -> dict[str, str]:
-    """Version by part; what is not there is left out."""
+    """Return the versions of the parts that are installed."""
     found = {}
     for name in DISTRIBUTIONS:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -116,14 +47,14 @@ def find_versions(*, driver_file: Path = DRIVER_FILE, libraries: Path = NEURON_L
 
 
 def judge_driver(versions: Mapping[str, str]) -> CheckResult | None:
-    """Can the runtime of the image work with the driver of the machine; None where there is no driver.
+    """Judge whether the image's runtime works with the machine's driver; None without a driver.
 
-    The driver comes with the machine image, so every machine of it would say the same.
+    The driver is part of the machine image, so every machine of it would give the same verdict.
     """
     driver, runtime = versions.get("driver"), versions.get("runtime")
     if driver is None:
         return None
-    # Where several runtimes lie side by side the loader's choice is not known: only all of them together are wrong.
+    # Of several runtimes side by side the loader's choice is not known: only all of them together are wrong.
     numbers = [number for text in (runtime or "").split(", ") if (number := _release(text))]
     new, seen = _release(driver), f"driver {driver}, runtime {runtime or 'not found'}"
     least, limit = (".".join(map(str, release)) for release in (LEAST_RUNTIME, NEW_DRIVER))
@@ -133,240 +64,198 @@ def judge_driver(versions: Mapping[str, str]) -> CheckResult | None:
         return CheckResult(DRIVER_FIT, Verdict.WARN, f"{seen}: cannot be compared", expected, look)
     if new >= NEW_DRIVER and max(numbers) < LEAST_RUNTIME:
         fix = (
-            f"a machine image with a driver before {limit} (Terraform: ami_id); where nobody can choose it, as on "
-            f"SageMaker, a container image with runtime {least}: docs/neuron.md, When no such machine image is left"
+            f"a machine image with a driver before {limit} (Terraform: ami_id), or a container image with runtime "
+            f"{least}: docs/neuron.md, When no such machine image is left"
         )
         return CheckResult(DRIVER_FIT, Verdict.FIX, f"{seen}: nrt_init fails", expected, fix)
     return CheckResult(DRIVER_FIT, Verdict.PASS, seen)
 
 
-def versions_check(more: Mapping[str, str], find: Callable[[], Mapping[str, str]] = find_versions) -> Check:
-    """Reports versions and `more`. Before anything that opens a device: where driver and runtime do not fit, that fails
-    in less clear words.
-    """
-
-    def run(ctx: CheckContext) -> Iterator[CheckResult]:
-        ctx.doing = "looking for installed versions"
-        found = find()
-        yield CheckResult(VERSIONS, Verdict.PASS, figures={**found, **more})
-        if (fit := judge_driver(found)) is not None:
-            yield fit
-
-    return Check(VERSIONS, run, cost_s=0.1)
-
-
 def _release(version: str) -> tuple[int, int] | None:
-    """Major and minor number; None where it does not start with them."""
+    """Return major and minor number; None if it does not start with them."""
     match = re.match(r"(\d{1,6})\.(\d{1,6})(?!\d)", version)
     return (int(match[1]), int(match[2])) if match else None
 
 
-# What the kernel knows: broken hardware in its log, the driver's error counters, network devices.
+# nccom-test: do the cores of this machine add up right and fast.
 
-COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected", "mem_ecc_repairable_uncorrected")
+NAME = "nccom-test"
+_USUAL_SHARE = 0.5
+_ELSEWHERE = "this job elsewhere; on this machine: nccom-test with --debug, dmesg | grep -i neuron"
+_USAGE = re.compile(r"^usage:|unrecognized arguments|invalid choice", re.MULTILINE)
+_FAILED = re.compile(
+    r"^[^\n]*(?:\bFailure\b|\b[1-9]\d* errors? found|test failed|Driver is not running)[^\n]*", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class NccomTest:
+    """One test: an operation over sizes, each `step_factor` times the one before.
+
+    check: results are compared with those of the host, which takes long for large sizes.
+    """
+
+    num_ranks: int
+    operation: str = "all_reduce"
+    min_bytes: int = 2**13
+    max_bytes: int = 2**23
+    step_factor: int = 2**10
+    check: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{NAME} {self.operation}{'' if self.check else ' bandwidth'}"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        found = [self.min_bytes]
+        while found[-1] * self.step_factor <= self.max_bytes:
+            found.append(found[-1] * self.step_factor)
+        return tuple(found)
+
+    def command(self) -> list[str]:
+        """Return the command: the operation first, and a flag after --check, which takes a word for its value."""
+        words = [NAME, self.operation, "-r", str(self.num_ranks), "-b", str(self.min_bytes), "-e", str(self.max_bytes)]
+        words += ["-f", str(self.step_factor), "-d", "fp32", "-n", "20", "-w", "5"]
+        return [*words, *(["--check"] if self.check else []), "--non-interactive"]
+
+
+def parse_table(text: str) -> dict[int, float]:
+    """Return the bus bandwidth by size in bytes of the printed table; GB there is 2^30 bytes.
+
+    A row of another length reports a failure; one without an end of line may be cut in the middle of a number.
+    """
+    header: list[str] = []
+    found: dict[int, float] = {}
+    for cells in (line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")):
+        if "size(B)" in cells and "busbw(GB/s)" in cells:
+            header = cells
+        elif header and len(cells) == len(header):
+            with suppress(ValueError):  # the row of a failure may have as many words as there are columns
+                found[int(cells[header.index("size(B)")])] = float(cells[header.index("busbw(GB/s)")])
+    return found
+
+
+def judge_nccom(
+    run: ToolRun, test: NccomTest, *, min_busbw_gib_s: float | None = None, usual_busbw_gib_s: float | None = None
+) -> CheckResult:
+    """Judge results and bandwidth at the largest size, in 2^30 bytes a second.
+
+    A machine below `min_busbw_gib_s` is unfit; less than half of the usual bandwidth is a warning.
+    """
+    rows = parse_table(run.stdout)
+    largest, busbw_gib_s = max(rows.items(), default=(0, 0.0))
+    figures = {"num_sizes": len(rows), "size_bytes": largest, "busbw_gib_s": busbw_gib_s}
+    what = "right results" if test.check else "times"
+    wanted = f"{what} for {len(test.sizes)} sizes of {test.operation} over {test.num_ranks} ranks"
+
+    def bad(verdict: Verdict, seen: str, expected: str = wanted, do: str = _ELSEWHERE) -> CheckResult:
+        return CheckResult(test.name, verdict, seen, expected, do, figures, run.seconds)
+
+    if run.missing:  # the image brings the tools, so every machine that runs it lacks them
+        return bad(Verdict.FIX, f"{NAME} is not installed", do="aws-neuronx-tools in the image")
+    if _USAGE.search(run.output) and not rows:
+        return bad(Verdict.FIX, run.told(), do="nccom-test --help: are these options of your version of the tools?")
+    failure = last_line(found[0]) if (found := _FAILED.search(run.output)) else ""
+    if run.failure or failure:
+        cause = decisive(classify(run.output))
+        if cause and cause.row.error is ConfigError and cause.row.evidence is not Evidence.PROOF:
+            return bad(Verdict.FIX, f"{cause.row.name}: {cause.line}", do=cause.row.action)
+        return bad(Verdict.RETRY, failure or run.told())
+    if len(rows) < len(test.sizes):  # sizes may be rounded to whole elements of every rank
+        return bad(Verdict.RETRY, f"results for {len(rows)} of {len(test.sizes)} sizes ({run.told()})")
+    # The bandwidth of small sizes is printed as 0.00.
+    if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
+        return bad(Verdict.RETRY, "a bandwidth that is no positive number")
+    seen = f"bus bandwidth {busbw_gib_s:.2f} GiB/s at {largest} bytes"
+    if min_busbw_gib_s is not None and busbw_gib_s < min_busbw_gib_s:
+        return bad(Verdict.RETRY, seen, f"at least {min_busbw_gib_s:g} GiB/s")
+    if usual_busbw_gib_s is not None and busbw_gib_s < _USUAL_SHARE * usual_busbw_gib_s:
+        return bad(Verdict.WARN, seen, f"about {usual_busbw_gib_s:g} GiB/s, as AWS measured", "compare other machines")
+    if run.exit_code != 0:
+        return bad(Verdict.WARN, f"all sizes are right, but exit code {run.exit_code}", "exit code 0", "see its output")
+    return CheckResult(test.name, Verdict.PASS, seen, figures=figures, seconds=run.seconds)
+
+
+def nccom_tests(config: HealthConfig, num_ranks: int) -> tuple[NccomTest, ...]:
+    """Return all-reduce and all-gather; all-reduce for its bandwidth; in the full profile the other operations, too.
+
+    Results are checked at 8 KiB and 8 MiB, those of all-reduce from 8 bytes on, which is one number for every rank; the
+    bandwidth is that of 128 MiB, more than a gradient bucket.
+    """
+    tests = [NccomTest(num_ranks, min_bytes=8), NccomTest(num_ranks, "all_gather")]
+    tests.append(NccomTest(num_ranks, min_bytes=2**27, max_bytes=2**27, check=False))
+    if config.profile == "full":
+        tests += [NccomTest(num_ranks, "reduce_scatter"), NccomTest(num_ranks, "alltoall")]
+    return tuple(tests)
+
+
+# All of them as checks of a node.
+
+CHANGED_LNC = "NEURON_LOGICAL_NC_CONFIG"  # then the numbers of cores are others than the usual ones
 
 
 def check_kernel_log(
-    instance: NeuronInstance | None, *, stop: StopSignal, env: Mapping[str, str] | None = None, timeout_s: float = 10.0
+    *, on_neuron: bool, stop: StopSignal, env: Mapping[str, str] | None = None, timeout_s: float = 10.0
 ) -> CheckResult:
-    """Hardware errors since boot, with `dmesg`. Containers may not read it, as a rule: a warning."""
+    """Look for hardware errors since boot, with `dmesg`. Containers may not read it, as a rule: a warning."""
     run = run_tool(["dmesg"], timeout_s=timeout_s, stop=stop, env=env)
     for match in classify(run.stdout):
         if match.row.evidence is Evidence.PROOF:
             do, expected = f"this job elsewhere; {match.row.action}", "no hardware error since boot"
             return CheckResult("kernel-log", Verdict.RETRY, match.line, expected, do, seconds=run.seconds)
-    if run.exit_code == 0 or instance is None:
-        return CheckResult("kernel-log", Verdict.PASS, "" if run.exit_code == 0 else f"not readable ({run.told()})")
-    return CheckResult(
-        "kernel-log",
-        Verdict.WARN,
-        f"not readable ({run.told()})",
-        expected="the kernel log: it names the device that broke",
-        next_command="on the host: dmesg | grep NEURON_HW_ERR; a container needs the capability SYSLOG",
-        seconds=run.seconds,
-    )
+    if run.exit_code == 0:
+        return CheckResult("kernel-log", Verdict.PASS)
+    verdict, do = Verdict.WARN if on_neuron else Verdict.PASS, "a container needs the capability SYSLOG"
+    return CheckResult("kernel-log", verdict, f"not readable ({run.told()})", "the kernel log", do, seconds=run.seconds)
 
 
-def check_counters(sysfs: Path = SYSFS) -> CheckResult:
-    """Memory errors that were not corrected, since the driver was loaded. Nothing where it counts none."""
-    found: dict[str, int] = {}
-    for device in sorted(numbered(sysfs, "neuron")):
-        for name in COUNTERS:
-            path = sysfs / f"neuron{device}" / "stats" / "hardware" / name
-            try:
-                count = int((path / "total" if path.is_dir() else path).read_text())
-            except (OSError, ValueError):  # an older driver has fewer
-                continue
-            found |= {f"neuron{device} {name.replace('_', ' ')}": count} if count else {}
-    if not found:
-        return CheckResult("neuron-ecc", Verdict.PASS)
-    return CheckResult(
-        "neuron-ecc",
-        Verdict.RETRY,
-        ", ".join(f"{name} {count}" for name, count in found.items()),
-        "no uncorrected memory error",
-        "this job elsewhere; reload the driver (modprobe -r neuron; modprobe neuron); if it repeats, another machine",
-        {"num_errors": sum(found.values())},
-    )
+def judge_rank_count(machine: Machine, processes: int, *, num_nodes: int) -> CheckResult:
+    """The runtime joins cores only in some numbers; with another one it hangs or fails when it starts."""
+    fits = machine.rank_counts[-1:] if num_nodes > 1 else machine.rank_counts
+    if not fits or processes in fits:
+        return CheckResult("processes", Verdict.PASS, figures={"processes": processes})
+    seen = f"{processes} processes on {machine.name}, {num_nodes} nodes"
+    return CheckResult("processes", Verdict.FIX, seen, " or ".join(map(str, fits)), f"--launch.processes {fits[-1]}")
 
 
-def check_efa(
-    instance: NeuronInstance, *, num_nodes: int, infiniband: Path = INFINIBAND, dev: Path = DEV / "infiniband"
-) -> CheckResult:
-    """EFA devices of the host, and those this container may open. One node needs none."""
-    count = len(list(infiniband.iterdir())) if infiniband.is_dir() else 0
-    openable, wanted = len(numbered(dev, "uverbs")), instance.num_efa
-    figures = {"num_efa": count, "num_openable": openable}
-    expected = f"{'some' if wanted is None else wanted} on {instance.name}"
-    if num_nodes == 1 or (count and count >= (wanted or 1) and openable >= count):
-        return CheckResult("efa", Verdict.PASS, f"{count} EFA devices", figures=figures)
-    if wanted == 0:
-        return CheckResult(
-            "efa", Verdict.FIX, f"{instance.name} has no EFA", expected, "run on one node, or another type", figures
-        )
-    if count == 0:  # an instance loses one device, not all: then it was started without
-        do = "launch template: network interfaces with InterfaceType efa"
-        return CheckResult("efa", Verdict.FIX, "no EFA device", expected, do, figures)
-    if wanted and count < wanted:
-        do = "this job elsewhere; launch template if all machines have as few"
-        return CheckResult("efa", Verdict.RETRY, f"{count} EFA devices", expected, do, figures)
-    seen = f"{openable} of {count} EFA devices are mapped into this container"
-    do = "add /dev/infiniband/uverbs0.. to linuxParameters.devices of the job definition"
-    return CheckResult("efa", Verdict.FIX, seen, expected, do, figures)
+def neuron_checks(
+    config: HealthConfig, instance: str, more: Mapping[str, str], *, num_nodes: int, processes: int, on_neuron: bool
+) -> tuple[Check, ...]:
+    """Return the checks of a node with its instance type. `more`: further versions to report.
 
+    Versions come before anything that opens a device: if driver and runtime do not fit, that fails in less clear words.
+    """
 
-def numbered(folder: Path, prefix: str) -> set[int]:
-    """The numbers of the entries `<prefix><number>`; none where the folder cannot be read."""
-    try:
-        names = [path.name for path in folder.iterdir()]
-    except OSError:
-        return set()
-    return {int(match[1]) for name in names if (match := re.fullmatch(rf"{prefix}(\d{{1,6}})", name))}
+    def versions(ctx: CheckContext) -> Iterator[CheckResult]:
+        found = find_versions()
+        yield CheckResult(VERSIONS, Verdict.PASS, figures={**found, **more})
+        if (fit := judge_driver(found)) is not None:
+            yield fit
 
+    def kernel_log(ctx: CheckContext) -> CheckResult:
+        ctx.doing = "reading the kernel log"
+        return check_kernel_log(on_neuron=on_neuron, stop=ctx.stop)
 
-# Are all Neuron devices there, whole and free: `neuron-ls -j` against the table.
+    checks = [Check(VERSIONS, versions, cost_s=0.1), Check("kernel log", kernel_log, "tools", cost_s=0.5)]
+    if not on_neuron:
+        return tuple(checks)
+    machine = MACHINES.get(instance)
+    if machine is not None and CHANGED_LNC not in os.environ:
+        count = judge_rank_count(machine, processes, num_nodes=num_nodes)
+        checks.append(Check("processes", lambda ctx: count, "tools", cost_s=0.0))
+    usual = machine.bus_gib_s if machine and (processes,) == machine.rank_counts[-1:] else None
 
-DEVICES, PROCESSES = "neuron-devices", "neuron-processes"
-# Calls at the same time could fail before SDK 2.28; cores are free 5-10 s after their holder was killed.
-NUM_TRIES = 3
-WAIT_S = 5.0
-_MEMORY_SHARE = 0.95
-_TOOLS = ("neuron-ls", "neuron-top", "neuron-monitor")  # they open a device, and hold no core
+    def nccom(test: NccomTest) -> Check:
+        def run(ctx: CheckContext) -> CheckResult:
+            ctx.doing = f"running {test.name}"
+            ended = run_tool(test.command(), timeout_s=NCCOM_LIMIT_S, stop=ctx.stop)
+            if test.check:
+                return judge_nccom(ended, test)
+            return judge_nccom(
+                ended, test, min_busbw_gib_s=config.min_bus_gb_s * 1e9 / GIB or None, usual_busbw_gib_s=usual
+            )
 
+        return Check(test.name, run, "tools", time_limit_s=NCCOM_LIMIT_S + 60.0, cost_s=20.0)
 
-class DeviceProcess(BaseModel):
-    pid: Count = 0
-    command: str | None = None  # empty where the process is in another container
-
-
-class Device(BaseModel):
-    """One object of the list. Older tools leave out what has a default; unknown keys are passed over."""
-
-    neuron_device: Count
-    nc_count: Count
-    memory_size: Count
-    logical_neuroncore_config: Count | None = None
-    neuron_processes: list[DeviceProcess] | None = None
-    instance_type: str | None = None
-
-
-def parse_neuron_ls(text: str) -> tuple[Device, ...] | None:
-    """The devices; None where the answer is no list of them: `null`, text, or cut off."""
-    try:
-        return tuple(TypeAdapter(list[Device]).validate_python(json_in(text)))
-    except ValueError:
-        return None
-
-
-def judge_devices(
-    devices: Collection[Device], instance: NeuronInstance, *, unmapped: Collection[int] = ()
-) -> CheckResult:
-    """All devices, each with its cores and memory. `unmapped`: the driver has them, this container has not."""
-    found = {device.neuron_device for device in devices}
-    figures = {"num_devices": len(found), "num_cores": sum(device.nc_count for device in devices)}
-    wanted = f"{instance.num_devices or 'all'} devices as on {instance.name}"
-
-    def result(verdict: Verdict, seen: str, expected: str = wanted, next_command: str = "") -> CheckResult:
-        return CheckResult(DEVICES, verdict, seen, expected, next_command, figures)
-
-    types = {device.instance_type for device in devices if device.instance_type}
-    if instance.num_devices and types and types != {instance.name}:
-        return result(
-            Verdict.FIX, f"this is a {', '.join(sorted(types))}", instance.name, "correct the instance type in settings"
-        )
-    missing = set(range(instance.num_devices or 0)) - found
-    if missing and missing <= set(unmapped):
-        return result(
-            Verdict.FIX,
-            f"{_names(missing)} are not mapped into this container",
-            next_command="add /dev/neuron0.. to linuxParameters.devices of the job definition",
-        )
-    if missing or not found:
-        return result(Verdict.RETRY, f"missing: {_names(missing) or 'every device'}", next_command=_ELSEWHERE)
-    if instance.num_devices and len(found) > instance.num_devices:
-        return result(Verdict.FIX, f"{len(found)} devices", next_command="correct the instance type in settings")
-    for device in devices:
-        # Right values of nc_count: logical cores, or physical ones as some versions count on trn2.
-        physical, told, cores = instance.device_cores, device.logical_neuroncore_config, set[int]()
-        if physical is not None:
-            configs = (told,) if told in instance.core_configs else instance.core_configs
-            cores = {physical // config for config in configs if config} | {physical}
-        if cores and device.nc_count not in cores:
-            seen = f"neuron{device.neuron_device} has {device.nc_count} cores"
-            return result(Verdict.RETRY, seen, " or ".join(map(str, sorted(cores))), _ELSEWHERE)
-        if device.memory_size < _MEMORY_SHARE * (instance.device_memory_bytes or 0):
-            seen = f"neuron{device.neuron_device} has {format_bytes(device.memory_size)} of memory"
-            return result(Verdict.RETRY, seen, format_bytes(instance.device_memory_bytes or 0), _ELSEWHERE)
-    seen = f"{len(found)} devices, {figures['num_cores']} cores"
-    return CheckResult(DEVICES, Verdict.PASS, seen, figures=figures)
-
-
-def judge_processes(devices: Iterable[Device], *, own_pids: Collection[int] = ()) -> CheckResult:
-    """Nobody else holds a core."""
-    holders: dict[int, tuple[str, list[int]]] = {}
-    for device in devices:
-        for process in device.neuron_processes or ():
-            command = process.command or ""
-            if process.pid not in own_pids and Path(command.partition(" ")[0]).name not in _TOOLS:
-                holders.setdefault(process.pid, (command, []))[1].append(device.neuron_device)
-    if not holders:
-        return CheckResult(PROCESSES, Verdict.PASS)
-    pid, (command, where) = next(iter(holders.items()))
-    more = f" and {len(holders) - 1} more processes" if len(holders) > 1 else ""
-    return CheckResult(
-        PROCESSES,
-        Verdict.RETRY,
-        seen=f"process {pid} ({command[:80] or 'of another container'}) holds {_names(where)}{more}",
-        expected="no process on the devices before the job starts",
-        next_command=f"kill {' '.join(str(pid) for pid in holders)}; wait 10 s; neuron-ls",
-        figures={"num_processes": len(holders)},
-    )
-
-
-def check_neuron_ls(
-    instance: NeuronInstance | None,
-    *,
-    stop: StopSignal,
-    timeout_s: float = 20.0,
-    wait_s: float = WAIT_S,
-    env: Mapping[str, str] | None = None,
-    sysfs: Path = SYSFS,
-    dev: Path = DEV,
-) -> tuple[CheckResult, ...]:
-    """Run the tool and judge. `instance`: what this machine should be; None where no Neuron machine is expected."""
-    for attempt in range(1, NUM_TRIES + 1):
-        run = run_tool(["neuron-ls", "-j"], timeout_s=timeout_s, stop=stop, env=env)
-        devices = None if run.missing or run.timed_out else parse_neuron_ls(run.stdout)
-        held = judge_processes(devices or (), own_pids={os.getpid()})
-        final = run.missing or run.timed_out or instance is None or (devices and held.verdict is Verdict.PASS)
-        if final or attempt == NUM_TRIES:
-            break
-        stop.wait(wait_s)
-    if devices is None or (instance is None and not devices):
-        return (without_answer(DEVICES, run, instance),)
-    unmapped = numbered(sysfs, "neuron") - numbered(dev, "neuron")
-    return judge_devices(devices, instance or NeuronInstance("this machine"), unmapped=unmapped), held
-
-
-def _names(indices: Iterable[int]) -> str:
-    return ", ".join(f"neuron{index}" for index in sorted(set(indices)))
+    return (*checks, *(nccom(test) for test in nccom_tests(config, processes) if processes > 1))

@@ -83,9 +83,8 @@ def _info_nce(query: Tensor, product: Tensor, positive: Tensor, excluded: Tensor
     own = (similarity.reshape(queries, queries, slots) * eye[:, :, None]).sum(1)  # [Q, S], to a query's own products
     positive = positive.view(queries, slots)
     scores = (similarity + excluded * _MASKED) / temperature
-    own = own / temperature
-    count = positive.sum() + (1.0 - (positive.sum() > 0).float())  # at least one: a batch without positives is 0
-    return (_log_loss(torch.logsumexp(scores, dim=1)[:, None], own) * positive).sum() / count
+    count = positive.sum().clamp(min=1.0)  # a batch without positives is 0
+    return (_log_loss(torch.logsumexp(scores, dim=1)[:, None], own / temperature) * positive).sum() / count
 
 
 def _log_loss(against: Tensor, own: Tensor) -> Tensor:

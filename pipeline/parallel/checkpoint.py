@@ -40,66 +40,96 @@ _GROUPS = "optimizer"
 """Metadata of the optimizer's file: groups and numbers as JSON."""
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 State = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 
-# The state of a model and of its optimizer: whole on rank 0, empty on the others. All ranks call these.
+def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write model.safetensors, and optimizer.safetensors, to a folder or an s3:// URI; complete or not at all.
+
+    A tied tensor is written once, under its first name. Every rank calls it; rank 0 writes. Raises ConfigError,
+    TransientError, on every rank.
+    """
+    with raise_on_all_ranks("opening the folder"):
+        storage, name = _location(folder)
+        if optimizer is not None:
+            _group_names(model, optimizer)
+    tied = _tied(model)
+    with collective_errors("gathering what is saved", mixed=True):
+        state = get_model_state_dict(model, options=_GATHER)
+        weights: State = {key: value for key, value in state.items() if key not in tied}
+        files: dict[str, tuple[Tensors, dict[str, str]]] = {WEIGHTS: (weights, {"format": "pt"})}
+        if optimizer is not None:
+            files[OPTIMIZER] = _as_tensors(get_optimizer_state_dict(model, optimizer, options=_GATHER))
+
+    def write() -> None:
+        target = storage.local_path(name)
+        with os_errors("writing", storage.uri(name)):
+            if target is not None:  # beside the target, so that publishing is a rename
+                atomic.make_dirs(target.parent)
+            where = TemporaryDirectory(dir=temporary_folder()) if target is None else atomic.temp_dir(target)
+            with where as staging:
+                for file, (tensors, metadata) in files.items():
+                    _write(Path(staging) / file, _arranged(model, tensors, for_file=True), metadata)
+                commit_dir(storage, Path(staging), name, kind=KIND, fields={})
+
+    run_without_timeout(write if _is_main() else lambda: None, "saving")
 
 
-def model_state(model: nn.Module) -> State:
-    """Return the tensors of a model by name; a tied one has all of its names."""
-    with collective_errors("gathering the model", mixed=True):
-        state: State = get_model_state_dict(model, options=_GATHER)
-    for name, parts in fused_parts(model).items():
-        if name in state:
-            state[name] = interleaved(state[name], len(state[name]) // parts)
-    return state
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise TransientError(f"{path.name} cannot be written: {error}", expected="room on the disk") from error
+    path.chmod(0o644)  # safetensors lets nobody else read it
 
 
-def load_model_state(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Spread what `model_state` returned. Raises CheckpointError, on every rank, for names or shapes of another."""
-    found = dict(state)
-    with raise_on_all_ranks("checking the weights"):
-        if _is_main():
-            check_shapes(source, tensor_shapes(model.state_dict()), tensor_shapes(found))
-            for name, parts in fused_parts(model).items():
-                found[name] = interleaved(found[name], parts)
-    with collective_errors("loading the model", mixed=True):
-        set_model_state_dict(model, found, options=_spread())
+def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Read what `save` wrote, from any mesh.
 
+    Raises CheckpointError, on every rank, where nothing is saved, or that of another model or optimizer.
+    """
+    with raise_on_all_ranks("opening the folder"):
+        storage, name = _location(folder)
+        names = [] if optimizer is None else _group_names(model, optimizer)
+    uri = storage.uri(name)
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Return {"state": {name of a parameter: ...}, "param_groups": [...]}."""
-    with raise_on_all_ranks("checking the optimizer"):
-        _group_names(model, optimizer)
-    with collective_errors("gathering the optimizer", mixed=True):
-        state = get_optimizer_state_dict(model, optimizer, options=_GATHER)
-    return _arranged(model, state, lambda rows, parts: interleaved(rows, len(rows) // parts))
-
-
-def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State, source: str) -> None:
-    """Spread what `optimizer_state` returned. Raises CheckpointError, on every rank, for that of other parameters."""
-    with raise_on_all_ranks("checking the optimizer"):
-        names = _group_names(model, optimizer)
-        saved = [group["params"] for group in state.get("param_groups", ())]
-        if _is_main() and saved != names:
+    def read() -> tuple[State, State]:
+        if not _is_main():
+            return {}, {}
+        try:
+            found = fetch_dir(storage, name, cache_folder(os.environ) / KIND, deep=True)
+            weights = load_file(found / WEIGHTS)
+            weights |= {key: weights[first] for key, first in _tied(model).items() if first in weights}
+            check_shapes(uri, tensor_shapes(model.state_dict()), tensor_shapes(weights))
+            state = {} if optimizer is None else _from_tensors(found / OPTIMIZER, model)
+        except (DataError, SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
+            seen = error.seen if isinstance(error, DataError) else f"{uri}: {error}"
+            raise CheckpointError(seen, expected="a folder that save wrote") from error
+        if optimizer is not None and [group["params"] for group in state["param_groups"]] != names:
             raise CheckpointError(
-                f"{source} has the state of {len(saved)} groups of other parameters",
+                f"{uri} has the state of {len(state['param_groups'])} groups of other parameters",
                 expected=f"{len(names)} groups as the optimizer has them",
                 next_command="make the optimizer as where it was saved",
             )
-    with collective_errors("loading the optimizer", mixed=True):
-        set_optimizer_state_dict(model, optimizer, _arranged(model, state, interleaved), options=_spread())
+        return _arranged(model, weights, for_file=False), state
+
+    weights, state = run_without_timeout(read, "loading")
+    grouped = dist.is_initialized()
+    options = StateDictOptions(full_state_dict=grouped, broadcast_from_rank0=grouped)
+    with collective_errors("loading", mixed=True):
+        set_model_state_dict(model, weights, options=options)
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
-def _arranged(model: nn.Module, state: State, rearrange: Any) -> State:
-    """Return an optimizer's state with the rows of what belongs to fused parameters in another order."""
-    parts = fused_parts(model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name in parts}
-    for name in shapes.keys() & state.get("state", {}).keys():
-        for key, value in state["state"][name].items():
-            if isinstance(value, Tensor) and value.shape == shapes[name]:
-                state["state"][name][key] = rearrange(value, parts[name])
-    return state
+def _arranged(model: nn.Module, tensors: Mapping[str, Tensor], *, for_file: bool) -> Tensors:
+    """Put the rows of fused parameters, and of their moments, in the order that files have, or a rank's part has."""
+    parts, found = fused_parts(model), dict(tensors)
+    for name, tensor in tensors.items():
+        number = parts.get(name) or parts.get(name.partition(".")[2], 1)  # of a moment: key.name
+        if number > 1 and tensor.ndim:
+            found[name] = interleaved(tensor, len(tensor) // number if for_file else number)
+    return found
 
 
 def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -131,77 +161,8 @@ def tensor_shapes(state: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: list(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _spread() -> StateDictOptions:
-    return StateDictOptions(full_state_dict=dist.is_initialized(), broadcast_from_rank0=dist.is_initialized())
-
-
 def _is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-# The files: model.safetensors with each tied tensor once, under its first name, and optimizer.safetensors.
-
-
-def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write model.safetensors, and optimizer.safetensors, to a folder or an s3:// URI; complete or not at all.
-
-    Every rank calls it; rank 0 writes. Raises ConfigError, TransientError, on every rank.
-    """
-    with raise_on_all_ranks("opening the folder"):
-        storage, name = _location(folder)
-    weights, tied = model_state(model), _tied(model)
-    files: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {
-        WEIGHTS: ({key: value for key, value in weights.items() if key not in tied}, {"format": "pt"})
-    }
-    if optimizer is not None:
-        files[OPTIMIZER] = _as_tensors(optimizer_state(model, optimizer))
-
-    def write() -> None:
-        target = storage.local_path(name)
-        with os_errors("writing", storage.uri(name)):
-            if target is not None:  # beside the target, so that publishing is a rename
-                atomic.make_dirs(target.parent)
-            where = TemporaryDirectory(dir=temporary_folder()) if target is None else atomic.temp_dir(target)
-            with where as staging:
-                for file, content in files.items():
-                    _write(Path(staging) / file, *content)
-                commit_dir(storage, Path(staging), name, kind=KIND, fields={})
-
-    run_without_timeout(write if _is_main() else lambda: None, "saving")
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise TransientError(f"{path.name} cannot be written: {error}", expected="room on the disk") from error
-    path.chmod(0o644)  # safetensors lets nobody else read it
-
-
-def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Read what `save` wrote, from any mesh.
-
-    Raises CheckpointError, on every rank, where nothing is saved, or that of another model or optimizer.
-    """
-    with raise_on_all_ranks("opening the folder"):
-        storage, name = _location(folder)
-
-    def read() -> tuple[State, State]:
-        if not _is_main():
-            return {}, {}
-        try:
-            found = fetch_dir(storage, name, cache_folder(os.environ) / KIND, deep=True)
-            state = load_file(found / WEIGHTS)
-            state |= {key: state[first] for key, first in _tied(model).items() if first in state}
-            return state, {} if optimizer is None else _from_tensors(found / OPTIMIZER)
-        except (DataError, SafetensorError, OSError, json.JSONDecodeError, KeyError) as error:
-            seen = error.seen if isinstance(error, DataError) else f"{storage.uri(name)}: {error}"
-            raise CheckpointError(seen, expected="a folder that save wrote") from error
-
-    weights, moments = run_without_timeout(read, "loading")
-    load_model_state(model, weights, storage.uri(name))
-    if optimizer is not None:
-        load_optimizer_state(model, optimizer, moments, storage.uri(name))
 
 
 def _location(folder: str | Path) -> tuple[Storage, str]:
@@ -215,7 +176,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
     return {name: known for name, value in state.items() if (known := first.setdefault(id(value), name)) != name}
 
 
-def _as_tensors(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _as_tensors(state: State) -> tuple[Tensors, dict[str, str]]:
     """Return an optimizer's state as tensors by `key.name`, and its numbers and options as JSON."""
     values = {f"{key}.{name}": value for name, held in state.get("state", {}).items() for key, value in held.items()}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
@@ -227,11 +188,11 @@ def _as_tensors(state: State) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}, metadata
 
 
-def _from_tensors(path: Path) -> State:
+def _from_tensors(path: Path, model: nn.Module) -> State:
     with safe_open(path, "pt") as file:
         saved = json.loads(file.metadata()[_GROUPS])
     state: State = {}
-    for whole_name, value in (load_file(path) | saved["numbers"]).items():
+    for whole_name, value in {**_arranged(model, load_file(path), for_file=False), **saved["numbers"]}.items():
         key, _, name = whole_name.partition(".")
         state.setdefault(name, {})[key] = value
     groups = []

@@ -43,14 +43,14 @@ class Nodes:
         self.any(phase, False)
 
     def any(self, phase: str, mine: bool, *, timeout_s: float = math.inf) -> bool:
-        """Wait as `wait` does, here perhaps less long; True when `mine` was true on one node at least."""
+        """Wait as `wait` does, here perhaps less long. Return whether `mine` was true on one node at least."""
         if self.num_nodes == 1:
             return mine
         self.storage.write_bytes(self._key(f"{phase}/node-{self.rank}.{'yes' if mine else 'no'}"), b"")
         limit_s = min(timeout_s, self.timeout_s)
         deadline, poll_s = self.clock() + limit_s, FIRST_POLL_S
         while True:
-            names = self._names()
+            names = {stat.key[len(self.folder) + 1 :] for stat in self.storage.list(self.folder)}
             answers = {
                 rank: f"{phase}/node-{rank}.yes" in names
                 for rank in range(self.num_nodes)
@@ -58,7 +58,8 @@ class Nodes:
             }
             if len(answers) == self.num_nodes:  # what failed after all had come is for the next phase
                 return any(answers.values())
-            self._raise_for_failed(names)
+            if any(name.endswith(".failed") for name in names):
+                self.check()
             missing = ", ".join(str(rank) for rank in range(self.num_nodes) if rank not in answers)
             if self.clock() > deadline:
                 raise TransientError(
@@ -71,7 +72,7 @@ class Nodes:
             poll_s = min(MAX_POLL_S, poll_s * 1.5)
 
     def exchange(self, phase: str, mine: bytes, *, timeout_s: float) -> tuple[dict[int, bytes], dict[int, str]]:
-        """(what each node brings to this phase, by rank; of those that did not come in time, why).
+        """Return (what each node brings to this phase, by rank; why those that are absent did not come in time).
 
         Where one has failed, it alone is named: the others may only be waiting, too.
         """
@@ -94,12 +95,17 @@ class Nodes:
 
     def check(self) -> None:
         """Raise TransientError when another node has failed."""
-        if self.num_nodes > 1:
-            self._raise_for_failed(self._names())
+        for rank in range(self.num_nodes):
+            if rank != self.rank and (why := self._failure(rank)):
+                raise TransientError(
+                    f"node {rank} failed: {why}",
+                    expected="every node to finish compiling before one trains",
+                    next_command=f"look at the log of node {rank}; this node is fine",
+                )
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error in the block ends the wait of the other nodes."""
+        """End the wait of the other nodes where the block raises."""
         try:
             yield
         except BaseException as error:
@@ -110,27 +116,14 @@ class Nodes:
                     error.add_note(f"and the other nodes could not be told: {second}")
             raise
 
-    def _raise_for_failed(self, names: set[str]) -> None:
-        for rank in range(self.num_nodes):
-            if rank != self.rank and f"node-{rank}.failed" in names:
-                raise TransientError(
-                    f"node {rank} failed: {self._failure(rank)}",
-                    expected="every node to finish compiling before one trains",
-                    next_command=f"look at the log of node {rank}; this node is fine",
-                )
-
     def _failure(self, rank: int) -> str:
-        """Why a node has failed; empty while it has not."""
+        """Return why a node has failed; empty while it has not."""
         return (self._read(self._key(f"node-{rank}.failed")) or b"").decode(errors="replace")
 
     def _read(self, key: str) -> bytes | None:
         with suppress(KeyNotFound):
             return self.storage.read_bytes(key)
         return None
-
-    def _names(self) -> set[str]:
-        cut = len(self.folder) + 1
-        return {stat.key[cut:] for stat in self.storage.list(self.folder)}
 
     def _key(self, name: str) -> str:
         return join_key(self.folder, name)

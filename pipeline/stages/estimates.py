@@ -70,7 +70,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
 
 
 def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch | None:
-    """What the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
+    """Return what the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
     if not train.loss.contrastive_weight:
         return None
     groups = groups_of_batch(train)
@@ -79,7 +79,7 @@ def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch 
 
 
 def estimate_lines(found: dict[int, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
-    """A table: what takes memory on one core, and the step, by length of rows. `contrastive`: as estimated with."""
+    """Return a table: memory on one core, and the step, by length of rows. `contrastive`: as estimated with."""
     first = next(iter(found.values()))
     sizes = first.footprint
     lines = [

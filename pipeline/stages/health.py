@@ -1,7 +1,7 @@
-"""The health stage: host, tools, cores and collectives of every node, and one verdict for the gang.
+"""The health stage: host, tools, cores and collectives of every node, and one verdict for the job.
 
 Each node runs one process, which checks the host and then starts the ranks for the rest: a rank that hangs or dies
-takes nobody with it. Nodes meet after each part, so that no rank waits for a node that was found unfit before.
+takes no other process with it. Nodes meet after each part, so that no rank waits for a node that was found unfit.
 """
 
 import math
@@ -15,18 +15,10 @@ from pathlib import Path
 from pipeline.backends import on_neuron
 from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
 from pipeline.core.errors import EXIT_OK
-from pipeline.health.check import Check, CheckResult, NodeReport, Verdict, gang_error, report_key, run_checks, show
-from pipeline.health.host import HostChecks, read_identity, usual_places, usual_ports
-from pipeline.health.neuron import neuron_instance, versions_check
-from pipeline.health.nodes import (
-    TimeLimit,
-    exchange_reports,
-    results_of,
-    store_own,
-    with_shared_errors,
-    with_slow_ranks,
-)
-from pipeline.health.tools import ranks_limit_s, tool_checks, tools_limit_s
+from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error, report_key, run_checks, show
+from pipeline.health.host import HostChecks, read_identity, usual_folders
+from pipeline.health.neuron import neuron_checks
+from pipeline.health.nodes import exchange_reports, results_of, store_own, with_slow_ranks
 from pipeline.parallel.launch import launch
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import RANK_REPORTS
@@ -39,17 +31,17 @@ Reports = tuple[NodeReport, ...]
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Check this node and the gang; done anew each time. Raises what gang_error says of an unfit gang, Preempted."""
+    """Check this node and the job, each time. Raises the gang_error of an unfit job, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(RANK_REPORTS):
         from pipeline.health.ranks import RankChecks, report_rank  # torch, which the node's own process does without
 
-        seed = zlib.crc32(ctx.cycle.encode())  # of all nodes; another one in each cycle
+        seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, another one in each cycle
         checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed)
         report = report_rank(checks, Path(folder), ctx.stop)
-        if report.verdict >= Verdict.RETRY:  # a thread may hang, and gloo aborts when a peer is gone
+        if report.verdict >= Verdict.RETRY:  # a thread may hang, and gloo aborts when another rank is gone
             sys.stdout.flush()
-            os._exit(EXIT_OK)  # the report says the rest
+            os._exit(EXIT_OK)  # the verdict is in the report
         return _result(ctx, (report,), started)
     nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded_temp_folder() as temporary:
@@ -66,32 +58,23 @@ class _Node:
         self._report = NodeReport(ctx.world.node_rank, self._identity.host, ())
 
     def check(self, temporary: Path) -> Reports:
-        """Reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
-        # Tools of what this machine should be; no Neuron tool is expected on any other.
-        expected = self._config.expected_instance or self._identity.instance_type
-        tools = tool_checks(
-            neuron_instance(expected) if self._on_neuron or self._config.expected_instance else None,
-            self._config,
-            num_nodes=self._ctx.world.world_size,
-            processes=self._settings.launch.processes,
-            on_neuron=self._on_neuron,
-        )
+        """Return the reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
         with_ranks = self._config.wants("cores", "collectives")
-        reports = self._meet("hosts", self._host(tools), tools_limit_s(tools, self._config), is_last=not with_ranks)
-        if with_ranks:
-            limit_s = ranks_limit_s(self._config, on_neuron=self._on_neuron)
-            reports = self._meet("ranks", self._ranks(temporary / "ranks", limit_s), limit_s, is_last=True)
-        return reports
+        reports = self._meet("hosts", self._host(), is_last=not with_ranks)
+        return self._meet("ranks", self._ranks(temporary / "ranks"), is_last=True) if with_ranks else reports
 
-    def _meet(self, part: str, results: tuple[CheckResult, ...], limit_s: float, *, is_last: bool) -> Reports:
-        """What all nodes say after a part that takes each of them `limit_s` at most."""
+    def _meet(self, part: str, results: tuple[CheckResult, ...], *, is_last: bool) -> Reports:
+        """Return the reports of all nodes after a part."""
+        ctx, processes = self._ctx, self._settings.launch.processes
         self._report = replace(self._report, results=(*self._report.results, *results))
-        store_own(self._ctx.workspace, self._ctx.cycle, self._report)  # before anything that may wait for others
-        reports = exchange_reports(self._nodes, part, self._report, self._config.nodes_wait_s + limit_s)
+        store_own(ctx.workspace, ctx.cycle, self._report)  # before anything that may wait for others
+        wait_s = self._config.stage_limit_s(
+            on_neuron=self._on_neuron, num_nodes=ctx.world.world_size, processes=processes
+        )
+        reports = exchange_reports(self._nodes, part, self._report, wait_s)
         reports = with_slow_ranks(reports, self._config.slow_ratio)
-        reports = with_shared_errors(reports, self._ctx.world.world_size * self._settings.launch.processes)
         self._report = next((one for one in reports if one.node_rank == self._report.node_rank), self._report)
-        store_own(self._ctx.workspace, self._ctx.cycle, self._report)
+        store_own(ctx.workspace, ctx.cycle, self._report)
         if (error := gang_error(reports)) is not None or is_last:
             for report in reports:
                 show(report, sys.stdout)
@@ -99,25 +82,30 @@ class _Node:
             raise error
         return reports
 
-    def _host(self, tools: tuple[Check, ...]) -> tuple[CheckResult, ...]:
+    def _host(self) -> tuple[CheckResult, ...]:
         settings, ctx, rank = self._settings, self._ctx, self._ctx.world.node_rank
+        num_nodes, processes = ctx.world.world_size, settings.launch.processes
         host = HostChecks(
             config=self._config,
             identity=self._identity,
             workspace=ctx.workspace,
             after_stop=ctx.workspace_after_stop,
             probes=f"cycles/{ctx.cycle}/health/probe-{rank}-",
-            places=usual_places(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
-            ports=usual_ports(os.environ, node_rank=rank, num_nodes=ctx.world.world_size, on_neuron=self._on_neuron),
+            folders=usual_folders(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
+            env=os.environ,
+            node_rank=rank,
+            num_nodes=num_nodes,
             on_neuron=self._on_neuron,
         )
         more = {"code": ctx.code_version, "settings": ctx.settings_hash}
-        if self._on_neuron:
-            more["compiler flags"] = settings.compile.flags.text()
-        checks = (versions_check(more), *host.checks(), *tools)
+        instance = self._config.expected_instance or self._identity.instance_type
+        tools = neuron_checks(
+            *(self._config, instance, more), num_nodes=num_nodes, processes=processes, on_neuron=self._on_neuron
+        )
+        checks = (*host.checks(), *tools)
         return run_checks(checks, self._config, node_rank=rank, host=self._report.host, stop=ctx.stop).results
 
-    def _ranks(self, folder: Path, limit_s: float) -> tuple[CheckResult, ...]:
+    def _ranks(self, folder: Path) -> tuple[CheckResult, ...]:
         """Start the ranks of this node with this very command; they leave their results in a folder."""
         ctx, processes = self._ctx, self._settings.launch.processes
         folder.mkdir()
@@ -126,7 +114,7 @@ class _Node:
             env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
             env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)
         with temporary_environment(env):
-            launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, TimeLimit(ctx.stop, limit_s))
+            launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
         ctx.stop.raise_if_set("checking the ranks of this node")
         first = ctx.world.node_rank * processes
         return results_of(folder, range(first, first + processes))

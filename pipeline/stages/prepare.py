@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
-from pipeline.data.digest import store_digest
 from pipeline.data.input_files import names_of
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import PreparedData, prepare
-from pipeline.data.token_sets import QUARANTINE
+from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.split_size import count_queries, figure_name, size_advice
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
@@ -30,8 +29,8 @@ UNSPLIT = (
 def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Prepare every partition of the input and commit the result.
 
-    The input is looked at each time, as new partitions may have come. When all of them were there and the stored result
-    says the same, that result is returned as already done. Raises DataError for input that cannot be used.
+    The input is listed each time, because new partitions may have come. If all partitions were there and the stored
+    result is the same, it is returned as already done. Raises DataError for input that cannot be used.
     """
     started, config = datetime.now(UTC), settings.data
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
@@ -54,11 +53,10 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.info(f"prepare: the bad rows are in {ctx.workspace.uri(f'{with_bad[-1]}/{QUARANTINE}')}{others}")
     if data.passed_over:
         ctx.console.info(f"prepare: {len(data.passed_over)} other file(s) were not read: {names_of(data.passed_over)}")
-    loss = settings.train.loss
-    warnings = [*data.input_warnings]
+    loss, warnings = settings.train.loss, list(data.input_warnings)
     warnings += prepared_warnings(data.infos, loss.positive_gain, contrastive=loss.contrastive_weight > 0)
-    if config.tokenizer.split_digits and not data.splits_digits:  # one given or trained here does
-        warnings = [*warnings, UNSPLIT]
+    if config.tokenizer.split_digits and not data.splits_digits:  # it is the parent's
+        warnings.append(UNSPLIT)
     split, queries, few = settings.evaluate.split, count_queries(data.infos), dict[str, Figure]()
     if queries and queries[split] < settings.gate.min_queries:
         few = {"few_queries": size_advice(split, queries[split], settings.gate.min_queries, queries)}
@@ -105,7 +103,7 @@ def summary(data: PreparedData) -> str:
 
 
 def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) -> dict[str, Figure]:
-    """Those of queries are of the train split, a query counted once in each partition."""
+    """Return the figures of the result. Those of queries are of the train split, counted once in each partition."""
     judged = judgements_of(data.infos, "train", positive_gain)
     queries: dict[str, Figure] = {}
     not_read: dict[str, Figure] = {}

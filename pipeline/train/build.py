@@ -231,8 +231,7 @@ def _device_errors(health: HealthConfig, ctx: StageContext, backend: Backend) ->
     try:
         yield
     except RuntimeError as error:
-        num_nodes = ctx.world.world_size // ctx.world.local_world_size
-        better = diagnose_device_error(error, backend, health, num_nodes=num_nodes, stop=ctx.stop)
+        better = diagnose_device_error(error, backend, health, stop=ctx.stop)
         if better is error:
             raise
         raise better from error

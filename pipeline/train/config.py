@@ -37,6 +37,11 @@ class OptimizerConfig(Record):
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this")
 
+    @property
+    def has_one_rate(self) -> bool:
+        """Whether encoder and head learn at one rate, and so may share vectors."""
+        return self.head_rate == 1.0
+
 
 class GuardConfig(Record):
     """Skips a step whose loss or gradient is not finite or far off the usual; decided on the device."""

@@ -60,43 +60,46 @@ class AdamW:
         self._rates = list(rates or [1.0] * len(self.masters))
         self.exp_avg = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self.exp_avg_sq = [torch.zeros_like(master, requires_grad=False) for master in masters]
-        # What has the same decay and rate, for one call of the fused kernel; traced updates stand for themselves.
-        alike: dict[object, list[int]] = {}
+        # What has the same decay and rate, for one call of the fused kernel.
+        alike: dict[tuple[float, float], list[int]] = {}
         for index, key in enumerate(zip(self._decays, self._rates, strict=True)):
-            alike.setdefault(index if traced else key, []).append(index)
+            alike.setdefault(key, []).append(index)
         self._calls = list(alike.values())
         self._traced = traced
+        self._zero = torch.zeros((), dtype=torch.float32, device=masters[0].device)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
         """Update in place where `ok` (bool scalar). `clip` (fp32 scalar) scales the gradients, `control` see above."""
+        if self._traced:
+            self._written_out(grads, control, clip, ok)
+            return
         for indices in self._calls:
-            if self._traced:
-                self._written_out(indices[0], grads[indices[0]], control, clip, ok)
-            else:
-                self._fused(indices, [grads[index] for index in indices], control, clip, ok)
+            self._fused(indices, [grads[index] for index in indices], control, clip, ok)
 
-    def _written_out(self, index: int, grad: Tensor, control: Tensor, clip: Tensor, ok: Tensor) -> None:
-        """The decision is folded into scalars, which halves the time of choosing whole vectors with `where`.
+    def _written_out(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
+        """Update vector by vector; what they have in common is traced once.
 
-        A skipped step multiplies by one and adds zero: nothing changes by a bit, whatever the gradient holds.
+        The decision is folded into scalars, which halves the time of choosing whole vectors with `where`: a skipped
+        step multiplies by one and adds zero, so nothing changes by a bit, whatever the gradient holds.
         """
-        config, decay = self.config, self._decays[index]
-        master, first, second = self.masters[index], self.exp_avg[index], self.exp_avg_sq[index]
-        taken = ok.float()
-        gain1, gain2 = taken * (1.0 - config.beta1), taken * (1.0 - config.beta2)
-        rate = taken * self._rate(index, control)
-        clipped = torch.where(ok, grad * clip, torch.zeros_like(grad))
-        new_first = first * (1.0 - gain1) + clipped * gain1
-        new_second = second * (1.0 - gain2) + clipped * clipped * gain2
-        direction = new_first / (torch.sqrt(new_second) * torch.rsqrt(control[2]) + config.eps)
-        master.copy_(master * (1.0 - rate * decay) - direction * (rate / control[1]))
-        first.copy_(new_first)
-        second.copy_(new_second)
-
-    def _rate(self, index: int, control: Tensor) -> Tensor:
-        factor = self._rates[index]
-        return control[0] if factor == 1.0 else control[0] * factor
+        config, taken = self.config, ok.float()
+        rate, correction1, correction2, _ = control.unbind()
+        gain1, gain2, deviation = taken * (1.0 - config.beta1), taken * (1.0 - config.beta2), torch.rsqrt(correction2)
+        keep1, keep2 = 1.0 - gain1, 1.0 - gain2
+        rates = {factor: taken * (rate if factor == 1.0 else rate * factor) for factor in set(self._rates)}
+        steps = {factor: one / correction1 for factor, one in rates.items()}
+        for index, (master, grad) in enumerate(zip(self.masters, grads, strict=True)):
+            first, second, factor = self.exp_avg[index], self.exp_avg_sq[index], self._rates[index]
+            clipped = torch.where(ok, grad * clip, self._zero)
+            new_first = first * keep1 + clipped * gain1
+            new_second = second * keep2 + clipped * clipped * gain2
+            direction = new_first / (torch.sqrt(new_second) * deviation + config.eps)
+            decay = self._decays[index]
+            kept = master * (1.0 - rates[factor] * decay) if decay else master
+            master.copy_(kept - direction * steps[factor])
+            first.copy_(new_first)
+            second.copy_(new_second)
 
     def _fused(self, indices: Sequence[int], grads: list[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
         config = self.config
@@ -107,7 +110,7 @@ class AdamW:
             [self.exp_avg_sq[index] for index in indices],
             [],
             [control[3]] * len(indices),
-            lr=self._rate(indices[0], control),
+            lr=control[0] * self._rates[indices[0]],
             beta1=config.beta1,
             beta2=config.beta2,
             weight_decay=self._decays[indices[0]],
@@ -147,7 +150,7 @@ class SpikeGuard:
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """True when the step may be taken (bool scalar); the state moves on. Inputs: fp32 scalars, equal on ranks."""
         config, state = self.config, self.state
-        mean, variance, seen = state[MEAN], state[VARIANCE], state[SEEN]
+        mean, variance, seen, skipped_in_a_row, skipped = state.unbind()
         finite = (torch.abs(loss) < self._largest) & (torch.abs(grad_norm) < self._largest)  # NaN compares as false
         limit = torch.maximum(mean + config.sigma * torch.sqrt(variance), mean * _MIN_RATIO)
         ok = torch.where(seen < self._warmup, finite, finite & (grad_norm <= limit))
@@ -163,8 +166,8 @@ class SpikeGuard:
                     mean + weight * change,
                     torch.where(finite, (1.0 - weight) * (variance + weight * change * change), variance),
                     seen + finite.float(),
-                    (state[SKIPPED_IN_A_ROW] + 1.0) * (1.0 - taken),
-                    state[SKIPPED] + 1.0 - taken,
+                    (skipped_in_a_row + 1.0) * (1.0 - taken),
+                    skipped + 1.0 - taken,
                 ]
             )
         )

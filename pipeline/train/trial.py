@@ -202,7 +202,10 @@ class Trial:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""
         model = build_model(self.settings.model, self.spec, self.train.seed)
         weights = model.state_dict()
-        program = ScoreProgram(model, self.backend, self.train.precision, self.buckets, self.watch)
+        one_rate = self.train.optimizer.has_one_rate
+        program = ScoreProgram(
+            model, self.backend, self.train.precision, self.buckets, self.watch, has_one_rate=one_rate
+        )
         program.load(weights)
         self._score(program.outputs)
         del program

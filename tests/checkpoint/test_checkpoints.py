@@ -26,7 +26,7 @@ from pipeline.checkpoint.store import (
 from pipeline.core.errors import CheckpointError, DataError, TransientError, TrnpipeError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io import atomic
-from pipeline.io.commit import commit_dir, require_manifest
+from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import from_hf, to_hf
@@ -121,11 +121,6 @@ def test_what_was_saved_comes_back_bit_by_bit(place: Place) -> None:
     assert place.writer.last_saved == 7 and not any((place.folder / "staging").iterdir())
 
 
-def test_the_state_file_is_utf8_whatever_the_locale(place: Place) -> None:
-    place.save(1)
-    assert "größer" in place.path(1, STATE).read_bytes().decode("utf-8")
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -157,16 +152,6 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(place: Place, name
     ((event, fields),) = place.events
     assert event == EventName.CHECKPOINT_REJECTED
     assert fields == {"step": 2, "reason": rejected[0]}
-
-
-def test_all_bad_is_none_and_every_reason(place: Place) -> None:
-    assert place.store.newest_valid() == (None, [])
-    place.save(1)
-    place.save(2)
-    for step in (1, 2):
-        flip(place.path(step, WEIGHTS))
-    checkpoint, rejected = place.store.newest_valid()
-    assert checkpoint is None and len(rejected) == 2
 
 
 def test_steps_are_numbers_not_words(place: Place) -> None:
@@ -261,15 +246,6 @@ def test_saving_a_step_again_changes_nothing(place: Place) -> None:
     assert place.writer.last_saved == 4 and place.writer.failure == ""
 
 
-@pytest.mark.fault
-def test_saving_over_a_damaged_one_replaces_it(place: Place) -> None:
-    place.save(4)
-    flip(place.path(4, OPTIMIZER))
-    place.save(4)
-    checkpoint, rejected = place.store.newest_valid()
-    assert checkpoint is not None and checkpoint.state.step == 4 and not rejected
-
-
 @pytest.fixture
 def full_disk() -> Iterator[Any]:
     """No file may grow beyond 500 bytes, as far as the kernel is concerned."""
@@ -303,13 +279,6 @@ def test_an_unwritable_place_is_an_event_and_saving_works_again_afterwards(place
     assert place.writer.failure == "" and place.store.steps() == [1, 3]
 
 
-@pytest.mark.fault
-def test_a_staging_folder_that_cannot_be_made_is_an_event(place: Place) -> None:
-    (place.folder / "staging").write_text("a file")
-    place.save(1)
-    assert place.names() == [EventName.CHECKPOINT_FAILED]
-
-
 def test_a_bug_in_saving_is_raised_by_wait(place: Place) -> None:
     broken = snapshot(1)
     object.__setattr__(broken, "optimizer", {"x": "not a tensor"})
@@ -330,26 +299,12 @@ def test_a_later_schema_is_refused(place: Place) -> None:
         place.store.open(1)
 
 
-def test_what_is_no_checkpoint_is_refused(place: Place) -> None:
-    with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
-        open_checkpoint(place.storage, "checkpoints/none/step-1", place.folder / "cache")
-
-
 def test_a_folder_of_another_kind_is_no_checkpoint(place: Place) -> None:
     (place.folder / "tokens").mkdir()
     commit_dir(place.storage, place.folder / "tokens", prefix_of(CYCLE, 3), kind="tokens", fields={})
     with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
         place.store.open(3)
     assert place.store.newest_valid()[0] is None
-
-
-def test_its_manifest_names_the_parent(place: Place) -> None:
-    place.save(1)
-    first = snapshot(2)
-    place.writer.submit(replace(first, state=first.state.model_copy(update={"parent": None})))
-    place.writer.wait()
-    manifests = [require_manifest(place.storage, prefix_of(CYCLE, step)) for step in (1, 2)]
-    assert [manifest.fields["parent"] for manifest in manifests] == ["checkpoints/0/step-9", ""]
 
 
 def test_another_architecture_names_the_tensor(place: Place) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from pipeline.compile import lint as rules
-from pipeline.compile.graphs import read_instructions
 from pipeline.compile.lint import Finding, lint, lint_counters
 from pipeline.model.config import ModelConfig
 from tests.backends.xla_process import needs_xla
@@ -114,14 +113,13 @@ class TestRealTraces:
         assert [f.code for f in lint_counters(traces.counters("scalar"))] == ["HLO006"]
 
     def test_our_own_graphs_pass(self) -> None:
-        texts = traces.own_texts()
-        assert len(texts) >= 8 and not any(name.endswith(" failed") for name in texts)
-        assert {name: found for name, text in texts.items() if (found := lint(text))} == {}
+        assert {flag: met["findings"] for flag, met in traces.own().items()} == {flag: [] for flag in traces.OWN}
 
     def test_recompute_adds_the_products_of_the_forward_pass_and_a_barrier_a_layer(self) -> None:
+        own, layers = traces.own(), ModelConfig(preset="tiny").encoder.num_layers
         kept, again = (
-            Counter(one.opcode for one in read_instructions(traces.own(name))) for name in ("tiny", "tiny-recompute")
+            Counter(own[flag]["operations"]["first_micro_step"])
+            for flag in ("--model.preset=tiny", "--train.parallel.recompute=units")
         )
-        layers = ModelConfig(preset="tiny").encoder.num_layers
         assert (kept["opt-barrier"], again["opt-barrier"]) == (0, layers)
         assert again["dot"] - kept["dot"] == 6 * layers, "qkv, two of attention, three linear layers"

@@ -96,7 +96,7 @@ def test_every_setting_of_training_is_in_the_plan_of_graphs_or_named_as_outside(
 
 
 def test_every_setting_of_embedding_is_in_the_plan_of_graphs_or_named_as_outside() -> None:
-    outside = set(EmbedConfig.model_fields) - {"buckets", "tokens_per_batch", "precision"}
+    outside = set(EmbedConfig.model_fields) - {"buckets", "tokens_per_batch", "precision", "verify"}  # verify is empty
     check_named(
         without_effect(EmbedConfig(), lambda embed: embed_plan(MODEL, embed, CompileConfig(), SPEC, DEVICE, 8)), outside
     )

@@ -1,7 +1,4 @@
-"""Writes the HLO of small programs and of our own graphs to files. Run by traces.py in a process with torch_xla.
-
-`hlo_text` and `own_graph` are what the compile stage does; the programs are what the lint must find.
-"""
+"""Writes the HLO of small programs, which the lint must find or pass, to files. Run by traces.py with torch_xla."""
 
 import gc
 import importlib
@@ -9,7 +6,6 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.backends.xla import XlaBackend
-from pipeline.core.batch_order import Bucket, RankShare
-from pipeline.model.config import MPNET_PAD, ModelConfig
-from pipeline.model.relevance import build_model
-from pipeline.train.config import TrainConfig, TrainPlan, rows_of_batch
-from pipeline.train.optimizer import CONTROL_SIZE
-from pipeline.train.step import TrainProgram, flat_strategy
-from tests.train.rows import SPEC
+from pipeline.core.batch_order import Bucket
 
 torch_xla: Any = importlib.import_module("torch_xla")
 metrics: Any = importlib.import_module("torch_xla.debug.metrics")
@@ -36,88 +25,6 @@ def hlo_text(tensors: Sequence[Tensor]) -> str:
     """The graph that would compute these lazy tensors, without compiling or executing it."""
     text: str = torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
     return text
-
-
-class TracingBackend(XlaBackend):
-    """Everything stays one graph that is never run."""
-
-    def step_boundary(self, computed: Sequence[Tensor]) -> None:
-        del computed
-
-
-def own_graph(
-    *,
-    bucket: Bucket = BUCKET,
-    accumulation: int = 1,
-    kind: str = "train",
-    precision: str = "fp32",
-    recompute: bool = False,
-    **model: Any,
-) -> str:
-    """Return the HLO of one of our graphs, with the operators of Neuron."""
-    backend = TracingBackend()
-    backend.sums_by_matmul = False
-    config = TrainConfig(
-        precision=precision,  # type: ignore[arg-type]
-        parallel=TrainPlan(recompute="units" if recompute else "none"),
-        global_batch_size=16,
-    )
-    spec = SPEC.model_copy(update={"pad_id": MPNET_PAD})  # which no other encoder minds
-    strategy = flat_strategy(build_model(ModelConfig(**model), spec, 1), backend, config)
-    program = TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=[bucket])
-    batch = _batch(16, bucket)
-    backend.synchronise()  # the moments become data, as they are from the second step on
-    if kind == "scores":
-        return hlo_text([program.outputs(_pairs(16, bucket)).logits])
-    program.step([batch] * accumulation)
-    optimizer = program.optimizer
-    state = [
-        *program.strategy.masters,
-        *optimizer.exp_avg,
-        *optimizer.exp_avg_sq,
-        program.guard.state,
-        program._figures,
-    ]
-    return hlo_text([tensor.detach() for tensor in state])
-
-
-def _pairs(samples: int, bucket: Bucket) -> dict[str, Tensor]:
-    texts = {"query": bucket.query_tokens, "product": bucket.product_tokens, "categorical": len(SPEC.categorical_ids)}
-    ints = {name: torch.ones(samples, width, dtype=torch.int32).to(DEVICE) for name, width in texts.items()}
-    return {**ints, "numeric": torch.ones(samples, len(SPEC.numeric)).to(DEVICE)}
-
-
-def _batch(samples: int, bucket: Bucket) -> dict[str, Tensor]:
-    ints, floats = torch.int32, torch.float32
-    groups = samples // TrainConfig().candidates_per_query
-    row_tokens = rows_of_batch(TrainConfig(), [bucket])[-1]
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        **{name: ((groups, row_tokens), ints) for name in ("tokens", "positions", "segments")},
-        "numeric": ((samples, len(SPEC.numeric)), floats),
-        "categorical": ((samples, len(SPEC.categorical_ids)), ints),
-        "label": ((samples,), ints),
-        "gain": ((samples,), floats),
-        "query_key": ((groups,), ints),
-        "product_key": ((samples,), ints),
-        "place": ((groups,), ints),
-        "control": ((CONTROL_SIZE,), floats),
-    }
-    return {name: torch.ones(shape, dtype=dtype).to(DEVICE) for name, (shape, dtype) in shapes.items()}
-
-
-OWN: dict[str, dict[str, Any]] = {
-    "tiny": {},
-    "tiny-longer": {"bucket": Bucket(8, 32)},
-    "tiny-bf16": {"precision": "bf16"},
-    "tiny-dropout": {"dropout": 0.1},
-    "tiny-recompute": {"recompute": True},
-    "tiny-accumulation": {"accumulation": 2},
-    "tiny-scores": {"kind": "scores"},
-    "tiny-match": {"token_match": True},
-    "mpnet": {"architecture": "mpnet"},
-    "modernbert-bf16": {"architecture": "modernbert", "precision": "bf16"},
-}
-"""Each way to trace a step, and each encoder."""
 
 
 def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -189,35 +96,25 @@ PROGRAMS: tuple[Callable[[], list[Tensor]], ...] = (
 )
 
 
-def _text_of(program: Callable[[], list[Tensor]]) -> str:
-    return hlo_text(program())
-
-
 def counters_of(program: Callable[[], object]) -> dict[str, int]:
     metrics.clear_all()
     program()
     return {name: int(metrics.counter_value(name)) for name in metrics.counter_names()}
 
 
-def main(folder: Path, what: str) -> None:
-    jobs: dict[str, Callable[[], str]] = {}
-    if what == "programs":
-        jobs = {program.__name__: partial(_text_of, program) for program in PROGRAMS}
-    graphs = {"programs": {"tiny": OWN["tiny"]}, "own": OWN}[what]
-    jobs |= {f"own-{name}": partial(own_graph, **changes) for name, changes in graphs.items()}
-    for name, job in jobs.items():
+def main(folder: Path) -> None:
+    for program in PROGRAMS:
         try:
-            (folder / f"{name}.hlo").write_text(job(), encoding="utf-8")
+            (folder / f"{program.__name__}.hlo").write_text(hlo_text(program()), encoding="utf-8")
         except Exception:  # one program that cannot be traced fails the tests that need it, not all
-            (folder / f"{name}.error").write_text(traceback.format_exc(), encoding="utf-8")
+            (folder / f"{program.__name__}.error").write_text(traceback.format_exc(), encoding="utf-8")
         gc.collect()  # what is traced and never run must not become part of the next graph
-    if what == "programs":
-        counted = {
-            "fallback": counters_of(lambda: torch.bincount(data(4, dtype=torch.int64))),
-            "scalar": counters_of(lambda: data(1).sum().item()),
-        }
-        (folder / "counters.json").write_text(json.dumps(counted), encoding="utf-8")
+    counted = {
+        "fallback": counters_of(lambda: torch.bincount(data(4, dtype=torch.int64))),
+        "scalar": counters_of(lambda: data(1).sum().item()),
+    }
+    (folder / "counters.json").write_text(json.dumps(counted), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -1,13 +1,17 @@
-"""Prints the graphs a trial run meets, key to phase, by a setting and its value. Traced as on a Neuron device."""
+"""Prints what a trial run meets, by a setting and its value. Traced with the operators of a Neuron device."""
 
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 os.environ["PJRT_DEVICE"] = "CPU"  # before torch_xla is imported
 
 from pipeline.backends import TRACED, open_backend
+from pipeline.compile.graphs import read_instructions
+from pipeline.compile.lint import lint
 from pipeline.compile.watch import Recorder
 from pipeline.core.stop import StopSignal
 from pipeline.model.config import MPNET_PAD
@@ -25,20 +29,25 @@ FLAGS = (
 )
 
 
+def met(change: str) -> dict[str, Any]:
+    """Return graphs (key to phase), findings of the lint, and operations by phase."""
+    name, _, value = change.partition("=")
+    settings = resolve([], {}, [*FLAGS, (name, value)]).settings
+    backend, shapes, world = open_backend(TRACED), expected_shapes(settings), World()
+    shapes = replace(shapes, spec=shapes.spec.model_copy(update={"pad_id": MPNET_PAD}))
+    recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
+    gang = Gang(world, timeout_s=60.0)
+    shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
+    phases = {key: graph.phase for key, graph in recorder.graphs.items()}
+    operations = {phases[key]: Counter(one.opcode for one in read_instructions(recorder.texts[key])) for key in phases}
+    findings = [str(finding) for finding in lint(*recorder.texts.values())]
+    return {"graphs": phases, "findings": findings, "operations": operations}
+
+
 def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the libraries print is no answer
-    backend, world, found = open_backend(TRACED), World(), {}
-    for change in sys.argv[1:]:
-        name, _, value = change.partition("=")
-        settings = resolve([], {}, [*FLAGS, (name, value)]).settings
-        shapes = expected_shapes(settings)
-        shapes = replace(shapes, spec=shapes.spec.model_copy(update={"pad_id": MPNET_PAD}))
-        recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
-        gang = Gang(world, timeout_s=60.0)
-        shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
-        found[change] = {key: graph.phase for key, graph in recorder.graphs.items()}
-    print(json.dumps(found), file=answer, flush=True)
+    print(json.dumps({change: met(change) for change in sys.argv[1:]}), file=answer, flush=True)
 
 
 if __name__ == "__main__":

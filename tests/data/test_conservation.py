@@ -190,13 +190,6 @@ def test_a_compression_nobody_reads_is_refused_not_left_out(tmp_path: Path, name
         open_source(DataConfig(path=str(tmp_path / "in")), scratch=tmp_path, stop=StopSignal())
 
 
-@pytest.mark.parametrize("name", ["a.csv.gz", "a.jsonl.gz"])
-def test_gz_by_name_alone(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text(json_lines(3) if "jsonl" in name else ",".join(HEADER) + "\n")
-    with pytest.raises(DataError, match="its content is not gzip"):
-        read(tmp_path / name)
-
-
 def test_quotes_that_swallow_rows(tmp_path: Path) -> None:
     """The quote that is opened in row 1 is closed by the one of row 3; that of p5 is followed by text."""
     lines = ["p0,q,t,yes", 'p1,q,"t,yes', "p2,q,t,yes", 'p3,q,"t",yes', "p4,q,t,yes", 'p5,q,"24" screen,yes']
@@ -235,12 +228,6 @@ def test_a_line_longer_than_the_limit_is_one_bad_row(tmp_path: Path, monkeypatch
     batches = read(path)
     assert sum(len(batch.rows) for batch in batches) == 2
     assert [row.row for batch in batches for row in batch.bad] == [1, 3]
-
-
-def test_a_broken_header_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('product_id,query,"title\np0,q,t\n')
-    with pytest.raises(DataError, match="cannot be read as csv"):
-        read(tmp_path / "a.csv")
 
 
 CONFIG = DataConfig(num_workers=1, tokenizer=TokenizerConfig(vocab_size=256), max_bad_fraction=1.0, rows_per_chunk=100)

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
-from pipeline.data import esci as esci_module
+from pipeline.data import sources as sources_module
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.esci import NO_PRODUCT, EsciSource, cut_utf8
 from pipeline.data.shards import map_safetensors
-from pipeline.data.sources import open_source
-from pipeline.data.token_sets import SPLITS, FileRows, TokenSetInfo
-from pipeline.io.commit import read_manifest
+from pipeline.data.sources import NO_PRODUCT, EsciSource, cut_utf8, open_source
+from pipeline.data.token_sets import SPLITS, FileRows
 from pipeline.io.storage import DiskFull
 
 LABELS = "ESCI"
@@ -75,29 +73,6 @@ def test_join_by_id_and_locale(esci: Path, tmp_path: Path) -> None:
         assert text.decode().startswith(f"Brand point {number}" if int(number) % 2 else f"point {number}")
         assert len(text) <= 4 * 16 * 64
     assert [(bad.row, bad.reason) for bad in batch.bad] == [(row, NO_PRODUCT) for row in range(9, 60, 10)]
-    assert source.num_rows() == 60
-
-
-@pytest.mark.stage
-def test_prepared_with_its_own_labels_and_gains(esci: Path, workplace: Any) -> None:
-    config = DataConfig(
-        path=str(esci),
-        filter={"product_locale": "us"},
-        num_workers=1,
-        max_bad_fraction=0.2,
-        valid_fraction=0.3,
-        tokenizer=TokenizerConfig(vocab_size=300),
-    )
-    place = workplace("one")
-    result = place.prepare(config)
-    manifest = read_manifest(place.storage, result.token_set_prefixes[0])
-    assert manifest
-    info = TokenSetInfo.model_validate(manifest.fields)
-    assert result.labels == ("I", "C", "S", "E")
-    assert info.label_gains == (0.0, 0.01, 0.1, 1.0)
-    assert info.rows_read == 40
-    assert info.reasons == {NO_PRODUCT: 4}
-    assert set(info.splits) == {"train", "valid", "test"}, "valid is carved out of train"
 
 
 @pytest.mark.stage
@@ -130,14 +105,14 @@ def opened(folder: Path, scratch: Path) -> EsciSource:
 def test_processes_of_a_machine_index_the_products_once(
     esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, plain = list[int](), esci_module._index_products
+    made, plain = list[int](), sources_module._index_products
 
     def slowly(*given: Any) -> None:
         made.append(threading.get_ident())
         time.sleep(0.2)
         plain(*given)
 
-    monkeypatch.setattr(esci_module, "_index_products", slowly)
+    monkeypatch.setattr(sources_module, "_index_products", slowly)
     sources = [opened(esci, tmp_path / "scratch") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         all_of = list(pool.map(lambda source: source.index, sources))
@@ -147,14 +122,14 @@ def test_processes_of_a_machine_index_the_products_once(
 
 @pytest.mark.fault
 def test_a_full_disk_while_products_are_indexed(esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = esci_module._index_products
+    plain = sources_module._index_products
 
     def on_a_full_disk(storage: Any, products: Any, folder: Path, limit: int) -> None:
         (folder / "texts.bin").symlink_to("/dev/full")
         plain(storage, products, folder, limit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(esci_module, "_index_products", on_a_full_disk)
+        patch.setattr(sources_module, "_index_products", on_a_full_disk)
         with pytest.raises(DiskFull, match="no space left while writing"):
             opened(esci, tmp_path).index.look_up([], [])
     next(tmp_path.rglob("texts.bin")).unlink()
@@ -200,6 +175,7 @@ def test_every_example_is_accounted_for(esci: Path, workplace: Any, locale: str,
         blank=0,
     )
     assert info.files == (expected,)
+    assert (result.labels, info.label_gains) == (("I", "C", "S", "E"), (0.0, 0.01, 0.1, 1.0))
     assert (result.rows, result.rows_bad, result.rows_filtered) == (expected.good, expected.bad, expected.filtered)
 
 

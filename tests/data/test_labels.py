@@ -73,13 +73,6 @@ def test_rows_of_which_none_can_be_read_are_said_to_be_so(
 
 
 @pytest.mark.stage
-@pytest.mark.parametrize("gains", ["0.0 0.0 0.0", "1 1 1"])
-def test_equal_gains_order_nothing(workplace: Callable[[str], Any], tmp_path: Path, gains: str) -> None:
-    with pytest.raises(DataError, match="order of the 3 labels"):
-        workplace("one").prepare(rows(tmp_path, "hard_negative|match|random negative", gains))
-
-
-@pytest.mark.stage
 def test_the_gain_of_a_bad_row_does_not_order_labels(workplace: Callable[[str], Any], tmp_path: Path) -> None:
     config = rows(tmp_path, "irrelevant|exact", "0 1")
     path = tmp_path / "a.csv"

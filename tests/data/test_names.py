@@ -123,17 +123,6 @@ def test_a_tokenizer_counts_while_all_that_it_was_trained_on_is_there_unchanged(
         assert find_tokenizer(CONFIG, source_of(*contents), workspace) is None
 
 
-def test_of_several_tokenizers_the_one_of_most_partitions_counts(tmp_path: Path) -> None:
-    workspace = open_storage(str(tmp_path / "workspace"))
-    other = TOKENIZER.with_split_digits()
-    for first, second in ((TOKENIZER, other), (other, TOKENIZER)):
-        store_tokenizer(CONFIG, SOURCE.partitions[:1], workspace, first, tmp_path)
-        store_tokenizer(CONFIG, SOURCE.partitions, workspace, second, tmp_path)
-        found = find_tokenizer(CONFIG, SOURCE, workspace)
-        assert found is not None and found.fingerprint == second.fingerprint
-        workspace.delete_prefix("tokens")
-
-
 def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_their_own(tmp_path: Path) -> None:
     workspace = open_storage(str(tmp_path))
     one = token_set_info("dt=2026-01-01", "one").model_copy(update={"query_prefix": "q: ", "product_prefix": "p: "})

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -230,13 +229,3 @@ def test_numbers_of_features(tmp_path: Path, name: str) -> None:
     assert judged == len(texts)
     assert values[5] == [[7.0], [1.0], [100.0]]
     assert [(row, "price" in reason) for row, reason, _ in bad] == [(row, True) for row in (0, 2, 3, 4, 5, 8)]
-
-
-@pytest.mark.parametrize("name", FORMATS[1:])
-def test_a_missing_number_is_no_id(tmp_path: Path, name: str) -> None:
-    """A column of whole numbers becomes one of floats, with NaN, where a value is missing."""
-    rows = [{**dict.fromkeys(COLUMNS, "x"), "query": query, "split": "train", "price": 1.0} for query in ("a", "b")]
-    types = {**dict.fromkeys(COLUMNS, pa.string()), "price": pa.float64(), "query_id": pa.float64()}
-    write(Table(types, [{**row, "query_id": math.nan} for row in rows]), tmp_path / name)
-    ((_, values, _, bad),), _ = outcome(tmp_path, name, {}, ("x", "y"))
-    assert not bad and len(set(values[8])) == 2

@@ -22,13 +22,6 @@ def test_codes_name_the_values_however_rows_are_cut(cells: list[bytes | None], c
     assert list(names) == sorted({text for text in texts if text})
 
 
-def test_only_kept_rows_count() -> None:
-    found = slice_rows({"a": [b"x", b"y", None], "b": [b"1", b"2", b"3"]}, [0, 2])
-    assert found.names == {"a": ("x",), "b": ("1", "3")}
-    assert found.values.tolist() == [[hash63("x"), hash63("1")], [NO_VALUE, hash63("3")]]
-    assert slice_rows({}, [0, 1]).values.shape == (2, 0)
-
-
 def test_a_column_with_too_many_values_is_refused() -> None:
     with pytest.raises(DataError, match=f"column 'id' has over {MAX_NAMES} different values"):
         merge_names([{"id": [str(i) for i in range(600)]}, {"id": [str(i) for i in range(600, 1100)]}])

@@ -135,16 +135,6 @@ def texts(**columns: list[bytes | None]) -> Chunk:
 HALVES = RowRules("flat", (), (), (), (), {}, 0.25, 0.25, carve_valid=False)
 
 
-def test_queries_that_differ_in_case_are_one_query_in_one_split() -> None:
-    queries: list[bytes | None] = [
-        text for number in range(100) for text in (b"Red Shoe %d" % number, b"red shoe %d" % number)
-    ]
-    rows, _, _ = clean(texts(query=queries), HALVES)
-    assert rows.query_id[::2].tolist() == rows.query_id[1::2].tolist()
-    assert rows.split[::2].tolist() == rows.split[1::2].tolist()
-    assert {*rows.split.tolist()} == {0, 1, 2}
-
-
 def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() -> None:
     rows, _, _ = clean(texts(query=[b"q", b"q", b"other", b"q"], query_id=[b"1", b"2", b"1", b" "]), HALVES)
     one, two, again, by_text = rows.query_id.tolist()

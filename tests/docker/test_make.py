@@ -78,15 +78,6 @@ def test_the_native_image_is_built_from_the_one_that_is_named(fakes: Path) -> No
     assert build[-2] == "trnpipe:neuron-native-0123456789ab"
 
 
-@pytest.mark.parametrize("fail", ["ecr get-login-password", "docker push", "ecr describe-images", "buildx build"])
-def test_what_fails_ends_it(fail: str, fakes: Path) -> None:
-    first = fail.removeprefix("docker ")
-    words = f"{first} {REGISTRY}/relevance:cpu-0123456789ab" if first == "push" else first
-    done = make(fakes, "image", "push", f"REPOSITORY={REGISTRY}/relevance", "REVISION=0123456789ab", fail=words)
-    assert (done.returncode, "cpu_image =" in done.stdout) == (2, False)
-    assert " ".join(calls(fakes)[-1][0]).partition(" ")[2].startswith(words), "nothing runs after it"
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

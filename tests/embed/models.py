@@ -12,7 +12,7 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import CpuEngine, Embedder, Engine, RowEngine, open_engine
+from pipeline.embed.engine import CpuEngine, Embedder, EmbedProgram, Engine, open_engine
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.relevance import build_model
@@ -59,7 +59,7 @@ def embedder(
     """On the CPU; `rows`: with the engine of devices with static shapes."""
     device = backend or open_backend("cpu")
     engine: Engine = (
-        RowEngine(encoder(), device, config, GraphWatch())
+        EmbedProgram(encoder(), device, config, GraphWatch())
         if rows
         else open_engine(encoder(), device, config, GraphWatch())
     )

@@ -48,19 +48,6 @@ def test_only_news_is_embedded(tmp_path: Path, layout: dict[str, Any]) -> None:
         np.testing.assert_allclose(after[f"p{number + 10}"], expected / np.linalg.norm(expected), atol=0.01)
 
 
-def test_a_killed_incremental_cycle_ends_like_a_whole_one(tmp_path: Path) -> None:
-    files = []
-    for name, workers in (("whole", 1), ("shared", 3)):
-        case = Case(tmp_path / name)
-        case.embed(write_catalogue(tmp_path / "first", [products(range(100))]), "c1")
-        plan = case.plan(second_day(tmp_path), "c2")
-        for worker in range(workers):
-            case.work(plan, worker, workers)
-        case.finish(plan)
-        files.append(case.files("c2"))
-    assert files[0] == files[1]
-
-
 def test_nothing_changed_at_all(tmp_path: Path) -> None:
     """Then the device is not asked for anything, however many parts there are."""
     case, catalogue = Case(tmp_path, rows_per_part=7), write_catalogue(tmp_path / "in", [products(range(100))])
@@ -88,14 +75,6 @@ def test_another_layout_carries_nothing_over(tmp_path: Path, layout: dict[str, A
     catalogue = write_catalogue(tmp_path / "in", [products(range(40))])
     Case(tmp_path).embed(catalogue, "c1")
     assert Case(tmp_path, layout).embed(catalogue, "c2").info.counts.carried == 0
-
-
-def test_the_format_may_change(tmp_path: Path) -> None:
-    catalogue = write_catalogue(tmp_path / "in", [products(range(40))])
-    Case(tmp_path).embed(catalogue, "c1")
-    vectors = Case(tmp_path, {"format": "npy"}).embed(catalogue, "c2")
-    assert vectors.info.counts.carried == 40
-    assert rows_of(vectors).keys() == {f"p{n}" for n in range(40)}
 
 
 def test_duplicates_do_not_make_deletions(tmp_path: Path) -> None:

@@ -55,11 +55,6 @@ def test_a_catalogue_that_cannot_be_used(
         look(tmp_path, columns)
 
 
-def test_a_column_of_nulls_fits_any_type_of_id(tmp_path: Path) -> None:
-    write_catalogue(tmp_path, [table(product_id=pa.nulls(1)), table(product_id=[7])])
-    assert look(tmp_path).id_type == "int64"
-
-
 @pytest.mark.parametrize("cut", [0, 4, 200])
 def test_a_broken_file(tmp_path: Path, cut: int) -> None:
     write_catalogue(tmp_path, [products(range(100))])

@@ -172,14 +172,6 @@ def test_a_file_that_is_gone(case: Case, catalogue: Path) -> None:
         case.work(plan)
 
 
-def test_files_that_come_later_belong_to_the_next_cycle(case: Case, catalogue: Path) -> None:
-    plan = case.plan(catalogue)
-    write_catalogue(catalogue / "more", [products(range(1000, 1010))])
-    assert case.plan(catalogue) == plan, "the plan of a cycle is made once"
-    case.work(plan)
-    assert case.finish(plan).info.rows == ROWS
-
-
 @pytest.mark.stage
 def test_with_worker_processes(tmp_path: Path, catalogue: Path) -> None:
     """The same bytes as without, and nobody is left behind, also after an error."""

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.context import StageContext, open_context
-from pipeline.core.errors import DataError, Preempted
+from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import ColumnMapping, DataConfig, SyntheticConfig
@@ -134,12 +134,6 @@ def test_it_may_be_killed_and_run_again(ctx: StageContext, monkeypatch: pytest.M
         rows(ctx, CatalogueConfig(), data)
     monkeypatch.setattr(type(ctx.workspace), "write_if_absent", write)
     assert len(rows(ctx, CatalogueConfig(), data)) == 360
-
-
-def test_a_stop_ends_it(ctx: StageContext) -> None:
-    ctx.stop.set("SIGTERM")
-    with pytest.raises(Preempted):
-        rows(ctx, CatalogueConfig(), DataConfig(synthetic=SyntheticConfig(num_queries=30)))
 
 
 def files_of(ctx: StageContext) -> dict[str, tuple[int, int]]:

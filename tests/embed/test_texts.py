@@ -78,11 +78,6 @@ def test_a_prefix_is_for_the_tokenizer_alone() -> None:
     assert np.array_equal(prefixed.rows.text_hash, plain.rows.text_hash)
 
 
-def test_bad_bytes_far_behind_what_is_read_count_too() -> None:
-    long = b"x" * 100_000 + b"\xff"
-    assert [row.reason for row in judge_rows(RULES, raw(id=[b"a"], title=[long])).bad] == ["title is not UTF-8"]
-
-
 def test_ids_keep_their_type() -> None:
     rows = judge_rows(TextRules(b"", 8, "int64"), raw(id=[7, 0, -3], title=[b"a", b"b", b"c"]))
     assert rows.ids.type == pa.int64() and rows.ids.to_pylist() == [7, 0, -3]

@@ -28,12 +28,10 @@ def test_equal_texts_are_taken_once(inner: list[list[int]]) -> None:
     whole = [[CLS, *ids, SEP] for ids in inner]
     ids = np.array([token for text in whole for token in text], dtype=np.int32)
     window = Tokens(ids, np.concatenate([[0], np.cumsum([len(text) for text in whole])]).astype(np.int64))
-    distinct = distinct_texts(window, 5, SEP)
-    found = parts(distinct.tokens)
+    distinct, places = distinct_texts(window, 5, SEP)
+    found = parts(distinct)
     assert len(found) == len({tuple(text) for text in found})
-    assert [found[place] for place in distinct.place] == [
-        text if len(text) <= 5 else [*text[:4], SEP] for text in whole
-    ]
+    assert [found[place] for place in places] == [text if len(text) <= 5 else [*text[:4], SEP] for text in whole]
 
 
 def test_a_text_without_a_token_is_refused() -> None:
@@ -95,5 +93,5 @@ def test_padding_of_real_titles_in_static_shapes_is_small() -> None:
     titles = pq.read_table(real_file("pricerunner_offers.parquet"), columns=["title"])["title"].to_pylist()
     tokenizer = TextTokenizer(train_tokenizer(titles[::10], TokenizerConfig(vocab_size=8192)))
     windows = (tokenizer.encode(titles[first : first + 16_384]) for first in range(0, len(titles), 16_384))
-    distinct = [distinct_texts(window, 128, tokenizer.sep_id).tokens.lengths for window in windows]
+    distinct = [distinct_texts(window, 128, tokenizer.sep_id)[0].lengths for window in windows]
     assert padding_share(distinct, EmbedConfig()) < 0.05

@@ -19,16 +19,7 @@ from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-FLAGS = (
-    "--backend=cpu",
-    "--health.burn-s=0.3",
-    "--health.sweep-mib=64",
-    "--health.min-open-files=64",
-    "--health.collective-limit-s=60",
-    "--health.min-free-cache-gib=0.1",
-    "--health.min-free-checkpoint-gib=0.1",
-    "--health.min-shm-gib=0",
-)
+FLAGS = ("--backend=cpu", "--health.min-free-gib=0.1")
 RETRY, FIX = 75, 78
 SHM = Path("/dev/shm")
 
@@ -117,37 +108,15 @@ def test_every_sick_core_is_named_and_the_job_sent_elsewhere(here: Place) -> Non
     run = here.run("health", "--launch.processes=4", *flags, code=RETRY)
     told = {f"{one['name']} {one['verdict']}: {one['seen']}" for one in results(here, 0) if one["verdict"] != "pass"}
     for expected in (
-        "collectives retry: rank 0: rank 0 got 2 wrong numbers of 4 from all-gather/8/0, the first at 0 (from rank 0)",
+        "collectives retry: rank 0: 8 wrong numbers of 16 in all-gather of 8 bytes, the first at 0 (from rank 0)",
         "operations retry: rank 1: matmul fp32: relative error ",
         "operations retry: rank 2: matmul fp32: a value that is not finite",
         "slow core retry: rank 3 takes ",
     ):
         (found,) = (text for text in told if text.startswith(expected))
         told.remove(found)
-    assert all("rank 0 of 4 has found a fault and does not come to all-gather/8/1" in text for text in told), told
+    assert told == set(), "no other rank is left waiting"
     assert "node 0 (" in run.err and "check operations: rank 1: matmul fp32: relative error" in run.err
-
-
-@pytest.mark.parametrize(
-    ("fault", "code", "verdict", "seen"),
-    [
-        pytest.param(
-            "coarse@0 coarse@1",
-            0,
-            "warn",
-            "; the same on all 2 ranks: a tolerance, not a defect",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param("coarse@1", RETRY, "retry", "rank 1: matmul fp32: relative error", marks=pytest.mark.thorough),
-    ],
-)
-def test_an_error_that_all_cores_share_is_no_defect(
-    here: Place, fault: str, code: int, verdict: str, seen: str
-) -> None:
-    seeded(here, fault)
-    here.run("health", "--launch.processes=2", "--health.only=cores", code=code)
-    (found,) = (one for one in results(here, 0) if one["name"] == "operations" and one["verdict"] != "pass")
-    assert found["verdict"] == verdict and seen in found["seen"] and "matmul fp32" in found["seen"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +125,7 @@ def test_an_error_that_all_cores_share_is_no_defect(
         pytest.param(
             "absent@1",
             "collectives",
-            "rank 0: rank 1 of 2 did not arrive at all-gather/8/0 within 3 s",
+            "rank 0: in all-gather of 8 bytes: ",
             marks=pytest.mark.thorough,
         ),
         pytest.param(
@@ -169,7 +138,7 @@ def test_an_error_that_all_cores_share_is_no_defect(
 )
 def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen: str) -> None:
     seeded(here, fault)
-    limit = "--health.collective-limit-s=3"
+    limit = "--health.check-limit-s=10"
     run = here.run("health", "--launch.processes=2", "--health.only=collectives", limit, code=RETRY)
     assert f"check {check}: {seen}" in run.err
     assert "rank 0 of this node ended" not in run.err
@@ -187,8 +156,8 @@ def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen:
 def test_ended_in_the_middle_it_leaves_nobody_and_nothing(here: Place, moment: str, how: signal.Signals) -> None:
     """Only the process that was started is told; the fixture looks for the others and for files."""
     ranks = 2 if moment == "collectives" else 1
-    seeded(here, "absent@1" if ranks == 2 else "")
-    run = here.start("health", f"--launch.processes={ranks}", f"--health.only={moment}", "--health.burn-s=60")
+    seeded(here, "absent@1" if ranks == 2 else "", SEEDED_DEVICES="real")
+    run = here.start("health", f"--launch.processes={ranks}", f"--health.only={moment}")
     before = ["device"] if moment == "collectives" else ["device", "operations", "device memory"]
     assert run.until(lambda: done(run) == [before] * ranks, every_s=0.05), run.err
     family = {process.pid for process in psutil.Process(run.process.pid).children(recursive=True)}
@@ -196,6 +165,7 @@ def test_ended_in_the_middle_it_leaves_nobody_and_nothing(here: Place, moment: s
     if how is signal.SIGKILL:
         run.process.kill()
         assert run.wait() == -signal.SIGKILL
+        here.run("health", "--health.only=host")  # the next start ends and deletes what a killed one left
     else:
         assert run.terminate() == 128 + signal.SIGTERM
     end = time.monotonic() + 60
@@ -232,5 +202,5 @@ def test_two_nodes_and_what_one_of_them_lacks(here: Place, tmp_path: Path) -> No
         listener.listen(1)
         both = [on_node(here, node, tmp_path, 2) for node in range(2)]
         assert [run.wait() for run in both] == [RETRY, RETRY]
-    holder = f"port {port} (torchrun) is held by "
+    holder = f"port {port} (MASTER_PORT) is not free"
     assert all("node 0 (" in run.err and holder in run.err for run in both)

@@ -22,7 +22,6 @@ from pipeline.health.device import (
     reference,
     worst_error,
 )
-from pipeline.health.nodes import slow_ranks
 
 MIB = 2**20
 
@@ -102,13 +101,6 @@ def test_the_burn_gives_the_figures_that_peers_are_compared_by() -> None:
     assert int(result.figures["rounds"]) >= 3
 
 
-def test_a_core_slower_than_its_peers_is_named() -> None:
-    assert slow_ranks({0: 1.0, 1: 1.1, 2: 2.4, 3: 0.9}, ratio=1.5) == {2: 2.4}
-    assert slow_ranks({0: 1.0, 1: 1.4}, ratio=1.5) == {}
-    assert slow_ranks({0: 3.0, 1: 1.0}, ratio=1.5) == {0: 3.0}
-    assert slow_ranks({0: 3.0}, ratio=1.5) == {}
-
-
 @pytest.mark.parametrize(
     "check",
     [
@@ -136,7 +128,7 @@ def test_a_stop_ends_it(check: Callable[[StopSignal], object]) -> None:
 )
 def test_the_error_tells_what_to_do(text: str, backend: CpuBackend, kind: type[BaseException]) -> None:
     error = RuntimeError(text)
-    better = diagnose_device_error(error, backend, HealthConfig(), num_nodes=1, stop=StopSignal())
+    better = diagnose_device_error(error, backend, HealthConfig(), stop=StopSignal())
     assert type(better) is kind
     assert (better is error) == (kind is RuntimeError)
     assert text.split(" ")[0].rstrip(":") in str(better)
@@ -149,4 +141,4 @@ def test_what_the_settings_allow_is_no_fault_of_the_device() -> None:
         (HealthConfig(), TransientError),
         (HealthConfig(tolerances=dict.fromkeys(get_args(OperationName), 0.05)), RuntimeError),
     ):
-        assert type(diagnose_device_error(error, coarse, config, num_nodes=1, stop=StopSignal())) is kind
+        assert type(diagnose_device_error(error, coarse, config, stop=StopSignal())) is kind

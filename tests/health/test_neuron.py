@@ -1,156 +1,189 @@
-"""A Neuron machine: hardware errors in its kernel log, error counters, EFA devices, and what it should be."""
+"""Driver and runtime, the kernel's log, and nccom-test: how it is called, what it prints, and what is believed."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.core.machines import MACHINES
+from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Verdict
+from pipeline.health import neuron
+from pipeline.health.check import CheckResult, Verdict, run_checks
+from pipeline.health.config import HealthConfig
 from pipeline.health.neuron import (
-    NeuronInstance,
-    check_counters,
-    check_efa,
+    DRIVER_FIT,
+    VERSIONS,
+    NccomTest,
     check_kernel_log,
+    find_versions,
+    judge_driver,
+    judge_nccom,
     judge_rank_count,
-    neuron_instance,
-    without_answer,
+    neuron_checks,
+    parse_table,
 )
 from pipeline.proc.tool import ToolRun
-from tests.health.fake_tools import environment, fake_tool, says
+from tests.health.fake_tools import environment, says
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
-TRN1 = neuron_instance("trn1.32xlarge")
-QUIET = "[    0.000000] Linux version 6.1\n[298850.502143] neuron:npid_detach: pid=1, slot=0\n"
-# The line of the AWS Neuron documentation (runtime troubleshooting).
-BROKEN = (
-    "[298850.502143] neuron: NEURON_HW_ERR={} instance-id=i-0592464924bd45322 hostname=ip-172-31-61-252 nd-id=3"
-    " nc-id=1 serial-num=19fcda00f5ff6eb9 action=TERMINATE_INSTANCE\n"
-)
-
-
-def test_the_kernel_log(tmp_path: Path) -> None:
-    stop, env = StopSignal(), environment(tmp_path)
-    for kind in ("HBM_UNCORRECTABLE_ERROR", "NC_UNCORRECTABLE_ERROR", "DMA_ERROR", "A_KIND_OF_NEXT_YEAR"):
-        says(tmp_path, "dmesg", QUIET + BROKEN.format(kind))
-        for machine in (TRN1, None):
-            result = check_kernel_log(machine, stop=stop, env=env)
-            assert result.verdict is RETRY and kind in result.seen and "terminate" in result.next_command
-    says(tmp_path, "dmesg", QUIET + BROKEN.format("HANG_ON_COLLECTIVES"))
-    assert check_kernel_log(TRN1, stop=stop, env=env).verdict is PASS, "its cause is usually a peer"
-    fake_tool(tmp_path, "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
-    refused = check_kernel_log(TRN1, stop=stop, env=env)
-    assert refused.verdict is WARN and "Operation not permitted" in refused.seen
-    assert check_kernel_log(None, stop=stop, env=env).verdict is PASS
-    fake_tool(tmp_path, "dmesg", "exec sleep 60")
-    assert check_kernel_log(TRN1, stop=stop, env=env, timeout_s=0.2).verdict is WARN
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_error_counters_of_the_driver(tmp_path: Path) -> None:
-    """As the sysfs user guide lists them: a file, in some versions a folder with the file `total`."""
-    assert check_counters(tmp_path / "none").verdict is PASS
-    for device in (0, 1):
-        write(tmp_path / f"neuron{device}/stats/hardware/mem_ecc_uncorrected", "0\n")
-        write(tmp_path / f"neuron{device}/stats/hardware/sram_ecc_uncorrected/total", "0\n")
-    write(tmp_path / "neuron3/stats/hardware/mem_ecc_uncorrected", "not a number")
-    assert check_counters(tmp_path).verdict is PASS
-    write(tmp_path / "neuron1/stats/hardware/mem_ecc_repairable_uncorrected", "2\n")
-    write(tmp_path / "neuron10/stats/hardware/sram_ecc_uncorrected/total", "1\n")
-    result = check_counters(tmp_path)
-    assert result.verdict is RETRY and result.figures == {"num_errors": 3}
-    assert result.seen == "neuron1 mem ecc repairable uncorrected 2, neuron10 sram ecc uncorrected 1"
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "openable", "gang"),
-    [
-        ("trn1.32xlarge", 8, 8, PASS),
-        ("trn1.32xlarge", 7, 7, RETRY),
-        ("trn1.32xlarge", 0, 0, FIX),
-        ("trn1.32xlarge", 8, 0, FIX),
-        ("trn1n.32xlarge", 8, 8, RETRY),
-        ("trn1.2xlarge", 0, 0, FIX),
-        ("trn2.48xlarge", 16, 16, PASS),
-        ("trn2.3xlarge", 1, 1, PASS),  # more than are attached
-        ("trn2.3xlarge", 0, 0, FIX),
-        ("trn9.48xlarge", 32, 32, PASS),
-    ],
-)
-def test_efa_devices(tmp_path: Path, name: str, count: int, openable: int, gang: Verdict) -> None:
-    instance = neuron_instance(name)
-    assert instance is not None
-    for index in range(count):
-        (tmp_path / "infiniband" / f"rdmap{index}s6").mkdir(parents=True)
-    for index in range(openable):
-        (tmp_path / "dev" / f"uverbs{index}").mkdir(parents=True)
-    for num_nodes, verdict in ((1, PASS), (4, gang)):
-        result = check_efa(instance, num_nodes=num_nodes, infiniband=tmp_path / "infiniband", dev=tmp_path / "dev")
-        assert result.verdict is verdict
-        assert verdict is PASS or (result.seen and result.expected and result.next_command)
-
-
-GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "cores", "memory_gib", "efa"),
-    [
-        ("trn1.2xlarge", 1, 2, 32, 0),
-        ("trn1.32xlarge", 16, 2, 32, 8),
-        ("trn1n.32xlarge", 16, 2, 32, 16),
-        ("trn2.3xlarge", 1, 8, 96, 0),
-        ("trn2.48xlarge", 16, 8, 96, 16),
-    ],
-)
-def test_figures(name: str, devices: int, cores: int, memory_gib: int, efa: int) -> None:
-    instance = neuron_instance(name)
-    assert instance is not None
-    assert (instance.num_devices, instance.device_cores, instance.num_efa) == (devices, cores, efa)
-    assert instance.device_memory_bytes == memory_gib * GIB
-
-
-def test_every_instance_of_the_table_is_known() -> None:
-    assert all(instance and instance.num_devices for instance in map(neuron_instance, MACHINES))
-
-
-def test_machines_that_are_not_in_the_table() -> None:
-    assert neuron_instance("") is None and neuron_instance("c7i.4xlarge") is None
-    assert neuron_instance("trn9.48xlarge") == NeuronInstance("trn9.48xlarge")
-
-
-def test_a_tool_without_an_answer() -> None:
-    missing = ToolRun(("neuron-ls", "-j"), missing=True, failure="is not installed")
-    hung = ToolRun(("neuron-ls", "-j"), timed_out=True, failure="did not end within 20 s")
-    trn1 = neuron_instance("trn1.32xlarge")
-    elsewhere = without_answer("a", missing, None)
-    assert elsewhere.verdict is Verdict.PASS and elsewhere.seen.startswith("not a Neuron machine")
-    assert without_answer("a", missing, trn1).verdict is Verdict.FIX
-    assert without_answer("a", hung, trn1).verdict is Verdict.RETRY
-    assert "did not end within 20 s" in without_answer("a", hung, trn1).seen
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("name", "processes", "num_nodes", "verdict"),
+    ("driver", "runtime", "verdict"),
     [
-        ("trn1.32xlarge", 8, 1, Verdict.PASS),
-        ("trn1.32xlarge", 16, 1, Verdict.FIX),
-        ("trn1.32xlarge", 8, 2, Verdict.FIX),
-        ("trn1.32xlarge", 32, 2, Verdict.PASS),
-        ("trn1.2xlarge", 4, 1, Verdict.FIX),
-        ("trn2.3xlarge", 4, 1, Verdict.PASS),
-        ("trn2.3xlarge", 3, 1, Verdict.FIX),
-        ("trn9.48xlarge", 3, 2, Verdict.PASS),
+        ("2.28.0.0", "2.31.24.0", PASS),
+        ("2.29.0.0", "2.31.24.0", FIX),
+        ("2.30.2.0", "2.33.1.0", PASS),
+        ("2.100.1.0", "2.32.1.0", FIX),  # numbers, no text
+        ("2.30.2.0", "2.31.24.0, 2.33.1.0", PASS),  # which one is loaded is not known
+        ("2.30.2.0", None, WARN),
+        ("2.27.4.0", None, PASS),
+        ("2.x.1234.0", "2.31.24.0", WARN),
+        ("", "2.31.24.0", WARN),
     ],
 )
-def test_how_many_ranks_the_runtime_joins(name: str, processes: int, num_nodes: int, verdict: Verdict) -> None:
-    instance = neuron_instance(name)
-    assert instance is not None
-    result = judge_rank_count(instance, processes, num_nodes=num_nodes)
+def test_driver_and_runtime(driver: str, runtime: str | None, verdict: Verdict) -> None:
+    versions = {"driver": driver} | ({"runtime": runtime} if runtime is not None else {})
+    result = judge_driver(versions)
+    assert result is not None and result.verdict is verdict, result
+    if verdict is not PASS:
+        assert "2.33" in result.expected and result.next_command
+    if verdict is FIX:
+        assert "**When no such machine image is left**" in (ROOT / "docs" / "neuron.md").read_text()
+        assert "docs/neuron.md, When no such machine image is left" in result.next_command
+    assert judge_driver({"runtime": "2.31.24.0"}) is None, "no driver: no Neuron machine"
+
+
+@pytest.mark.unit
+def test_versions_come_before_whatever_opens_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libnrt.so.2.31.24.0").touch()
+    (tmp_path / "libnrt.so.1").symlink_to("libnrt.so.2.31.24.0")
+    (tmp_path / "version").write_text("2.30.2.0\n")
+    found = find_versions(driver_file=tmp_path / "version", libraries=tmp_path)
+    assert (found["driver"], found["runtime"]) == ("2.30.2.0", "2.31.24.0") and found["torch"]
+    monkeypatch.setattr(neuron, "find_versions", lambda: found)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = HealthConfig()
+    checks = neuron_checks(config, "trn1.32xlarge", {"code": "abc"}, num_nodes=1, processes=32, on_neuron=True)
+    report = run_checks(checks, config, node_rank=0, host="h", stop=StopSignal())
+    names = [(one.name, one.verdict) for one in report.results]
+    assert names[:3] == [("processes", PASS), (VERSIONS, PASS), (DRIVER_FIT, FIX)]
+    assert report.results[1].figures["code"] == "abc"
+    spared = [one.name for one in report.results if one.seen.startswith("not run")]
+    assert spared == ["nccom-test all_reduce", "nccom-test all_gather", "nccom-test all_reduce bandwidth"]
+    elsewhere = neuron_checks(config, "", {}, num_nodes=1, processes=2, on_neuron=False)
+    assert [one.name for one in elsewhere] == [VERSIONS, "kernel log"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("instance", "processes", "num_nodes", "verdict"),
+    [
+        ("trn1.32xlarge", 32, 2, PASS),
+        ("trn1.32xlarge", 8, 1, PASS),
+        ("trn1.32xlarge", 8, 2, FIX),
+        ("trn1.32xlarge", 31, 1, FIX),
+        ("trn1.2xlarge", 2, 1, PASS),
+    ],
+)
+def test_how_many_ranks_fit(instance: str, processes: int, num_nodes: int, verdict: Verdict) -> None:
+    assert judge_rank_count(MACHINES[instance], processes, num_nodes=num_nodes).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "on_neuron", "verdict"),
+    [
+        ("[ 1.0] usb 1-1: new device\n", True, PASS),
+        ("[ 9.1] NEURON_HW_ERR=HBM_UNCORRECTABLE_ERROR instance-id=i-05 nd-id=0\n", True, RETRY),
+        (None, True, WARN),
+        (None, False, PASS),
+    ],
+)
+def test_the_kernel_log(tmp_path: Path, text: str | None, on_neuron: bool, verdict: Verdict) -> None:
+    says(tmp_path, "dmesg", text or "dmesg: read kernel buffer failed\n", exit_code=0 if text else 1)
+    result = check_kernel_log(on_neuron=on_neuron, stop=StopSignal(), env=environment(tmp_path))
     assert result.verdict is verdict
-    assert bool(result.next_command) is (verdict is Verdict.FIX)
+
+
+# nccom-test: outputs as its documentation shows them.
+
+OLD = """\
+     size(B)    count(elems)     type    time(us)    algbw(GB/s)    busbw(GB/s)
+     1048576          262144     fp32          95          10.28          19.92
+     8388608         2097152     fp32         300          26.04          50.46
+    67108864        16777216     fp32        1893          33.01          63.97
+Avg bus bandwidth:      44.7833GB/s
+"""
+NEW = """\
+2026-05-02 03:11:08.112 INFO using seed 1777689068
+     size(B)    count(elems)  algorithm    type    time:avg(us)    algbw(GB/s)    busbw(GB/s)  total_input_size(B)
+     1048576          262144       mesh    fp32           95.04          10.28          19.92              1048576
+     8388608         2097152       mesh    fp32          300.12          26.04          50.46              8388608
+    67108864        16777216       ring    fp32         1893.31          33.01          63.97             67108864
+Avg bus bandwidth:      44.7833GB/s
+"""
+FAILED = """\
+     size(B)    count(elems)     type    time(us)    algbw(GB/s)    busbw(GB/s)
+     1048576    Failure running neuron-bench - log file /tmp/nccom_test_log_7pqpdfjf.log
+1 errors found - test failed
+"""
+NO_DRIVER = "Neuron DKMS Driver is not running! Read the troubleshooting guide at: https://awsdocs.example/\n"
+USAGE = "usage: nccom-test [-h] ...\nnccom-test: error: unrecognized arguments: --non-interactive\n"
+TEST = NccomTest(32, min_bytes=2**20, max_bytes=2**26, step_factor=8)
+
+
+def ran(stdout: str, *, exit_code: int | None = 0, failure: str = "", stderr: str = "") -> ToolRun:
+    return ToolRun(("nccom-test",), exit_code, stdout, stderr, timed_out=exit_code is None, failure=failure)
+
+
+@pytest.mark.unit
+def test_command_and_sizes() -> None:
+    assert TEST.command()[:4] == ["nccom-test", "all_reduce", "-r", "32"]
+    # A bare --check takes the next word for its value, unless that is a flag.
+    assert TEST.command()[-2:] == ["--check", "--non-interactive"]
+    assert TEST.sizes == (2**20, 2**23, 2**26)
+    assert NccomTest(2, min_bytes=8, max_bytes=100, step_factor=2).sizes == (8, 16, 32, 64)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("run", "verdict", "seen"),
+    [
+        (ran(OLD), PASS, "bus bandwidth 63.97"),
+        (ran(NEW, stderr="0 errors found\n"), PASS, "bus bandwidth 63.97"),
+        (ran(NEW, exit_code=1), WARN, "all sizes are right, but exit code 1"),
+        (ran(FAILED), RETRY, "1048576    Failure running neuron-bench"),
+        (ran(NEW + "2 errors found - test failed\n"), RETRY, "2 errors found - test failed"),
+        (ran(NO_DRIVER), RETRY, "Neuron DKMS Driver is not running!"),
+        (ran(""), RETRY, "results for 0 of 3 sizes"),
+        (ran("".join(OLD.splitlines(True)[:3])), RETRY, "results for 2 of 3 sizes"),
+        (ran(NEW.replace("63.97", "0.00")), RETRY, "a bandwidth that is no positive number"),
+        (ran(NEW.replace("63.97", "nan")), RETRY, "a bandwidth that is no positive number"),
+        (ran(NEW.replace("63.97", "47.0")), WARN, "bus bandwidth 47.00 GiB/s at 67108864 bytes"),
+        (ran(NEW.replace("63.97", "41.0")), RETRY, "bus bandwidth 41.00 GiB/s at 67108864 bytes"),
+        (ran(OLD, exit_code=None, failure="did not end within 300 s"), RETRY, "did not end within 300 s"),
+        (ran(USAGE, exit_code=2), FIX, "unrecognized arguments"),
+        (ran(FAILED + "NEFF version mismatch\n"), FIX, "version skew"),
+        (replace(ran(""), missing=True), FIX, "not installed"),
+    ],
+)
+def test_what_is_believed(run: ToolRun, verdict: Verdict, seen: str) -> None:
+    result = judge_nccom(run, TEST, min_busbw_gib_s=45.0, usual_busbw_gib_s=110.0)
+    if verdict is PASS:
+        result = judge_nccom(run, TEST, min_busbw_gib_s=45.0, usual_busbw_gib_s=60.0)
+    assert result.verdict is verdict and seen in result.seen, result
+
+
+@pytest.mark.unit
+@given(st.text(max_size=200), st.integers(0, len(NEW)))
+def test_whatever_a_tool_prints_gives_a_verdict(text: str, length: int) -> None:
+    for output in (text, NEW[:length] + text):
+        result = judge_nccom(ran(output), TEST, min_busbw_gib_s=45.0)
+        assert isinstance(result, CheckResult) and (result.verdict is PASS or result.seen)
+        assert set(parse_table(NEW[:length])) <= {2**20, 2**23, 2**26}
+        device_error(output)

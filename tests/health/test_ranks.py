@@ -1,20 +1,146 @@
-"""What one rank checks, and what it leaves."""
+"""What each rank checks, collectives between ranks that are well and sick, and what a node makes of its ranks."""
 
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from pipeline.backends import Backend, RankGroup
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.errors import Preempted
+from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.health import ranks as ranks_module
-from pipeline.health.check import Verdict
+from pipeline.health.check import CheckContext, CheckResult, NodeReport, Verdict, gang_error
 from pipeline.health.config import HealthConfig
-from pipeline.health.nodes import results_of
-from pipeline.health.ranks import RankChecks, report_rank
+from pipeline.health.nodes import results_of, with_slow_ranks, write_rank_report
+from pipeline.health.ranks import ALL, RankChecks, check_collectives, report_rank
+from pipeline.parallel.gang import open_world_group
 from pipeline.parallel.world import World
+from tests.ports import free_port
 
-QUICK = HealthConfig(burn_s=0.2, sweep_mib=64)
+QUICK = HealthConfig()
+PATIENT_S, LIMIT_S = 120.0, 5.0
+Spoil = Callable[[Tensor, int], Tensor]
+
+
+def swapped(found: Tensor, count: int) -> Tensor:
+    return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]])
+
+
+def dies(found: Tensor, count: int) -> Tensor:
+    os._exit(1)
+
+
+def absent(found: Tensor, count: int) -> Tensor:
+    time.sleep(600)
+    return found
+
+
+FAULTS: dict[str, Spoil] = {"swapped": swapped, "dies": dies, "absent": absent}
+
+
+def collectives(rank: int, world: int, port: int, fault: str, told: Connection) -> None:
+    """Check collectives in one rank; `fault` is rank 1's."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    limit_s = LIMIT_S if fault in ("absent", "dies") else PATIENT_S
+    open_world_group(None, PATIENT_S)
+    chosen = list(ALL)
+    if rank == 1 and fault:
+        sound = ALL[0]
+
+        def faulty(backend: Backend, tensor: Tensor, ranks: RankGroup) -> Tensor:
+            return FAULTS[fault](sound.run(backend, tensor, ranks), len(tensor))
+
+        chosen[0] = replace(sound, run=faulty)
+    told.send(
+        check_collectives(
+            *(CpuBackend(), World(rank, world)),
+            limit_s=limit_s,
+            ctx=CheckContext(StopSignal()),
+            sizes_bytes=(8, 4096),
+            collectives=chosen,
+        )
+    )
+    os._exit(0)  # other ranks may be gone: no orderly goodbye
+
+
+@contextmanager
+def ranks_of(world: int, fault: str) -> Iterator[Callable[[int], CheckResult]]:
+    """Start ranks as processes, forked from a server that has imported torch; yields a function that waits for one."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    port, processes, ears = free_port(), [], list[Connection]()
+    for rank in range(world):
+        ear, mouth = context.Pipe(duplex=False)
+        processes.append(context.Process(target=collectives, args=(rank, world, port, fault, mouth), daemon=True))
+        processes[-1].start()
+        mouth.close()
+        ears.append(ear)
+
+    def result(rank: int) -> CheckResult:
+        assert ears[rank].poll(PATIENT_S), f"rank {rank} says nothing"
+        found: CheckResult = ears[rank].recv()
+        return found
+
+    try:
+        yield result
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.stage
+def test_sound_collectives_pass_with_their_bandwidth() -> None:
+    with ranks_of(3, "") as result:
+        for rank in range(3):
+            found = result(rank)
+            assert found.verdict is Verdict.PASS, found
+            assert len(found.figures) == len(ALL) * 2 and all(float(rate) > 0 for rate in found.figures.values())
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("swapped", "wrong numbers of 6 in all-gather of 8 bytes, the first at 0 (from rank 0): "),
+        ("absent", "in all-gather of 8 bytes: "),
+        ("dies", "in all-gather of 8 bytes: "),
+    ],
+)
+def test_a_sick_rank_is_noticed(fault: str, seen: str) -> None:
+    with ranks_of(2, fault) as result:
+        found = result(1 if fault == "swapped" else 0)
+        assert found.verdict is Verdict.RETRY and seen.replace("of 6", "of 4") in found.seen, found
+        if fault == "swapped":
+            assert result(0).verdict is Verdict.PASS, "it is not left waiting"
+        if fault == "absent":
+            assert "Ranks 1 failed to pass" in found.seen, found
+
+
+def test_too_slow_a_bus_is_unfit() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ctx = CheckContext(StopSignal())
+        result = check_collectives(CpuBackend(), World(), limit_s=60.0, ctx=ctx, sizes_bytes=(64,), minimum_gb_s=1e9)
+        assert result.verdict is Verdict.RETRY and "bus bandwidth" in result.seen
+    finally:
+        dist.destroy_process_group()
+
+
+# One rank.
 
 
 def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -> None:
@@ -28,6 +154,12 @@ def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -
     assert {"rank_0_fastest_round_s", "rank_1_fastest_round_s"} <= merged[3].figures.keys()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+def test_a_sound_gpu_passes(tmp_path: Path) -> None:
+    report = report_rank(RankChecks("cuda", World(), QUICK, os.environ, seed=1), tmp_path, StopSignal())
+    assert report.verdict is Verdict.PASS, report.results
+
+
 def test_a_rank_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
     stop = StopSignal()
     stop.set("SIGTERM")
@@ -36,21 +168,11 @@ def test_a_rank_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
     assert results_of(tmp_path, [0]) == ()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an NVIDIA GPU is here")
 def test_a_backend_that_cannot_be_opened_is_a_verdict(tmp_path: Path) -> None:
     report = report_rank(RankChecks("cuda", World(), QUICK, {}, seed=1), tmp_path, StopSignal())
     assert report.verdict is Verdict.FIX
     assert "no CUDA device" in report.results[0].seen
-
-
-def test_a_host_is_not_filled_by_the_sweep_of_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 GiB for each rank in the full profile: meant for devices."""
-    swept: list[int] = []
-    monkeypatch.setattr(ranks_module, "check_memory", lambda backend, sweep_bytes, stop: swept.append(sweep_bytes))
-    config = HealthConfig(profile="full", full_sweep_mib=10**9)
-    for processes in (1, 4):
-        world = World(0, processes, 0, processes)
-        RankChecks("cpu", world, config, {}, seed=1)._memory(CpuBackend(), stop=StopSignal())
-    assert 0 < swept[1] < swept[0] < 2**45
 
 
 def test_groups_and_limits() -> None:
@@ -59,11 +181,72 @@ def test_groups_and_limits() -> None:
         checks = RankChecks("xla", world, config, {"PJRT_DEVICE": "CPU"}, seed=1).checks()
         return {check.name: check.time_limit_s for check in checks if config.wants(check.group)}
 
-    alone = {"device": 60.0, "operations": 60.0, "device memory": 60.0, "burn": 60.0}
-    assert chosen() == {**alone, "device": 90.0, "collectives": 120.0}
-    assert chosen(1) == alone
+    alone = {"device": 120.0, "operations": 60.0, "device memory": 60.0, "burn": 60.0}
+    assert chosen() == {**alone, "collectives": 180.0} and chosen(1) == alone
     assert [*chosen(only=("collectives",))] == ["device", "collectives"]
     assert [*chosen(only=("host",))] == ["device"]
     assert chosen(profile="full", check_limit_s=1)["burn"] == 10.0
     neuron = RankChecks("xla", World(), QUICK, {"PJRT_DEVICE": "NEURON"}, seed=1).checks()
-    assert {check.time_limit_s for check in neuron} == {600.0}, "its graphs are compiled first"
+    assert {check.time_limit_s for check in neuron} == {600.0, 1200.0}, "its graphs are compiled first"
+    limits = [
+        QUICK.stage_limit_s(on_neuron=on_neuron, num_nodes=nodes, processes=processes)
+        for on_neuron, nodes, processes in ((False, 1, 1), (True, 1, 1), (True, 1, 32), (True, 2, 32))
+    ]
+    assert limits == [420.0, 3660.0, 4560.0, 5160.0]
+    assert HealthConfig(only=("host",)).stage_limit_s(on_neuron=True, num_nodes=1, processes=32) == 0.0
+
+
+# The ranks of a node.
+
+
+def report(folder: Path, rank: int, *results: CheckResult, is_finished: bool = True) -> None:
+    write_rank_report(folder, NodeReport(rank, f"rank {rank}", results), is_finished=is_finished)
+
+
+def burned(seconds: float) -> CheckResult:
+    return CheckResult("burn", Verdict.PASS, figures={"fastest_round_s": seconds})
+
+
+def test_a_rank_that_failed_is_reported_apart_and_one_without_a_word_is_named(tmp_path: Path) -> None:
+    report(tmp_path, 4, burned(1.0), CheckResult("address", Verdict.PASS, "10.0.0.7"))
+    report(tmp_path, 5, CheckResult("operations", Verdict.RETRY, "matmul fp32: relative error 0.5"))
+    (tmp_path / "rank-6.json").write_text('{"half')
+    report(tmp_path, 7, burned(1.0), is_finished=False)
+    merged = {result.name: result for result in results_of(tmp_path, range(4, 7))}
+    assert merged["ranks"].seen == "rank 6 of this node ended without a word"
+    assert merged["operations"].seen == "rank 5: matmul fp32: relative error 0.5"
+    assert (merged["burn"].seen, merged["address"].seen) == ("right", "10.0.0.7")
+    late, before = results_of(tmp_path, [7])
+    assert late.seen == "rank 7 of this node ended without a word after check burn" and before.name == "burn"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ratio", "slow"),
+    [
+        ((1.0, 1.1, 2.4, 0.9), 1.5, [2]),
+        ((1.0, 1.4), 1.5, []),
+        ((3.0, 1.0), 1.5, [0]),
+    ],
+)
+@pytest.mark.parametrize(("shared", "verdict"), [(0, Verdict.RETRY), (1, Verdict.WARN)])
+def test_a_slow_core_is_named_among_all_nodes(
+    tmp_path: Path, seconds: Sequence[float], ratio: float, slow: list[int], shared: int, verdict: Verdict
+) -> None:
+    reports = []
+    for rank, one in enumerate(seconds):
+        device = CheckResult("device", Verdict.PASS, "xla:NEURON", figures={"shares_host_cpu": shared})
+        report(tmp_path, rank, device, burned(one))
+        reports.append(NodeReport(rank, f"host-{rank}", results_of(tmp_path, [rank])))
+    annotated = with_slow_ranks(reports, ratio)
+    assert [one.node_rank for one in annotated if one.verdict is not Verdict.PASS] == slow
+    assert all(one.results[-1].verdict is verdict for one in annotated if one.node_rank in slow)
+    is_unfit = bool(slow) and verdict is Verdict.RETRY
+    assert isinstance(gang_error(annotated), TransientError if is_unfit else type(None))
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\x00", b"null", b"[" * 100_000, b'{"schema_version": 1}', b"9" * 10_000])
+def test_rubbish_is_no_report(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "rank-0.json").write_bytes(text)
+    (tmp_path / "rank-0-so-far.json").write_bytes(text)
+    (result,) = results_of(tmp_path, [0])
+    assert result.seen == "rank 0 of this node ended without a word"

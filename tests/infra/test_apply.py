@@ -1,6 +1,6 @@
-"""The whole of infra/ made in moto, and used by `trnjobs` and by what the schedules start; and taken down again.
+"""The whole of infra/ made in moto, and used by `trnjobs` and by what the schedules start.
 
-One test, since making it takes a minute, nearly all of it waiting of Terraform's provider. What moto cannot do is left
+Making it takes a minute, nearly all of it waiting of Terraform's provider. What moto cannot do is left
 out by the variable `emulator` and by a budget of 0 (it has no subscribers of budgets).
 """
 
@@ -65,10 +65,6 @@ class Stack:
         self.terraform.must("apply", "-input=false", "-no-color", "-parallelism=30", "plan")
         self.settings.write_text(self.terraform.must("output", "-json", "settings"))
 
-    def destroy(self) -> str:
-        words = ("destroy", "-auto-approve", "-input=false", "-no-color", "-parallelism=30")
-        return self.terraform.must(*words, "-var-file=moto.tfvars.json")
-
 
 @pytest.fixture
 def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -117,17 +113,6 @@ def test_a_stack_is_made_and_used(stack: Stack, tmp_path: Path, capsys: pytest.C
     a_cycle_can_be_submitted_by_hand(stack, capsys)
     the_watch_looks_at_open_cycles(stack, capsys)
     the_driver_submits_the_cycle_that_is_due_once(stack, capsys)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-def test_a_stack_that_was_used_can_be_taken_down(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    stack.plan()
-    stack.apply()
-    a_cycle_can_be_submitted_by_hand(stack, capsys)
-    empty_the_bucket()
-    stack.destroy()
-    nothing_is_left()
 
 
 def schedules_and_alarms_are_there(stack: Stack) -> None:
@@ -189,24 +174,6 @@ def the_driver_submits_the_cycle_that_is_due_once(stack: Stack, capsys: pytest.C
     for run in (in_a_process, in_this_process(capsys)):  # the scheduler delivers at least once
         said = run_job(started_by("relevance-driver", stack.due), run)
         assert submitted() == [STAGES - ON_CPU, ON_CPU], said
-
-
-def empty_the_bucket() -> None:
-    """Terraform would (force_destroy), but suspends versioning first, and moto then fails on delete markers."""
-    s3 = boto3.client("s3")
-    for page in s3.get_paginator("list_object_versions").paginate(Bucket=BUCKET):
-        for one in [*page.get("Versions", ()), *page.get("DeleteMarkers", ())]:
-            s3.delete_object(Bucket=BUCKET, Key=one["Key"], VersionId=one["VersionId"])
-
-
-def nothing_is_left() -> None:
-    assert boto3.client("s3").list_buckets()["Buckets"] == []
-    batch = boto3.client("batch")
-    assert batch.describe_job_queues()["jobQueues"] == []
-    assert batch.describe_compute_environments()["computeEnvironments"] == []
-    assert boto3.client("logs").describe_log_groups()["logGroups"] == []
-    assert boto3.client("iam").list_roles()["Roles"] == []
-    assert [one["IsDefault"] for one in boto3.client("ec2").describe_vpcs()["Vpcs"]] == [True]
 
 
 def started_by(schedule: str, when: datetime) -> dict[str, Any]:

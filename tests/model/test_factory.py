@@ -79,14 +79,6 @@ def test_one_text_a_row_and_a_row_without_a_text() -> None:
     assert found.shape == (2, 1, 16) and not found[1].any()
 
 
-def test_a_row_longer_than_the_module_has_positions_for() -> None:
-    """As embedding has them: its texts are no longer than that."""
-    made = encoder_of("positions", max_positions=12)
-    alone, row = packed([12, 7], 30)
-    with torch.no_grad():
-        torch.testing.assert_close(made.rows(*row, 2)[0], torch.cat([made(text) for text in alone]))
-
-
 def test_an_empty_text_gives_no_gradient_that_is_not_finite() -> None:
     made = encoder_of("states").train()
     _, row = packed([4, 3], 1)
@@ -184,15 +176,6 @@ def test_weights_that_do_not_fit(tmp_path: Path, changes: dict[str, torch.Tensor
     with pytest.raises(CheckpointError, match=seen) as caught:
         initial_model(config_of("states", init_from=str(tmp_path)), SPEC, 9, tmp_path)
     assert caught.value.exit_code == 74 and f"{PLACE}:states" in str(caught.value)
-
-
-def test_a_folder_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
-        initial_model(config_of("states", init_from=str(tmp_path)), SPEC, 9, tmp_path)
-    assert caught.value.exit_code == 74
-
-
-# What is refused, in one line.
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,10 @@ from tests.native.standin import with_package
 
 OURS = tuple(int(part) for part in torch.__version__.split(".")[:2])
 OTHER = f"{NATIVE_SINCE[0]}.{max(OURS[1], NATIVE_SINCE[1]) + 1}.3.0"
-WHICH = f"torch {torch.__version__} with torch-neuronx {OTHER}\n  expected: torch-neuronx {OURS[0]}.{OURS[1]}"
 
 
 @pytest.mark.parametrize(
-    ("version", "backend", "said"),
-    [
-        (OTHER, "neuron", WHICH),
-        (OTHER, "auto", WHICH),
-        ("2.9.0.2.13.26312", "neuron", "torch-neuronx 2.9.0.2.13.26312 is that of PyTorch/XLA"),
-        (None, "neuron", "torch-neuronx is not installed"),
-    ],
+    ("version", "backend"), [(OTHER, "neuron"), (OTHER, "auto"), ("2.9.0.2.13.26312", "neuron"), (None, "neuron")]
 )
 def test_a_package_that_does_not_fit_is_refused(
     tmp_path: Path,
@@ -29,10 +22,11 @@ def test_a_package_that_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str],
     version: str | None,
     backend: str,
-    said: str,
 ) -> None:
     with_package(tmp_path, version)
     monkeypatch.syspath_prepend(str(tmp_path / f"package-{version}"))
     assert cli.main(["compile", "--workspace", str(tmp_path / "workspace"), "--backend", backend]) == 78
     text = capsys.readouterr().err
-    assert said in text and "Traceback" not in text
+    assert (
+        f"torch {torch.__version__} with torch-neuronx {version or 'not installed'}" in text and "Traceback" not in text
+    )

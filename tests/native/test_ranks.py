@@ -72,15 +72,12 @@ def test_health_of_the_ranks(in_two_ranks: InChild) -> None:
         from pipeline.core.stop import StopSignal
         from pipeline.health.check import Verdict
         from pipeline.health.config import HealthConfig
-        from pipeline.health.ranks import RankChecks, agent_store, report_rank
+        from pipeline.health.ranks import RankChecks, report_rank
         from pipeline.parallel.world import world_from_env
         world = world_from_env()
-        if world.rank == 0:
-            store = agent_store("127.0.0.1", int(os.environ["MASTER_PORT"]), is_agent=True)
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         with TemporaryDirectory() as folder:
-            config = HealthConfig(burn_s=0.2, sweep_mib=64)
-            report = report_rank(RankChecks("neuron", world, config, os.environ, seed=1), Path(folder), StopSignal())
+            checks = RankChecks("neuron", world, HealthConfig(), os.environ, seed=1)
+            report = report_rank(checks, Path(folder), StopSignal())
         assert report.verdict is Verdict.PASS, report
         assert any(result.name == "collectives" for result in report.results), report
         """

@@ -1,7 +1,5 @@
 """Who we are, whether the runtime agrees, which share is ours, which address others reach, and where ranks meet."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from pipeline.parallel.world import (
     worker_of,
     world_from_env,
 )
-from tests.parallel.namespaces import MAIN_ADDRESS, ecs_tasks
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 
@@ -155,17 +152,6 @@ def test_efa_devices_are_those_of_the_container(tmp_path: Path) -> None:
     assert not has_efa(tmp_path)
     (tmp_path / "uverbs0").touch()
     assert has_efa(tmp_path)
-
-
-@pytest.mark.stage
-def test_in_a_task_of_ecs_torchrun_is_told_the_address_of_the_task() -> None:
-    code = (
-        "from pipeline.parallel.world import torchrun_arguments\n"
-        "print(*torchrun_arguments(1, {'TRNJOBS_NODE': '0', 'TRNJOBS_NODES': '2'}))"
-    )
-    with ecs_tasks() as (main, _):
-        done = subprocess.run([*main, sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"--master-addr={MAIN_ADDRESS} " in done.stdout
 
 
 GANG = {"TRNJOBS_NODES": "4", "TRNJOBS_NODE": "2", "TRNJOBS_MAIN": "10.0.0.7"}

@@ -12,7 +12,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRe
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import incumbent_prefix
-from pipeline.registry.promote import promote, record_refusal, rolled_back_digests
+from pipeline.registry.promote import promote, rolled_back_digests
 from pipeline.registry.records import (
     Decision,
     Entry,
@@ -97,14 +97,6 @@ def test_a_refusal_is_on_record_and_production_stays(workspace: Storage, make: M
     assert refused.figures == {"ndcg": None, "accuracy": 0.5}
     assert refused.reasons == changes.get("reasons", ("the gate did not let it through",))
     assert refused.replaced == first.production and refused.generation == 1
-
-
-def test_a_refusal_before_anything_was_promoted(workspace: Storage, make: Make) -> None:
-    decision = Decision(passed=False, reasons=("below the floor",))
-    entry = record_refusal(workspace, MODEL, make("a"), decision, AUTHOR)
-    assert (entry.generation, entry.replaced, entry.previous) == (0, None, None)
-    assert put(workspace, prefix("a")).generation == 1
-    assert consistent(workspace).actions == [("refused", prefix("a")), ("promoted", prefix("a"))]
 
 
 def test_force_needs_a_reason_and_keeps_what_the_gate_said(workspace: Storage, make: Make) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.core.errors import CheckpointError, ConfigError, Preempted, TransientError
+from pipeline.core.errors import CheckpointError, ConfigError, TransientError
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage
-from pipeline.registry import serving
 from pipeline.registry.promote import promote
 from pipeline.registry.serving import (
     Pair,
@@ -91,22 +90,6 @@ def test_a_model_is_rolled_back_with_its_vectors(workspace: Storage, two: tuple[
     assert served(workspace) == (second.checkpoint, "c2")
 
 
-def test_without_vectors_of_it_neither_moves(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
-) -> None:
-    third = make("c3")
-    in_production(workspace, third)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", third, 3))
-    workspace.delete_prefix("embeddings/c2")
-    before = production(workspace)
-    with pytest.raises(ConfigError, match="no vectors made with"):
-        roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    assert (production(workspace), served(workspace)) == (before, (third, "c3"))
-    roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR, without_vectors=True)
-    found = production(workspace)
-    assert found is not None and found.checkpoint == two[1].checkpoint and served(workspace) == (third, "c3")
-
-
 def test_a_pair_whose_checkpoint_was_named_by_its_uri_can_be_rolled_back_to(
     workspace: Storage, make: Make, tmp_path: Path
 ) -> None:
@@ -163,41 +146,10 @@ def test_a_verify_that_saw_production_before_a_rollback_loses(
     assert found is not None and found.checkpoint == two[1].checkpoint and served(workspace) == (found.checkpoint, "c2")
 
 
-@pytest.mark.parametrize(("older", "newer"), [("b", "a"), ("cycle-9", "cycle-10")])
-@pytest.mark.parametrize("tie", [False, True])
-def test_newer_vectors_are_those_of_a_higher_generation(
-    workspace: Storage, make: Make, tmp_path: Path, older: str, newer: str, tie: bool
-) -> None:
-    """Whatever their cycles are called; of one generation cycle-10 is newer than cycle-9, and b than a."""
-    place = make("m")
-    in_production(workspace, place)
-    old, new = (
-        embedded(workspace, tmp_path, older, place, 1),
-        embedded(workspace, tmp_path, newer, place, 1 + (not tie)),
-    )
-    if tie and older == "b":
-        old, new = new, old
-    for pair in (old, new, old):
-        serve_verified_pair(workspace, pair)
-    assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == [old.vectors.cycle, new.vectors.cycle]
-
-
 def test_a_pair_of_another_model_is_refused(workspace: Storage, two: tuple[Pair, Pair]) -> None:
     workspace.write_bytes(pair_key("other"), workspace.read_bytes(pair_key(MODEL)))
     with pytest.raises(CheckpointError):
         read_pair(workspace, "other")
-
-
-def test_vectors_of_another_model_are_served_whatever_their_number(
-    workspace: Storage, make: Make, tmp_path: Path
-) -> None:
-    """They were planned before the newest vectors of the model that is replaced."""
-    first, second = make("c1"), make("c2")
-    in_production(workspace, first)
-    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1", first, 5))
-    in_production(workspace, second)
-    assert serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2", second, 3)).startswith("serving.json: ")
-    assert served(workspace) == (second, "c2")
 
 
 def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
@@ -237,35 +189,6 @@ def test_vectors_of_a_cycle_that_were_made_anew_are_served(
     assert back.vectors.digest == anew.vectors.digest != two[1].vectors.digest
 
 
-@pytest.mark.parametrize("then", ["c2", "c3"])
-def test_a_rollback_that_was_ended_between_its_moves(
-    workspace: Storage,
-    make: Make,
-    tmp_path: Path,
-    two: tuple[Pair, Pair],
-    monkeypatch: pytest.MonkeyPatch,
-    then: str,
-) -> None:
-    """The same command ends it; the checkpoint that is still in production takes it back."""
-    third = make("c3")
-    in_production(workspace, third)
-    pair = embedded(workspace, tmp_path, "c3", third, 3)
-    serve_verified_pair(workspace, pair)
-
-    def ended(*given: Any, **more: Any) -> Any:
-        raise Preempted("SIGTERM")
-
-    with monkeypatch.context() as patch, pytest.raises(Preempted):
-        patch.setattr(serving, "put_back", ended)
-        roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    assert served(workspace) == (two[1].checkpoint, "c2")
-    assert "not finished" in serve_verified_pair(workspace, pair)
-    to = "" if then == "c2" else third
-    roll_back_model(workspace, MODEL, to, reason="bad", author=AUTHOR)
-    found = production(workspace)
-    assert found is not None and (found.checkpoint, then) == served(workspace)
-
-
 @pytest.mark.parametrize("damage", ["checkpoint", "weights", "vectors", "history"])
 def test_neither_moves_to_what_is_damaged(workspace: Storage, make: Make, two: tuple[Pair, Pair], damage: str) -> None:
     before = production(workspace)
@@ -280,16 +203,6 @@ def test_neither_moves_to_what_is_damaged(workspace: Storage, make: Make, two: t
     with pytest.raises((CheckpointError, ConfigError)):
         roll_back_model(workspace, MODEL, two[0].checkpoint, reason="bad", author=AUTHOR)
     assert (production(workspace), served(workspace)) == (before, (two[1].checkpoint, "c2"))
-
-
-def test_vectors_that_are_gone_by_now_are_not_served(
-    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
-) -> None:
-    newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
-    workspace.delete(["embeddings/c2b/part-0.parquet"])
-    with pytest.raises(CheckpointError):
-        serve_verified_pair(workspace, newer)
-    assert served(workspace) == (two[1].checkpoint, "c2")
 
 
 def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(

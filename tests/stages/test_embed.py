@@ -30,7 +30,6 @@ from tests.embed.checkpoints import make_checkpoint
 pytestmark = pytest.mark.stage
 
 SMALL = ("--backend=cpu", "--data.num-workers=1", "--embed.output.rows-per-part=45")
-SYNTHETIC = ("--data.synthetic.num-queries=10",)
 
 
 @pytest.fixture
@@ -144,23 +143,6 @@ def test_long_texts_in_chunks(workspace: Storage, tmp_path: Path, capsys: pytest
     assert "embed.chunks is 7; cycle c3 was begun with 8" in capsys.readouterr().err
 
 
-def test_vectors_of_a_cycle_are_of_texts_cut_at_one_length(
-    workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Verify goes by that length, too, whatever its own settings say."""
-    titles = [" ".join(islice(cycle(KINDS), words)) for words in (1, 2, 12, 20, 200)]
-    write_catalogue(tmp_path / "long", [pa.table({"product_id": [f"p{n}" for n in range(5)], "title": titles})])
-    assert embed(workspace, "--embed.buckets=8", "--embed.chunks=4", catalogue="long") == 0
-    assert embed(workspace, catalogue="long", action="verify") == 0
-    assert embed(workspace, cycle="c2", catalogue="long") == 0
-    workspace.delete(["cycles/c2/embed/result.json"])
-    workspace.delete_prefix("embeddings/c2")
-    capsys.readouterr()
-    assert embed(workspace, "--embed.buckets=8", cycle="c2", catalogue="long") == 78
-    told = capsys.readouterr().err
-    assert f"cut texts at 8 tokens; cycle c2 was begun with {MAX_TOKENS}" in told
-
-
 def test_verify_says_what_is_wrong(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     assert embed(workspace, action="verify") == 65
     assert "holds no finished vectors" in capsys.readouterr().err
@@ -210,18 +192,6 @@ def test_the_next_cycle_embeds_only_the_news(workspace: Storage, tmp_path: Path)
     assert served is not None and served[0].vectors.cycle == "c3"
 
 
-def test_the_model_is_pinned_when_the_cycle_begins(workspace: Storage, tmp_path: Path) -> None:
-    assert embed(workspace, "--embed.workers=2", "--embed.worker=0") == 0
-    make_checkpoint(workspace, tmp_path, "c9", seed=2)
-    assert embed(workspace, "--embed.workers=2", "--embed.worker=1") == 0
-    assert vectors_of(workspace).info.model.place == "checkpoints/c0/step-1"
-
-
-def test_without_a_catalogue_the_products_of_the_data_are_embedded(workspace: Storage) -> None:
-    assert embed(workspace, "--embed.catalogue.path=null", *SYNTHETIC) == 0
-    assert len(rows_of(vectors_of(workspace))) == 120
-
-
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [
@@ -251,23 +221,6 @@ def test_a_cycle_is_not_continued_with_other_settings(workspace: Storage, capsys
     workspace.delete_prefix("cycles/c1")
     assert embed(workspace, "--embed.output.dtype=int8") == 78
     assert "holds vectors that another plan led to" in capsys.readouterr().err
-
-
-def test_too_many_bad_rows_end_it_early(workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = products(range(100)).set_column(1, "title", [["phone"] * 30 + [None] * 70])
-    write_catalogue(tmp_path / "in", [table])
-    (tmp_path / "in" / "file-1.parquet").unlink()
-    assert embed(workspace) == 65
-    assert "rows of the catalogue are bad: empty text" in capsys.readouterr().err
-    assert not workspace.stat("embeddings/c1/MANIFEST.json")
-
-
-def test_the_price_of_the_machine(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> None:
-    assert embed(workspace, "--estimate.price-usd-per-hour=2.5") == 0
-    assert "a million texts" in capsys.readouterr().out
-    usd, rate = (result_of(workspace).figures[name] for name in ("usd_per_million_texts", "texts_per_s"))
-    assert isinstance(usd, float) and isinstance(rate, float)
-    assert usd == pytest.approx(2.5 / 3600 / rate * 1e6, rel=0.01)
 
 
 @pytest.mark.parametrize(

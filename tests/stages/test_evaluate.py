@@ -19,7 +19,7 @@ from pipeline.evaluate import run as evaluate_work
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
-from pipeline.evaluate.scores import load_scores, to_rows
+from pipeline.evaluate.scores import load_scores
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, read_history
 from pipeline.registry.serving import roll_back_model
@@ -150,17 +150,6 @@ def test_vectors_are_judged_as_they_are_embedded_and_narrower_ones_are_shown(cas
     assert cut.retrieval.values["retrieval_ndcg@10"] == narrow
     told = case.run("--no-evaluate.promote", "--evaluate.retrieval.dimensions=33", code=78)
     assert "evaluate.retrieval.dimensions is 33, the model's vectors have 32" in told
-
-
-def test_rows_shorter_than_the_model_reads_are_another_question(case: Case) -> None:
-    """Of search: texts are cut to them. Longer ones change nothing, and scores of pairs are what they were."""
-    case.run("--no-evaluate.promote")
-    whole = case.report().candidate
-    assert "done already" in case.run("--no-evaluate.promote", "--embed.buckets=64,128")
-    assert "done already" not in case.run("--no-evaluate.promote", "--embed.buckets=8")
-    cut = case.report().candidate
-    assert cut.retrieval is not None and whole.retrieval is not None
-    assert cut.retrieval.values != whole.retrieval.values and cut.scores == whole.scores
 
 
 def test_embeddings_that_are_no_numbers_are_told(case: Case) -> None:
@@ -303,16 +292,6 @@ def test_a_broken_incumbent_is_named_with_the_way_out(promoted: Case) -> None:
     assert "what is in production cannot be opened" in told and "registry rollback" in told
 
 
-def test_another_incumbent_than_production_promotes_nothing(promoted: Case) -> None:
-    candidate, other = promoted.made("same"), promoted.made("other", noisy(0.5))
-    flags = [f"--evaluate.candidate={candidate}", f"--evaluate.incumbent={other}"]
-    assert "it was not held against production" in promoted.run(*flags)
-    assert "not held against production" in promoted.run(flags[0], "--evaluate.incumbent=none")
-    assert promoted.history == [("promoted", promoted.trained())]
-    promoted.run(flags[0], "--evaluate.incumbent=none", "--evaluate.force-reason=a new tokenizer")
-    assert promoted.history[-1] == ("forced", candidate)
-
-
 def test_a_candidate_from_elsewhere_is_judged_and_not_promoted(case: Case, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "workspace" / case.trained(), tmp_path / "elsewhere" / "step-7")
     flag = f"--evaluate.candidate={tmp_path}/elsewhere/step-7"
@@ -377,19 +356,6 @@ def test_what_cannot_be_evaluated_is_named(
 ) -> None:
     made = (f"--evaluate.candidate={case.made('made', **change)}",) if change else ()
     assert message in case.run(*made, *flags, code=code)
-
-
-def test_a_cycle_without_a_model(case: Case) -> None:
-    case.storage.delete(["cycles/c1/train/result.json"])
-    assert "cycle c1 has no trained model" in case.run(code=65)
-
-
-def test_the_scores_tell_the_metrics(promoted: Case) -> None:
-    """What is in the report can be computed again from what is saved."""
-    report = promoted.report()
-    rows = to_rows(load_scores(promoted.storage, report.candidate.scores, promoted.folder / "cache"))
-    found = float((rows.probabilities.argmax(axis=1) == rows.label).mean())
-    assert found == pytest.approx(report.candidate.metrics.values["accuracy"])
 
 
 def test_two_classes_get_a_threshold_on_valid(

@@ -62,12 +62,6 @@ def test_a_broken_incumbent_stops_it_before_any_work(tmp_path: Path) -> None:
     assert event_names(tmp_path)[-1] == "stage_failed"
 
 
-def test_an_input_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = prepare(tmp_path, "--data.path", str(tmp_path / "none"))
-    assert code in (65, 78)
-    assert str(tmp_path / "none") in capsys.readouterr().err
-
-
 def test_what_costs_quality_is_on_the_console_and_in_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

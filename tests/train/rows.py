@@ -174,7 +174,13 @@ def make_program(
     prepare_model(fresh, backend, config)
     recompute = config.parallel.recompute == "units"
     strategy = FlatStrategy(
-        fresh, backend, precision=config.precision, chunk_mib=chunk_mib, recompute=recompute, host_mean=list
+        fresh,
+        backend,
+        precision=config.precision,
+        chunk_mib=chunk_mib,
+        has_one_rate=config.optimizer.has_one_rate,
+        recompute=recompute,
+        host_mean=list,
     )
     return TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=BUCKETS)
 

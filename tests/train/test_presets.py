@@ -4,6 +4,7 @@ import math
 import tomllib
 from pathlib import Path
 
+from pipeline.settings import resolve
 from pipeline.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -25,6 +26,11 @@ def test_one_recipe() -> None:
     for train in larger:
         assert train.optimizer.head_rate == small.optimizer.head_rate >= 10
         assert train.loss == small.loss
+
+
+def test_the_largest_mines_its_negatives() -> None:
+    settings = resolve([CONFIGS / "large.toml"], {}).settings
+    assert settings.train.mined_per_query and settings.mine.enabled
 
 
 def test_rates_are_within_the_rule_and_fall_with_the_size() -> None:

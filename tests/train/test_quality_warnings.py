@@ -36,7 +36,6 @@ def test_good_data_is_passed_over_in_silence(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"gains": ({0: 90}, {0: 30})}, "no row has a gain of train.loss.positive_gain 0.99 or more"),
-        ({"gains": ({0: 60, 100: 30}, {0: 30})}, "30 in bucket 6x8; no positive is so long"),
         ({"query_best": {0: 25, 100: 15}}, "25 of 40 queries have no row with a gain"),
         ({"query_worst": {0: 15, 100: 25}}, "25 of 40 queries have no judged negative"),
         ({"label_gain_sums": (40.0, 4.0, 0.0)}, "these mean gains: no 1, some 0.1, yes 0; put data.labels"),

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 
 from pipeline.checkpoint.store import Checkpoint, PublishedWeights, open_checkpoint
 from pipeline.context import StageContext
-from pipeline.core.errors import ConfigError, DataError, NumericError, Preempted
-from pipeline.core.progress import shown_on
+from pipeline.core.errors import ConfigError, DataError, NumericError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.data.training_groups import NONE
+from pipeline.evaluate.score import HoldoutFigures
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
@@ -36,7 +36,6 @@ from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.loop import Outcome, train
-from tests.shown import Shown
 from tests.train.rows import MODEL, TRAIN, mined_from, write_token_set
 
 CONFIG = TRAIN.model_copy(update={"max_steps": 6, "evaluate_every": 2})
@@ -172,16 +171,6 @@ def test_graded_weight_0_is_all_that_a_run_for_retrieval_alone_needs(cycle: Cycl
     assert cycle.open(cycle.run(first).step).state.trained_head
 
 
-def test_every_scoring_of_the_holdout_shows_its_progress(cycle: Cycle) -> None:
-    shown = Shown()
-    with shown_on(shown.display):
-        outcome = cycle.run()
-    scored = [work for name, work in shown.works if name == "scoring the holdout"]
-    assert [work.total for work in scored[-2:]] == [outcome.holdouts[split].rows for split in ("valid", "test")]
-    assert len(scored) > 3 and {work.unit for work in scored} == {"rows"}
-    shown.check_complete()
-
-
 def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
     left, right = {**one.weights(), **one.optimizer()}, {**two.weights(), **two.optimizer()}
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
@@ -261,19 +250,11 @@ def test_mined_slots_without_negatives_of_this_data_are_refused(tmp_path: Path) 
     assert caught.value.next_command.startswith("trnpipe mine")
     cycle.mine()
     cycle.partition(2, ROWS)
-    with pytest.raises(DataError, match="1 of 2 prepared partitions were not there") as refused:
+    with pytest.raises(DataError, match="was mined from other data: 1 prepared partitions") as refused:
         cycle.run()
     assert refused.value.next_command.startswith("trnpipe mine")
     cycle.train = CONFIG
     cycle.run()  # does not look at them
-
-
-def test_few_mined_negatives_are_told_of(tmp_path: Path) -> None:
-    cycle = mining(tmp_path / "c")
-    cycle.train = cycle.train.model_copy(update={"mined_per_query": 6})
-    cycle.mine()
-    cycle.run()
-    assert re.search(r"4\d% of the 6 slots of a query for mined negatives hold one", cycle.said.getvalue())
 
 
 @pytest.mark.fault
@@ -379,28 +360,6 @@ def test_published_weights_are_named_wherever_a_run_starts(cycle: Cycle, tmp_pat
     assert names == ["", expected.text]
 
 
-def test_what_is_replayed_is_on_record_and_passed_on(cycle: Cycle) -> None:
-    """A late day and one that changed are trained on, though the parent had not seen them."""
-    cycle.prefixes.clear()
-    cycle.partition(3, ROWS)
-    cycle.run()
-    parent = cycle.open(6)
-    assert parent.state.also_seen == {}
-    for day in (2, 4):
-        cycle.partition(day, ROWS)
-    cycle.name, cycle.train = "next", CONFIG.model_copy(update={"replay_share": 0.2})
-    second = cycle.open(cycle.run(parent).step)
-    assert second.state.partitions == {"dt=2026-01-03": "print-3", "dt=2026-01-04": "print-4"}
-    assert second.state.also_seen == {"print-2": "dt=2026-01-02"}
-    cycle.partition(5, ROWS)
-    cycle.prefixes = cycle.prefixes[-1:]
-    cycle.name = "third"
-    assert cycle.open(cycle.run(second).step).state.also_seen == {"print-2": "dt=2026-01-02"}, "of its parent"
-    cycle.name, cycle.train = "none", CONFIG.model_copy(update={"replay_share": 0.0})
-    cycle.prefixes = ["tokens/d/print-2", "tokens/d/print-3", "tokens/d/print-4"]
-    assert cycle.open(cycle.run(parent).step).state.also_seen == {}
-
-
 def test_nothing_new_is_a_data_error(cycle: Cycle) -> None:
     cycle.run()
     parent = cycle.open(6)
@@ -450,32 +409,18 @@ def test_a_holdout_without_gains_fails_before_training_where_the_metric_is_of_ga
         cycle.run()
 
 
-def test_a_metric_the_holdout_cannot_give_is_a_data_error_and_the_steps_are_kept(cycle: Cycle) -> None:
+@pytest.mark.parametrize(("loss", "error"), [(1.0, DataError), (float("nan"), NumericError)])
+def test_a_metric_that_is_no_number_at_the_end_costs_no_step(
+    cycle: Cycle, monkeypatch: pytest.MonkeyPatch, loss: float, error: type[TrnpipeError]
+) -> None:
+    """The holdout cannot give it, or the scores are not finite."""
     cycle.train = CONFIG.model_copy(update={"metric": "ndcg", "evaluate_every": 0})
-    import pipeline.train.loop as module
-
-    def without_gains(*args: Any, **kwargs: Any) -> Any:
-        from pipeline.evaluate.score import HoldoutFigures
-
-        return HoldoutFigures(rows=1, loss=1.0, accuracy=1.0, macro_f1=1.0, positive_f1=1.0, ndcg=float("nan"))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "evaluate_holdout", without_gains)
-        with pytest.raises(DataError, match="the holdout has no ndcg"):
-            cycle.run()
+    nan = float("nan")
+    figures = HoldoutFigures(rows=1, loss=loss, accuracy=1.0, macro_f1=1.0, positive_f1=1.0, ndcg=nan)
+    monkeypatch.setattr("pipeline.train.loop.evaluate_holdout", lambda *given, **more: figures)
+    with pytest.raises(error):
+        cycle.run()
     assert 6 in cycle.steps()
-
-
-def test_scores_that_are_not_finite_are_no_fault_of_the_data(cycle: Cycle) -> None:
-    cycle.train = CONFIG.model_copy(update={"metric": "retrieval_ndcg", "evaluate_every": 0})
-    import pipeline.train.loop as module
-    from pipeline.evaluate.score import HoldoutFigures
-
-    broken = HoldoutFigures(rows=1, loss=float("nan"), accuracy=0.0, macro_f1=0.0, positive_f1=0.0, ndcg=float("nan"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "evaluate_holdout", lambda *given, **more: broken)
-        with pytest.raises(NumericError, match="not finite at step 6"):
-            cycle.run()
 
 
 @pytest.mark.parametrize("metric", ["retrieval_ndcg", "combined"])

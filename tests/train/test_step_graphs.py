@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.watch import GraphWatch, Place
@@ -15,7 +16,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
-from pipeline.train.config import TrainConfig
+from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import AdamW
 from pipeline.train.step import TrainProgram, flat_strategy, has_dropout
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
@@ -190,3 +191,36 @@ def test_all_that_an_update_changes_is_an_output_of_it(rows: TokenRows) -> None:
     for changed in (program.strategy.masters, program.optimizer.exp_avg, program.optimizer.exp_avg_sq):
         assert {id(one) for one in changed} <= outputs
     assert id(program.guard.state) in outputs and len(backend.cuts[-1]) == len(outputs)
+
+
+class Traced(CpuBackend):
+    is_lazy = True
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that a device that traces would be handed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("head_rate", "vectors", "of_step", "of_update"), [(1.0, 2, 700, 125), (20.0, 4, 750, 170)])
+def test_operators_that_the_host_traces_for_a_step(
+    rows: TokenRows, head_rate: float, vectors: int, of_step: int, of_update: int
+) -> None:
+    """Host time of a step is that of its operators, whatever the machine."""
+    config = TRAIN.model_copy(update={"optimizer": OptimizerConfig(head_rate=head_rate)})
+    program = make_program(Traced(), config)
+    assert len(program.strategy.masters) == vectors
+    (micros,) = batches_of(rows, 1)
+    with Operators() as accumulating:
+        program.accumulate(micros)
+    with Operators() as updating:
+        program._update(control(1))
+    assert updating.count <= of_update
+    assert accumulating.count + updating.count <= of_step

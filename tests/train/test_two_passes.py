@@ -1,9 +1,6 @@
 """What `trnpipe doctor` takes a step to be is what the training program does."""
 
-from typing import Any
-
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,10 +10,9 @@ from pipeline.core.batch_order import RankShare
 from pipeline.core.footprint import EncoderSizes, Workload, step_flops
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
-from pipeline.model.config import LossConfig
 from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.stages.estimates import contrastive_batch
-from pipeline.train.config import TrainConfig, needs_two_passes
+from pipeline.train.config import TrainConfig
 from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
@@ -29,48 +25,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> TokenRows:
     return make_rows(tmp_path_factory.mktemp("passes"), [(0, 160)])
 
 
-class InGraph(CpuBackend):
-    gathers_in_graph = True
-
-
-class ThroughTheHost(CpuBackend):
-    gathers_in_graph = False
-
-
-def alike(tensors: list[Tensor]) -> list[Tensor]:
-    """Of two ranks with the same rows."""
-    return [torch.cat([tensor, tensor]) for tensor in tensors]
-
-
 def program_of(config: TrainConfig, share: RankShare, backend: CpuBackend, model: RelevanceModel) -> TrainProgram:
-    gather = alike if share.world_size > 1 else list
-    strategy = flat_strategy(model, backend, config, world_size=share.world_size, host_gather=gather)
+    strategy = flat_strategy(model, backend, config)
     return TrainProgram(strategy, backend, config, share, figure_rows=1, buckets=BUCKETS)
 
 
 def micros_of(rows: TokenRows, config: TrainConfig, share: RankShare) -> list[dict[str, Tensor]]:
     groups = grouped(rows, config)
     return [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
-
-
-@pytest.mark.parametrize("backend", [InGraph, ThroughTheHost])
-@pytest.mark.parametrize("share", [RankShare(0, 1, 1), RankShare(0, 1, 2), RankShare(0, 2, 1), RankShare(0, 2, 2)])
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_a_second_pass_is_expected_where_there_is_one(
-    rows: TokenRows, weight: float, share: RankShare, backend: type[CpuBackend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = CONFIG.model_copy(update={"loss": LossConfig(contrastive_weight=weight)})
-    program, passes = program_of(config, share, backend(), build_model(MODEL, SPEC, 1)), []
-    forward = program.forward
-
-    def spy(*arguments: Any) -> Any:
-        passes.append(arguments)
-        return forward(*arguments)
-
-    monkeypatch.setattr(program, "forward", spy)
-    program.accumulate(micros_of(rows, config, share))
-    two_passes = needs_two_passes(config, share, gathers_in_graph=backend.gathers_in_graph)
-    assert len(passes) == share.accumulation * (2 if two_passes else 1)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -19,8 +19,8 @@ from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
 from pipeline.core.format import natural_key
 from pipeline.core.record import Record
-from pipeline.data.digest import PrepareDigest
-from pipeline.data.digest import load_digest as load_prepared
+from pipeline.data.token_sets import PrepareDigest
+from pipeline.data.token_sets import load_digest as load_prepared
 from pipeline.embed.digest import VerifyDigest
 from pipeline.embed.digest import load_digest as load_verified
 from pipeline.evaluate.digest import ScoreDigest

@@ -13,7 +13,7 @@ from pydantic import AliasPath, BaseModel, Field, ValidationError
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import BatchClient, Detail
-from jobs.targets.batch.limits import check_plan
+from jobs.targets.batch.requests import check_plan
 from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.machines import NODES
@@ -117,7 +117,7 @@ def share_warning(queue: str, share: str, policy: Detail) -> Iterator[str]:
 
 
 def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
-    """A gang must fit one compute environment, with a whole machine for each node; of an array one child."""
+    """A node group must fit one compute environment, with a whole machine for each node; of an array one child."""
     machine = NODES.get(job.resources.instance_type)
     whole = machine.vcpus if machine and job.num_nodes else job.resources.vcpus
     needs = whole * max(1, job.num_nodes)

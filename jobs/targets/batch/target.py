@@ -228,7 +228,7 @@ class BatchTarget(Target):
 
 
 def _parts(detail: Detail) -> list[str]:
-    """Ids of what a job consists of: the children of an array, the nodes of a gang."""
+    """Ids of what a job consists of: the children of an array, the nodes of a group."""
     job_id = detail["jobId"]
     size = int(detail.get("arrayProperties", {}).get("size", 0))
     num_nodes = int(detail.get("nodeProperties", {}).get("numNodes", 0))

@@ -25,10 +25,9 @@ from jobs.targets.base import (
 from jobs.targets.batch.blocked import next_command, reason_in
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.placement import sagemaker_placement_of
-from jobs.targets.sagemaker.client import QUOTA
 from jobs.targets.sagemaker.describe import QUEUED, Seen
 from jobs.targets.sagemaker.requests import Cycle, check_plan
-from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
+from jobs.targets.sagemaker.routes import QUOTA, DirectRoute, QueueRoute
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 

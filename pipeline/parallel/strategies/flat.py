@@ -7,11 +7,11 @@ vectors of hundreds of MiB meet limits of the Neuron compiler (aws-neuron-sdk is
 at once (torch_xla 2.9, _internal/neuron.py).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
@@ -38,20 +38,27 @@ class FlatLayout:
     chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def of(module: nn.Module, chunk_mib: float = CHUNK_MIB) -> "FlatLayout":
+    def of(module: nn.Module, chunk_mib: float = CHUNK_MIB, *, has_one_rate: bool = False) -> "FlatLayout":
         """Lay a module's parameters in chunks of at most `chunk_mib` (fp32), or one segment where that is larger.
 
-        Tied parameters are not supported.
+        `has_one_rate`: a chunk may hold parameters of the encoder and of what stands behind it, in the same order and
+        the same segments. Tied parameters are not supported.
         """
         named = [(name, parameter.shape) for name, parameter in module.named_parameters()]
         limit = int(chunk_mib * 2**20 / 4)
         target = min(_LARGEST_SEGMENT, sum(shape.numel() for _, shape in named) // _FEWEST_SEGMENTS)
         chunks: list[Chunk] = []
-        for decayed, encoder in product((True, False), repeat=2):
-            group = [p for p in named if (len(p[1]) > 1, p[0].startswith(_ENCODER)) == (decayed, encoder)]
-            for run in _runs(_segments(group, target), limit):
-                names, shapes = zip(*chain.from_iterable(run), strict=True)
-                chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run))))
+        for decayed in (True, False):
+            groups = {}
+            for encoder in (True, False):
+                group = [p for p in named if (len(p[1]) > 1, p[0].startswith(_ENCODER)) == (decayed, encoder)]
+                groups[encoder] = list(_segments(group, target))
+            if has_one_rate and sum(map(_size, groups[True])) % ALIGNED == 0:
+                groups = {True: groups[True] + groups[False]}
+            for encoder, segments in groups.items():
+                for run in _runs(segments, limit):
+                    names, shapes = zip(*chain.from_iterable(run), strict=True)
+                    chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run))))
         return FlatLayout(tuple(chunks))
 
     @property
@@ -73,12 +80,11 @@ class FlatLayout:
             named.update(zip(chunk.names, views, strict=True))
         return named
 
-    def sum_of_squares(self, flats: Sequence[Tensor]) -> Tensor:
-        """Scalar. Summed by segment, in order: the same bits whatever the chunks."""
+    def sum_of_squares(self, flats: Sequence[Tensor], *, traced: bool = False) -> Tensor:
+        """Sum the squares of all elements, by segment and in order: the same bits whatever the chunks."""
         pairs = zip(self.chunks, flats, strict=True)
-        segments = [part for chunk, flat in pairs for part in torch.split(flat, list(chunk.segments))]
-        first, *others = [(segment * segment).sum() for segment in segments]
-        return sum(others, start=first)
+        sums = [part.sum() for chunk, flat in pairs for part in torch.split(flat * flat, list(chunk.segments))]
+        return torch.stack(sums).sum() if traced else sum(sums[1:], start=sums[0])
 
 
 Parameter = tuple[str, torch.Size]
@@ -100,7 +106,7 @@ def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Paramete
         yield run
 
 
-def _runs(segments: Iterator[list[Parameter]], limit: int) -> Iterator[list[list[Parameter]]]:
+def _runs(segments: Iterable[list[Parameter]], limit: int) -> Iterator[list[list[Parameter]]]:
     """Runs of whole segments of at most `limit` elements, or one."""
     run: list[list[Parameter]] = []
     for segment in segments:
@@ -194,19 +200,20 @@ class FlatStrategy(Strategy):
         *,
         precision: Precision,
         chunk_mib: float = CHUNK_MIB,
+        has_one_rate: bool = False,
         recompute: bool = False,
         world_size: int = 1,
         host_mean: HostMean,
         host_gather: HostGather = list,
     ) -> None:
-        """Takes the model over. `chunk_mib`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
+        """Takes the model over. `chunk_mib`, `has_one_rate`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
 
         `recompute`: of the encoder's layers only the inputs are kept for backward.
         """
         self.backend, self.world_size = backend, world_size
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
-        self.layout = FlatLayout.of(model, chunk_mib)
+        self.layout = FlatLayout.of(model, chunk_mib, has_one_rate=has_one_rate)
         self.parts: Sequence[Chunk] = self.layout.chunks
         self.size = self.layout.size
         self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
@@ -254,7 +261,7 @@ class FlatStrategy(Strategy):
         return sums
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        return torch.sqrt(self.layout.sum_of_squares(grads))
+        return torch.sqrt(self.layout.sum_of_squares(grads, traced=self.backend.is_lazy))
 
     def publish(self) -> None:
         """The weights are the masters."""

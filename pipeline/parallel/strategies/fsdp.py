@@ -39,7 +39,7 @@ class FsdpStrategy(Strategy):
         host_mean: HostMean = list,
         host_gather: HostGather = list,
     ) -> None:
-        """Takes the model over. `host_*`: over all ranks, of CPU tensors."""
+        """Take the model over. `host_*`: over all ranks, of CPU tensors."""
         self.mesh, self.backend = mesh, mesh.backend
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather

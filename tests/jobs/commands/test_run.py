@@ -24,7 +24,7 @@ from tests.zygote import Forked
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "ddp_script.py"
-ROOM = "--jobs.local-vcpus=4"
+ROOM = ("--jobs.local-vcpus=4",)
 
 
 @pytest.fixture

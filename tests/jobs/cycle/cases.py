@@ -3,8 +3,7 @@
 from pydantic import JsonValue
 
 from jobs.plan.dag import Plan
-from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, JobSpec, Resources, Ulimit
+from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
 
 CPU = Resources(vcpus=2, memory_mib=4096)
 TRN1 = Resources(

@@ -15,8 +15,7 @@ from jobs.cycle.job_states import (
     leaves_of,
     unneeded_jobs,
 )
-from jobs.plan.retry import Retry
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Retry
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.cycle.record_cases import array as array_record
 from tests.jobs.cycle.record_cases import bad, tried

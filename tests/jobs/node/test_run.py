@@ -94,14 +94,6 @@ sys.exit(143)
     assert not (tmp_path / "cycles/2026-11-20/jobs/post-mortem").exists()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGKILL, 75), (signal.SIGSEGV, 75), (signal.SIGTERM, 143)])
-def test_a_command_that_a_signal_ends(tmp_path: Path, signum: signal.Signals, code: int) -> None:
-    process = entry(*python(f"import os; os.kill(os.getpid(), {int(signum)})"), env=job_env(tmp_path))
-    process.finish()
-    assert process.returncode == code
-    assert post_mortem(tmp_path)["returncode"] == -signum
-
-
 def test_one_that_does_not_stop_shows_its_stacks_and_is_killed_with_all_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
 from jobs.plan.dag import Plan
-from jobs.plan.retry import Retry
-from jobs.targets.batch.limits import check_plan
+from jobs.plan.spec import Retry
+from jobs.targets.batch.requests import check_plan
 from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES

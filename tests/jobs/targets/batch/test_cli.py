@@ -94,17 +94,6 @@ def test_the_watch_looks_at_every_cycle_that_is_under_way(trnjobs: Trnjobs, acco
     assert trnjobs("reconcile", cycle="")[1].startswith("no cycle is under way")
 
 
-def test_the_watch_names_a_cycle_that_was_only_claimed(trnjobs: Trnjobs, account: Any) -> None:
-    assert trnjobs("submit")[0] == 0
-    for name in ("plan.json", "closed.json"):
-        new_client("s3").delete_object(Bucket="bucket", Key=f"relevance/cycles/2026-11-20/jobs/{name}")
-    code, text = trnjobs("reconcile", cycle="")
-    assert (code, text) == (
-        0,
-        "cycle 2026-11-20: claimed, but nothing was submitted; next: trnjobs submit --cycle 2026-11-20\n",
-    )
-
-
 @pytest.mark.parametrize(
     ("flag", "seen"),
     [

@@ -7,8 +7,7 @@ import pytest
 
 from jobs.plan.dag import Plan
 from jobs.plan.spec import Dependency, JobSpec
-from jobs.targets.batch.limits import check_plan, plan_problems
-from jobs.targets.batch.requests import definition_request, submit_request
+from jobs.targets.batch.requests import check_plan, definition_request, plan_problems, submit_request
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import TRN1, cycle, job, plan
 

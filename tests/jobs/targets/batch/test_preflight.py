@@ -72,14 +72,6 @@ def test_instance_types_by_name_family_or_any(kinds: list[str]) -> None:
     assert ask(account(resources={"instanceTypes": kinds}), plan(WIDE)) == ()
 
 
-def test_every_problem_is_told_at_once() -> None:
-    of = plan(job("a"), job("b"), job("c", num_nodes=99, resources=TRN1))
-    where = {"a": {**of.placements["a"], "queue": "x"}, "b": {**of.placements["b"], "queue": "y"}}
-    with pytest.raises(ConfigError) as caught:
-        ask(account(), of.model_copy(update={"placements": {**of.placements, **where}}))
-    assert all(word in str(caught.value) for word in ("queue x", "queue y", "c: 12,672 vCPU"))
-
-
 @pytest.mark.parametrize("status", ["CREATING", "UPDATING"])
 def test_a_queue_that_is_changing_is_worth_another_try(status: str) -> None:
     with pytest.raises(TransientError, match=status):

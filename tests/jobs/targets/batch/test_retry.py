@@ -12,7 +12,7 @@ from jobs.cycle.job_states import (
     AttemptEnd,
     is_tried_again,
 )
-from jobs.plan.retry import Retry
+from jobs.plan.spec import Retry
 from jobs.targets.batch.requests import definition_request
 from pipeline.core.errors import EXIT_BUG, EXIT_TABLE
 from tests.jobs.cycle.cases import job, plan

@@ -15,8 +15,7 @@ import pytest
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobState
 from jobs.plan.dag import Plan
-from jobs.plan.retry import Retry
-from jobs.plan.spec import JobSpec, Resources
+from jobs.plan.spec import JobSpec, Resources, Retry
 from jobs.targets.local.engine import Slots
 from jobs.targets.local.target import LocalTarget
 from pipeline.core.stop import StopSignal

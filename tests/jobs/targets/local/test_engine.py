@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.cycle.job_records import JobState
-from jobs.plan.retry import Retry
-from jobs.plan.spec import Dependency, JobSpec
+from jobs.plan.spec import Dependency, JobSpec, Retry
 from jobs.targets.local import engine
 from jobs.targets.local.engine import Engine
 from jobs.targets.local.nodes import NodeEnd
@@ -27,21 +26,6 @@ def ran(jobs: list[JobSpec], table: Mapping[tuple[str, int, int], Fate]) -> Worl
     made = world(jobs, lambda name, attempt, node: table.get((name, attempt, node), Fate()))
     made.engine().run()
     return made
-
-
-def test_only_the_main_node_decides_and_a_retry_runs_all_nodes_again() -> None:
-    made = ran([job("g", num_nodes=2)], {("g", 1, 0): EXIT_75, ("g", 2, 1): Fate(end=NodeEnd(exit_code=1))})
-    assert made.nodes.starts == [("g", 1, 0), ("g", 1, 1), ("g", 2, 0), ("g", 2, 1)]
-    assert made.ends() == {"g": SUCCEEDED}
-    assert [one.exit_code for one in made.record("g").attempts] == [75, 0]
-
-
-def test_the_end_of_the_main_node_stops_the_others_before_the_next_attempt() -> None:
-    made = ran([job("g", num_nodes=3)], {("g", 1, 0): LOST, ("g", 1, 1): Fate(after_s=1e3), ("g", 1, 2): Fate(1e3)})
-    assert made.nodes.stops[:2] == [(("g", 1, 1), "SIGTERM"), (("g", 1, 2), "SIGTERM")]
-    first, second = made.record("g").attempts
-    assert (first.status_reason, second.exit_code) == ("Host EC2 (local) terminated.", 0)
-    assert len(first.log_streams) == 3
 
 
 def test_the_timeout_of_a_gang_is_one_for_all_its_nodes() -> None:
@@ -113,24 +97,6 @@ def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
     assert made.nodes.now == pytest.approx(engine.START_PATIENCE_S, abs=5.0)
 
 
-def interrupt(made: World) -> None:
-    """An engine runs for a second, and is told to stop as Ctrl-C does."""
-    stop = StopSignal()
-    first = made.engine(stop)
-    run_a_second(first, made)
-    stop.set("SIGINT")
-    with pytest.raises(Preempted):
-        first.run()
-
-
-def test_children_are_tried_again_one_by_one_and_the_others_continue() -> None:
-    table = {("e:1", 1, 0): EXIT_75, ("e:2", 1, 0): Fate(end=NodeEnd(exit_code=1))}
-    made = ran([job("e", array_size=4), job("z", "e")], table)
-    assert made.ends() == {"e:0": SUCCEEDED, "e:1": SUCCEEDED, "e:2": FAILED, "e:3": SUCCEEDED, "z": FAILED}
-    assert [len(made.record(f"e:{i}").attempts) for i in range(4)] == [1, 2, 1, 1]
-    assert made.record("z").status_reason == "not run: e failed"
-
-
 BY_HAND = "cancelled: by hand"
 
 
@@ -184,16 +150,6 @@ def test_what_feeds_only_a_job_that_cannot_run_is_ended(vcpus: int) -> None:
         "compile": (FAILED, "not run: prepare failed"),
     }
     assert made.nodes.stops == ([(("health", 1, 0), "SIGTERM")] if vcpus == 6 else [])
-
-
-def test_interrupted_it_ends_what_runs_and_the_next_engine_goes_on() -> None:
-    made = world([job("a", retry=Retry.of(1)), job("b", "a")], lambda name, attempt, node: Fate(after_s=5.0))
-    interrupt(made)
-    assert made.nodes.stops == [(("a", 1, 0), "SIGINT")]
-    assert made.ends() == {"a": JobState.RUNNABLE, "b": JobState.PENDING}
-    made.engine().run()
-    assert made.ends() == {"a": SUCCEEDED, "b": SUCCEEDED}
-    assert made.nodes.starts == [("a", 1, 0), ("a", 2, 0), ("b", 1, 0)]
 
 
 def test_a_full_disk_starts_nothing_until_there_is_room() -> None:

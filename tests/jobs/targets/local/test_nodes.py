@@ -98,16 +98,6 @@ def test_a_node_started_twice_runs_once(folder: Path) -> None:
     assert Path("runs").read_text() == "x"
 
 
-def test_another_engine_sees_the_same(folder: Path) -> None:
-    start(Processes(grace_s=5), folder, SLEEP)
-    until(lambda: number_in(Path("command")))
-    other = Processes(grace_s=5)
-    assert other.look(folder).phase is Phase.RUNNING
-    other.stop(folder, "SIGINT")
-    end = ended(other, folder)
-    assert (end.exit_code, end.stopped_by) == (143, "SIGINT")
-
-
 def test_a_killed_keeper_is_a_lost_host_and_its_command_does_not_live_on(folder: Path) -> None:
     nodes = Processes(grace_s=5)
     start(nodes, folder, GRANDCHILD + SLEEP)

@@ -1,6 +1,5 @@
 """Whole submissions on this machine: ends, logs, cancelling, interruptions, and an engine killed at any moment."""
 
-import json
 import os
 import signal
 import sys
@@ -9,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -17,18 +15,16 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import EXITED, INTERRUPTED
 from jobs.plan.dag import Plan
-from jobs.plan.retry import Retry
-from jobs.plan.spec import JobSpec, Resources
+from jobs.plan.spec import JobSpec, Resources, Retry
 from jobs.targets.local.engine import Slots
 from jobs.targets.local.nodes import local_files
 from jobs.targets.local.target import LocalTarget
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from pipeline.proc.children import MARGIN_S
 from pipeline.proc.signals import stop_on_signals
 from tests.jobs.cycle.cases import job
-from tests.jobs.targets.local.waiting import number_in, suspend, until, until_no_keepers
+from tests.jobs.targets.local.waiting import number_in, until, until_no_keepers
 from tests.killing import FILE_CHANGES, FORK, killed_at
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
@@ -146,14 +142,6 @@ def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_fo
     assert files.folder / files.log_stream("id", 1, 0) == files.node("id", 1, 0) / "log.txt"
 
 
-def test_the_timeout_of_a_gang_ends_all_its_nodes_and_is_final(place: Path) -> None:
-    gang = sleeps("g", num_nodes=2).model_copy(update={"timeout_s": 1})
-    found = submit(target(place), plan_of(gang))
-    assert (found["g"].state, found["g"].status_reason) == (FAILED, "Job attempt duration exceeded timeout")
-    assert codes(found["g"]) == [143]
-    until_no_keepers(place)
-
-
 def test_interrupted_it_ends_what_runs_and_goes_on_with_the_next_submission(place: Path) -> None:
     plan = plan_of(
         work("a", retry=Retry.of(1), code="if not os.path.exists('again'):\n    import time\n    time.sleep(600)"),
@@ -171,30 +159,6 @@ def test_interrupted_it_ends_what_runs_and_goes_on_with_the_next_submission(plac
     found = submit(target(place), plan)
     assert {record.state for record in found.values()} == {SUCCEEDED}
     assert codes(found["a"]) == [143, 0]
-
-
-@pytest.mark.parametrize("exit_code", [0, 75])
-def test_a_job_that_ends_by_itself_after_an_interruption(place: Path, exit_code: int) -> None:
-    """With 0 it has succeeded; with 75, its state saved, it goes on, and the try does not count."""
-    code = f"""
-import signal, time
-if os.environ["TRNJOBS_ATTEMPT"] == "1":
-    signal.signal(signal.SIGTERM, lambda *_: os._exit({exit_code}))
-    open("ready", "w")
-    time.sleep(600)
-"""
-    plan, stop = plan_of(work("a", retry=Retry.of(1), code=code), work("b", "a")), StopSignal()
-
-    def say(line: str) -> None:
-        if "RUNNING" in line:
-            until(Path("ready").exists, "its handler")
-            stop.set("SIGINT")
-
-    with pytest.raises(Preempted):
-        submit(replace(target(place, say=say), stop=stop), plan)
-    found = submit(target(place), plan)
-    assert {record.state for record in found.values()} == {SUCCEEDED}
-    assert codes(found["a"]) == ([0] if exit_code == 0 else [75, 0])
 
 
 def test_after_a_second_ctrl_c_the_only_try_is_not_used_up(place: Path) -> None:
@@ -289,63 +253,6 @@ def test_a_job_that_may_still_run_is_not_submitted_again(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"a is (STARTING|RUNNING) in round 1"):
         submit(target(place), plan, round_=2)
     target(place).cancel(plan, "end of the test")
-
-
-def test_a_killed_keeper_is_a_lost_host_and_the_job_is_tried_again(place: Path) -> None:
-    code = "if os.environ['TRNJOBS_ATTEMPT'] == '1':\n    import time\n    time.sleep(600)"
-    plan = plan_of(work("a", code=code))
-
-    def say(line: str) -> None:
-        if "RUNNING" in line and "attempt 1" in line:
-            (started,) = place.rglob("started.json")
-            os.kill(json.loads(started.read_text())["pid"], signal.SIGKILL)
-
-    found = submit(target(place, say=say), plan)
-    reasons = [attempt.status_reason for attempt in found["a"].attempts]
-    assert reasons == ["Host EC2 (local) terminated.", "Essential container in task exited"]
-    assert found["a"].state is SUCCEEDED
-
-
-def suspend_keeper(place: Path, node: int) -> None:
-    (started,) = place.rglob(f"1/node-{node}/started.json")
-    suspend(json.loads(started.read_text())["pid"])
-
-
-class Late:
-    """A monotonic clock that is ahead, by `step_s` more with each look at it up to a limit."""
-
-    def __init__(self, step_s: float) -> None:
-        self.ahead_s, self.until_s, self.step_s = 0.0, 0.0, step_s
-
-    def __call__(self) -> float:
-        self.ahead_s = min(self.until_s, self.ahead_s + self.step_s)
-        return time.monotonic() + self.ahead_s
-
-
-def test_a_node_whose_keeper_is_suspended_does_not_hold_up_its_gang(place: Path) -> None:
-    clock = Late(step_s=1.0)
-    code = """
-if os.environ["TRNJOBS_NODE"] == "1":
-    open("command", "w").write(f"{os.getpid()}\\n")
-    import time
-    time.sleep(600)
-if os.environ["TRNJOBS_ATTEMPT"] == "1":
-    while not os.path.exists("go"): pass
-    sys.exit(75)
-"""
-
-    def suspend_node() -> None:
-        until(lambda: number_in(Path("command")), "the command of node 1")
-        suspend_keeper(place, 1)
-        clock.until_s = 2 * (10 + MARGIN_S)
-        Path("go").touch()
-
-    helper = Thread(target=suspend_node)
-    helper.start()
-    found = submit(replace(target(place), monotonic=clock), plan_of(work("g", num_nodes=2, code=code)))
-    helper.join()
-    assert codes(found["g"]) == [75, 0]
-    until_no_keepers(place)
 
 
 CHANGES = FILE_CHANGES | {"subprocess.Popen", "os.kill"}

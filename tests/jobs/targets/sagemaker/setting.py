@@ -10,8 +10,7 @@ from jobs.cycle.job_records import JobRecord, JobState
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import LogsClient
-from jobs.targets.sagemaker.client import SageMakerClient, ServiceJobClient
-from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
+from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute, SageMakerClient, ServiceJobClient
 from jobs.targets.sagemaker.target import SageMakerTarget
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage

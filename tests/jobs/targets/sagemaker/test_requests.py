@@ -78,24 +78,6 @@ def test_the_request_of_a_gang() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("instance", "nodes", "checked"),
-    [
-        ("trn1.32xlarge", 2, True),
-        ("trn1.32xlarge", 0, False),
-        ("ml.trn2.48xlarge", 2, True),
-        ("p4d.24xlarge", 2, True),
-        ("g5.48xlarge", 2, True),
-        ("m7i.4xlarge", 2, False),
-        ("r7g.4xlarge", 2, False),
-        ("", 2, False),
-    ],
-)
-def test_machines_of_a_gang_are_checked_where_they_have_accelerators(instance: str, nodes: int, checked: bool) -> None:
-    train = job("train", num_nodes=nodes, resources=TRN1.model_copy(update={"instance_type": instance}))
-    assert ("InfraCheckConfig" in direct_request(Cycle(ml_plan(train), 0.0), Leaf(train), 1, 1)) is checked
-
-
 def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_starts() -> None:
     train = job("train", num_nodes=2, resources=TRN1)
     spot = {"spot": True, "keep_alive_s": 600}

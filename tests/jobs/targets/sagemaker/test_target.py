@@ -8,10 +8,8 @@ import pytest
 from jobs.cycle.ledger import ledger_of
 from jobs.plan.cost import prices_of
 from jobs.settings import CycleSettings
-from jobs.setup import OpenCycle, open_target
-from jobs.targets.sagemaker.target import LOG_GROUP, SageMakerTarget
+from jobs.targets.sagemaker.target import LOG_GROUP
 from pipeline.core.errors import ConfigError
-from pipeline.core.stop import StopSignal
 from tests.jobs.cycle.cases import TRN1, job
 from tests.jobs.targets.sagemaker.setting import Setting, ml_plan
 
@@ -57,11 +55,3 @@ def test_cost_is_that_of_billable_seconds_of_whole_machines(tmp_path: Path) -> N
     prices = prices_of(settings.jobs, "sagemaker")
     ledger = ledger_of(at.plan, records, (), prices, now=at.clock(), outcome="succeeded", deadline_at=None)
     assert ledger.total.usd == pytest.approx(2 * 0.5 * 24.0)
-
-
-def test_the_target_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    settings = CycleSettings()
-    found = open_target(OpenCycle(settings, Setting(tmp_path).store(), print, StopSignal()), "sagemaker")
-    assert isinstance(found, SageMakerTarget)
-    assert (found.name, found.poll_s) == ("sagemaker", 30.0)

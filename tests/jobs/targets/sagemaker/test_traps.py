@@ -1,18 +1,16 @@
-"""Ways in which SageMaker is not AWS Batch, one test each. The first three are of nodes: tests/jobs/node."""
+"""Ways in which SageMaker is not AWS Batch, one test each. Of nodes: tests/jobs/node; of whole DAGs: test_dags.py."""
 
 from pathlib import Path
 
 import pytest
-from botocore.exceptions import ReadTimeoutError
 
 from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, TIMED_OUT, outcome_of
+from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, outcome_of
 from jobs.targets.sagemaker.describe import end_of
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from tests.jobs.cycle.cases import job
-from tests.jobs.targets.batch.faults import Faults, Killed
-from tests.jobs.targets.sagemaker.fake_sagemaker import refused
+from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.sagemaker.setting import Setting, ml_plan
 
 STARTING, RUNNABLE, RUNNING = JobState.STARTING, JobState.RUNNABLE, JobState.RUNNING
@@ -23,25 +21,6 @@ SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
 def one(tmp_path: Path) -> Setting:
     """A cycle of a single job."""
     return Setting(tmp_path, plan=ml_plan(job("train")))
-
-
-def test_trap_4_a_driver_killed_between_create_and_record_is_followed_by_one_that_adopts(one: Setting) -> None:
-    one.claim()
-    for number in range(1, 40):  # more than a driver makes before it waits
-        with pytest.raises((Killed, StopAfter)) as caught:
-            one.drive(stop_now, Faults(kill_after=number))
-        assert len(one.ml.created) <= 1
-    assert (len(one.ml.created), caught.type) == (1, StopAfter)
-    one.ml.finish(one.name("train"), 0)
-    assert one.tick()["train"].state is SUCCEEDED
-
-
-class StopAfter(Exception):
-    """Enough was seen."""
-
-
-def stop_now() -> None:
-    raise StopAfter
 
 
 def test_trap_5_of_two_drivers_at_once_one_makes_the_job(one: Setting) -> None:
@@ -83,23 +62,6 @@ def test_trap_8_a_refusal_by_the_gate_is_failed_there_and_refused_here(one: Sett
     closed = outcome_of(one.plan, tuple(one.tick().values()))
     assert closed is not None and closed.outcome == "refused"
     assert len(one.ml.created) == 1
-
-
-def test_trap_9_a_job_beyond_its_time_is_never_tried_again(one: Setting) -> None:
-    one.tick()
-    one.ml.start(one.name("train"))
-    one.ml.end(one.name("train"), "Stopped", secondary="MaxRuntimeExceeded")
-    record = one.tick()["train"]
-    assert (record.state, record.status_reason, len(one.ml.created)) == (FAILED, TIMED_OUT, 1)
-
-
-def test_trap_10_stopped_from_the_console_is_preempted_and_tried_again(one: Setting) -> None:
-    one.tick()
-    one.ml.start(one.name("train"))
-    one.ml.end(one.name("train"), "Stopped")
-    record = one.tick()["train"]
-    assert (record.state, [a.exit_code for a in record.attempts]) == (STARTING, [143, None])
-    assert len(one.ml.created) == 2
 
 
 def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -> None:
@@ -179,28 +141,6 @@ def test_every_kind_of_failure(one: Setting, reason: str, code: int | None, agai
     assert record.attempts[0].exit_code == code
     assert record.attempts[0].status_reason != HOST_TERMINATED
     assert (record.state is STARTING, len(one.ml.created)) == (again, 2 if again else 1)
-
-
-LOST = ReadTimeoutError(endpoint_url="https://api.sagemaker.us-east-1.amazonaws.com")
-THROTTLED = refused("ThrottlingException", "Rate exceeded", "CreateTrainingJob")
-
-
-@pytest.mark.parametrize(("error", "done"), [(THROTTLED, False), (LOST, True), (LOST, False)])
-def test_throttled_or_unanswered_a_job_is_made_once(one: Setting, error: Exception, done: bool) -> None:
-    one.claim()
-    one.begin()
-    one.ml.faults = Faults(errors={2: (error, done)})
-    assert one.target().advance(one.plan)[0].state is STARTING
-    assert len(one.ml.created) == 1
-
-
-def test_a_request_that_is_refused_is_an_error_of_the_settings(one: Setting) -> None:
-    one.claim()
-    one.begin()
-    one.ml.faults = Faults(errors={2: (refused("AccessDeniedException", "no", "CreateTrainingJob"), False)})
-    with pytest.raises(ConfigError, match="AccessDenied") as caught:
-        one.target().advance(one.plan)
-    assert "sagemaker:CreateTrainingJob" in str(caught.value)
 
 
 def test_a_driver_that_is_told_to_stop_leaves_the_jobs_alone(one: Setting) -> None:
