@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {
     "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
     "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
     "notify": "send pending notifications; --test: first a test message to every address",
-    "driver": "entry point of the scheduler: start the cycle that is due, once; missed and late ones by policy",
+    "driver": "entry point of the scheduler: start the cycle that is due, once",
     "config": "print every setting with its value and source, [jobs] included",
 }
 TARGETS = ["local", "batch", "sagemaker"]

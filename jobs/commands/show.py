@@ -28,7 +28,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
-    """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
+    """Print the jobs as they are now, wherever they run. Raises ConfigError when the cycle has no jobs."""
     cycle = open_cycle(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
@@ -78,7 +78,7 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int) -> Iterato
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
-    """The cycles of a workspace, newest last: one line each, from what is on record."""
+    """Print the cycles of a workspace, newest last: one line each, from the records."""
     asked = open_cycle(arguments.settings, say)
     newest = asked.store
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
@@ -112,7 +112,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
-    """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
+    """Print where the time and the money of a cycle, or of the last ones, went. Raises ConfigError without jobs."""
     warn: Say = (lambda _: None) if arguments.json else say
     asked = open_cycle(arguments.settings, warn)
     if arguments.last:

@@ -9,13 +9,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipeline.core.errors import DataError, Preempted
-from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import ShardFile, TokenRows
 from pipeline.evaluate.holdout import HoldoutQueries, Leak, find_leak, judge_leak, leak_doubts
 from pipeline.retrieval.products import text_hashes
 from tests.evaluate.gangs import alone, on_ranks
-from tests.shown import Shown
 from tests.train.rows import BUCKETS, PAD
 
 
@@ -82,14 +80,6 @@ def test_what_is_made_of_it() -> None:
         judge_leak(Leak(100, 3, 3), "refuse")
     assert "better than they would be" in judge_leak(Leak(100, 3, 2), "refuse")
     assert "6 of 100" in judge_leak(Leak(100, 3, 3), "warn")
-
-
-def test_its_progress_is_shown(tmp_path: Path) -> None:
-    sets, shown = [trained(tmp_path / "a", SEEN[:3]), trained(tmp_path / "b", SEEN[3:])], Shown()
-    with shown_on(shown.display):
-        find_leak(holdout(SEEN), sets, alone(), StopSignal(), num_rows=4)
-    ((name, work),) = shown.works
-    assert (name, work.total, work.done) == ("looking for holdout queries in the training data", 4, 4)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_workspace_elsewhere(trnjobs: Trnjobs, s3_uri: str) -> None:
             {"data.path": "s3://me:hunter3@b/y"},
             "data.path: s3://***@b/x -> s3://***@b/y",
         ),
-        ({"data.path": "d" * 200 + "1"}, {"data.path": "d" * 200 + "2"}, "d1 -> …"),
+        ({"data.path": "d" * 200 + "1"}, {"data.path": "e"}, "d… -> e"),
         ({"data.labels": ["0", "1"]}, {"data.labels": ["1", "0"]}, "data.labels: 0,1 -> 1,0"),
         ({"data.filter": {"locale": "us"}}, {"data.filter": {"locale": "jp"}}, "data.filter.locale: us -> jp"),
         ({}, {"backend": "cpu"}, "backend: auto -> cpu"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.cycle_store import LEASE_S, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
+from jobs.cycle.cycle_store import LEASE_S, Claim, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState, Sighting, Submission
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
@@ -46,6 +46,12 @@ def claim(store: CycleStore, of: Plan, owner: str = "a", target: str = "batch") 
         pass
 
 
+def claimed(store: CycleStore) -> Claim:
+    found = store.claim()
+    assert found is not None
+    return found
+
+
 def test_nothing_is_known_of_a_new_cycle(store: CycleStore) -> None:
     assert (store.claim(), store.plan(), store.closed()) == (None, None, None)
     assert (store.rounds(), store.current(), store.records(), store.sightings()) == ([], {}, (), ())
@@ -53,13 +59,11 @@ def test_nothing_is_known_of_a_new_cycle(store: CycleStore) -> None:
 
 def test_a_claim_holds_the_plan_and_is_free_afterwards(store: CycleStore, clock: Clock) -> None:
     with store.submitting(cycle(), "batch", "a"):
-        held = store.claim()
-        assert held is not None
+        held = claimed(store)
         assert (held.owner, held.lease_until, held.target) == ("a", 1000.0 + LEASE_S, "batch")
     clock.now += 1
     claim(store, cycle(), "b")
-    after = store.claim()
-    assert after is not None
+    after = claimed(store)
     assert (after.owner, after.claimed_at, after.plan_id) == ("", 1000.0, cycle().plan_id)
     assert store.plan() == cycle()
 
@@ -103,8 +107,7 @@ def test_who_lost_the_lease_does_not_free_the_next_one_s(store: CycleStore, cloc
         clock.now += LEASE_S + 1
         new = store.submitting(cycle(), "batch", "b")
         new.__enter__()
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert held.owner == "b"
     new.__exit__(None, None, None)
 
@@ -145,8 +148,7 @@ def test_a_plan_with_a_job_on_record_stays(store: CycleStore) -> None:
     with pytest.raises(ConfigError), store.submitting(cycle(), "batch", "a"):
         store.save_submission(1, Submission(job="train", id="1", submitted_at=5.0))
         raise ConfigError("the second job is refused")
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert (held.owner, store.plan()) == ("", cycle())
 
 
@@ -179,8 +181,7 @@ def test_a_claim_without_a_plan_does_not_keep_out_another_plan(tmp_path: Path, c
                 claim(store, other, "b", "local")
         else:
             claim(store, other, "b", "local")
-            held = store.claim()
-            assert held is not None
+            held = claimed(store)
             assert (held.plan_id, held.target, store.plan()) == (other.plan_id, "local", other)
         taken.append((was_claimed, had_plan))
     assert {*taken} == {(False, False), (True, False), (True, True)}
@@ -203,8 +204,7 @@ def test_who_comes_back_to_find_another_plan_has_lost_the_cycle(
     monkeypatch.setattr(storage, "write_if_absent", write_if_absent)
     with pytest.raises(TransientError, match="another process took the cycle over"):
         claim(store, cycle())
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert (held.plan_id, store.plan()) == (other.plan_id, other)
 
 
@@ -350,8 +350,7 @@ OTHER = plan(job("prepare"), job("train", "prepare"))
 def submitted(store: CycleStore, of: Plan, *, job_id: str) -> JobRecord:
     """One job of a plan, which has failed."""
     claim(store, of)
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     number = max(store.rounds(), default=held.first_round)
     store.save_submission(number, Submission(job=of.jobs[0].name, id=job_id, submitted_at=store.clock()))
     store.save_settings({"of": job_id})
@@ -371,14 +370,12 @@ def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore, c
     first = submitted(store, cycle(), job_id="1")
     for _ in range(2):  # the second has nothing to replace
         store.begin_again(OTHER, "local", "me", partial(records_of, first))
-        found = store.claim()
-        assert found is not None
+        found = claimed(store)
         assert (found.plan_id, found.target, found.first_round, found.claimed_at) == (OTHER.plan_id, "local", 2, 1000.0)
         assert (store.plan(), store.settings(), store.closed(), store.rounds()) == (None, None, None, [])
     clock.now += 1
     claim(store, OTHER, target="local")
-    found = store.claim()
-    assert found is not None
+    found = claimed(store)
     assert (store.plan(), found.first_round) == (OTHER, 2)
     (one,) = store.replaced()
     assert (one.plan, one.claim.target, one.records, one.rounds_before) == (cycle(), "batch", (first,), 0)
@@ -393,8 +390,7 @@ def test_a_plan_of_which_no_job_was_submitted_gives_way_without_a_trace(store: C
         store.begin_again(OTHER, "batch", "me", lambda _: pytest.fail("there is nothing to end"))
     store.begin_again(OTHER, "batch", "me", lambda _: pytest.fail("there is nothing to end"))
     claim(store, OTHER)
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert (store.plan(), held.first_round, store.replaced()) == (OTHER, 1, [])
 
 
@@ -419,8 +415,7 @@ def test_a_replacement_that_the_target_refuses_keeps_the_earlier_rounds_apart(st
     first = submitted(store, cycle(), job_id="1")
     store.begin_again(OTHER, "batch", "me", partial(records_of, first))
     refused(store, OTHER)
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert (held.first_round, store.plan(), store.rounds()) == (2, None, [])
     submitted(store, cycle(), job_id="3")
     assert (store.rounds(), store.plan()) == ([2], cycle())
@@ -435,8 +430,7 @@ def test_a_replacement_killed_anywhere_leaves_one_of_the_two(tmp_path: Path, clo
         replace = partial(store.begin_again, OTHER, "batch", end=partial(records_of, first))
         died = killed_at(number, partial(replace, owner="a"))
         clock.now += LEASE_S + 1
-        held = store.claim()
-        assert held is not None
+        held = claimed(store)
         ends.add(is_new := held.plan_id == OTHER.plan_id)
         if is_new:
             assert (store.plan(), store.rounds()) == (None, [])

@@ -331,7 +331,7 @@ def test_parts_of_a_failed_try_are_kept() -> None:
         at(20, EventName.PART_EMBEDDED, part=0, seconds=8),
         at(30, EventName.PART_EMBEDDED, part=1, seconds=12),  # two workers at once
     )
-    assert seconds(Try("embed", 0, 40_000, False, parts)) == {K.START_UP: 10, K.PRODUCTIVE: 18, K.WASTED: 12}
+    assert seconds(Try("embed", 0, 40_000, False, parts)) == {K.START_UP: 10, K.PRODUCTIVE: 20, K.WASTED: 10}
     prepared = (at(1, EventName.STAGE_STARTED, stage="prepare"), at(7, EventName.PARTITION_PREPARED, rows=5))
     assert seconds(Try("prepare", 0, 10_000, False, prepared)) == {K.START_UP: 1, K.PRODUCTIVE: 6, K.WASTED: 3}
 

@@ -225,7 +225,7 @@ def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Co
     assert commands.submit()
     with pytest.raises(
         ConfigError,
-        match=r"other settings: data.columns.query: query -> search_term\n.*\n.*--fresh is refused: prepare, health, .* not ended",
+        match=r"data.columns.query: query -> search_term\n.*\n.*--fresh is refused: prepare, health, .* not ended",
     ):
         commands.submit(data__columns__query="search_term")
     with pytest.raises(ConfigError, match="have not ended"):
