@@ -269,12 +269,12 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":
-        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute, SageMakerClient, ServiceJobClient
+        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
         from jobs.targets.sagemaker.target import SageMakerTarget
 
-        training = SageMakerClient(connect("sagemaker"), stop=stop)
-        queue = QueueRoute(ServiceJobClient(connect("batch"), stop=stop), training, say)
-        return SageMakerTarget(DirectRoute(training), queue, logs, store, say, stop)
+        direct = DirectRoute(connect("sagemaker"), stop=stop)
+        queue = QueueRoute(connect("batch"), direct, say, stop=stop)
+        return SageMakerTarget(direct, queue, logs, store, say, stop)
     from jobs.targets.batch.target import BatchTarget
 
     return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)

@@ -96,7 +96,7 @@ def test_the_rules_fire_for_what_the_direct_way_tries_again_and_for_nothing_else
     retry = Retry.of(3)
     strategy = {"attempts": 3, "evaluateOnExit": retry_rules(retry)}
     fires = FakeServiceJobs.tries_again({"retryStrategy": strategy, "attempts": []}, RECEIVED + failure)
-    assert fires == is_tried_again(retry, 1, failure_end(failure, failure))
+    assert fires == is_tried_again(retry, 1, failure_end(failure))
 
 
 def test_a_payload_over_its_limit_is_refused_by_its_size(tmp_path: Path) -> None:
