@@ -23,8 +23,7 @@ from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
-from jobs.targets.base import Target
-from jobs.targets.failures import with_errors
+from jobs.targets.base import Target, with_errors
 from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError

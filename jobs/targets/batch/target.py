@@ -48,8 +48,11 @@ class BatchTarget(Target):
             self.check(plan)
             longest = max((job_name(plan, job, round_) for job in missing), key=len)
             if len(longest) > MAX_NAME_CHARACTERS:  # the number of the round makes names longer
-                expected = f"at most {MAX_NAME_CHARACTERS}: a shorter jobs.name or --cycle"
-                raise ConfigError(f"job name {longest} of {len(longest)} characters", expected=expected)
+                raise ConfigError(
+                    f"job name {longest} of {len(longest)} characters",
+                    expected=f"at most {MAX_NAME_CHARACTERS}",
+                    next_command="a shorter jobs.name or --cycle",
+                )
         self._end_unrecorded(plan, range(1, round_), {job.name for job in missing})
         for job in missing:
             # Without jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them.

@@ -90,7 +90,8 @@ class LocalTarget(Target):
             if (script := script_of(job)) and not Path(script).is_file():
                 raise ConfigError(
                     f"{job.name}: {script}: no such file in {Path.cwd()}",
-                    expected="a script on this machine, by its whole path or in the folder of the command",
+                    expected="a script on this machine",
+                    next_command="run the same command in the folder of the script, or name it by its whole path",
                 )
             if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):
                 raise ConfigError(

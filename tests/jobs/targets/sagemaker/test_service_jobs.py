@@ -17,7 +17,6 @@ from jobs.targets.sagemaker.requests import (
 )
 from pipeline.core.errors import EXIT_TABLE, ConfigError
 from tests.jobs.cycle.cases import TRN1, job
-from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.sagemaker.fake_service_jobs import FakeServiceJobs
 from tests.jobs.targets.sagemaker.setting import QUEUE, ROLE, Setting, ml_plan
 from tests.jobs.targets.sagemaker.test_target import FakeLogs
@@ -65,14 +64,6 @@ def test_the_request_of_a_gang() -> None:
     assert payload["Environment"]["TRNJOBS_STARTS"] == name
     assert "TRNJOBS_ATTEMPT" not in payload["Environment"]  # Batch sends the same payload for every try
     assert [*request_problems("sagemaker", "CreateTrainingJob", payload)] == []
-
-
-def test_the_longest_names_fit() -> None:
-    long = ml_plan(job("e" * 40, array_size=2), sagemaker=QUEUE).model_copy(update={"pipeline": "p_" * 30})
-    for index in (0, 1):
-        request = service_job_request(Cycle(long, 0.0), Leaf(long.jobs[0], index), 12)
-        assert len(request["jobName"]) <= 128 and len(request["clientToken"]) <= 64
-        assert len("AWSBatch" + json.loads(request["serviceRequestPayload"])["TrainingJobName"]) + 32 <= 63
 
 
 FAILURES = [
@@ -212,16 +203,4 @@ def test_cancelled_wherever_it_is_nothing_of_it_goes_on(one: Setting, where: str
     record = one.tick()["train"]
     assert (record.state, record.status_reason) == (CANCELLED_STATE, CANCELLED + "why")
     assert (train["status"], train["statusReason"]) == ("FAILED", CANCELLED + "why")
-    assert len(one.batch.submitted) == 1
-
-
-@pytest.mark.parametrize("rejects", [True, False])
-def test_two_drivers_at_once_make_one_service_job(one: Setting, rejects: bool) -> None:
-    one.claim()
-    one.begin()
-    one.batch.rejects_twins = rejects
-    other = one.target()
-    one.ml.faults = Faults(meanwhile={2: lambda: other.advance(one.plan)})  # between look and submission of the first
-    assert one.target().advance(one.plan)[0].status_reason == "in queue ml"
-    assert one.ml.faults.calls.count("SubmitServiceJob") == 2
     assert len(one.batch.submitted) == 1
