@@ -137,8 +137,3 @@ PRICES_USD_PER_HOUR: dict[str, float] = {
 def price_usd_per_hour(instance: str, given: float | None) -> float | None:
     """Return the price in the settings, else that of the table; None for an instance that nobody has priced."""
     return PRICES_USD_PER_HOUR.get(instance) if given is None else given
-
-
-def usd_per_million(price_usd_per_hour: float, items: int, seconds: float) -> float | None:
-    """Dollars for a million items, at the pace of `items` in `seconds` on one such machine; None before any is done."""
-    return price_usd_per_hour * seconds / 3600 / items * 1e6 if items else None

@@ -49,30 +49,29 @@ from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows
 def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
     checks = []
     for text, bound in config.floors.items():
-        name = MetricName.parse(text)
+        name, is_met, value, queries, needed = MetricName.parse(text), False, None, None, None
         found = candidate.measure(name)
         if isinstance(found, Missing):
-            good, reason = False, f"cannot be computed: {found.reason}"
+            reason = f"cannot be computed: {found.reason}"
         elif found.num_queries < config.min_queries:
-            good = False
-            reason = f"not enough test queries: {found.num_queries:,}, at least {config.min_queries:,} needed"
+            value, queries, needed = found.value, found.num_queries, config.min_queries
+            reason = f"not enough test queries: {queries:,}, at least {needed:,} needed"
         else:
-            good = found.value <= bound if name.lower_is_better else found.value >= bound
+            value, queries = found.value, found.num_queries
+            is_met = value <= bound if name.lower_is_better else value >= bound
             side = "at most" if name.lower_is_better else "at least"
-            reason = f"{found.value:.4f}, {side} {bound:g} is {'asked' if good else 'needed'}"
+            reason = f"{value:.4f}, {side} {bound:g} is {'asked' if is_met else 'needed'}"
         checks.append(
             GateCheck(
                 name=f"floor {name.text}",
                 kind="floor",
-                outcome="pass" if good else "fail",
+                outcome="pass" if is_met else "fail",
                 reason=f"{name.text}: {reason}",
                 metric=name.text,
-                candidate=None if isinstance(found, Missing) else found.value,
+                candidate=value,
                 bound=bound,
-                num_queries=None if isinstance(found, Missing) else found.num_queries,
-                needed_queries=config.min_queries
-                if isinstance(found, Measured) and found.num_queries < config.min_queries
-                else None,
+                num_queries=queries,
+                needed_queries=needed,
             )
         )
     return checks

@@ -38,7 +38,7 @@ def said(command: str, workspace: Path, **flags: object) -> list[str]:
     settings = CycleSettings.model_validate({"workspace": str(workspace), "cycle": "2026-11-20", "jobs": jobs})
     commands = {"cost": show.run_cost, "report": show.run_report, "history": show.run_history}
     run, lines = commands[command], list[str]()
-    arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False, "open": False} | flags)
+    arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False} | flags)
     assert run(arguments, lines.append) == EXIT_OK
     return lines
 

@@ -177,23 +177,6 @@ def test_one_attempt_from_runnable_to_running() -> None:
     assert (now.state, now.started_at, now.attempts[0].started_at) == (RUNNING, 5.0, 5.0)
 
 
-def test_only_the_moves_of_batch() -> None:
-    allowed = {(one, to) for one in JobState for to in job_states.MOVES[one]}
-    assert allowed == {
-        (SUBMITTED, PENDING),
-        (SUBMITTED, RUNNABLE),
-        (PENDING, RUNNABLE),
-        (RUNNABLE, STARTING),
-        (STARTING, RUNNING),
-        (STARTING, RUNNABLE),  # could not be started: another attempt
-        (RUNNING, RUNNABLE),
-        (RUNNING, SUCCEEDED),
-        *((one, end) for one in JobState if not one.is_final for end in (FAILED, CANCELLED)),
-    }
-    with pytest.raises(ValueError, match="SUCCEEDED cannot become FAILED"):
-        job_states.failed_record(record("a", SUCCEEDED), "late", 1.0)
-
-
 def test_who_is_tried_again_stands_at_the_front() -> None:
     leaves = [Leaf(job(name)) for name in "abcd"]
     again = {name: AttemptRecord(stopped_at=at) for name, at in (("b", 5.0), ("d", 6.0))}
