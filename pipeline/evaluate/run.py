@@ -21,7 +21,7 @@ from pipeline.evaluate.digest import (
     query_changes,
 )
 from pipeline.evaluate.gate.judge import judge
-from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, leak_doubts, open_holdout
+from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_doubts, open_holdout, refuse_leak
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.metrics.scored_rows import ScoredRows
@@ -133,13 +133,10 @@ def _find_leak(
     total = sum(sum(shard.rows) for one in found for shard in one.info.splits.get("train", ()))
     rows = (open_rows(workspace, [one], "train", ctx.scratch / "tokens") for one in found)
     leak = find_leak(holdout.queries(), rows, gang, ctx.stop, unchecked, total)
-    if unchecked:
-        notes.warn(
-            f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
-            f" holdout queries: {', '.join(unchecked[:3])}"
-        )
-    if warning := judge_leak(leak, config.leak):
-        notes.warn(warning)
+    if config.leak == "refuse":
+        refuse_leak(leak)
+    for doubt in leak_doubts(leak):
+        notes.warn(doubt)
     return leak
 
 
