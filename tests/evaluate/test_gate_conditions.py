@@ -15,6 +15,7 @@ from pipeline.evaluate.gate.compare import (
     GateCheck,
     Outcome,
     PairedDifference,
+    Side,
     Verdict,
     judge_overall,
     judge_refusal,
@@ -56,14 +57,9 @@ def verdict(
     warnings, thresholds = settings.pop("warnings", ()), settings.pop("thresholds", (None, None))
     config = GateConfig.model_validate({"drops": {}, "slice_drops": {}, "resamples": 200, **settings})
     return judge(
-        candidate,
-        incumbent,
+        Side(candidate, METRICS, thresholds[0], None if ours is None else searched(ours)),
+        Side(incumbent, METRICS, thresholds[1], None if theirs is None else searched(theirs)) if incumbent else None,
         config,
-        metrics=METRICS,
-        candidate_threshold=thresholds[0],
-        incumbent_threshold=thresholds[1],
-        candidate_retrieval=None if ours is None else searched(ours),
-        incumbent_retrieval=None if theirs is None else searched(theirs),
         searched=bool(search),
         baselines=baselines,
         warnings=warnings,
