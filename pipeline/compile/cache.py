@@ -251,9 +251,10 @@ def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
 def repair(
     storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compilers = live_compilers
 ) -> tuple[Action, ...]:
-    """Delete failed entries, and stale locks and partial entries; return what was done. Raises Preempted.
+    """Delete failed entries and stale locks, on a disk also partial entries; return what was done. Raises Preempted.
 
-    `stale_s`: age from which a lock or partial entry on a disk is stale if no compiler runs on this host.
+    On S3 partial entries stay, because they may be waiting for a compiler of another machine. `stale_s`: age from which
+    a lock or partial entry on a disk is stale if no compiler runs on this host.
     """
     root = storage.local_path("")
     if root is None:
@@ -266,18 +267,22 @@ def repair(
 
 
 def _repair(storage: Storage, stale_s: float, compilers: Compilers) -> Iterator[Action]:
+    is_local = storage.local_path("") is not None
     for listed in list_entries(storage):
         storage.stop.raise_if_set("repairing the compile cache")
-        if listed.state is EntryState.DONE and not listed.locks:
+        if not listed.locks and (
+            listed.state is EntryState.DONE or (listed.state is EntryState.PARTIAL and not is_local)
+        ):
             continue
         for entry in list_entries(storage, listed.key):  # as it is now
-            if entry.state is EntryState.FAILED or _is_stale(storage, entry, stale_s, compilers):
-                if entry.state is EntryState.DONE:
-                    storage.delete(entry.locks)
-                    yield Action("unlock", entry.key)
-                else:
-                    storage.delete_prefix(entry.key)
-                    yield Action(f"drop {entry.state}", entry.key, entry.size_bytes)
+            if entry.state is not EntryState.FAILED and not _is_stale(storage, entry, stale_s, compilers):
+                continue
+            if entry.locks and (entry.state is EntryState.DONE or not is_local):
+                storage.delete(entry.locks)
+                yield Action("unlock", entry.key)
+            else:
+                storage.delete_prefix(entry.key)
+                yield Action(f"drop {entry.state}", entry.key, entry.size_bytes)
 
 
 def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[Action]:

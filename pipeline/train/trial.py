@@ -52,10 +52,10 @@ class BlankRows:
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
         """Rows `rows` in the shape of `bucket`."""
-        shape = self.buckets[bucket]
+        shape, word = self.buckets[bucket], (self.spec.pad_id + 1) % self.spec.vocab_size
         return {
-            "query": _tokens(self.spec, len(rows), shape.query_tokens),
-            "product": _tokens(self.spec, len(rows), shape.product_tokens),
+            "query": np.full((len(rows), shape.query_tokens), word, dtype=np.int32),
+            "product": np.full((len(rows), shape.product_tokens), word, dtype=np.int32),
             **_per_row(self.spec, pools * self.rows + rows),
         }
 
@@ -81,9 +81,9 @@ class BlankGroups:
         positions = np.arange(width) - np.searchsorted(segments, segments)
         is_row = np.tile(np.arange(products) < self.slots, len(numbers))
         rows = ((pools * self.groups + numbers)[:, None] * products + np.arange(products)).reshape(-1)
-        each = {"positions": positions, "segments": segments}
+        tokens = np.full(width, (self.spec.pad_id + 1) % self.spec.vocab_size)
+        each = {"tokens": tokens, "positions": positions, "segments": segments}
         return {
-            "tokens": _tokens(self.spec, len(numbers), width),
             **{name: np.tile(values.astype(np.int32), (len(numbers), 1)) for name, values in each.items()},
             **_per_row(self.spec, rows),
             "is_row": is_row,
@@ -91,10 +91,6 @@ class BlankGroups:
             "query_key": pools * self.groups + numbers,
             "product_key": rows,
         }
-
-
-def _tokens(spec: InputSpec, rows: int, width: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    return np.full((rows, width), (spec.pad_id + 1) % spec.vocab_size, dtype=np.int32)
 
 
 def _per_row(spec: InputSpec, numbers: Int64s) -> Arrays:
@@ -108,10 +104,6 @@ def _per_row(spec: InputSpec, numbers: Int64s) -> Arrays:
         "sample_id": numbers,
         "query_id": numbers,
     }
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    """A trial leaves no events."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +181,7 @@ class Trial:
             stop=self.stop,
             console=self.console,
             cadence=Cadence(min(log_every, 2), max(1, steps // 2), max(1, steps // 2)),
-            hooks=Hooks(evaluate, save, _nothing),
+            hooks=Hooks(evaluate, save, lambda *name, **fields: None),
             values_are_real=False,
         )
         if loop.run() == "stopped":

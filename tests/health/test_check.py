@@ -69,10 +69,13 @@ def test_several_results_of_one_check_or_none() -> None:
 
     def broken(ctx: CheckContext) -> Iterator[CheckResult]:
         yield CheckResult("three", Verdict.FIX)
+        now[0] += 2.5
         raise TransientError("gone")
 
-    report = run(Check("many", two), Check("none", lambda ctx: ()), Check("broken", broken))
-    assert [result.name for result in report.results] == ["one", "two", "three", "broken"]
+    now = [10.0]
+    report = run(Check("many", two), Check("none", lambda ctx: ()), Check("broken", broken), clock=lambda: now[0])
+    found = [(result.name, result.seconds) for result in report.results]
+    assert found == [("one", 0.0), ("two", 0.0), ("three", 2.5), ("broken", 0.0)], "time is given once"
 
 
 def test_what_is_no_text_spoils_neither_terminal_nor_report() -> None:
@@ -82,18 +85,6 @@ def test_what_is_no_text_spoils_neither_terminal_nor_report() -> None:
     (result,) = run(Check("tool", lambda ctx: rubbish)).results
     assert result.seen.startswith("a?[31m b?xxx") and len(result.seen) == 1000
     assert (result.expected, result.figures) == ("?", {"type": "?", "n": 1})
-
-
-def test_time_is_measured_and_given_once() -> None:
-    now = [10.0]
-
-    def two(ctx: CheckContext) -> Iterator[CheckResult]:
-        now[0] += 2.5
-        yield CheckResult("one", Verdict.PASS)
-        yield CheckResult("two", Verdict.PASS)
-
-    report = run_checks([Check("many", two)], QUICK, node_rank=0, host="h", stop=StopSignal(), clock=lambda: now[0])
-    assert [result.seconds for result in report.results] == [2.5, 0.0]
 
 
 def test_a_dear_check_is_spared_a_node_that_has_failed() -> None:
@@ -210,13 +201,10 @@ def test_a_stop_ends_the_check_and_leaves_nothing(tmp_path: Path) -> None:
     assert not ran_after.is_set()
 
 
-def test_a_stop_before_the_first_check() -> None:
+def test_a_stop_before_the_first_check_and_one_from_a_check_are_no_verdict() -> None:
     stop = StopSignal()
     stop.set("SIGINT")
     with pytest.raises(Preempted, match="SIGINT"):
         run(passing("disk"), stop=stop)
-
-
-def test_preempted_from_a_check_is_no_verdict() -> None:
     with pytest.raises(Preempted, match="elsewhere"):
         run(raising(Preempted("stopped elsewhere")))

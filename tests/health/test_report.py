@@ -93,42 +93,32 @@ def node(rank: int, *verdicts: Verdict) -> NodeReport:
     return NodeReport(rank, f"host-{rank}", tuple(results))
 
 
+P, W, R, F = Verdict
+
+
 @pytest.mark.parametrize(
-    ("verdicts", "expected"),
+    ("verdicts", "kind", "seen"),
     [
-        ((), Verdict.PASS),
-        ((Verdict.PASS, Verdict.WARN), Verdict.WARN),
-        ((Verdict.RETRY, Verdict.PASS), Verdict.RETRY),
-        ((Verdict.FIX, Verdict.RETRY), Verdict.FIX),
+        ([], None, ""),
+        ([(P,), (W, P)], None, ""),
+        ([(P,), (P, R), (W,)], TransientError, "node 1 (host-1), check check-1: seen-1-1"),
+        ([(R,), (R, F)], ConfigError, "node 1 (host-1), check check-1: seen-1-1 (and 2 more failed checks)"),
     ],
 )
-def test_the_gravest_verdict_is_the_nodes(verdicts: tuple[Verdict, ...], expected: Verdict) -> None:
-    assert node(0, *verdicts).verdict is expected
-
-
-def test_warnings_keep_nobody_from_work() -> None:
-    assert gang_error([]) is None
-    assert gang_error([node(0, Verdict.PASS), node(1, Verdict.WARN, Verdict.PASS)]) is None
-
-
-def test_one_unfit_node_sends_all_back() -> None:
-    error = gang_error([node(0, Verdict.PASS), node(1, Verdict.PASS, Verdict.RETRY), node(2, Verdict.WARN)])
-    assert type(error) is TransientError
-    assert error.seen == "node 1 (host-1), check check-1: seen-1-1"
-    assert "trnpipe health" in error.next_command
-
-
-def test_a_configuration_problem_goes_before_unfit_nodes() -> None:
-    error = gang_error([node(0, Verdict.RETRY), node(1, Verdict.RETRY, Verdict.FIX)])
-    assert type(error) is ConfigError
-    assert error.seen == "node 1 (host-1), check check-1: seen-1-1 (and 2 more failed checks)"
+def test_one_unfit_node_sends_all_back_and_a_configuration_problem_goes_first(
+    verdicts: list[tuple[Verdict, ...]], kind: type[Exception] | None, seen: str
+) -> None:
+    reports = [node(rank, *each) for rank, each in enumerate(verdicts)]
+    assert [one.verdict for one in reports] == [max(each) for each in verdicts]
+    error = gang_error(reports)
+    assert (type(error) if error else None) is kind
+    if error:
+        assert error.seen == seen and "trnpipe health" in error.next_command
 
 
 def test_what_the_check_advises_is_told() -> None:
-    report = NodeReport(0, "host", (CheckResult("disk", Verdict.RETRY, "1 GiB", "10 GiB", "du -x /"),))
-    error = gang_error([report])
-    assert error is not None
-    assert (error.expected, error.next_command) == ("10 GiB", "du -x /")
+    error = gang_error([REPORT])
+    assert error is not None and (error.expected, error.next_command) == ("10 GiB", "du -x /")
 
 
 @given(st.lists(st.lists(st.sampled_from(Verdict)), max_size=5), st.randoms())
