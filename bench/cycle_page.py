@@ -312,8 +312,8 @@ def _vectors(cycle: str, parent: str, text: str) -> VerifyDigest:
     return VerifyDigest(
         cycle=cycle, passed=True, model_digest=f"d-{cycle}", vectors_digest="v", previous=parent or None,
         rows=1_000_000,
-        counts=VectorCounts(embedded=900_000, carried=100_000, new=10, gone=5), drift=None, mean_cosine=None,
-        moved_share=None, recompute_min_cosine=0.9999,
+        counts=VectorCounts(embedded=900_000, carried=100_000, new=10, gone=5),
+        recompute_min_cosine=0.9999,
         checks=(Check(name="files", outcome="pass", seen=text or "5 files, 1.2 MiB"),),
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
-# When cycles are due. What cannot fire is refused here; jobs/schedule.py works out the times of what repeats by minutes,
-# hours and days of the week, and trnjobs fit names the first cycle.
+# When cycles are due. What cannot fire is refused here; jobs/schedule.py works out the times
+# (years and W it does not know), and trnjobs fit names the first cycle.
 
 locals {
   cron_fields = ["minutes", "hours", "day-of-month", "month", "day-of-week", "year"]

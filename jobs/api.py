@@ -150,7 +150,7 @@ class Cycle:
         return f"Cycle({self._store.storage.root!r}, {self.name!r})"
 
     def plan(self) -> Plan:
-        """What would run: that of the settings, or what was submitted. Raises ConfigError."""
+        """Return the plan that was submitted, else that of the settings. Raises ConfigError."""
         return self._store.plan() or make_plan(self.settings)
 
     def submit(self, target: str = "", *, fresh: bool = False) -> CycleStatus:
@@ -239,7 +239,7 @@ class Cycle:
         )
 
     def result(self) -> CycleResult:
-        """What it came to so far. Raises ConfigError when it was not submitted."""
+        """Return the outcome and the figures so far. Raises ConfigError when it was not submitted."""
         plan, records, closed = self._ended()
         ledger = read_ledger(self._store, plan, records, self._cycle.with_stored().settings.jobs, closed=closed)
         data = gather(self._store, plan, ledger, records, closed)

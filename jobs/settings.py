@@ -22,7 +22,7 @@ _PER_JOB = {"cycle", "workspace", "launch", "scratch"}
 
 
 def of_all_jobs(settings: CycleSettings) -> dict[str, Any]:
-    """What all jobs of a cycle share, as a JSON file for `--config`.
+    """Return what all jobs of a cycle share, as a JSON file for `--config`.
 
     Without what differs between jobs or places: they get it by variable or flag.
     """
@@ -35,7 +35,7 @@ def pipeline_fingerprint(settings: CycleSettings) -> str:
 
 
 def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a tree holds, by dotted name."""
+    """Return the settings that a tree holds, by dotted name."""
     found = dict[str, Any]()
     for name in leaves(CycleSettings):
         value: Any = tree
@@ -49,7 +49,7 @@ def values_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> CycleSettings:
-    """The settings of a tree as `of_all_jobs` makes it, with other values by dotted name.
+    """Return the settings of a tree as `of_all_jobs` makes it, with other values by dotted name.
 
     Raises ConfigError for a setting that this version does not know, or a value out of bounds.
     """

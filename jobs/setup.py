@@ -41,7 +41,7 @@ from pipeline.train.config import batch_share
 
 
 def cycle_of(settings: CycleSettings) -> str:
-    """The cycle of the settings, else today's date: by the clocks of the schedule where there is one, else UTC."""
+    """Return the cycle of the settings, else today's date: by the clocks of the schedule if there is one, else UTC."""
     schedule = settings.jobs.schedule
     zone = ZoneInfo(schedule.timezone) if schedule.is_set else UTC
     return settings.cycle or datetime.now(zone).date().isoformat()
@@ -66,7 +66,7 @@ class OpenCycle:
         return replace(self, settings=settings, store=replace(self.store, cycle=name))
 
     def with_stored(self) -> Self:
-        """This cycle with the settings it was submitted with; those given now (file, environment, flag) win.
+        """Return this cycle with the settings it was submitted with; those given now (file, environment, flag) win.
 
         So its machines, prices and deadline are known to whoever looks at it. As it is where nothing was submitted, or
         another version stored what this one cannot read.
@@ -83,7 +83,7 @@ class OpenCycle:
         return replace(self, settings=settings)
 
     def plan(self) -> Plan:
-        """The plan that was submitted. Raises ConfigError when none was."""
+        """Return the plan that was submitted. Raises ConfigError when none was."""
         plan = self.store.plan()
         if plan is None:
             others = ", ".join(list(claims_by_age(self.store, runs=True))[-5:]) or "none"
@@ -104,7 +104,7 @@ class OpenCycle:
         return self.with_errors((self.store.records() if self.store.closed() else ()) or self.target().records(plan))
 
     def with_errors(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
-        """The records, with what the logs of failed jobs say."""
+        """Return the records, with what the logs of failed jobs say."""
         return with_errors(
             self.store, records, lambda leaf, attempt, node: self.target().logs(leaf, attempt=attempt, node=node)
         )
@@ -126,12 +126,12 @@ class OpenCycle:
         return f"interrupted {format_duration(ago_s)} ago, the process that ran its jobs has ended; go on: {command}"
 
     def command(self, name: str) -> str:
-        """A command about this cycle that can be pasted where this one was typed."""
+        """Return a command about this cycle that can be pasted where this one was typed."""
         root = self.store.storage.root.removeprefix("file://")
         return shlex.join([program(), name, "--workspace", root, "--cycle", self.name])
 
     def failure_lines(self, records: Sequence[JobRecord]) -> list[str]:
-        """The errors of failed jobs, and commands for their logs that can be pasted where this command was typed."""
+        """Return the errors of failed jobs, and commands for their logs that can be pasted here."""
         return failure_lines(records, self.store.storage.root, self.name, program())
 
     def ledger(self, plan: Plan, records: Sequence[JobRecord]) -> CycleLedger:
@@ -161,8 +161,9 @@ def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
 
 
 def make_plan(settings: CycleSettings) -> Plan:
-    """What the settings say now; asks nobody. Raises ConfigError, also for a batch that its ranks cannot share, and
-    for mined negatives that nobody mines.
+    """Return the plan of the settings; asks nobody.
+
+    Raises ConfigError, also for a batch that its ranks cannot share, and for mined negatives that nobody mines.
     """
     if settings.cycle.startswith(RUN_PREFIX):
         raise ConfigError(
@@ -190,7 +191,7 @@ def make_plan(settings: CycleSettings) -> Plan:
 
 
 def make_run(settings: CycleSettings) -> Plan:
-    """The plan of the one script in the settings. Raises ConfigError."""
+    """Return the plan of the one script in the settings. Raises ConfigError."""
     (step,) = settings.jobs.steps
     plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))
     return with_placements(plan, settings.jobs)
@@ -252,7 +253,7 @@ def submitter() -> str:
 
 
 def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda: None) -> Target:
-    """The target of that name, for the jobs of one cycle. Raises ConfigError when it cannot be reached.
+    """Return the target of that name, for the jobs of one cycle. Raises ConfigError when it cannot be reached.
 
     `renew` keeps the claim of the one who submits, while that takes long.
     """

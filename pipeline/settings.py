@@ -408,7 +408,7 @@ def _flat(tree: Mapping[str, Any], known: Mapping[str, Leaf], parent: str = "") 
         name = parent + key
         if name not in known and isinstance(value, Mapping) and value:
             yield from _flat(value, known, f"{name}.")
-        elif value != {} or name in known or not _keys(known, name):
+        elif value != {} or name in known:  # an empty table says nothing, also that of a section that is gone
             yield name, value
 
 

@@ -1,6 +1,5 @@
 """A cycle that was submitted before, submitted again: what differs, and whether it can start from the beginning."""
 
-import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.job_states import CANCELLED
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
 from jobs.plan.dag import Plan
-from jobs.plan.script import RUN_PREFIX, script_of
+from jobs.plan.script import RUN_PREFIX
 from jobs.settings import differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, submitter
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
@@ -71,10 +70,6 @@ def changes(cycle: OpenCycle, plan: Plan, target: str) -> list[str]:
 
 def _change(name: str, before: Any, now: Any) -> str:
     texts = [_text(name, value) for value in (before, now)]
-    if max(map(len, texts)) > MAX_CHARACTERS:  # from a little before the first difference on
-        same = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
-        start = max(0, same - MAX_CHARACTERS // 4)
-        texts = [("…" if start else "") + text[start:] for text in texts]
     cut = [text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…" for text in texts]
     return f"{name[:MAX_CHARACTERS]}: {cut[0]} -> {cut[1]}"
 
@@ -88,7 +83,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def unused_settings(cycle: OpenCycle) -> list[str]:
-    """What was given to a command that runs the stored settings, and differs from them."""
+    """Return the given settings that differ from the stored ones, for a command that runs the stored ones."""
     stored = values_of(cycle.store.settings() or {})
     given = values_of(
         cycle.settings.model_dump(mode="json", exclude_unset=True, exclude={"cycle", "workspace", "jobs"})
@@ -98,7 +93,7 @@ def unused_settings(cycle: OpenCycle) -> list[str]:
 
 
 def _without_secret_flags(words: Sequence[str]) -> Iterator[str]:
-    """The words of a command, without what stands behind `--api-key` and the like."""
+    """Yield the words of a command with the values of `--api-key` and the like hidden."""
     before = ""
     for word in words:
         name, equals, _ = word.partition("=")
@@ -134,7 +129,7 @@ def obstacle(cycle: OpenCycle) -> str:
 
 
 def _done(cycle: OpenCycle) -> str:
-    """What a cycle has that must stay; empty when it has nothing."""
+    """Return what a cycle has that must stay; empty when it has nothing."""
     storage, name = cycle.store.storage, cycle.name
     closed = cycle.store.closed()
     if closed is not None and closed.outcome in ("succeeded", "refused"):
@@ -176,28 +171,9 @@ def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
 # A cycle that has ended.
 
 
-def script_digest(plan: Plan, target: str) -> str:
-    """SHA-256 of the file that a `trnjobs run` on this machine runs; empty where there is none to look at."""
-    script = Path(script_of(plan.jobs[0])) if len(plan.jobs) == 1 else Path()
-    if target != "local" or not script.is_file():
-        return ""
-    return hashlib.sha256(script.read_bytes()).hexdigest()
-
-
-def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str:
-    """What to say of a cycle that is submitted again after its end.
-
-    Raises ConfigError for a script whose file is not the one that has run.
-    """
-    claim, name = cycle.store.claim(), cycle.name
-    at = f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
-    digest = script_digest(plan, target) if is_run(cycle) else ""
-    if digest and claim is not None and claim.script not in ("", digest):
-        raise ConfigError(
-            f"nothing ran: {script_of(plan.jobs[0])} is not the file that {name} ran, which ended {at}: {closed.text}",
-            expected="the same file",
-            next_command="the same command with --again runs it as it is now",
-        )
+def ended_line(cycle: OpenCycle, closed: Closed) -> str:
+    """Return the message for a cycle that is submitted again after its end."""
+    name, at = cycle.name, f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
     said = {
         "succeeded": f"cycle {name} already succeeded, {at}: nothing ran",
         "failed": f"cycle {name} failed, {at}: {closed.reason}; nothing ran",
@@ -205,8 +181,7 @@ def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str
         "cancelled": f"cycle {name} was cancelled, {at}: {closed.reason}; nothing ran",
     }[closed.outcome]
     if is_run(cycle):
-        compared = f"{script_of(plan.jobs[0])} is the same file (what it imports is not compared); " if digest else ""
-        return f"{said}; {compared}to run it again: the same command with --again"
+        return f"{said}; to run it again: the same command with --again"
     if closed.outcome in ("succeeded", "refused"):
         return f"{said}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
     return f"{said}; to go on with its settings: {cycle.command('retry')}"

@@ -62,7 +62,7 @@ def has_ended(cycle: OpenCycle) -> bool:
 
 
 def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime:
-    """The time to start a cycle for; without a text the newest that has passed. Raises ConfigError."""
+    """Return the time to start a cycle for; without a text the newest that has passed. Raises ConfigError."""
     if not text:
         return next(config.schedule().before(now))
     try:

@@ -29,7 +29,7 @@ HISTORY = 10  # cycles that the expected durations are the median of
 
 
 def run_plan(arguments: argparse.Namespace, say: Say) -> int:
-    """The jobs of a cycle, what they take and cost. Raises ConfigError for what AWS Batch or SageMaker would refuse."""
+    """Print the jobs of a cycle, what they take and cost. Raises ConfigError for what the target would refuse."""
     settings: CycleSettings = arguments.settings
     target = arguments.target or settings.jobs.target
     plan = make_plan(settings)

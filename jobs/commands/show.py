@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import tempfile
-import webbrowser
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_records import JobState
@@ -18,7 +15,6 @@ from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
-from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, table_text
 
 
@@ -28,7 +24,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
-    """The jobs now, wherever they run. Raises ConfigError when the cycle has no jobs."""
+    """Print the jobs as they are now, wherever they run. Raises ConfigError when the cycle has no jobs."""
     cycle = open_cycle(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
@@ -78,7 +74,7 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int) -> Iterato
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
-    """The cycles of a workspace, newest last: one line each, from what is on record."""
+    """Print the cycles of a workspace, newest last: one line each, from the records."""
     asked = open_cycle(arguments.settings, say)
     newest = asked.store
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
@@ -112,7 +108,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
-    """Where the time and the money of a cycle, or of the last ones, went. Raises ConfigError when there are no jobs."""
+    """Print where the time and the money of a cycle, or of the last ones, went. Raises ConfigError without jobs."""
     warn: Say = (lambda _: None) if arguments.json else say
     asked = open_cycle(arguments.settings, warn)
     if arguments.last:
@@ -164,13 +160,5 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
     report = write_page(store, plan, records, cycle.settings.jobs, store.closed() or outcome_of(plan, records))
     for line in (*cost_lines(report.ledger), GOODPUT, *(f"not read: {line}" for line in report.unread)):
         say(line)
-    key = report_key(store.cycle)
-    say(f"report: {store.storage.uri(key)}")
-    if arguments.open:
-        place = store.storage.local_path(key)
-        if place is None:
-            place = Path(tempfile.mkdtemp(dir=temporary_folder())) / f"{store.cycle}.html"
-            store.storage.download(key, place)
-        if not webbrowser.open(place.as_uri()):
-            say(f"no browser here; the page is {place}")
+    say(f"report: {store.storage.uri(report_key(store.cycle))}")
     return EXIT_OK

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -39,26 +39,13 @@ T = TypeVar("T")
 class Claim(Record):
     """Whose cycle it is. A lease that ran out may be taken over."""
 
+    retired: ClassVar[Mapping[str, Any]] = {"script": ...}
     plan_id: str
     target: str
     claimed_at: float
     owner: str = Field(description="Who submits; empty when nobody does")
     lease_until: float = 0.0
     first_round: int = Field(1, description="Rounds before this one are of submissions that it has replaced (--fresh)")
-    script: str = Field(
-        "", description="SHA-256 of the file that trnjobs run has run on this machine; empty: not known"
-    )
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """A submission that another one has replaced (--fresh)."""
-
-    rounds_before: int
-    claim: Claim
-    plan: Plan
-    records: tuple[JobRecord, ...]
-    """Of all its rounds, in their order."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +60,8 @@ class CycleStore:
         return f"cycles/{self.cycle}/jobs/{name}"
 
     @contextmanager
-    def submitting(self, plan: Plan, target: str, owner: str, script: str = "") -> Iterator[Callable[[], None]]:
+    def submitting(self, plan: Plan, target: str, owner: str) -> Iterator[Callable[[], None]]:
         """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
-
-        `script`: digest of the file that is to run; empty: the one on record stays.
 
         A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
         One without plan.json counts as new: whoever made it died before it could submit anything. Raises ConfigError
@@ -84,7 +69,7 @@ class CycleStore:
         lease over meanwhile).
         """
         is_new = self._has_no_plan()
-        mine, etag = self._take(plan, target, owner, script)
+        mine, etag = self._take(plan, target, owner)
 
         def renew() -> None:
             nonlocal mine, etag
@@ -108,15 +93,15 @@ class CycleStore:
         return self._read("claim.json", Claim.model_validate_json)
 
     def plan(self) -> Plan | None:
-        """The plan that was submitted; None before. Raises DataError when it cannot be read."""
+        """Return the plan that was submitted; None before. Raises DataError when it cannot be read."""
         return self._read("plan.json", Plan.model_validate_json)
 
     def save_settings(self, settings: Mapping[str, Any]) -> None:
-        """The settings of the pipeline with which every job of the cycle runs. The first to write wins."""
+        """Store the settings with which every job of the cycle runs. The first to write wins."""
         self.storage.write_if_absent(self.key("settings.json"), json.dumps(settings, indent=1).encode())
 
     def settings(self) -> dict[str, Any] | None:
-        """The settings that were submitted, as a tree; None before. Raises DataError when they cannot be read."""
+        """Return the settings that were submitted, as a tree; None before. Raises DataError if they are unreadable."""
         return self._read("settings.json", _SETTINGS.validate_json)
 
     def rounds(self) -> list[int]:
@@ -147,7 +132,10 @@ class CycleStore:
         return newest
 
     def save_submission(self, round_: int, submission: Submission) -> None:
-        """The first to write wins. Raises TransientError when another process has made another job of it."""
+        """Record a job that was handed over; the first to write wins.
+
+        Raises TransientError when another process has made another job of it.
+        """
         name = f"submitted/round-{round_}/{submission.job}.json"
         if self.storage.write_if_absent(self.key(name), submission.model_dump_json().encode()):
             return
@@ -158,11 +146,11 @@ class CycleStore:
             )
 
     def records(self) -> tuple[JobRecord, ...]:
-        """What was last known of the jobs; empty before anything was."""
+        """Return what was last known of the jobs; empty before anything was."""
         return self._read("records.json", _RECORDS.validate_json) or ()
 
     def save_records(self, records: tuple[JobRecord, ...]) -> None:
-        """What is known of the jobs now. Those of a closed cycle stay: another has seen its end meanwhile."""
+        """Store what is known of the jobs now. Those of a closed cycle stay: another has seen its end meanwhile."""
         if self.closed() is None:
             self.storage.write_bytes(self.key("records.json"), _RECORDS.dump_json(records, indent=1))
 
@@ -196,7 +184,7 @@ class CycleStore:
         self.storage.write_bytes(self.key("closed.json"), closed.model_dump_json(indent=1).encode())
 
     def reopen(self) -> None:
-        """A retry of jobs that failed: the cycle is under way again."""
+        """Delete the end of the cycle: with a retry of jobs that failed it is under way again."""
         self.storage.delete([self.key("closed.json")])
 
     def belongs_to_other(self, plan: Plan, target: str) -> bool:
@@ -247,22 +235,6 @@ class CycleStore:
         new = Claim(plan_id=plan.plan_id, target=target, claimed_at=old.claimed_at, owner="", first_round=first)
         self._replace(new, etag)
 
-    def replaced(self) -> list[Replaced]:
-        """Submissions that another one has replaced, the oldest first."""
-        found, before = list[Replaced](), 0
-        for last in sorted(int(name.removeprefix("round-")) for name in self.storage.list_dirs(self.key("earlier"))):
-            claim = self._read(f"earlier/round-{last}/claim.json", Claim.model_validate_json)
-            plan = self._read(f"earlier/round-{last}/plan.json", Plan.model_validate_json)
-            records = dict[str, JobRecord]()
-            for round_ in range(before + 1, last + 1):
-                records |= {
-                    one.id: one for one in self._read(f"records/round-{round_}.json", _RECORDS.validate_json) or ()
-                }
-            if claim is not None and plan is not None:
-                found.append(Replaced(before, claim, plan, tuple(records.values())))
-            before = last
-        return found
-
     def _check_lease(self, theirs: Claim, owner: str) -> None:
         now = self.clock()
         if theirs.owner not in ("", owner) and theirs.lease_until > now:
@@ -272,11 +244,10 @@ class CycleStore:
                 next_command="run the same command again then",
             )
 
-    def _take(self, plan: Plan, target: str, owner: str, script: str) -> tuple[Claim, str]:
-        """The claim of this process, and its etag."""
+    def _take(self, plan: Plan, target: str, owner: str) -> tuple[Claim, str]:
+        """Return the claim of this process, and its etag."""
         now, is_other = self.clock(), False
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
-        mine = mine.model_copy(update={"script": script})
         if not self.storage.write_if_absent(self.key("claim.json"), mine.model_dump_json(indent=1).encode()):
             etag, theirs = self._etag(), self.claim()
             if theirs is None:
@@ -289,8 +260,7 @@ class CycleStore:
                     next_command="the same command again: it names what differs",
                 )
             self._check_lease(theirs, owner)
-            kept = {"claimed_at": theirs.claimed_at, "first_round": theirs.first_round}
-            mine = mine.model_copy(update=kept | {"script": script or theirs.script})
+            mine = mine.model_copy(update={"claimed_at": theirs.claimed_at, "first_round": theirs.first_round})
             self._replace(mine, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
         write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
@@ -309,7 +279,7 @@ class CycleStore:
         return self._etag()
 
     def _lost(self) -> DataError | TransientError:
-        """The claim is no longer that of this process."""
+        """Return the error for a claim that is no longer that of this process."""
         uri = self.storage.uri(self.key("claim.json"))
         if not self._etag():
             return DataError(f"{uri} is gone", next_command="trnjobs status")
@@ -334,13 +304,14 @@ class CycleStore:
 
 
 def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:
-    """Names of the cycles with jobs, in their own order; arguments as below."""
+    """Return the names of the cycles with jobs, in their own order; arguments as below."""
     return sorted(claims_by_age(store, runs=runs))
 
 
 def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim | None]:
-    """By name the claims of the cycles in the workspace of `store`, the newest last; `runs`: also of what `trnjobs run`
-    has submitted, which is no cycle.
+    """Return by name the claims of the cycles in the workspace of `store`, the newest last.
+
+    `runs`: also of what `trnjobs run` has submitted, which is no cycle.
 
     None, before all others: a claim that is not a valid record.
     """
@@ -358,7 +329,7 @@ def claims_by_age(store: CycleStore, *, runs: bool = False) -> dict[str, Claim |
 
 
 def unclosed_cycles(store: CycleStore, names: Sequence[str]) -> list[str]:
-    """Those of these cycles, in the workspace of `store`, that nobody has closed; in their order."""
+    """Return those of these cycles, in the workspace of `store`, that nobody has closed; in their order."""
     found = _of_each(store.storage, names, lambda name: replace(store, cycle=name).closed())
     return [name for name, closed in zip(names, found, strict=True) if closed is None]
 

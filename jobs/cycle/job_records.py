@@ -74,7 +74,7 @@ class JobRecord(Record):
     num_nodes: int = Field(0, description="0: an ordinary container")
 
     def leaves(self) -> tuple["JobRecord", ...]:
-        """What runs: the children of an array, else the job itself."""
+        """Return what runs: the children of an array, else the job itself."""
         return self.children or (self,)
 
     def tries(self) -> list[AttemptRecord]:

@@ -29,17 +29,6 @@ UNNEEDED = "no longer needed: "
 NOT_RUN = "not run: "
 """Begins the reason of a job of which a dependency did not succeed."""
 
-MOVES: Mapping[JobState, frozenset[JobState]] = {
-    JobState.SUBMITTED: frozenset({JobState.PENDING, JobState.RUNNABLE, JobState.FAILED, JobState.CANCELLED}),
-    JobState.PENDING: frozenset({JobState.RUNNABLE, JobState.FAILED, JobState.CANCELLED}),
-    JobState.RUNNABLE: frozenset({JobState.STARTING, JobState.FAILED, JobState.CANCELLED}),
-    JobState.STARTING: frozenset({JobState.RUNNING, JobState.RUNNABLE, JobState.FAILED, JobState.CANCELLED}),
-    JobState.RUNNING: frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.RUNNABLE}),
-    JobState.SUCCEEDED: frozenset(),
-    JobState.FAILED: frozenset(),
-    JobState.CANCELLED: frozenset(),
-}
-
 
 @dataclass(frozen=True)
 class AttemptEnd:
@@ -67,7 +56,7 @@ class Leaf:
 
 
 def leaves_of(job: JobSpec) -> list[Leaf]:
-    """The children of an array, else the job itself."""
+    """Return the children of an array, else the job itself."""
     return [Leaf(job, index) for index in range(job.array_size)] if job.array_size else [Leaf(job)]
 
 
@@ -154,7 +143,7 @@ def unneeded_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord]) -> d
 
 
 def in_our_words(plan: Plan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]) -> tuple[JobRecord, ...]:
-    """Records of AWS Batch, which reports every end without success as FAILED, with our states and reasons.
+    """Return records of AWS Batch, which reports every end without success as FAILED, in our states and reasons.
 
     `cancelled`: by id of job, what we have asked to end before it had ended.
     """
@@ -188,7 +177,7 @@ def starting_record(record: JobRecord, log_streams: Sequence[str]) -> JobRecord:
 
 
 def running_record(record: JobRecord, at: float) -> JobRecord:
-    """The container of the attempt runs; of a gang, that of the main node."""
+    """Return the record of a job whose container runs; of a node group, that of the main node."""
     record = with_last_attempt(record, started_at=at)
     return _move(record, JobState.RUNNING, started_at=record.started_at or at)
 
@@ -221,17 +210,17 @@ def is_tried_again(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
 
 
 def has_succeeded(end: AttemptEnd) -> bool:
-    """A container that was ended from outside has failed, whatever its exit code."""
+    """Return whether an attempt succeeded. A container that was ended from outside has failed, whatever its code."""
     return end.exit_code == 0 and end.status_reason == EXITED
 
 
 def failed_record(record: JobRecord, reason: str, at: float) -> JobRecord:
-    """The end of a job that never ran, or will not run again."""
+    """Return the record of a job that never ran, or will not run again."""
     return _move(record, failed_state(reason), reason=reason, stopped_at=at)
 
 
 def failed_state(reason: str) -> JobState:
-    """CANCELLED where a user has ended the job, or we have because it was of no use any more."""
+    """Return CANCELLED if a user ended the job, or we did because it was of no use any more; else FAILED."""
     return JobState.CANCELLED if reason.startswith((CANCELLED, UNNEEDED)) else JobState.FAILED
 
 
@@ -274,8 +263,6 @@ def with_last_attempt(record: JobRecord, **changes: object) -> JobRecord:
 
 
 def _move(record: JobRecord, to: JobState, *, reason: str = "", **changes: object) -> JobRecord:
-    if to not in MOVES[record.state]:
-        raise ValueError(f"{record.name}: {record.state} cannot become {to}")
     return record.model_copy(update={"state": to, "status_reason": reason, **changes})
 
 
@@ -330,7 +317,7 @@ def outcome_of(plan: Plan, records: Sequence[JobRecord], *, cancelled: Closed | 
 
 
 def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
-    """What a command that waited for the cycle exits with: the code of the job that ended it, if it is one of failure.
+    """Return the exit code of a command that waited for the cycle: that of the job that ended it, if it is a failure.
 
     143 for a cycle that was cancelled, 75 for a job that has no such code: timed out, lost.
     """
@@ -345,10 +332,10 @@ def exit_code_of_cycle(closed: Closed, records: Sequence[JobRecord]) -> int:
 
 
 def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
-    """The job that ended the cycle, not one that failed because of it; None when none failed."""
+    """Return the job that ended the cycle, not one that failed because of it; None when none failed."""
 
     def order(record: JobRecord) -> tuple[int, float]:
-        """What ran comes before what was ended before it could, and that before what ended because of them."""
+        """Sort jobs that ran first, then jobs that were cancelled before, then those that ended because of them."""
         if record.status_reason.startswith(UNNEEDED):
             rank = 2
         else:

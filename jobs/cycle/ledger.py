@@ -1,4 +1,4 @@
-"""What a cycle cost: the seconds of every try by what they went into, goodput, dollars; and what the next will take.
+"""The cost of a cycle: the seconds of every try by category, goodput and dollars. And an estimate for the next one.
 
 Goodput here: machine seconds of productive work that was kept (training steps, prepared rows, vectors), over all
 machine seconds of the cycle. A machine second is one second of one node. Waiting in a queue costs nothing and is not in
@@ -17,13 +17,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jobs.config import JobsConfig
-from jobs.cycle.cycle_store import CycleStore, Replaced
+from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.job_states import outcome_of
 from jobs.plan.cost import Prices, node_usd_per_hour, prices_of
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
-from jobs.plan.spec import JobSpec
 from jobs.schedule import ScheduleConfig, cycle_name
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record
@@ -64,6 +63,8 @@ _WORK: Mapping[str, Category] = {
 }
 """What the time of a stage is, if it is not productive and its events do not say more."""
 _ENDS = frozenset({EventName.STAGE_FINISHED, EventName.STAGE_FAILED, EventName.STAGE_SKIPPED})
+_LEFT = frozenset({EventName.PARTITION_PREPARED, EventName.PART_EMBEDDED})
+"""What a failed try has left for the next one counts as work."""
 _TIMED = frozenset({EventName.TRAIN_STEPS, EventName.HOLDOUT_EVALUATED})
 
 
@@ -142,10 +143,7 @@ def spent_in(one: Try) -> dict[Category, int]:
         if one.stage != "train":
             if name == EventName.STAGE_STARTED or (one.kept and name == EventName.STAGE_SKIPPED):
                 spend(moment.at_ms, (Category.START_UP, 1.0))
-            elif name in _ENDS if one.kept else name == EventName.PARTITION_PREPARED:
-                spend(moment.at_ms, (work, 1.0))
-            elif not one.kept and name == EventName.PART_EMBEDDED:  # what it has left for the next try counts
-                spend(moment.at_ms - length_ms, (Category.WASTED, 1.0))
+            elif name in (_ENDS if one.kept else _LEFT):
                 spend(moment.at_ms, (work, 1.0))
         elif name == EventName.TRAIN_STEPS:
             spend(moment.at_ms - length_ms, (between, 1.0))
@@ -320,27 +318,14 @@ def ledger_of(
     outcome: Outcome | None,
     deadline_at: float | None,
     earlier: Sequence[JobRecord] = (),
-    replaced: Sequence[tuple[Replaced, Prices]] = (),
-    rounds_before: int = 0,
 ) -> CycleLedger:
     """Return the ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then.
 
     `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
-    `replaced`: submissions with other settings, the oldest first, each with its prices; likewise. `rounds_before`: of
-    all of them.
     """
-    entries, old = list[Entry](), [record for one, _ in replaced for record in one.records]
-    begins = [min((record.created_at for record in one.records), default=0.0) for one, _ in replaced]
-    begins.append(min((record.created_at for record in (*earlier, *records)), default=now))
-    for index, (one, its_prices) in enumerate(replaced):
-        until = begins[index + 1]
-        own = [moment for moment in moments if begins[index] <= moment.at_ms / 1000 < until]
-        entries += _plan_entries(one.plan, one.records, own, its_prices, until, one.rounds_before, is_over=True)
-    if replaced:
-        moments = [moment for moment in moments if moment.at_ms / 1000 >= begins[-1]]
-    entries += _plan_entries(plan, (*earlier, *records), moments, prices, now, rounds_before)
+    entries = list(_entries(plan, (*earlier, *records), moments, prices, now))
     leaves = [leaf for record in records for leaf in record.leaves()]
-    every = (*old, *earlier, *records)
+    every = (*earlier, *records)
     stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
     if outcome == "cancelled" and deadline_at is not None:
@@ -370,77 +355,64 @@ def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *
     return "met" if done and ended_at <= deadline_at else "missed"
 
 
-def _plan_entries(
+def _entries(
     plan: Plan,
     records: Sequence[JobRecord],
     moments: Sequence[Moment],
     prices: Prices,
     now: float,
-    rounds_before: int,
-    *,
-    is_over: bool = False,
 ) -> Iterator[Entry]:
-    """`records`: in the order of rounds, the newest of each job last. `is_over`: nothing of it runs at `now`."""
+    """Yield the tries of a plan. `records`: in the order of rounds, the newest of each job last."""
     ends = {  # a try that still runs counts 0
         record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
         for record in records
     }
     for job in plan.jobs:
         runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
+        nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
         rounds = dict[str, list[JobRecord]]()
         for leaf in (leaf for one in records if one.name == job.name for leaf in one.leaves()):
             rounds.setdefault(leaf.name, []).append(leaf)
-        for same in rounds.values():
-            yield from _leaf_entries(job, same, runnable_at, moments, prices, now, rounds_before, is_over)
+        for name, same in rounds.items():  # one leaf, as it was submitted in each round
+            ran: list[tuple[float, int, int, AttemptRecord]] = []
+            for submission, leaf in enumerate(same, 1):
+                again_at = same[submission].created_at if submission < len(same) else None
+                for number, attempt in enumerate(leaf.attempts, 1):
+                    if attempt.started_at is None:
+                        continue
+                    if (
+                        attempt.stopped_at is None and again_at is not None
+                    ):  # when it was submitted again, at the latest
+                        attempt = attempt.model_copy(update={"stopped_at": max(attempt.started_at, again_at)})
+                    ran.append((leaf.created_at, submission, number, attempt))
+            logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
+            tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
+            ready_ms = 0
+            for (submitted_at, submission, number, attempt), one in zip(ran, tries, strict=True):
+                ready_ms = max(ready_ms, round(1000 * max(runnable_at, submitted_at)))
+                paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
+                yield Entry(
+                    job=name,
+                    stage=job.stage,
+                    submission=submission,
+                    attempt=number,
+                    nodes=nodes,
+                    start_ms=one.start_ms,
+                    waiting_ms=max(0, one.start_ms - ready_ms),
+                    spent_ms=spent_in(one),
+                    usd=None if price is None else price * nodes * paid_ms / MS_PER_HOUR,
+                    ending=_ending(attempt),
+                )
+                ready_ms = one.stop_ms
 
 
-def _leaf_entries(
-    job: JobSpec,
-    rounds: Sequence[JobRecord],
-    runnable_at: float,
-    moments: Sequence[Moment],
-    prices: Prices,
-    now: float,
-    rounds_before: int,
-    is_over: bool,
-) -> Iterator[Entry]:
-    """`rounds`: one leaf, as it was submitted in each."""
-    nodes, price, name = max(1, job.num_nodes), node_usd_per_hour(job, prices), rounds[0].name
-    ran: list[tuple[float, int, int, AttemptRecord]] = []
-    for submission, leaf in enumerate(rounds, 1):
-        again_at = rounds[submission].created_at if submission < len(rounds) else now if is_over else None
-        for number, attempt in enumerate(leaf.attempts, 1):
-            if attempt.started_at is None:
-                continue
-            if attempt.stopped_at is None and again_at is not None:  # when it was submitted again, at the latest
-                attempt = attempt.model_copy(update={"stopped_at": max(attempt.started_at, again_at)})
-            ran.append((leaf.created_at, rounds_before + submission, number, attempt))
-    logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
-    tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
-    ready_ms = 0
-    for (submitted_at, submission, number, attempt), one in zip(ran, tries, strict=True):
-        ready_ms = max(ready_ms, round(1000 * max(runnable_at, submitted_at)))
-        paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
-        if attempt.stopped_at is None:
-            ending = "running"
-        elif attempt.exit_code is None:
-            ending = attempt.status_reason or attempt.reason or "no exit code"
-        else:
-            failure = ", ".join(word for word in (f"exit {attempt.exit_code}", attempt.reason) if word)
-            ending = "succeeded" if attempt.exit_code == EXIT_OK else failure
-        yield Entry(
-            job=name,
-            stage=job.stage,
-            submission=submission,
-            attempt=number,
-            nodes=nodes,
-            start_ms=one.start_ms,
-            waiting_ms=max(0, one.start_ms - ready_ms),
-            spent_ms=spent_in(one),
-            usd=None if price is None else price * nodes * paid_ms / MS_PER_HOUR,
-            ending=ending,
-        )
-        ready_ms = one.stop_ms
+def _ending(attempt: AttemptRecord) -> str:
+    if attempt.stopped_at is None:
+        return "running"
+    if attempt.exit_code is None:
+        return attempt.status_reason or attempt.reason or "no exit code"
+    failure = ", ".join(word for word in (f"exit {attempt.exit_code}", attempt.reason) if word)
+    return "succeeded" if attempt.exit_code == EXIT_OK else failure
 
 
 def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
@@ -473,10 +445,9 @@ def read_ledger(
 ) -> CycleLedger:
     """Return the ledger of a cycle as it is now, or as it was at its end: of a closed cycle always the same.
 
-    `closed`: an end that is not on record yet. `without_report`: the outcome is that of the other jobs, as it is while
-    the report is written. `moments`: in place of all events of the cycle; what was spent on what is of those alone,
-    what it cost is not. The deadline counts from the scheduled time of the cycle; without one, from when it was
-    claimed.
+    `closed`: an end that is not on record yet. `without_report`: ignore the job `report`, which is still running while
+    the report is written. `moments`: replaces the events of the cycle; only the categories depend on them. The deadline
+    counts from the scheduled time of the cycle, or from when it was claimed if it has none.
     """
     claim, closed = store.claim(), closed or store.closed()
     now = closed.at if closed else store.clock()
@@ -488,9 +459,6 @@ def read_ledger(
     deadline_at = None
     if config.sla_s is not None and claim is not None and not store.cycle.startswith(RUN_PREFIX):
         deadline_at = scheduled_at(config.schedule, store.cycle, claim.claimed_at) + config.sla_s
-    is_first = claim is None or claim.first_round == 1
-    replaced = [] if is_first else [(one, prices_of(config, one.claim.target)) for one in store.replaced()]
-    old = {record.id for one, _ in replaced for record in one.records}
     return ledger_of(
         plan,
         records,
@@ -499,9 +467,7 @@ def read_ledger(
         now=now,
         outcome=closed.outcome if closed else None,
         deadline_at=deadline_at,
-        earlier=[record for record in store.earlier_records(records) if record.id not in old],
-        replaced=replaced,
-        rounds_before=0 if claim is None else claim.first_round - 1,
+        earlier=store.earlier_records(records),
     )
 
 

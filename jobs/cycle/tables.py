@@ -16,7 +16,7 @@ STATUS = ("job", "state", "tries", "ran", "exit", "why")
 
 
 def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
-    """One row a job, and what the whole cycle will take as far as earlier ones tell."""
+    """Return one row a job, and what the whole cycle will take as far as earlier ones tell."""
     rows: list[tuple[str, ...]] = [("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")]
     costs = [job_usd(job, seconds[job.name], prices) if job.name in seconds else None for job in plan.jobs]
     for job, job_cost in zip(plan.jobs, costs, strict=True):
@@ -50,7 +50,7 @@ def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: 
 
 
 def target_cost_lines(plan: Plan, seconds: Mapping[str, float], prices: Mapping[str, Prices]) -> list[str]:
-    """What the cycle costs on each target if its jobs take as long there; nothing while nobody knows how long.
+    """Return what the cycle costs on each target if its jobs take as long there; nothing while nobody knows how long.
 
     `prices`: by target. On this machine: what the same vCPUs and machines would cost by the settings.
     """
@@ -72,7 +72,7 @@ def shape_text(job: JobSpec) -> str:
 
 
 def status_lines(records: Sequence[JobRecord]) -> list[str]:
-    """One row a job; children of an array that failed get rows of their own."""
+    """Return one row a job; children of an array that failed get rows of their own."""
     return aligned([STATUS, *status_rows(records)], left=(0, 1, 5))
 
 
@@ -98,7 +98,7 @@ NO_LOG = "its log is gone or cannot be read"
 
 
 def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, program: str = "trnjobs") -> list[str]:
-    """The error of each job that failed by itself, and the command that shows its whole log."""
+    """Return the error of each job that failed by itself, and the command that shows its whole log."""
     lines = list[str]()
     for leaf in (leaf for record in records if (leaf := failed_leaf(record))):
         refused = exit_code(leaf) == GateRefused.exit_code
@@ -110,7 +110,7 @@ def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, prog
 
 
 def logs_command(leaf: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
-    """The command that shows the log from which the error of a failed job was taken. `workspace`: its URI."""
+    """Return the command that shows the log from which the error of a failed job was taken. `workspace`: its URI."""
     words = [program, "logs", leaf.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
     node = leaf.attempts[-1].error_node
     return shlex.join([*words, "--node", str(node)] if node else words)
@@ -134,7 +134,7 @@ GOODPUT = (
 
 
 def cost_lines(ledger: CycleLedger) -> list[str]:
-    """One row a stage, one for the cycle, and a line that sums it up."""
+    """Return one row a stage, one for the cycle, and a line that sums it up."""
     rows = [HEAD, *(total_row(stage) for stage in ledger.stages()), total_row(ledger.total)]
     return [summary(ledger), *aligned(rows)]
 
@@ -153,7 +153,7 @@ def summary(ledger: CycleLedger, standing: str = "under way") -> str:
 
 
 def money(one: Total) -> str:
-    """What it cost, and what of it was wasted."""
+    """Return what it cost, and what of it was wasted."""
     if one.usd is None:
         return "cost unknown (jobs.prices, jobs.vcpu_usd_per_hour)"
     return f"{usd(one.usd)}, {usd(one.wasted_usd)} of it wasted"

@@ -76,7 +76,8 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         for place in (place for task, place in zip(tasks, places, strict=True) if task is None):
             load_side(open_storage(place, retry=settings.storage, stop=stop), ctx.scratch / KIND)
         for task in filter(None, tasks):
-            list(run_tasks(record, None, iter([task]), num_workers=1, stop=stop, doing=f"recording {task.name}"))
+            doing, threads = f"recording {task.name}", torch.get_num_threads()
+            list(run_tasks(record, threads, iter([task]), num_workers=1, stop=stop, doing=doing))
         opened = (open_storage(place, retry=settings.storage, stop=stop) for place in places)
         recorded = [load_side(storage, ctx.scratch / KIND) for storage in opened]
         if len(words) == 1:
@@ -196,10 +197,10 @@ def _start(settings: Settings, ctx: StageContext) -> Checkpoint:
     return open_checkpoint(*start, ctx.scratch / "parent")
 
 
-def record(context: None, task: SideTask) -> None:
+def record(threads: int, task: SideTask) -> None:
     """Record a side unless it is recorded already: the scores of the checkpoint, then the training run from it."""
     settings = task.settings
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)  # worker processes have one
     warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
     # The log of events is left to the process that started this one.
     with open_context(settings, StopSignal(), {**os.environ, TRACE_FILE: ""}) as ctx:

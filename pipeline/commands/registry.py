@@ -37,7 +37,7 @@ VERBS: Mapping[str, str] = {
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """One action on the registry of the workspace. Returns the exit code; raises TrnpipeError."""
+    """Do one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
     check_flags(call, "registry", FLAGS[call.action])
     as_json = JSON in call.switches
     registry = open_registry(settings, stop, reads=call.action == "show")
@@ -61,7 +61,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 
 
 def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
-    """Raises ConfigError for a flag that the action does not take."""
+    """Raise ConfigError for a flag that the action does not take."""
     if wrong := sorted((call.switches | call.options.keys()) - fitting):
         asked = f"trnpipe {tool} {call.action}".strip()
         raise ConfigError(
@@ -72,7 +72,7 @@ def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
 
 
 def open_registry(settings: Settings, stop: StopSignal, *, reads: bool = False) -> Registry:
-    """Of the model that the settings name; who changes it is on record with them. Raises ConfigError.
+    """Open the registry of the model that the settings name; changes are recorded with them. Raises ConfigError.
 
     `reads`: nothing is changed, so without a name the only model there will do.
     """
@@ -83,7 +83,7 @@ def open_registry(settings: Settings, stop: StopSignal, *, reads: bool = False) 
 
 
 def readable_model(settings: Settings, workspace: Storage) -> str:
-    """The model that the settings name; where that is the default and not there, the only one there.
+    """Return the model that the settings name; if that is the default and does not exist, the only one that exists.
 
     Raises ConfigError where another one must be named.
     """
@@ -100,7 +100,7 @@ def readable_model(settings: Settings, workspace: Storage) -> str:
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
-    """All models; a damaged pointer does not hide the others, but is the exit code."""
+    """List all models; a damaged pointer does not hide the others, but is the exit code."""
     found: dict[str, Pointer | None] = {}
     damaged: dict[str, str] = {}
     for model in list_models(workspace):
@@ -122,7 +122,7 @@ def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
 
 
 def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
-    """The production of the model, or one checkpoint: with its lineage and what the history says of it."""
+    """Show the production of the model, or one checkpoint, with its lineage and history."""
     pointer, entries = registry.production(), registry.history()
     prefix = named or (pointer.checkpoint if pointer else "")
     # A checkpoint of production that is gone must not hide the history that leads back to a good one.
@@ -210,11 +210,7 @@ def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
             parts.append(f"the lineage ends here: {ancestor.note}")
         yield f"  {' | '.join(map(one_line, parts))}"
         if ancestor.figures:
-            figures = [
-                f"{name} {value:,.0f}" if value.is_integer() and value > 1 else f"{name} {value:.4f}"
-                for name, value in ancestor.figures.items()
-            ]
-            yield f"    {', '.join(figures)}"
+            yield "    " + ", ".join(f"{name} {value:.4f}" for name, value in ancestor.figures.items())
 
 
 def _history_lines(entries: tuple[Entry, ...]) -> Iterator[str]:

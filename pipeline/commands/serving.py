@@ -11,7 +11,7 @@ from pipeline.settings import Settings
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """One action on what is served of the model. Raises ConfigError, CheckpointError, TransientError."""
+    """Show or roll back what is served of the model. Raises ConfigError, CheckpointError, TransientError."""
     check_flags(call, "serving", frozenset({JSON} if call.action == "show" else {REASON}))
     registry, reason = open_registry(settings, stop, reads=call.action == "show"), call.options.get(REASON, "")
     model = registry.model

@@ -13,7 +13,6 @@ from pipeline.core.errors import ConfigError, first_line
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "apprise": ("apprise>=1.9",),
     "lightning": ("lightning>=2.6.6",),
-    "optuna": ("optuna>=4",),
     "sklearn": ("scikit-learn>=1.7",),
     "tensorboard": ("tensorboard>=2.18",),
     "torch_xla": ("torch-xla==2.9.0", "torch==2.9.1"),

@@ -14,7 +14,6 @@ from safetensors.numpy import save
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
-from pipeline.data.config import DataConfig
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
@@ -79,7 +78,6 @@ class ChunkTask:
     name: str
     chunk: Chunk
     rules: RowRules
-    config: DataConfig
     staging: Staging
 
 
@@ -93,7 +91,8 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
 
     Returns the name of the partition, the index of the chunk and the record.
     """
-    config, tokenizer, buckets = task.config, _tokenizer(tokenizer_json), task.config.bucket_shapes
+    config, tokenizer = task.rules.config, _tokenizer(tokenizer_json)
+    buckets = config.bucket_shapes
     rows, bad, rows_read = clean(task.chunk, task.rules)
     limit = text_characters(buckets)
     queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.query])

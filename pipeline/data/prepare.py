@@ -249,18 +249,7 @@ def _labels_and_tokenizer(
 def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: bool) -> tuple[str, RowRules]:
     """Return the prefix of a partition's token set, which names all that its bytes depend on, and its rules."""
     config, labels = encoding.config, encoding.labels
-    rules = RowRules(
-        partition=partition.name,
-        labels=tuple(labels.gains),
-        label_gains=labels.row_gains,
-        numeric=config.numeric,
-        categorical=tuple(CategoricalInfo(column=f.column, num_ids=f.num_ids) for f in config.categorical),
-        filter=config.filter,
-        valid_fraction=config.valid_fraction,
-        test_fraction=config.test_fraction,
-        carve_valid=carve_valid,
-        slices=config.slices,
-    )
+    rules = RowRules(config, partition.name, tuple(labels.gains), labels.row_gains, carve_valid)
     later = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix"})
     name = fingerprint(
         {
@@ -341,7 +330,7 @@ def _tasks(
                     work.note(index, record)
                 else:
                     name = f"{number:05d}-{place:05d}"
-                    yield ChunkTask(index, name, chunk, work.rules, config, work.staging)
+                    yield ChunkTask(index, name, chunk, work.rules, work.staging)
                 index += 1
         work.num_chunks = index
 
@@ -377,7 +366,8 @@ def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -
 
 def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo:
     config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
-    records, categorical = work.records(), work.rules.categorical
+    records = work.records()
+    categorical = tuple(CategoricalInfo(column=one.column, num_ids=one.num_ids) for one in config.categorical)
     shards = shards_by_split(records)
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
     names = merge_names(record.slices for record in records)

@@ -1,17 +1,16 @@
 """The source of rows: files of a path, the ESCI layout, or the synthetic catalogue."""
 
-import mmap
+import errno
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import xxhash
 from pydantic import JsonValue
 
 from pipeline.core.errors import DataError
@@ -159,10 +158,8 @@ class FileSource:
         yield from read_file(self.storage, file.key, file.format, plan, num_rows, file.version)
 
 
-# The Amazon Shopping Queries (ESCI) layout: a file of examples, joined with a file of products on id and locale.
-#
-# Memory: 24 bytes per product for the index (44 MB for the 1.8 M products of the full set), three times that while it
-# is built. The texts are in one file below scratch and are read through a memory map.
+# The Amazon Shopping Queries (ESCI) layout: a file of examples, joined with a file of products on id and locale. The
+# texts of the products are in a SQLite file below scratch, so memory does not grow with them.
 
 ESCI_EXAMPLES = "shopping_queries_dataset_examples.parquet"
 ESCI_PRODUCTS = "shopping_queries_dataset_products.parquet"
@@ -223,15 +220,22 @@ class EsciSource:
     fixed_labels: ClassVar[Mapping[str, float]] = ESCI_GAINS
 
     @cached_property
-    def index(self) -> "ProductIndex":
-        """Built in a folder by one process at a time; `index.npz` appears last."""
-        file = self.products
+    def index(self) -> sqlite3.Connection:
+        """A table of products in a file, which one process at a time builds and which appears whole."""
         limit = 4 * text_characters(self.config.bucket_shapes)  # a character has at most 4 bytes
-        folder = self.folder / fingerprint([file.content_id, None, limit])
+        folder = self.folder / fingerprint([self.products.content_id, limit])
+        path = folder / "products.db"
         with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self.storage.stop):
-            if not (folder / "index.npz").exists():
-                _index_products(self.storage, file, folder, limit)
-        return ProductIndex(folder)
+            if not path.exists():
+                _index_products(self.storage, self.products, path.with_suffix(".tmp"), limit)
+                path.with_suffix(".tmp").replace(path)
+        return sqlite3.connect(path, check_same_thread=False)
+
+    def look_up(self, product_id: bytes | None, locale: bytes | None) -> tuple[bytes, bytes] | None:
+        """Return the title and the text of a product; None if it does not exist."""
+        wanted = "SELECT title, text FROM products WHERE id = ? AND locale = ?"
+        found: tuple[bytes, bytes] | None = self.index.execute(wanted, (product_id or b"", locale or b"")).fetchone()
+        return found
 
     def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
         """Yield rows with title and text; rows without a product are bad."""
@@ -244,10 +248,12 @@ class EsciSource:
             self.storage.stop.raise_if_set(f"reading {uri}")
             columns = batch.columns
             ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
-            titles, texts, found = self.index.look_up(ids, locales)
-            columns = columns.append_column("title", pa.array(titles, pa.large_binary()))
-            columns = columns.append_column("text", pa.array(texts, pa.large_binary()))
-            is_bad = ~found & filter_mask(columns, self.config.filter)
+            products = [self.look_up(*key) for key in zip(ids, locales, strict=True)]
+            for place, name in enumerate(("title", "text")):
+                values = [product and product[place] for product in products]
+                columns = columns.append_column(name, pa.array(values, pa.large_binary()))
+            is_missing = np.array([product is None for product in products], dtype=np.bool_)
+            is_bad = is_missing & filter_mask(columns, self.config.filter)
             bad = tuple(
                 BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
                 for i in np.flatnonzero(is_bad)
@@ -256,67 +262,40 @@ class EsciSource:
             yield replace(batch, columns=columns, rows=batch.rows[~is_bad], bad=bad)
 
 
-class ProductIndex:
-    """Titles and texts by (product_id, locale): a sorted array of key hashes over one memory-mapped file of texts."""
-
-    def __init__(self, folder: Path) -> None:
-        with np.load(folder / "index.npz") as arrays:
-            self._keys, self._starts = arrays["keys"], arrays["starts"]
-            self._title_sizes, self._text_sizes = arrays["title_sizes"], arrays["text_sizes"]
-        with (folder / "texts.bin").open("rb") as file:
-            is_empty = not file.read(1)
-            self._texts: mmap.mmap | bytes = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def look_up(
-        self, ids: Sequence[bytes | None], locales: Sequence[bytes | None]
-    ) -> tuple[list[bytes | None], list[bytes | None], npt.NDArray[np.bool_]]:
-        """Return titles, texts and whether the product exists, each of length N."""
-        keys = np.array([_key(*pair) for pair in zip(ids, locales, strict=True)], dtype=np.uint64)
-        if not len(self._keys):
-            return [None] * len(ids), [None] * len(ids), np.zeros(len(ids), dtype=np.bool_)
-        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        found = self._keys[places] == keys
-        starts = self._starts[places]
-        middles = starts + self._title_sizes[places]
-        ends = middles + self._text_sizes[places]
-        rows = list(zip(found.tolist(), starts.tolist(), middles.tolist(), ends.tolist(), strict=True))
-        titles = [self._texts[start:middle] if is_found else None for is_found, start, middle, _ in rows]
-        texts = [self._texts[middle:end] if is_found else None for is_found, _, middle, end in rows]
-        return titles, texts, found
-
-
-def _index_products(storage: Storage, products: InputFile, folder: Path, limit: int) -> None:
-    """Write titles, and texts cut to `limit` bytes, then the index. Raises what read_file() raises, and DiskFull."""
-    all_keys: list[int] = []
-    all_sizes: list[tuple[int, int]] = []
+def _index_products(storage: Storage, products: InputFile, path: Path, limit: int) -> None:
+    """Write titles, and texts cut to `limit` bytes; of equal products the first. Raises as read_file(), and OSError."""
     uri = storage.uri(products.key)
 
     def plan(names: Sequence[str]) -> ColumnPlan:
         wanted = ("product_id", ESCI_LOCALE, "product_title", *(column for column in _ESCI_TEXTS if column in names))
         return _checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
 
+    def rows(batch: RawBatch) -> Iterator[tuple[bytes, ...]]:
+        columns = batch.columns.to_pydict()
+        texts = [columns[column] for column in _ESCI_TEXTS if column in columns]
+        keys = zip(columns["product_id"], columns[ESCI_LOCALE], columns["product_title"], strict=True)
+        for row, key in enumerate(keys):
+            text = b" ".join(filter(None, (column[row] for column in texts)))
+            if len(text) > limit:  # never cut inside a character
+                text = text[:limit].decode("utf-8", "ignore").encode()
+            yield (*(value or b"" for value in key), text)
+
+    path.unlink(missing_ok=True)
     with (
-        (folder / "texts.bin").open("wb") as file,
+        closing(sqlite3.connect(path, isolation_level=None)) as table,
         progress("indexing products", products.size_bytes or None, "bytes") as advance,
     ):
-        for batch in read_file(storage, products.key, "parquet", plan, 4096, products.version):
-            storage.stop.raise_if_set(f"indexing {uri}")
-            advance(batch.input_bytes)
-            columns = batch.columns.to_pydict()
-            text_columns = [columns[column] for column in _ESCI_TEXTS if column in columns]
-            for row in range(len(batch.rows)):
-                title = columns["product_title"][row] or b""
-                text = cut_utf8(b" ".join(filter(None, (column[row] for column in text_columns))), limit)
-                all_keys.append(_key(columns["product_id"][row], columns[ESCI_LOCALE][row]))
-                all_sizes.append((len(title), len(text)))
-                file.write(title + text)
-    sizes = np.array(all_sizes, dtype=np.int32).reshape(-1, 2)
-    ends = np.cumsum(sizes.sum(axis=1, dtype=np.int64))
-    unique, first = np.unique(np.array(all_keys, dtype=np.uint64), return_index=True)  # the first of equal ones wins
-    starts = (ends - sizes.sum(axis=1))[first]
-    with (folder / "index.tmp").open("wb") as file:
-        np.savez(file, keys=unique, starts=starts, title_sizes=sizes[first, 0], text_sizes=sizes[first, 1])
-    (folder / "index.tmp").replace(folder / "index.npz")
+        try:
+            table.execute("PRAGMA journal_mode = OFF")  # a half-built file is never used
+            table.execute("CREATE TABLE products (id, locale, title, text, PRIMARY KEY (id, locale))")
+            for batch in read_file(storage, products.key, "parquet", plan, 4096, products.version):
+                storage.stop.raise_if_set(f"indexing {uri}")
+                advance(batch.input_bytes)
+                table.execute("BEGIN")
+                table.executemany("INSERT OR IGNORE INTO products VALUES (?, ?, ?, ?)", rows(batch))
+                table.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            raise OSError(errno.ENOSPC if "full" in str(error) else errno.EIO, str(error), str(path)) from error
 
 
 def _checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
@@ -327,16 +306,3 @@ def _checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
             next_command="download the file again, or set --data.format parquet",
         )
     return plan
-
-
-def _key(product_id: bytes | None, locale: bytes | None) -> int:
-    return xxhash.xxh3_64_intdigest((product_id or b"") + b"\0" + (locale or b""))
-
-
-def cut_utf8(data: bytes, limit: int) -> bytes:
-    """Return at most `limit` bytes, never cut inside a character."""
-    if len(data) <= limit:
-        return data
-    while limit and data[limit] & 0xC0 == 0x80:
-        limit -= 1
-    return data[:limit]

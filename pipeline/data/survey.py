@@ -110,24 +110,22 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
 
 
 def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: str) -> None:
-    encoded = batch["label"].dictionary_encode()
-    place = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy(zero_copy_only=False)
-    size = len(encoded.dictionary) + 1
-    rows = np.bincount(place, minlength=size)
     gain = numbers(batch["gain"]) if "gain" in batch.schema.names else np.full(batch.num_rows, np.nan)
-    known = (gain >= 0) & (gain <= 1)  # a row with another gain will be bad
-    gains = np.bincount(place[known], minlength=size)
-    sums = np.bincount(place[known], weights=gain[known], minlength=size)
-    for number, value in enumerate(encoded.dictionary.to_pylist()):
+    is_bad = ~((gain >= 0) & (gain <= 1))  # a row with another gain will be bad
+    table = pa.table({"label": batch["label"], "gain": pa.array(gain, mask=is_bad)})
+    wanted = [("gain", "count", pc.CountOptions(mode="all")), ("gain", "count"), ("gain", "sum")]
+    grouped = table.group_by("label", use_threads=False).aggregate(wanted)
+    values = grouped["label"].to_pylist()
+    for value, rows, gains, total in zip(values, *(column.to_pylist() for column in grouped.columns[1:]), strict=True):
         try:
-            name = value.decode().strip()
+            name = (value or b"").decode().strip()
         except UnicodeDecodeError:  # a bad row, counted when rows are judged
             continue
         if name:
             count = labels.setdefault(name, LabelCount())
-            count.rows += int(rows[number])
-            count.gains += int(gains[number])
-            count.gain_sum += float(sums[number])
+            count.rows += rows
+            count.gains += gains
+            count.gain_sum += total or 0.0
     if len(labels) > MAX_LABELS:
         raise DataError(
             f"column {column!r} has over {MAX_LABELS} different values, such as {next(iter(labels))!r}",

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
+from pipeline.data.config import DataConfig
 from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, canonical_text, row_content
-from pipeline.data.token_sets import SPLITS, CategoricalInfo
+from pipeline.data.token_sets import SPLITS
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
 NO_LABEL, UNKNOWN_LABEL, UNKNOWN_SPLIT = "no label", "unknown label", "unknown split"
@@ -94,16 +95,11 @@ class RowRules:
     `carve_valid`: take the validation rows out of train by hash, for layouts that only know train and test (ESCI).
     """
 
+    config: DataConfig
     partition: str
     labels: tuple[str, ...]
     label_gains: tuple[float, ...]
-    numeric: tuple[str, ...]
-    categorical: tuple[CategoricalInfo, ...]
-    filter: Mapping[str, str]
-    valid_fraction: float
-    test_fraction: float
     carve_valid: bool
-    slices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,14 +178,14 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     Returns the usable rows, the bad ones (first those of the reader), and the number of rows judged.
     """
     table = chunk.table()
-    keep = filter_mask(table, rules.filter)
+    keep = filter_mask(table, rules.config.filter)
     lines = np.zeros(len(chunk.rows), dtype=np.int64) if chunk.lines is None else chunk.lines
-    rows = _Rows(table.filter(pa.array(keep)) if rules.filter else table, chunk.rows[keep], lines[keep])
+    rows = _Rows(table.filter(pa.array(keep)) if rules.config.filter else table, chunk.rows[keep], lines[keep])
     query, title, text = rows.text("query"), rows.text("title"), rows.text("text")
     rows.mark(np.array([not one for one in query], dtype=np.bool_), EMPTY_QUERY)
     rows.mark(np.array([not one for one in title], dtype=np.bool_), EMPTY_TITLE)
     label, gain = _labels_and_gains(rows, rules)
-    numeric, categorical = _features(rows, rules)
+    numeric, categorical = _features(rows, rules.config)
     query_id, split = _queries_and_splits(rows, rules, query)
     good = np.array([reason is None for reason in rows.reason], dtype=np.bool_)
     kept = np.flatnonzero(good).tolist()
@@ -205,7 +201,7 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
         np.array([hash63(f"{prefix}{rows.rows[row]}") for row in kept], dtype=np.int64),
         query_id[good],
         split[good],
-        slice_rows({column: rows.table[SLICE + column].to_pylist() for column in rules.slices}, kept),
+        slice_rows({column: rows.table[SLICE + column].to_pylist() for column in rules.config.slices}, kept),
     )
     bad = list(chunk.bad)
     for row, reason in enumerate(rows.reason):
@@ -232,15 +228,15 @@ def _labels_and_gains(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.int1
     return label, np.where(wrong, 0.0, gain).astype(np.float32)
 
 
-def _features(rows: _Rows, rules: RowRules) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+def _features(rows: _Rows, config: DataConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """Return numeric features and the hash ids of categories; bytes are hashed whether they are valid text or not."""
-    numeric = np.zeros((len(rows.rows), len(rules.numeric)), dtype=np.float32)
-    for place, column in enumerate(rules.numeric):
+    numeric = np.zeros((len(rows.rows), len(config.numeric)), dtype=np.float32)
+    for place, column in enumerate(config.numeric):
         with np.errstate(over="ignore"):
             numeric[:, place] = numbers(rows.table[NUMERIC + column].combine_chunks()).astype(np.float32)
         rows.mark(~np.isfinite(numeric[:, place]), f"feature {column} is not a finite number")
-    categorical = np.zeros((len(rows.rows), len(rules.categorical)), dtype=np.int32)
-    for place, info in enumerate(rules.categorical):
+    categorical = np.zeros((len(rows.rows), len(config.categorical)), dtype=np.int32)
+    for place, info in enumerate(config.categorical):
         values = rows.table[CATEGORICAL + info.column].to_pylist()
         categorical[:, place] = [category_id(value, info.num_ids) for value in values]
     return numeric, categorical
@@ -263,8 +259,8 @@ def _queries_and_splits(rows: _Rows, rules: RowRules, queries: Sequence[str]) ->
 
     unique, place = np.unique(query_id, return_inverse=True)
     share = np.array([hash63(f"split|{value}") / 2**63 for value in unique.tolist()])
-    held_out = rules.test_fraction + rules.valid_fraction
-    by_hash = np.where(share < rules.test_fraction, 2, np.where(share < held_out, 1, 0)).astype(np.int8)[place]
+    held_out = rules.config.test_fraction + rules.config.valid_fraction
+    by_hash = np.where(share < rules.config.test_fraction, 2, np.where(share < held_out, 1, 0)).astype(np.int8)[place]
     if "split" not in rows.fields:
         return query_id, by_hash
     split = np.array([_SPLIT_NAMES.get(name.lower(), -1) for name in rows.text("split")], dtype=np.int8)

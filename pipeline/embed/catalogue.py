@@ -6,7 +6,6 @@ from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pydantic import Field
 
 from pipeline.core.errors import DataError
@@ -119,7 +118,7 @@ class Catalogue(Record):
         return fingerprint(self.model_dump(mode="json"))
 
     def shards(self, rows_per_part: int) -> tuple[WorkShard, ...]:
-        """The work, cut up: a function of this alone."""
+        """Return the work shards: a function of the catalogue alone."""
         return plan_shards([file.groups for file in self.files], rows_per_part)
 
 
@@ -225,104 +224,62 @@ class RawWindow:
         return pa.ipc.open_stream(self.columns).read_next_batch()
 
 
-class CatalogueReader:
-    """Reads shards in rising order; going on within a row group costs nothing. Use as a context manager.
+def read_shard(catalogue: Catalogue, storage: Storage, shard: WorkShard, window_rows: int) -> Iterator[RawWindow]:
+    """Yield the rows of a shard, at most `window_rows` and about BATCH_BYTES at a time.
 
-    Raises DataError if a file is not the one the work was planned with: the result would be half one catalogue and
-    half another.
+    The last window comes once all files of the shard are known to be those of the plan. Raises DataError if a file is
+    not: the result would be half one catalogue and half another.
     """
-
-    def __init__(self, catalogue: Catalogue, storage: Storage, window_rows: int) -> None:
-        self._catalogue, self._storage, self._window_rows = catalogue, storage, window_rows
-        self._group: _OpenGroup | None = None
-
-    def __enter__(self) -> "CatalogueReader":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
-
-    def read(self, shard: WorkShard) -> Iterator[RawWindow]:
-        """Yield the rows of a shard, at most `window_rows` and about BATCH_BYTES at a time.
-
-        The last window comes once all files of the shard are known to be those of the plan.
-        """
-        held: RawWindow | None = None
-        for piece in shard.pieces:
-            for window in self._read_piece(piece):
-                if held is not None:
-                    yield held
-                held = window
-        for file in sorted({piece.file for piece in shard.pieces}):
-            self._check_same(file)
-        if held is not None:
-            yield replace(held, is_last=True)
-
-    def _read_piece(self, piece: Piece) -> Iterator[RawWindow]:
-        record = self._catalogue.files[piece.file]
-        first = sum(record.groups[: piece.group])
-        try:
-            group = self._group
-            if group is None or group.place != (piece.file, piece.group) or group.position > piece.start:
-                self._close()  # reading cannot go on in it
-                self._check_same(piece.file)
-                file = open_parquet(self._storage, record.key)
-                plan = self._catalogue.columns.plan(file.schema_arrow.names, self._storage.uri(record.key))
-                self._group = group = _OpenGroup(file, piece, plan, self._window_rows)
-            while group.position < piece.start:
-                group.take(piece.start - group.position)
-            left = piece.rows
-            while left:
-                self._storage.stop.raise_if_set(f"reading {record.key}")
-                batch = group.take(min(left, self._window_rows))
-                start = first + piece.start + piece.rows - left
-                fields = as_fields(batch, group.plan, self._catalogue.id_type)
-                sink = pa.BufferOutputStream()
-                with pa.ipc.new_stream(sink, fields.schema) as writer:
-                    writer.write_batch(fields)
-                yield RawWindow(record.key, start, sink.getvalue().to_pybytes())
-                left -= len(batch)
-        except (pa.ArrowException, OSError, StopIteration) as error:
-            self._check_same(piece.file)
-            raise not_parquet(self._storage.uri(record.key), error) from error
-
-    def _close(self) -> None:
-        if self._group is not None:
-            self._group.file.close(force=True)
-            self._group = None
-
-    def _check_same(self, file: int) -> None:
-        planned = self._catalogue.files[file]
-        seen = self._storage.stat(planned.key)
-        if seen is None or (seen.etag, seen.size_bytes) != (planned.etag, planned.size_bytes):
-            raise DataError(
-                f"{self._storage.uri(planned.key)} "
-                + ("is gone" if seen is None else "was changed")
-                + " since this cycle planned its work",
-                expected=f"the file with etag {planned.etag} and {planned.size_bytes} bytes",
-                next_command="embed the new catalogue in a cycle of its own (--cycle), or put the file back",
-            )
+    held: RawWindow | None = None
+    for piece in shard.pieces:
+        for window in _read_piece(catalogue, storage, piece, window_rows):
+            if held is not None:
+                yield held
+            held = window
+    for file in sorted({piece.file for piece in shard.pieces}):
+        _check_same(catalogue.files[file], storage)
+    if held is not None:
+        yield replace(held, is_last=True)
 
 
-class _OpenGroup:
-    """A row group and how far it has been read."""
+def _read_piece(catalogue: Catalogue, storage: Storage, piece: Piece, window_rows: int) -> Iterator[RawWindow]:
+    """Yield the windows of a piece. The rows before it in its row group are decoded again: that costs little."""
+    record = catalogue.files[piece.file]
+    first, position, end = sum(record.groups[: piece.group]), 0, piece.start + piece.rows
+    _check_same(record, storage)
+    try:
+        with open_parquet(storage, record.key) as file:
+            plan = catalogue.columns.plan(file.schema_arrow.names, storage.uri(record.key))
+            group = file.metadata.row_group(piece.group)
+            chunks = [group.column(number) for number in range(group.num_columns)]
+            total = sum(int(chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in plan.inputs)
+            size = max(1, min(window_rows, BATCH_BYTES // max(1, total // max(1, int(group.num_rows)))))
+            for batch in file.iter_batches(size, row_groups=[piece.group], columns=plan.inputs, use_threads=False):
+                storage.stop.raise_if_set(f"reading {record.key}")
+                low, high = max(0, piece.start - position), min(len(batch), end - position)
+                if low < high:
+                    fields = as_fields(batch.slice(low, high - low), plan, catalogue.id_type)
+                    sink = pa.BufferOutputStream()
+                    with pa.ipc.new_stream(sink, fields.schema) as writer:
+                        writer.write_batch(fields)
+                    yield RawWindow(record.key, first + position + low, sink.getvalue().to_pybytes())
+                position += len(batch)
+                if position >= end:
+                    return
+        raise OSError(f"row group {piece.group} has {position} rows")
+    except (pa.ArrowException, OSError) as error:
+        _check_same(record, storage)
+        raise not_parquet(storage.uri(record.key), error) from error
 
-    def __init__(self, file: pq.ParquetFile, piece: Piece, plan: ColumnPlan, window_rows: int) -> None:
-        self.plan, self.file = plan, file
-        self.place, self.position = (piece.file, piece.group), 0
-        group = file.metadata.row_group(piece.group)
-        chunks = [group.column(number) for number in range(group.num_columns)]
-        total = sum(int(chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in plan.inputs)
-        size = max(1, min(window_rows, BATCH_BYTES // max(1, total // max(1, int(group.num_rows)))))
-        self._batches = file.iter_batches(size, row_groups=[piece.group], columns=plan.inputs, use_threads=False)
-        self._left: pa.RecordBatch | None = None
 
-    def take(self, limit: int) -> pa.RecordBatch:
-        """Return at most `limit` rows. Raises StopIteration if the group has fewer than its footer says."""
-        batch = self._left if self._left is not None and len(self._left) else next(self._batches)
-        self._left = batch.slice(limit)
-        self.position += min(limit, len(batch))
-        return batch.slice(0, limit)
+def _check_same(planned: CatalogueFile, storage: Storage) -> None:
+    seen = storage.stat(planned.key)
+    if seen is None or (seen.etag, seen.size_bytes) != (planned.etag, planned.size_bytes):
+        raise DataError(
+            f"{storage.uri(planned.key)} {'was changed' if seen else 'is gone'} since this cycle planned its work",
+            expected=f"the file with etag {planned.etag} and {planned.size_bytes} bytes",
+            next_command="embed the new catalogue in a cycle of its own (--cycle), or put the file back",
+        )
 
 
 def as_fields(batch: pa.RecordBatch, plan: ColumnPlan, id_type: IdType) -> pa.RecordBatch:

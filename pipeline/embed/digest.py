@@ -1,6 +1,7 @@
 """What verify found, as a digest for pages: `cycles/<cycle>/verify/digest.json`. Imports neither torch nor pyarrow."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -8,21 +9,15 @@ from pipeline.core.record import Record
 from pipeline.io.storage import Storage, read_record
 
 
-class Histogram(Record):
-    """Counts of values between rising edges; the last bin holds its upper edge, too."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-
-
 class Check(Record):
     """One question and its answer."""
+
+    retired: ClassVar[Mapping[str, Any]] = {"histogram": ...}
 
     name: str
     outcome: Literal["pass", "fail", "skipped"]
     seen: str
     figures: dict[str, float] = Field({})
-    histogram: Histogram | None = None
 
     def line(self) -> str:
         """`pass     files      5 files, 1.2 MiB`"""
@@ -41,6 +36,8 @@ class VectorCounts(Record):
 class VerifyDigest(Record):
     """`cycles/<cycle>/verify/digest.json`: what verify saw, for pages and graphs; written whether it passed or not."""
 
+    retired: ClassVar[Mapping[str, Any]] = dict.fromkeys(("drift", "mean_cosine", "moved_share", "ann_recall"), ...)
+
     schema_version: Literal[1] = 1
     cycle: str
     passed: bool
@@ -49,10 +46,6 @@ class VerifyDigest(Record):
     previous: str | None = Field(description="The cycle before")
     rows: int
     counts: VectorCounts
-    drift: Histogram | None = Field(None, description="Of cycles of earlier versions, as are the next three")
-    mean_cosine: float | None = None
-    moved_share: float | None = None
-    ann_recall: float | None = None
     recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
     checks: tuple[Check, ...]
 

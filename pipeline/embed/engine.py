@@ -154,7 +154,7 @@ class HostBatch:
 
     @property
     def num_slots(self) -> int:
-        """Tokens of the batch, padding included."""
+        """Number of tokens of the batch, padding included."""
         return next(iter(self.tensors.values())).numel()
 
 
@@ -539,11 +539,11 @@ def open_embedder(
     )
 
 
-def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Checkpoint) -> tuple[Backend, Embedder]:
+def open_device_embedder(settings: Settings, ctx: StageContext, checkpoint: Checkpoint) -> Embedder:
     """Open the device of this rank with the model on it; its graphs are checked against this workspace's manifests."""
     backend, watch = open_device(settings.backend, ctx.world), None
     if backend.is_lazy or backend.compiles_steps:
         state, device = checkpoint.state, backend.device_name()
         plan = embed_plan(state.model, settings.embed, settings.compile, state.inputs, device, ctx.world.world_size)
         watch = open_part_guard(ctx.workspace, plan, backend, settings.compile, ctx.console)
-    return backend, open_embedder(checkpoint, backend, settings.embed, watch, stop=ctx.stop)
+    return open_embedder(checkpoint, backend, settings.embed, watch, stop=ctx.stop)

@@ -14,15 +14,13 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.backends import Backend
 from pipeline.backends.prefetch import prefetched
 from pipeline.context import Figure, StageContext
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.format import format_count, format_duration, format_share
-from pipeline.core.machines import MACHINES, price_usd_per_hour, usd_per_million
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.catalogue import CatalogueReader, RawWindow, WorkShard
+from pipeline.embed.catalogue import RawWindow, WorkShard, read_shard
 from pipeline.embed.engine import Embed, EmbedFigures
 from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix, too_many_bad
 from pipeline.embed.plan import EmbedPlan
@@ -30,7 +28,6 @@ from pipeline.embed.texts import TextRules, Window, make_window
 from pipeline.embed.vectors import VectorSet
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import run_tasks
-from pipeline.settings import Settings
 from pipeline.telemetry.events import EventName
 
 FEED_DEPTH = 2
@@ -89,11 +86,11 @@ def embed_shards(
         ThreadPoolExecutor(1, "part-writer") as writer,  # on leaving, also by an error, what was handed over is written
         prefetched(items, FEED_DEPTH) as ready,
     ):
-        line = _Line(ready, write, writer, flow.stop)
-        for vectors in embed(line.windows()):
-            line.fill(vectors)
+        pending = _PendingWindows(ready, write, writer, flow.stop)
+        for vectors in embed(pending.windows()):
+            pending.store_vectors(vectors)
             embedded()
-        line.finish()
+        pending.finish()
 
 
 @contextmanager
@@ -128,10 +125,8 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete,
     Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
     """
     plan = flow.plan
-    with (
-        CatalogueReader(plan.catalogue, flow.catalogue, plan.window_rows) as reader,
-        closing(flow.windows(flow.rules, (raw for shard in shards for raw in reader.read(shard)))) as windows,
-    ):
+    raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, plan.window_rows))
+    with closing(flow.windows(flow.rules, raws)) as windows:
         for shard in shards:
             part = OpenPart(shard.index, plan.layout, shard.rows, plan.quarantine_rows)
             yield from _texts_of(part, windows, plan.window_rows)
@@ -165,7 +160,7 @@ def _texts_of(part: OpenPart, windows: Iterator[Window], limit: int) -> Iterator
         yield joined()
 
 
-class _Line:
+class _PendingWindows:
     """What the device was given and has not answered, in order, with complete parts in between.
 
     Vectors are converted and parts written by one thread behind the one that drives the device. The embedder may ask
@@ -189,18 +184,18 @@ class _Line:
             self._stop.raise_if_set("embedding")
             with self._lock:
                 self._waiting.append(item)
-                self._write_complete()
+                self._flush_completed_parts()
             if isinstance(item, Texts):
                 yield item.tokens
 
-    def fill(self, vectors: Float32s) -> None:
-        """Hand over the vectors of the first texts that wait. Raises what went wrong with those before them."""
+    def store_vectors(self, vectors: Float32s) -> None:
+        """Convert the vectors of the first texts that wait, behind this thread. Raises the error of an earlier task."""
         with self._lock:
             first = self._waiting.popleft()
             if not isinstance(first, Texts):
                 raise RuntimeError("the embedder answered more windows than it was given")
-            self._hand_over(partial(first.part.fill, first.rows, vectors))
-            self._write_complete()
+            self._submit(partial(first.part.fill, first.rows, vectors))
+            self._flush_completed_parts()
 
     def finish(self) -> None:
         """Wait until every part is written."""
@@ -208,13 +203,13 @@ class _Line:
         if self._waiting:
             raise RuntimeError("the embedder ended before all windows had their vectors")
 
-    def _write_complete(self) -> None:
-        """Hand over the parts that wait for no vectors."""
+    def _flush_completed_parts(self) -> None:
+        """Write the parts that wait for no vectors, behind this thread."""
         while self._waiting and isinstance(first := self._waiting[0], Complete):
-            self._hand_over(partial(self._write, first.part))
+            self._submit(partial(self._write, first.part))
             self._waiting.popleft()
 
-    def _hand_over(self, work: Callable[[], None]) -> None:
+    def _submit(self, work: Callable[[], None]) -> None:
         def unless_failed() -> None:
             if not self._failed:  # nothing is written after what failed
                 try:
@@ -244,7 +239,6 @@ class EmbedWatch:
     Args:
         total: rows of the worker's share.
         done: of them finished by an earlier attempt.
-        price_usd_per_hour: of the machine's part that this worker has; None if unknown.
     """
 
     def __init__(
@@ -255,12 +249,11 @@ class EmbedWatch:
         *,
         total: int,
         done: int,
-        price_usd_per_hour: float | None,
         max_bad_fraction: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ctx, self._plan, self._device, self._clock = ctx, plan, device, clock
-        self._total, self._done, self._price = total, done, price_usd_per_hour
+        self._total, self._done = total, done
         self._max_bad_fraction, self._reasons = max_bad_fraction, Counter[str]()
         self._started = self._last_line_s = clock()
         self._passed = 0  # rows that needed no device: taken over, bad, or left out by the filter
@@ -287,44 +280,26 @@ class EmbedWatch:
             raise too_many_bad(bad, rows, self._reasons, self._max_bad_fraction, place)
 
     def line(self) -> str:
-        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s | $...`"""
-        device, seconds, cost = self._device, self._seconds(), self._usd_per_million()
+        """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s`"""
+        device, seconds = self._device, self._seconds()
         rows = device.texts + self._passed
         eta = f" | eta {format_duration((self._total - self._done - rows) * seconds / rows)}" if rows else ""
         return (
             f"embed {format_count(self._done + rows)}/{format_count(self._total)} rows"
             f" | {format_count(device.texts / seconds)} texts/s | {format_count(device.tokens / seconds)} tokens/s"
             f" | padding {format_share(device.padding_share)} | idle {format_share(device.idle_share)}{eta}"
-            + ("" if cost is None else f" | ${cost:.3g} a million texts")
         )
 
     def finish(self) -> dict[str, Figure]:
         """Print the last line. Return how this run went."""
         self._ctx.console.info(self.line())
-        device, seconds, cost = self._device, self._seconds(), self._usd_per_million()
+        device, seconds = self._device, self._seconds()
         return {
             "texts_per_s": round(device.texts / seconds, 1),
             "tokens_per_s": round(device.tokens / seconds, 1),
             "padding_share": float(f"{device.padding_share:.4g}"),
             "idle_share": float(f"{device.idle_share:.4g}"),
-            "usd_per_million_texts": None if cost is None else float(f"{cost:.4g}"),
         }
 
     def _seconds(self) -> float:
         return max(1e-9, self._clock() - self._started)
-
-    def _usd_per_million(self) -> float | None:
-        return None if self._price is None else usd_per_million(self._price, self._device.texts, self._seconds())
-
-
-def share_price(settings: Settings, ctx: StageContext, backend: Backend) -> float | None:
-    """Return dollars an hour for this process's share of the machine.
-
-    None if no price is known, or the configured one is for another kind of machine.
-    """
-    given = settings.estimate.price_usd_per_hour
-    instance = MACHINES.get(settings.estimate.instance)
-    price = price_usd_per_hour(settings.estimate.instance, given)
-    if price is not None and backend.is_neuron and instance is not None:
-        return price / instance.num_cores
-    return None if given is None or price is None else price / ctx.world.local_world_size

@@ -38,7 +38,7 @@ class WordCache:
         self._number, self._tokens, self._characters = self._nothing()
 
     def encode(self, texts: Sequence[str]) -> Tokens:
-        """Tokens of each text, [CLS] and [SEP] included, not truncated."""
+        """Return the tokens of each text, [CLS] and [SEP] included, not truncated."""
         if not self._by_word:
             return self._tokenizer.encode(texts)
         split = [[_FIRST, *text.split(" "), _LAST] for text in texts]
@@ -69,13 +69,13 @@ class WordCache:
         return [word for word in dict.fromkeys(words) if word not in self._number]
 
     def _nothing(self) -> tuple[dict[str, int], Tokens, int]:
-        """Number of each word, the tokens of each, and how many characters they have."""
+        """Return the number of each word, the tokens of each, and how many characters they have."""
         frame = np.array([self._tokenizer.cls_id, self.sep_id], dtype=np.int32)
         return {_FIRST: 0, _LAST: 1}, Tokens(frame, np.arange(3, dtype=np.int64)), 0
 
 
 def treats_words_alone(data: bytes) -> bool:
-    """True for a tokenizer.json of BERT's kind: it splits at spaces before all else, and no token of it holds one."""
+    """Return True for a tokenizer.json of BERT's kind: it splits at spaces first, and no token of it holds one."""
     parsed: dict[str, Any] = json.loads(data)
     kinds = [(parsed.get(part) or {}).get("type") for part in ("normalizer", "pre_tokenizer", "model")]
     added = [str(token["content"]) for token in parsed.get("added_tokens", ())]
@@ -157,7 +157,7 @@ class Window:
 
 
 def make_window(rules: TextRules, raw: RawWindow) -> Window:
-    """Run in a worker process."""
+    """Judge, hash and tokenise a window in a worker process."""
     rows = judge_rows(rules, raw)
     place, known = np.full(len(rows.texts), -1, dtype=np.int64), np.zeros(len(rows.texts), dtype=np.bool_)
     if rules.index:
@@ -234,7 +234,7 @@ def _judge(name: bytes | int | None, title: bytes | None, text: bytes | None, li
 
 
 def id_hashes(ids: Sequence[Any]) -> UInt64s:
-    """Of the ids as text, so that 7 and "7" are one id."""
+    """Hash the ids as text, so that 7 and "7" are one id."""
     return _hashes([str(value).encode() for value in ids])
 
 
@@ -243,7 +243,7 @@ def _hashes(values: Sequence[bytes]) -> UInt64s:
 
 
 def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
-    """Texts cut to `limit` tokens, of which the last is then [SEP]."""
+    """Cut texts to `limit` tokens, of which the last is then [SEP]."""
     lengths = np.minimum(tokens.lengths, limit)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ids = tokens.ids[np.arange(offsets[-1]) + np.repeat(tokens.offsets[:-1] - offsets[:-1], lengths)]
@@ -252,7 +252,7 @@ def cut_tokens(tokens: Tokens, limit: int, sep_id: int) -> Tokens:
 
 
 def chunk_tokens(tokens: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int64s]:
-    """Texts of more than `limit` tokens in chunks of at most that, and the number of each one's first chunk [N].
+    """Split texts into chunks of at most `limit` tokens. Return these, and the number of each text's first chunk [N].
 
     A chunk begins with the first token of its text, [CLS], and ends with [SEP]; all between them is there once.
     """

@@ -89,7 +89,7 @@ class PartRows:
 
 
 def check_dimensions(setting: str, dimensions: int, width: int) -> None:
-    """Raises ConfigError when vectors of a model of `width` dimensions have not as many."""
+    """Raise ConfigError if the vectors of a model have fewer dimensions than asked for."""
     if dimensions > width:
         raise ConfigError(
             f"{setting} is {dimensions}, the model's vectors have {width}",
@@ -99,7 +99,7 @@ def check_dimensions(setting: str, dimensions: int, width: int) -> None:
 
 
 def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:
-    """Vectors [N, D] to [N, dim]: the leading dimensions, of length one again; as they are when none is left out."""
+    """Return the leading dimensions [N, dim] of vectors [N, D], of length one again; the same if none is left out."""
     if dim == vectors.shape[1]:
         return vectors
     kept = vectors[:, :dim]
@@ -109,7 +109,7 @@ def shorten_vectors(vectors: Float32s, dim: int) -> Float32s:
 
 
 def to_stored(vectors: Float32s, layout: VectorLayout) -> tuple[Stored, Float32s | None]:
-    """fp32 vectors [N, dim] as they are kept; int8 values times their scale [N] give the vector again."""
+    """Convert fp32 vectors [N, dim] for storage; int8 values times their scale [N] give the vector again."""
     if layout.dtype == "fp32":
         return vectors.copy(), None
     if layout.dtype == "fp16":  # the bits NumPy comes to, in 40 % of its time
@@ -122,13 +122,13 @@ def to_stored(vectors: Float32s, layout: VectorLayout) -> tuple[Stored, Float32s
 
 
 def from_stored(vectors: Stored, scale: Float32s | None) -> Float32s:
-    """The numbers that stored vectors stand for, fp32 [N, dim]."""
+    """Return the numbers that stored vectors stand for, fp32 [N, dim]."""
     values = vectors.astype(np.float32)
     return values if scale is None else values * scale[:, None]
 
 
 def part_files(layout: VectorLayout, stem: str, rows: PartRows, metadata: Mapping[str, str]) -> dict[str, bytes]:
-    """The files of a part by name, in the order in which they must appear."""
+    """Return the files of a part by name, in the order in which they must be written."""
     names = layout.names(stem)
     files: dict[str, bytes] = {}
     if layout.format == "npy":
@@ -156,7 +156,7 @@ def part_files(layout: VectorLayout, stem: str, rows: PartRows, metadata: Mappin
 
 
 def metadata_of(schema: pa.Schema) -> dict[str, str]:
-    """What `part_files` was told, read back from a file."""
+    """Return the metadata that was given to `part_files`."""
     found = {name.decode(): value.decode() for name, value in (schema.metadata or {}).items()}
     return {name.removeprefix(_METADATA): value for name, value in found.items() if name.startswith(_METADATA)}
 
@@ -168,7 +168,7 @@ QUARANTINE = "quarantine.jsonl"
 
 
 def vectors_prefix(cycle: str) -> str:
-    """Where the parts of a cycle lie in the workspace."""
+    """Return the prefix of the parts of a cycle."""
     return f"embeddings/{cycle}"
 
 
@@ -242,19 +242,19 @@ class VectorSet:
         return join_key(self.prefix, name)
 
     def columns(self, part: int, names: list[str]) -> Iterator[pa.RecordBatch]:
-        """Some columns of a part's Parquet file, ROWS_PER_GROUP rows at a time. Raises DataError."""
+        """Yield some columns of a part's Parquet file, ROWS_PER_GROUP rows at a time. Raises DataError."""
         with self._open(part) as file:
             if missing := set(names) - set(file.schema_arrow.names):
                 raise ValueError(f"it has no column {min(missing)}")
             yield from file.iter_batches(ROWS_PER_GROUP, columns=names, use_threads=False)
 
     def schema(self, part: int) -> pa.Schema:
-        """The schema of a part's Parquet file, with its metadata."""
+        """Return the schema of a part's Parquet file, with its metadata."""
         with self._open(part) as file:
             return file.schema_arrow
 
     def hashes(self, part: int) -> tuple[UInt64s, UInt64s]:
-        """Hashes of ids and of texts of a part, [N] each."""
+        """Return the hashes of ids and of texts of a part, [N] each."""
         batches = list(self.columns(part, ["id_hash", "text_hash"]))
         return tuple(  # type: ignore[return-value]
             np.concatenate([np.zeros(0, dtype=np.uint64), *(batch[name].to_numpy() for batch in batches)])
@@ -271,7 +271,7 @@ class VectorSet:
         return found
 
     def stored(self, part: int, rows: Int64s) -> tuple[Stored, Float32s | None]:
-        """Vectors [M, dim] and scales [M] of some rows of a part, as they are stored, in the order asked for."""
+        """Return vectors [M, dim] and scales [M] of some rows of a part, as they are stored, in the order asked for."""
         vectors = np.empty((len(rows), self.layout.dim), dtype=self.layout.numpy_dtype)
         scale = np.empty(len(rows), dtype=np.float32) if self.layout.has_scale else None
         groups = rows // ROWS_PER_GROUP
@@ -291,7 +291,7 @@ class VectorSet:
         return vectors, scale
 
     def _npy_group(self, part: int, group: int) -> Stored:
-        """The vectors of a row group, of a part whose matrix is a file of its own."""
+        """Read the vectors of a row group of a part whose matrix is a file of its own."""
         name = self.info.parts[part].files[0]
         with self.storage.open_read(self.key(name)) as file:
             if npy.read_magic(file) != (1, 0):
@@ -307,7 +307,7 @@ class VectorSet:
         return np.frombuffer(data, dtype=dtype).reshape(count, dim)
 
     def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
-        """The rows of a part, ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the vectors, fp32."""
+        """Yield the rows of a part, ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the vectors, fp32."""
         start = 0
         for batch in self.columns(part, ["id", "id_hash", "text_hash"]):
             rows = np.arange(start, start + len(batch), dtype=np.int64)
@@ -329,7 +329,7 @@ class VectorSet:
 
 
 def find_vectors(storage: Storage, cycle: str) -> VectorSet:
-    """The vectors of a finished cycle. Raises DataError when there are none: an unfinished run shows nothing."""
+    """Find the vectors of a finished cycle. Raises DataError if there are none: an unfinished run shows nothing."""
     prefix = vectors_prefix(cycle)
     manifest = read_manifest(storage, prefix)
     if manifest is None or manifest.kind != KIND:

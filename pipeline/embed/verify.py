@@ -17,7 +17,7 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
-from pipeline.embed.catalogue import CatalogueReader, RawWindow
+from pipeline.embed.catalogue import RawWindow, read_shard
 from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.parts import find_duplicates, id_range
@@ -179,9 +179,9 @@ def check_catalogue(
     rules = TextRules(b"", plan.max_tokens, plan.layout.id_type, tuple(plan.catalogue.columns.filter.items()))
     bad = read = sum(plan.catalogue.unreadable.values())
     missing, problems, picked = [np.zeros(0, dtype=np.uint64)], list[str](), list[Picked]()
+    raws = (raw for shard in plan.shards for raw in read_shard(plan.catalogue, catalogue, shard, plan.window_rows))
     with (
-        CatalogueReader(plan.catalogue, catalogue, plan.window_rows) as reader,
-        closing(judged((rules, step), (raw for shard in plan.shards for raw in reader.read(shard)))) as windows,
+        closing(judged((rules, step), raws)) as windows,
         progress("reading the catalogue again", plan.catalogue.rows, "rows") as advance,
     ):
         for shard in plan.shards:

@@ -13,10 +13,10 @@ Source: modeling_roberta.py and modeling_xlm_roberta.py of transformers (create_
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError
@@ -128,7 +128,7 @@ Json = TypeVar("Json", bound=BaseModel)
 
 
 def parse_json(data: bytes, model: type[Json], where: str) -> Json:
-    """Raises ConfigError naming the field that does not fit."""
+    """Parse a file of others. Raises ConfigError naming the field that does not fit."""
     check_downloaded(data[:HEAD_BYTES], where, ConfigError)
     try:
         return model.model_validate_json(data)
@@ -142,24 +142,48 @@ def parse_json(data: bytes, model: type[Json], where: str) -> Json:
         ) from error
 
 
-def _nothing(value: JsonValue) -> JsonValue:
-    if value:
-        raise ValueError(f"{value!r}, which trnpipe does not compute: expected null or nothing")
-    return None
-
-
-_Nothing = Annotated[JsonValue, AfterValidator(_nothing)]
-"""A key that changes the numbers, unless it is null or empty."""
-
-
 class _Architecture(Foreign):
     """A Hugging Face config.json with a model_type"""
 
     model_type: str = "bert"
 
 
+_COMPUTED: Mapping[str, Mapping[str, Any]] = {
+    "bert": {
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "is_causal": False,
+        "add_cross_attention": False,
+    },
+    "mpnet": {"hidden_act": "gelu", "pad_token_id": MPNET_PAD, "relative_attention_num_buckets": 32},
+    "modernbert": {
+        "hidden_activation": "gelu",
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "local_attention": LOCAL_ATTENTION,
+        # The two forms of transformers 4 and 5.
+        "global_attn_every_n_layers": GLOBAL_EVERY,
+        "global_rope_theta": ROPE_THETA[True],
+        "local_rope_theta": ROPE_THETA[False],
+        "rope_parameters.full_attention.rope_type": "default",
+        "rope_parameters.full_attention.rope_theta": ROPE_THETA[True],
+        "rope_parameters.sliding_attention.rope_type": "default",
+        "rope_parameters.sliding_attention.rope_theta": ROPE_THETA[False],
+        "sliding_window": LOCAL_ATTENTION // 2,
+    },
+}
+"""By architecture, the values of keys that change the numbers, if they are there. Dots lead into tables."""
+_NOTHING = ("is_encoder_decoder", "pruned_heads", "quantization_config", "rope_scaling", "auto_map.AutoModel")
+"""Keys that change the numbers, or name code to run, unless they are null, false or empty."""
+_MAY_BE_NULL = ("layer_types", "sliding_window")
+
+
 class EncoderJson(Foreign):
-    """A Hugging Face config.json of a text encoder"""
+    """A Hugging Face config.json of a text encoder that is computed here exactly"""
+
+    model_config = ConfigDict(extra="allow")
 
     model_type: str = "bert"
     pad_token_id: int = Field(0, ge=0)
@@ -169,16 +193,22 @@ class EncoderJson(Foreign):
     num_attention_heads: int = Field(ge=1, le=256)
     intermediate_size: int = Field(ge=8, le=65_536)
     max_position_embeddings: int
-    is_encoder_decoder: Literal[False] = False
-    pruned_heads: _Nothing = None
-    quantization_config: _Nothing = None
-    rope_scaling: _Nothing = None
-    auto_map: dict[str, JsonValue] | None = None
+    layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
+    norm_eps: float = Field(1e-5, gt=0, le=0.1)  # of modernbert
 
     @model_validator(mode="after")
     def _is_computed_here(self) -> Self:
-        if "AutoModel" in (self.auto_map or {}):
-            raise ValueError("auto_map names code of its own for the model, which trnpipe does not run")
+        given, architecture = self.model_dump(), FAMILIES[self.model_type].architecture
+        kinds = ("full_attention", "sliding_attention")
+        layers = [kinds[number % GLOBAL_EVERY > 0] for number in range(self.num_hidden_layers)]
+        wanted = {**_COMPUTED[architecture], **dict.fromkeys(_NOTHING)}
+        wanted |= {"layer_types": layers} if architecture == "modernbert" else {}
+        for name, value in wanted.items():
+            found: Any = given
+            for key in name.split("."):
+                found = found.get(key, value) if isinstance(found, dict) else value
+            if found != value and not (value is None and not found) and not (found is None and name in _MAY_BE_NULL):
+                raise ValueError(f"{name}: {found!r}, and trnpipe computes {value!r} alone")
         if not 8 <= self.positions <= MOST_POSITIONS:
             raise ValueError(
                 f"max_position_embeddings {self.max_position_embeddings} are {self.positions} positions in this family:"
@@ -201,8 +231,10 @@ class EncoderJson(Foreign):
         )
 
     def fields(self) -> dict[str, Any]:
-        """The model settings that say the same, sizes apart."""
-        return {"architecture": FAMILIES[self.model_type].architecture, "max_positions": self.positions}
+        """Return the model settings that say the same, sizes apart."""
+        architecture = FAMILIES[self.model_type].architecture
+        eps = self.norm_eps if architecture == "modernbert" else self.layer_norm_eps
+        return {"architecture": architecture, "max_positions": self.positions, "layer_norm_eps": eps}
 
     def check(self, config: ModelConfig, *, source: str) -> None:
         """Raises ConfigError where settings would compute something else from these weights, with what to set."""
@@ -219,89 +251,8 @@ class EncoderJson(Foreign):
             )
 
 
-class _PostNormJson(EncoderJson):
-    """A Hugging Face config.json of an encoder with layer norms after each part"""
-
-    hidden_act: Literal["gelu"] = "gelu"
-    layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
-
-    def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "layer_norm_eps": self.layer_norm_eps}
-
-
-class BertJson(_PostNormJson):
-    """A Hugging Face config.json of an encoder that computes what BERT computes (model/hf.py)"""
-
-    position_embedding_type: Literal["absolute"] = "absolute"
-    is_decoder: Literal[False] = False
-    is_causal: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-
-
-class MPNetJson(_PostNormJson):
-    """A Hugging Face config.json of an MPNet"""
-
-    pad_token_id: Literal[1] = 1
-    relative_attention_num_buckets: Literal[32] = 32
-
-
-_GlobalTheta = Annotated[float, Field(ge=ROPE_THETA[True], le=ROPE_THETA[True])]
-_LocalTheta = Annotated[float, Field(ge=ROPE_THETA[False], le=ROPE_THETA[False])]
-
-
-class _GlobalRope(Foreign):
-    rope_type: Literal["default"] = "default"
-    rope_theta: _GlobalTheta = ROPE_THETA[True]
-
-
-class _LocalRope(Foreign):
-    rope_type: Literal["default"] = "default"
-    rope_theta: _LocalTheta = ROPE_THETA[False]
-
-
-class _Ropes(Foreign):
-    full_attention: _GlobalRope = _GlobalRope()
-    sliding_attention: _LocalRope = _LocalRope()
-
-
-class ModernBertJson(EncoderJson):
-    """A Hugging Face config.json of a ModernBERT as published"""
-
-    norm_eps: float = Field(1e-5, gt=0, le=0.1)
-    hidden_activation: Literal["gelu"] = "gelu"
-    norm_bias: Literal[False] = False
-    attention_bias: Literal[False] = False
-    mlp_bias: Literal[False] = False
-    local_attention: Literal[128] = 128
-    # The two forms of transformers 4 and 5.
-    global_attn_every_n_layers: Literal[3] = 3
-    layer_types: tuple[str, ...] | None = None
-    global_rope_theta: _GlobalTheta = ROPE_THETA[True]
-    local_rope_theta: _LocalTheta = ROPE_THETA[False]
-    rope_parameters: _Ropes = _Ropes()
-    sliding_window: Literal[64] | None = None
-
-    @model_validator(mode="after")
-    def _layers_recur(self) -> "ModernBertJson":
-        kinds = ("full_attention", "sliding_attention")
-        wanted = tuple(kinds[number % GLOBAL_EVERY > 0] for number in range(self.num_hidden_layers))
-        if self.layer_types not in (None, wanted):
-            raise ValueError(f"layer_types: expected full_attention in every {GLOBAL_EVERY} layers, from 0 on")
-        return self
-
-    def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "layer_norm_eps": self.norm_eps}
-
-
-_OF_ARCHITECTURE: Mapping[str, type[EncoderJson]] = {
-    "bert": BertJson,
-    "mpnet": MPNetJson,
-    "modernbert": ModernBertJson,
-}
-
-
 def read_config(data: bytes, where: str) -> EncoderJson:
-    """Raises ConfigError naming the architecture, or the field, that no encoder here computes."""
+    """Read a config.json. Raises ConfigError naming the architecture, or the field, that no encoder here computes."""
     found = parse_json(data, _Architecture, where)
     family = FAMILIES.get(found.model_type)
     if family is None:
@@ -310,7 +261,7 @@ def read_config(data: bytes, where: str) -> EncoderJson:
             expected=f"model_type {', '.join(FAMILIES)}: docs/encoders.md",
             next_command="name a model of those families, or build its module yourself (--model.factory)",
         )
-    return parse_json(data, _OF_ARCHITECTURE[family.architecture], where)
+    return parse_json(data, EncoderJson, where)
 
 
 def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str:

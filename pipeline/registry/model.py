@@ -36,36 +36,33 @@ class Registry:
         self.model = check_model(model) if model else self._only()
         self._author = author
 
-    def __repr__(self) -> str:
-        return f"Registry({self.workspace.root!r}, {self.model!r})"
-
     def production(self) -> Pointer | None:
-        """The checkpoint in production, and how it came there; None before the first. Raises CheckpointError."""
+        """Return the checkpoint in production, and how it came there; None before the first. Raises CheckpointError."""
         found = read_pointer(self.workspace, self.model)
         return found[0] if found else None
 
     def history(self) -> tuple[Entry, ...]:
-        """Every promotion, refusal and rollback, oldest first."""
+        """Return every promotion, refusal and rollback, oldest first."""
         return read_history(self.workspace, self.model)
 
     def lineage(self, checkpoint: str = "") -> tuple[Ancestor, ...]:
-        """A checkpoint (default: that in production), its parent, and so on. Raises CheckpointError, ConfigError."""
+        """Return a checkpoint (default: in production), its parent, and so on. Raises CheckpointError, ConfigError."""
         if checkpoint:
             return lineage(self.workspace, prefix_in(self.workspace, checkpoint))
         pointer = self.production()
         return lineage(self.workspace, pointer.checkpoint) if pointer else ()
 
     def serving(self) -> Pair | None:
-        """The model and the vectors that are served together; None before the first pair was verified."""
+        """Return the model and the vectors that are served together; None before the first pair was verified."""
         found = read_pair(self.workspace, self.model)
         return found[0] if found else None
 
     def pairs(self) -> tuple[Pair, ...]:
-        """Every pair that was served, oldest first."""
+        """Return every pair that was served, oldest first."""
         return past_pairs(self.workspace, self.model)
 
     def vectors_uri(self, pair: Pair | None = None) -> str:
-        """Where the vectors of a pair lie (default: of what is served), for `trnpipe.open_vectors`."""
+        """Return the URI of the vectors of a pair (default: the served one), for `trnpipe.open_vectors`."""
         pair = pair or self.serving()
         if pair is None:
             raise ConfigError(
@@ -104,7 +101,7 @@ class Registry:
         return roll_back_vectors(self.workspace, self.model, cycle, reason=reason, author=self.author())
 
     def author(self) -> Author:
-        """Who is on record for a change."""
+        """Return who is recorded for a change."""
         return self._author or Author(by=who(), code_version=code_version())
 
     def _only(self) -> str:

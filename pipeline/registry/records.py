@@ -30,7 +30,7 @@ _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def check_model(name: str) -> str:
-    """The name itself, which becomes part of a key. ConfigError when it is none."""
+    """Return the name itself, which becomes part of a key. Raises ConfigError if it is invalid."""
     if _MODEL.fullmatch(name):
         return name
     raise ConfigError(
@@ -41,14 +41,14 @@ def check_model(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix itself. ConfigError when it is absolute, leads out of the workspace, or cannot be printed."""
+    """Return the prefix itself. Raises ConfigError if it is absolute, leaves the workspace, or cannot be printed."""
     if not prefix.isprintable() or "\\" in prefix:
         raise ConfigError(f"checkpoint {prefix!r}", expected="checkpoints/<cycle>/step-<n>")
     return check_key(prefix)
 
 
 def one_line(text: str) -> str:
-    """What a person typed, without line ends and control characters."""
+    """Return what a person typed, without line ends and control characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
@@ -173,13 +173,13 @@ class Pointer(Entry):
 
 
 def parse_entry(data: bytes | str) -> Entry:
-    """A line of the history. ValidationError when it is none."""
+    """Parse a line of the history. Raises ValidationError."""
     entry = Entry.model_validate_json(data)
     return entry if entry.action == "refused" else Pointer.model_validate_json(data)
 
 
 def changes_of(entries: Iterable[Entry]) -> tuple[Pointer, ...]:
-    """Without the refusals."""
+    """Return the entries without the refusals."""
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
 
 
@@ -203,7 +203,7 @@ class StoredVerdict(Record):
     at: datetime = Field(description="UTC")
 
     def decision(self) -> Decision:
-        """What promote() and record_refusal() want to know of it."""
+        """Return it for promote() and record_refusal()."""
         return Decision(
             passed=self.promote,
             digest=self.candidate.digest,
@@ -225,14 +225,14 @@ def store_verdict(workspace: Storage, verdict: StoredVerdict) -> str:
 
 
 def load_verdict(workspace: Storage, cycle: str) -> StoredVerdict | None:
-    """The stored verdict; None when the cycle has none. Raises DataError when it cannot be read."""
+    """Return the stored verdict; None if the cycle has none. Raises DataError if it cannot be read."""
     return read_record(workspace, verdict_key(cycle), StoredVerdict, "a verdict", f"trnpipe evaluate --cycle {cycle}")
 
 
 def stored_decision(
     workspace: Storage, model: str, candidate: Place, incumbent: Place | None, cycles: Iterable[str]
 ) -> Decision:
-    """What the first of these cycles that judged this content says of it; not passed, with the reason, when none did.
+    """Return the decision of the first of these cycles that judged this content; not passed if none did.
 
     A verdict counts only for the model and the incumbent that it was made against.
     """
@@ -260,7 +260,7 @@ def stored_decision(
 
 
 def who(env: Mapping[str, str] = os.environ) -> str:
-    """`user@host`, with the id of the job where there is one."""
+    """Return `user@host`, with the id of the job if there is one."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container whose user id has no name
@@ -275,7 +275,7 @@ FOLDER = "registry"
 
 
 def pointer_key(model: str) -> str:
-    """Raises ConfigError for a name that is none."""
+    """Return the key. Raises ConfigError for an invalid name."""
     return f"{FOLDER}/{check_model(model)}/production.json"
 
 
@@ -326,7 +326,7 @@ def list_models(workspace: Storage) -> list[str]:
 
 
 def read_history(workspace: Storage, model: str) -> tuple[Entry, ...]:
-    """Every entry, the pointer's own included. Raises DataError for a damaged log, CheckpointError for the pointer."""
+    """Return every entry, including the pointer's. Raises DataError or CheckpointError if either is damaged."""
     found = read_pointer(workspace, model)  # first: whatever came before this pointer is in the log by now
     _, log = _read_log(workspace, history_key(model))
     return log if found is None or found[0].id in {entry.id for entry in log} else (*log, found[0])
@@ -361,7 +361,7 @@ def append(workspace: Storage, model: str, *entries: Entry | None) -> tuple[Entr
 
 
 def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[Entry, ...]]:
-    """All of it, and the entries it holds. Raises DataError for a damaged one."""
+    """Read all of it, and the entries it holds. Raises DataError if it is damaged."""
     try:
         data = workspace.read_bytes(key)
     except KeyNotFound:
@@ -385,7 +385,7 @@ def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[Entry, ...]]:
 
 
 def in_use(workspace: Storage) -> frozenset[str]:
-    """Prefixes of the checkpoints that are in production of any model, or were and may be rolled back to.
+    """Return prefixes of the checkpoints that are or were in production of any model: they may be rolled back to.
 
     Raises DataError and CheckpointError for a damaged registry: then nothing may be deleted.
     """

@@ -83,7 +83,7 @@ class Pair(OfModel):
 
     @property
     def is_of(self) -> tuple[str, str]:
-        """What belongs together."""
+        """Digests of the checkpoint and of the vectors."""
         return self.digest, self.vectors.digest
 
 

@@ -9,7 +9,7 @@ from pipeline.core.errors import ConfigError, Preempted
 from pipeline.embed.carry_over import index_of, open_earlier
 from pipeline.embed.catalogue import WorkShard
 from pipeline.embed.engine import open_device_embedder
-from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, share_price, worker_processes
+from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, worker_processes
 from pipeline.embed.parts import finish, parts_of, report_end, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
@@ -120,14 +120,13 @@ def _embed(
         earlier=earlier,
         stop=ctx.stop,
     )
-    backend, embedder = open_device_embedder(settings, ctx, checkpoint)
+    embedder = open_device_embedder(settings, ctx, checkpoint)
     watch = EmbedWatch(
         ctx,
         plan,
         embedder.figures,
         total=total,
         done=total - sum(shard.rows for shard in todo),
-        price_usd_per_hour=share_price(settings, ctx, backend),
         max_bad_fraction=settings.embed.catalogue.max_bad_fraction,
     )
     try:

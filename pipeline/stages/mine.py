@@ -74,7 +74,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
 
     def open_search() -> Search:
         if mining.model is not None:
-            _, embedder = open_device_embedder(settings, ctx, mining.model)
+            embedder = open_device_embedder(settings, ctx, mining.model)
             items, queries = (vectors_of(texts, embedder.stream) for texts in (task.products.tokens, task.queries))
             return vector_search(vectors, items, queries, config.depth, ctx.stop, worker, workers)
         tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")

@@ -183,55 +183,51 @@ class CheckpointConfig(Record):
 
 
 def groups_of_batch(config: TrainConfig) -> int:
-    """Groups of one query in a global batch. Raises ConfigError when its samples are not whole groups."""
+    """Return the groups of one query in a global batch. Raises ConfigError if its samples are not whole groups."""
     groups, rest = divmod(config.global_batch_size, config.candidates_per_query)
     if rest or not groups:
-        raise _refused(config, 1, f"a global batch of {config.global_batch_size}")
+        raise _uneven_error(config, 1)
     return groups
 
 
 def rows_of_batch(config: TrainConfig, buckets: Sequence[Bucket]) -> tuple[int, ...]:
-    """Lengths of the rows of tokens that batches are made of, ascending; one batch has one of them."""
+    """Return the lengths of the rows of tokens that batches are made of, ascending; one batch has one of them."""
     return row_lengths(buckets, config.candidates_per_query + config.mined_per_query)
 
 
 def run_layout(config: TrainConfig, world_size: int, rank: int = 0) -> Layout:
-    """The place of a rank in the plan of a run. Raises ConfigError for degrees that do not divide the ranks."""
+    """Return the place of a rank in the plan of a run. Raises ConfigError for degrees that do not divide the ranks."""
     plan = config.parallel
     return layout_of(rank, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
 
 
 def batch_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShare:
-    """The fewest equal micro-steps that fit `micro_batch_size` and cut no group of one query. Of data ranks.
+    """Choose the fewest equal micro-steps that fit `micro_batch_size` and cut no group of one query. Of data ranks.
 
-    Raises ConfigError when the global batch cannot be shared evenly.
+    Raises ConfigError if the global batch cannot be shared evenly.
     """
     layout = run_layout(config, world_size, rank)
     per_rank, rest = divmod(groups_of_batch(config), layout.data_size)
     most = config.micro_batch_size // config.candidates_per_query
-    if not rest and most:
-        accumulation = next(parts for parts in range(-(-per_rank // most), per_rank + 1) if per_rank % parts == 0)
-        return RankShare(layout.data_rank, layout.data_size, accumulation)
-    seen = (
-        f"a global batch of {config.global_batch_size} over {layout.data_size} ranks, in micro-batches of up to"
-        f" {config.micro_batch_size}"
-    )
-    raise _refused(config, layout.data_size, seen)
+    if rest or not most:
+        raise _uneven_error(config, layout.data_size)
+    accumulation = next(parts for parts in range(-(-per_rank // most), per_rank + 1) if per_rank % parts == 0)
+    return RankShare(layout.data_rank, layout.data_size, accumulation)
 
 
 def needs_two_passes(config: TrainConfig, share: RankShare, *, gathers_in_graph: bool) -> bool:
-    """No one graph of a rank can hold the global batch, over which the contrastive loss is one number."""
+    """Return whether no one graph of a rank can hold the global batch that the contrastive loss is computed over."""
     if not config.loss.contrastive_weight:
         return False
     return share.accumulation > 1 or (share.world_size > 1 and not gathers_in_graph)
 
 
-def _refused(config: TrainConfig, world_size: int, seen: str) -> ConfigError:
-    slots = config.candidates_per_query
-    unit = slots * world_size
+def _uneven_error(config: TrainConfig, ranks: int) -> ConfigError:
+    slots, batch = config.candidates_per_query, config.global_batch_size
+    unit = slots * ranks
     return ConfigError(
-        seen,
+        f"a global batch of {batch} over {ranks} ranks, in micro-batches of up to {config.micro_batch_size}",
         expected=f"equal micro-batches of whole groups (train.candidates_per_query is {slots})",
-        next_command=f"--train.global-batch-size {unit * max(1, round(config.global_batch_size / unit))}, or another"
+        next_command=f"--train.global-batch-size {unit * max(1, round(batch / unit))}, or another"
         " --train.micro-batch-size or --train.candidates-per-query",
     )

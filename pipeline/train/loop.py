@@ -364,7 +364,7 @@ class TrainLoop:
         return self._due(every) and self.step < self.max_steps
 
     def _evaluate(self) -> tuple[EvaluationOutcome, bool]:
-        """(what it says, stopped meanwhile). A stop must not cost the steps since the last checkpoint."""
+        """Return (the outcome, whether it was stopped). A stop must not cost the steps since the last checkpoint."""
         try:
             return self.hooks.evaluate(self.step), False
         except (Preempted, TransientError):  # transient: a peer noticed the stop before us and left
@@ -373,10 +373,10 @@ class TrainLoop:
             return EvaluationOutcome(is_best=False), True
 
     def _report(self) -> bool:
-        """Read the figures since the last report, tell everybody, judge. True when the deadline ends the run."""
+        """Read the figures since the last report, report and judge them. Return True if the deadline ends the run."""
         count = len(self._digests)
         figures = self.program.read_figures(count)
-        interval = self._pace.read(self._compiling_s())
+        interval = self._pace.read(self._note_compiles())
         noted = self.gang.gather(self._digests)[:: self.gang.layout.tensor_size]
         digests = [add_digests(list(parts)) for parts in zip(*noted, strict=True)]
         self._digests = []
@@ -422,7 +422,6 @@ class TrainLoop:
         if self.hooks.scalars is not None:
             values = {"train/loss": losses[-1], "train/grad_norm": last["grad_norm"], "train/rate": rate}
             self.hooks.scalars(self.step, values)
-        self._note_compiles()
         self._note_host_operators(count)
         self._judge(figures)
         needed_s = eta_s or 0.0
@@ -434,24 +433,17 @@ class TrainLoop:
             return False
         return self.gang.agree_now(left_s <= 0)
 
-    def _compiling_s(self) -> float:
-        """Seconds of compiling that `_note_compiles` has not noted yet."""
-        if self.backend.compile_count() == self._compiles:
-            return 0.0
-        return self.backend.compile_seconds() - self._compile_s
-
-    def _note_compiles(self) -> None:
+    def _note_compiles(self) -> float:
+        """Report graphs that were compiled since the last call. Return the seconds it took."""
         compiles = self.backend.compile_count()
-        if compiles != self._compiles:
-            compile_s = self.backend.compile_seconds()
-            self.hooks.emit(
-                EventName.GRAPH_COMPILED,
-                step=self.step,
-                new=compiles - self._compiles,
-                total=compiles,
-                compile_s=round(compile_s - self._compile_s, 3),
-            )
-            self._compiles, self._compile_s = compiles, compile_s
+        if compiles == self._compiles:
+            return 0.0
+        before, self._compile_s = self._compile_s, self.backend.compile_seconds()
+        new, self._compiles = compiles - self._compiles, compiles
+        seconds = self._compile_s - before
+        fields = {"step": self.step, "new": new, "total": compiles, "compile_s": round(seconds, 3)}
+        self.hooks.emit(EventName.GRAPH_COMPILED, **fields)
+        return seconds
 
     def _forget_host_operators(self) -> None:
         self.backend.forget_host_operators()

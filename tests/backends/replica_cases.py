@@ -119,6 +119,7 @@ def recorded(
         backend,
         precision=config.precision,
         chunk_mib=chunk_mib,
+        has_one_rate=config.optimizer.has_one_rate,
         world_size=2,
         host_mean=lambda tensors: pytest.fail("the device reduces"),
     )

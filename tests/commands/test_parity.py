@@ -52,7 +52,7 @@ class Case:
         settings = self.settings.model_copy(update=changes)
         with open_context(settings, StopSignal(), {}) as ctx:
             task = make_task(settings, ctx, side, place and f"{self.folder}/{place}")
-        record(None, task)
+        record(torch.get_num_threads(), task)
         return load_side(open_storage(task.place), self.folder / "cache")
 
 
@@ -98,7 +98,7 @@ def said() -> list[str]:
 def run(case: Case, said: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The command, with sides in this process."""
 
-    def here(function: Callable[..., object], context: None, tasks: Iterator[Any], **more: object) -> list[object]:
+    def here(function: Callable[..., object], context: int, tasks: Iterator[Any], **more: object) -> list[object]:
         return [function(context, task) for task in tasks]
 
     def run(*words: str, to: str = "", **parity: object) -> int:

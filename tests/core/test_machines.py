@@ -1,6 +1,4 @@
-import pytest
-
-from pipeline.core.machines import MACHINES, NODES, Node, price_usd_per_hour, usd_per_million
+from pipeline.core.machines import MACHINES, NODES, Node, price_usd_per_hour
 
 
 def test_jobs_are_planned_for_every_machine() -> None:
@@ -22,9 +20,3 @@ def test_what_the_settings_say_goes_first() -> None:
     assert price_usd_per_hour("abacus.large", None) is None
     assert price_usd_per_hour("trn2u.48xlarge", None) is None and price_usd_per_hour("trn2u.48xlarge", 9.0) == 9.0
     assert price_usd_per_hour("abacus.large", 3.0) == 3.0
-
-
-def test_dollars_per_million() -> None:
-    # The page behind peers: 3,421.6 texts/s at 0.512 dollars an hour are 0.042 dollars per million.
-    assert usd_per_million(0.512, 34_216, 10.0) == pytest.approx(0.0416, abs=1e-4)
-    assert usd_per_million(0.512, 0, 10.0) is None

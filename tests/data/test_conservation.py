@@ -20,7 +20,7 @@ from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FileSource, open_source
 from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
-from pipeline.embed.catalogue import CatalogueColumns, CatalogueReader, look_at
+from pipeline.embed.catalogue import CatalogueColumns, look_at, read_shard
 from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.embed.texts import TextRules, judge_rows
 from pipeline.evaluate import retrieval
@@ -32,7 +32,7 @@ from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
 from tests.s3 import MotoServer, lead_to
 
 QUICK, THOROUGH = range(120), range(120, 2700)
-RULES = RowRules(FLAT, ("no", "yes"), (0.0, 1.0), (), (), {}, 0.0, 0.0, carve_valid=False)
+RULES = RowRules(DataConfig(valid_fraction=0, test_fraction=0), FLAT, ("no", "yes"), (0.0, 1.0), carve_valid=False)
 
 
 def ids_of(batch: Any, field: str) -> list[str]:
@@ -73,12 +73,12 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
     if not made.ids:
         return
     catalogue, ids = look_at(place, stats, columns), list[str]()
-    with CatalogueReader(catalogue, place, chooser.choice((7, 100, 16_384))) as reader:
-        for shard in catalogue.shards(chooser.choice((50, 1000, 65_536))):
-            for window in reader.read(shard):
-                rows = judge_rows(TextRules(b"", 16, "string"), window)
-                assert not rows.bad
-                ids += rows.ids.to_pylist()
+    window_rows = chooser.choice((7, 100, 16_384))
+    for shard in catalogue.shards(chooser.choice((50, 1000, 65_536))):
+        for window in read_shard(catalogue, place, shard, window_rows):
+            rows = judge_rows(TextRules(b"", 16, "string"), window)
+            assert not rows.bad
+            ids += rows.ids.to_pylist()
     assert ids == made.ids
 
 

@@ -1,3 +1,4 @@
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,8 +8,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import hash63
@@ -16,7 +15,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data import sources as sources_module
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.shards import map_safetensors
-from pipeline.data.sources import NO_PRODUCT, EsciSource, cut_utf8, open_source
+from pipeline.data.sources import NO_PRODUCT, EsciSource, open_source
 from pipeline.data.token_sets import SPLITS, FileRows
 from pipeline.io.storage import DiskFull
 
@@ -92,7 +91,7 @@ def test_a_file_changed_since_it_was_listed_is_not_read(esci: Path, tmp_path: Pa
     pq.write_table(pq.read_table(path).slice(1), path)
     with pytest.raises(TransientError, match=f"{name}.parquet was changed while it was read"):
         list(source.read(file))
-    assert not list((tmp_path / "scratch").rglob("index.npz"))
+    assert not list((tmp_path / "scratch").rglob("products.db"))
 
 
 def opened(folder: Path, scratch: Path) -> EsciSource:
@@ -117,32 +116,24 @@ def test_processes_of_a_machine_index_the_products_once(
     with ThreadPoolExecutor(4) as pool:
         all_of = list(pool.map(lambda source: source.index, sources))
     assert len(made) == 1
-    assert all(index.look_up([b"P1", b"P9"], [b"us", b"us"])[2].tolist() == [True, False] for index in all_of)
+    assert len(all_of) == 4 and all(source.look_up(b"P9", b"us") is None for source in sources)
+    assert all(source.look_up(b"P1", b"us") for source in sources)
 
 
 @pytest.mark.fault
 def test_a_full_disk_while_products_are_indexed(esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = sources_module._index_products
+    def small(path: Path, **options: Any) -> sqlite3.Connection:
+        table: sqlite3.Connection = connect(path, **options)
+        table.execute("PRAGMA max_page_count = 2")
+        return table
 
-    def on_a_full_disk(storage: Any, products: Any, folder: Path, limit: int) -> None:
-        (folder / "texts.bin").symlink_to("/dev/full")
-        plain(storage, products, folder, limit)
-
+    connect = sqlite3.connect
     with monkeypatch.context() as patch:
-        patch.setattr(sources_module, "_index_products", on_a_full_disk)
+        patch.setattr(sqlite3, "connect", small)
         with pytest.raises(DiskFull, match="no space left while writing"):
-            opened(esci, tmp_path).index.look_up([], [])
-    next(tmp_path.rglob("texts.bin")).unlink()
-    assert opened(esci, tmp_path).index.look_up([b"P1"], [b"us"])[2].tolist() == [True]
-
-
-@given(st.text(), st.integers(0, 30))
-def test_cut_utf8_keeps_whole_characters(text: str, limit: int) -> None:
-    data = text.encode()
-    cut = cut_utf8(data, limit)
-    assert text.startswith(cut.decode())
-    assert len(cut) <= limit
-    assert len(data) <= limit or len(cut) > limit - 4
+            opened(esci, tmp_path).look_up(b"P1", b"us")
+    assert not list(tmp_path.rglob("products.db"))
+    assert opened(esci, tmp_path).look_up(b"P1", b"us") is not None
 
 
 def config_of(folder: Path, **settings: Any) -> DataConfig:

@@ -20,7 +20,6 @@ from pipeline.data.input_files import FLAT
 from pipeline.data.readers import read_file
 from pipeline.data.rows import canonical_text, cut_chunks, plan_columns
 from pipeline.data.survey import _count_labels
-from pipeline.data.token_sets import CategoricalInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.io.storage import open_storage
 
@@ -92,24 +91,20 @@ def _narrow(value: Any, kind: pa.DataType) -> Any:
     return float(str(np.float32(value))) if kind == pa.float32() and value is not None else value
 
 
-CONFIG = DataConfig(numeric=("price",), categorical=(CategoricalFeature(column="brand"),), slices=("market",))
+CONFIG = DataConfig(
+    numeric=("price",),
+    categorical=(CategoricalFeature(column="brand"),),
+    slices=("market",),
+    valid_fraction=0.3,
+    test_fraction=0.3,
+)
 
 
 def outcome(folder: Path, format_name: str, wanted: dict[str, str], labels: tuple[str, ...]) -> Any:
     """All that prepare makes of a file: the columns of its good rows, the bad ones, and its labels; or the refusal."""
     config, storage = CONFIG.model_copy(update={"filter": wanted}), open_storage(str(folder))
-    rules = RowRules(
-        FLAT,
-        labels,
-        tuple(place / 2 for place in range(len(labels))),
-        config.numeric,
-        (CategoricalInfo(column="brand", num_ids=1024),),
-        wanted,
-        0.3,
-        0.3,
-        carve_valid=False,
-        slices=config.slices,
-    )
+    gains = tuple(place / 2 for place in range(len(labels)))
+    rules = RowRules(config, FLAT, labels, gains, carve_valid=False)
     found: list[Any] = []
     counts: dict[str, Any] = {}
     try:

@@ -253,14 +253,6 @@ def means_the_same(links: Links, texts: int) -> list[list[int]]:
     return sorted(sorted(text for text in named if named[text] == key) for key in set(keys))
 
 
-def test_queries_that_are_positives_of_each_other_mean_the_same() -> None:
-    judged = [(10, 11, 1.0), (11, 12, 1.0), (12, 99, 1.0), (13, 10, 0.1), (13, 98, 1.0), (14, 98, 1.0), (15, 15, 1.0)]
-    links = Links.of([Judged(judged)], 0.99)
-    assert links.linked == 3
-    # 13 has judged 10 as no positive of it; what 13 and 14 have in common is no query, and says nothing.
-    assert means_the_same(links, 6) == [[10, 11, 12], [13], [14], [15]]
-
-
 def test_links_go_from_partition_to_partition() -> None:
     new, old = Judged([(10, 11, 1.0), (12, 13, 1.0)]), Judged([(11, 13, 1.0), (13, 90, 1.0)])
     assert means_the_same(Links.of([new], 0.99), 4) == [[10], [11], [12], [13]]

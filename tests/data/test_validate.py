@@ -17,24 +17,17 @@ from pipeline.data.rows import (
     quarantined,
     to_fields,
 )
-from pipeline.data.token_sets import CategoricalInfo
 from pipeline.data.validate import CleanRows, RowRules, category_id, clean
 
 CONFIG = DataConfig(
-    numeric=("price",), categorical=(CategoricalFeature(column="brand", num_ids=16),), filter={"market": "uk"}
+    numeric=("price",),
+    categorical=(CategoricalFeature(column="brand", num_ids=16),),
+    filter={"market": "uk"},
+    valid_fraction=0,
+    test_fraction=0,
 )
-RULES = RowRules(
-    "flat",
-    ("no", "yes"),
-    (0.0, 1.0),
-    ("price",),
-    (CategoricalInfo(column="brand", num_ids=16),),
-    {"market": "uk"},
-    0.0,
-    0.0,
-    carve_valid=False,
-)
-PLAIN = replace(RULES, filter={}, categorical=())
+RULES = RowRules(CONFIG, "flat", ("no", "yes"), (0.0, 1.0), carve_valid=False)
+PLAIN = replace(RULES, config=CONFIG.model_copy(update={"filter": {}, "categorical": ()}))
 GOOD: dict[str, Any] = {
     "query": b"q",
     "title": b"t",
@@ -112,7 +105,7 @@ def test_a_bad_row_is_shown_by_the_columns_of_its_file() -> None:
 
 
 def test_split_by_hash_keeps_queries_whole_and_shares() -> None:
-    rules = RowRules("flat", (), (), (), (), {}, 0.2, 0.1, carve_valid=False)
+    rules = RowRules(DataConfig(valid_fraction=0.2, test_fraction=0.1), "flat", (), (), carve_valid=False)
     table = pa.table(
         {"query": [f"query {i // 4}".encode() for i in range(4000)], "title": [b"t"] * 4000, "gain": [0.0] * 4000}
     )
@@ -132,7 +125,7 @@ def texts(**columns: list[bytes | None]) -> Chunk:
     return next(cut_chunks("f", [RawBatch(batch, np.arange(num_rows, dtype=np.int64))], 9999))
 
 
-HALVES = RowRules("flat", (), (), (), (), {}, 0.25, 0.25, carve_valid=False)
+HALVES = RowRules(DataConfig(valid_fraction=0.25, test_fraction=0.25), "flat", (), (), carve_valid=False)
 
 
 def test_a_query_id_tells_queries_apart_and_rows_without_one_go_by_their_text() -> None:

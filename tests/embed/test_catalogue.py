@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
-from pipeline.embed.catalogue import Catalogue, CatalogueColumns, CatalogueReader, look_at
+from pipeline.embed.catalogue import Catalogue, CatalogueColumns, look_at, read_shard
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import COLUMNS, products, write_catalogue
 
@@ -72,11 +72,8 @@ def test_a_row_group_that_is_damaged(tmp_path: Path) -> None:
     path.write_bytes(data)
     again = look(tmp_path)  # the footer is fine
     assert again.files[0].groups == found.files[0].groups
-    with (
-        CatalogueReader(again, open_storage(str(tmp_path)), 50) as reader,
-        pytest.raises(DataError, match="as parquet"),
-    ):
-        list(reader.read(again.shards(1000)[0]))
+    with pytest.raises(DataError, match="as parquet"):
+        list(read_shard(again, open_storage(str(tmp_path)), again.shards(1000)[0], 50))
 
 
 GROUPS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3)
@@ -95,12 +92,11 @@ def test_shards_hold_every_row_once(
                 total += size
     found = look(folder)
     seen = []
-    with CatalogueReader(found, open_storage(str(folder)), window) as reader:
-        for shard in found.shards(limit)[skip:]:
-            for raw in reader.read(shard):
-                batch = raw.batch()
-                assert len(batch) <= window
-                seen += [(raw.file, raw.first_row + row, name) for row, name in enumerate(batch["id"].to_pylist())]
+    for shard in found.shards(limit)[skip:]:
+        for raw in read_shard(found, open_storage(str(folder)), shard, window):
+            batch = raw.batch()
+            assert len(batch) <= window
+            seen += [(raw.file, raw.first_row + row, name) for row, name in enumerate(batch["id"].to_pylist())]
     first = sum(shard.rows for shard in found.shards(limit)[:skip])
     assert [name for _, _, name in seen] == [f"p{number}".encode() for number in range(first, total)]
     starts = {file.key: sum(sum(f.groups) for f in found.files[:place]) for place, file in enumerate(found.files)}

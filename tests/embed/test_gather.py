@@ -15,7 +15,7 @@ from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import ColumnMapping, DataConfig, SyntheticConfig
 from pipeline.embed import plan as plan_module
-from pipeline.embed.catalogue import CatalogueReader
+from pipeline.embed.catalogue import read_shard
 from pipeline.embed.config import CatalogueConfig
 from pipeline.embed.plan import find_catalogue, gather_products
 from pipeline.settings import Settings
@@ -32,8 +32,8 @@ def rows(ctx: StageContext, config: CatalogueConfig, data: DataConfig | None = N
     """(id, title, text) of every row that will be judged."""
     catalogue = find_catalogue(config, data or DataConfig(), ctx)
     assert catalogue.root == "" and catalogue.id_type == "string"
-    with CatalogueReader(catalogue, ctx.workspace, 1000) as reader:
-        batches = [raw.batch() for shard in catalogue.shards(1000) for raw in reader.read(shard)]
+    shards = catalogue.shards(1000)
+    batches = [raw.batch() for shard in shards for raw in read_shard(catalogue, ctx.workspace, shard, 1000)]
     return [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
 
 

@@ -3,15 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from pipeline.embed.engine import EmbedFigures
 from pipeline.embed.flow import EmbedWatch
 from pipeline.embed.parts import PartRecord
 from pipeline.embed.vectors import PartCounts
 
 
-def watch_of(device: EmbedFigures, total: int, done: int, price: float | None, now: list[float]) -> EmbedWatch:
+def watch_of(device: EmbedFigures, total: int, done: int, now: list[float]) -> EmbedWatch:
     quiet = SimpleNamespace(info=lambda line: None)
     ctx: Any = SimpleNamespace(events=SimpleNamespace(emit=lambda *args, **fields: None), console=quiet)
     plan: Any = SimpleNamespace(shards=[SimpleNamespace(rows=150)], catalogue=SimpleNamespace(rows=total))
@@ -21,7 +19,6 @@ def watch_of(device: EmbedFigures, total: int, done: int, price: float | None, n
         device,
         total=total,
         done=done,
-        price_usd_per_hour=price,
         max_bad_fraction=0.1,
         clock=lambda: now[0],
     )
@@ -29,7 +26,7 @@ def watch_of(device: EmbedFigures, total: int, done: int, price: float | None, n
 
 def test_figures_of_a_worker_that_continues() -> None:
     now, device = [100.0], EmbedFigures()
-    watch = watch_of(device, 1000, 200, 3.6, now)
+    watch = watch_of(device, 1000, 200, now)
     assert watch.line() == "embed 200/1.00k rows | 0 texts/s | 0 tokens/s | padding 0.0% | idle 0.0%"
     now[0] = 110.0
     device.texts, device.tokens, device.padded_tokens, device.seconds, device.idle_s = 300, 6000, 250, 8.0, 2.0
@@ -47,16 +44,7 @@ def test_figures_of_a_worker_that_continues() -> None:
     )
     assert watch.parts == 1
     assert watch.line() == (  # 400 rows left, 40 a second
-        "embed 600/1.00k rows | 30 texts/s | 600 tokens/s | padding 4.0% | idle 25% | eta 10s | $33.3 a million texts"
+        "embed 600/1.00k rows | 30 texts/s | 600 tokens/s | padding 4.0% | idle 25% | eta 10s"
     )
     figures = watch.finish()
     assert (figures["texts_per_s"], figures["tokens_per_s"]) == (30.0, 600.0)
-    assert figures["usd_per_million_texts"] == pytest.approx(0.001 * 10 / 300 * 1e6, rel=1e-3)
-
-
-def test_without_a_price_there_is_no_cost() -> None:
-    now = [0.0]
-    watch = watch_of(EmbedFigures(texts=5), 10, 0, None, now)
-    now[0] = 1.0
-    assert watch.line().endswith("| eta 1s")
-    assert watch.finish()["usd_per_million_texts"] is None

@@ -102,19 +102,6 @@ def test_both_models_side_by_side() -> None:
     assert all(line[:2] == "  " != line[2:4] for line in lines[:4]), "names to the left"
 
 
-def test_what_the_incumbent_alone_has_and_a_difference_that_was_not_judged() -> None:
-    delta = check("delta ndcg@10", outcome="fail", candidate=0.8, incumbent=0.75)
-    lines = lines_of(model({"ndcg@10": 0.75, "macro_f1": 0.4}, {}), delta, promote=False)
-    assert words(lines, "macro_f1") == ["macro_f1", "-", "0.4000", "-"]
-    assert words(lines, "ndcg@10") == ["ndcg@10", "0.8000", "0.7500", "+0.0500", "fail"]
-
-
-def test_without_an_incumbent() -> None:
-    lines = lines_of(None)
-    assert words(lines, "ndcg@10") == ["ndcg@10", "0.8000", "-", "-"]
-    assert not any("incumbent:" in line for line in lines)
-
-
 def test_the_slices_that_refuse_come_first_then_those_that_lost_most() -> None:
     slices = [
         check(

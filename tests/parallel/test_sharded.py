@@ -207,7 +207,8 @@ def slices(variant: str, shards: int) -> int:
     config = BASE.model_copy(update=VARIANTS[variant])
     model = build_model(MODEL, SPEC, 1)
     prepare_model(model, CpuBackend(), config)
-    layout = FlatLayout.of(model, chunk_mib(variant))
+    one_rate = variant in AS_A_RUN and config.optimizer.has_one_rate
+    layout = FlatLayout.of(model, chunk_mib(variant), has_one_rate=one_rate)
     if shards == 1:
         return layout.size
     buckets = buckets_of(layout, shards, LARGEST_BYTES if variant in AS_A_RUN else BUCKET_BYTES)

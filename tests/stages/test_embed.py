@@ -3,8 +3,7 @@
 import json
 from itertools import cycle, islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,18 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import cli
-from pipeline.backends import Backend
-from pipeline.compile.config import EstimateConfig
-from pipeline.context import StageContext, StageResult, load_result
-from pipeline.core.machines import PRICES_USD_PER_HOUR
+from pipeline.context import StageResult, load_result
 from pipeline.embed.digest import VerifyDigest, digest_key
-from pipeline.embed.flow import share_price
 from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.world import ARRAY_INDEX, World
+from pipeline.parallel.world import ARRAY_INDEX
 from pipeline.registry.serving import read_pair
-from pipeline.settings import Settings
 from tests.embed.catalogues import KINDS, MAX_TOKENS, products, rows_of, write_catalogue
 from tests.embed.checkpoints import make_checkpoint
 
@@ -76,7 +70,6 @@ def test_embed_verify_and_embed_again(workspace: Storage, capsys: pytest.Capture
     assert result.outputs == {"embeddings": "embeddings/c1"}
     assert result.inputs["checkpoint"] == vectors.info.model.digest
     assert (result.figures["rows"], result.figures["rows_embedded"], result.figures["parts"]) == (100, 100, 3)
-    assert result.figures["usd_per_million_texts"] is None, "nobody told the price of this machine"
     told = [event["event"] for event in events_of(workspace)]
     assert told == ["stage_started", "embed_started", *["part_embedded"] * 3, "stage_finished"]
     metadata = {name.decode() for name in vectors.schema(0).metadata}
@@ -221,23 +214,3 @@ def test_a_cycle_is_not_continued_with_other_settings(workspace: Storage, capsys
     workspace.delete_prefix("cycles/c1")
     assert embed(workspace, "--embed.output.dtype=int8") == 78
     assert "holds vectors that another plan led to" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("is_neuron", "estimate", "ranks", "expected"),
-    [
-        (True, {"instance": "trn1.32xlarge"}, 32, PRICES_USD_PER_HOUR["trn1.32xlarge"] / 32),
-        (True, {"instance": "trn1.2xlarge", "price_usd_per_hour": 1.0}, 1, 0.5),
-        (True, {"instance": "trn9.unheard"}, 1, None),
-        (False, {"instance": "trn1.32xlarge"}, 1, None),
-        (False, {"price_usd_per_hour": 20.0}, 8, 2.5),
-    ],
-)
-def test_the_price_is_that_of_the_part_of_the_machine(
-    is_neuron: bool, estimate: dict[str, Any], ranks: int, expected: float | None
-) -> None:
-    """A rank of a Neuron machine has a core of it, any other an equal share of a machine whose price was told."""
-    settings = Settings(estimate=EstimateConfig.model_validate(estimate))
-    ctx = cast(StageContext, SimpleNamespace(world=World(world_size=ranks, local_world_size=ranks)))
-    backend = cast(Backend, SimpleNamespace(is_neuron=is_neuron))
-    assert share_price(settings, ctx, backend) == expected

@@ -109,14 +109,6 @@ def test_every_step_is_reported_once(rows: TokenRows) -> None:
     assert sum(fields["seconds"] for name, fields in bench.events if name == EventName.TRAIN_STEPS) > 0
 
 
-def test_an_eta_is_told_from_the_second_interval_on(rows: TokenRows) -> None:
-    bench = Bench(rows, max_steps=6)
-    bench.run()
-    etas = [fields["eta_s"] for name, fields in bench.events if name == EventName.TRAIN_STEPS]
-    assert [eta is None for eta in etas] == [True, False, False] and etas[2] == 0
-    assert ["eta" in line for line in bench.console.getvalue().splitlines()] == [False, True, True]
-
-
 def test_time_spent_compiling_is_told(rows: TokenRows) -> None:
     class Compiling(CpuBackend):
         def compile_count(self) -> int:

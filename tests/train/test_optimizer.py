@@ -58,15 +58,6 @@ def test_a_refused_step_changes_no_bit(traced: bool) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, state, strict=True))
 
 
-def test_only_the_first_vector_is_decayed() -> None:
-    for traced in (True, False):
-        optimizer = AdamW(start(), DECAYED, CONFIG, traced=traced)
-        zeros = [torch.zeros_like(tensor) for tensor in start()]
-        optimizer.step(zeros, control_values(1, 0.5, CONFIG), torch.tensor(1.0), torch.tensor(True))
-        torch.testing.assert_close(optimizer.masters[0], start()[0] * (1 - 0.5 * 0.1))
-        assert torch.equal(optimizer.masters[1], start()[1])
-
-
 def test_control_values() -> None:
     values = control_values(3, 0.25, CONFIG)
     assert values.shape == (CONTROL_SIZE,) and values.dtype == torch.float32

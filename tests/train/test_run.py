@@ -360,14 +360,6 @@ def test_published_weights_are_named_wherever_a_run_starts(cycle: Cycle, tmp_pat
     assert names == ["", expected.text]
 
 
-def test_nothing_new_is_a_data_error(cycle: Cycle) -> None:
-    cycle.run()
-    parent = cycle.open(6)
-    cycle.name = "next"
-    with pytest.raises(DataError, match="trained on all prepared data"):
-        cycle.run(parent)
-
-
 def test_a_new_partition_without_holdout_rows_is_judged_on_the_older_ones(cycle: Cycle) -> None:
     cycle.run()
     parent = cycle.open(6)

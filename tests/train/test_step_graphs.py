@@ -17,7 +17,6 @@ from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.optimizer import AdamW
 from pipeline.train.step import TrainProgram, flat_strategy, has_dropout
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 from tests.train.test_step import batches_of, control, step
@@ -145,24 +144,6 @@ def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Modu
     assert has_dropout(encoder) == is_refused
 
 
-@pytest.mark.parametrize("is_lazy", [False, True])
-@pytest.mark.parametrize("compiles_steps", [False, True])
-def test_the_update_is_written_out_where_it_becomes_a_graph(
-    monkeypatch: pytest.MonkeyPatch, is_lazy: bool, compiles_steps: bool
-) -> None:
-    class Noted(AdamW):
-        def __init__(self, *args: Any, traced: bool, **more: Any) -> None:
-            seen.append(traced)
-            super().__init__(*args, traced=traced, **more)
-
-    seen: list[bool] = []
-    monkeypatch.setattr("pipeline.train.step.AdamW", Noted)
-    backend = CpuBackend()
-    backend.is_lazy, backend.compiles_steps = is_lazy, compiles_steps
-    make_program(backend)
-    assert seen == [is_lazy or compiles_steps]
-
-
 class Outputs(CpuBackend):
     """Notes the outputs of each graph."""
 
@@ -173,14 +154,6 @@ class Outputs(CpuBackend):
     def step_boundary(self, tensors: Sequence[Tensor]) -> None:
         self.cuts.append(list(tensors))
         super().step_boundary(tensors)
-
-
-def test_gradient_and_loss_are_the_outputs_of_a_micro_step(rows: TokenRows) -> None:
-    backend = Outputs()
-    program = make_program(backend, TRAIN.model_copy(update={"step_boundary": "split"}))
-    backend.cuts.clear()
-    step(program, batches_of(rows, 1)[0], control(1))
-    assert [one.shape for one in backend.cuts[0]] == [*(one.shape for one in program.strategy.masters), (1,)]
 
 
 def test_all_that_an_update_changes_is_an_output_of_it(rows: TokenRows) -> None:

@@ -39,7 +39,7 @@ variable "scheduler_role_arn" {
 }
 
 variable "expression" {
-  description = "When cycles are due: cron(...), rate(...) or at(...); that of jobs.schedule.expression."
+  description = "When cycles are due: cron(...); that of jobs.schedule.expression."
   type        = string
 }
 

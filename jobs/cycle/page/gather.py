@@ -148,7 +148,7 @@ class CycleRow(Record):
     drift: float | None = Field(None, description="Of cycles of earlier versions")
 
     def value_of(self, metric: str) -> float | None:
-        """The candidate's value of one metric; None if it was not measured, or not stored by an earlier version."""
+        """Return the candidate's value of a metric; None if it was not measured or not stored."""
         return self.metrics.get(metric, self.value if metric == self.metric else None)
 
 
@@ -223,6 +223,7 @@ def gather(
         for stat in storage.list(f"cycles/{cycle}/health")
         if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
     ]
+    curves, other = curves_of(moments), curves_of(read_moments(storage, compared) if compared else ())
     checkpoint = next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), "")
     return PageData(
         cycle=cycle,
@@ -234,7 +235,15 @@ def gather(
         figures=figures,
         evaluation=evaluation,
         scores=scores,
-        training=_training(moments, read_moments(storage, compared) if compared else (), compared),
+        training=Training(
+            curves=tuple(
+                Curve(name=name, now=tuple(thin(points)), before=tuple(thin(other.get(name, ()))))
+                for name, points in curves.items()
+            ),
+            compared=compared if other and curves else "",
+            resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
+            skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
+        ),
         prepared=prepared,
         vectors=vectors,
         machines=tuple(sorted((one for one in nodes if one), key=lambda one: (one.node_rank, one.host))),
@@ -261,7 +270,7 @@ def gather(
 
 
 def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
-    """The jobs of a plan, whether they were submitted or not."""
+    """Yield the jobs of a plan, whether they were submitted or not."""
     found = {record.name: record for record in records}
     for spec in plan.jobs:
         record = found.get(spec.name)
@@ -282,7 +291,7 @@ def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
 
 
 def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
-    """Checkpoints by what each cycle pinned as the model it starts from."""
+    """Return checkpoints by what each cycle pinned as the model it starts from."""
     found: list[str] = []
     while cycle and len(found) < MAX_ANCESTORS:
         parent = _json(storage, f"cycles/{cycle}/train/parent.json").get("checkpoint")
@@ -294,13 +303,13 @@ def _ancestors(storage: Storage, cycle: str) -> tuple[str, ...]:
 
 
 def _cycle_of(checkpoints: Sequence[str]) -> str:
-    """The cycle that made checkpoints/<cycle>/step-<n>; empty for another place, and for none."""
+    """Return the cycle that made checkpoints/<cycle>/step-<n>; empty for another place, and for none."""
     words = checkpoints[0].split("/") if checkpoints else []
     return words[1] if len(words) == 3 and words[0] == "checkpoints" else ""
 
 
 def _json(storage: Storage, key: str) -> dict[str, Any]:
-    """Empty when there is nothing. Raises DataError."""
+    """Return a JSON object; empty if there is none. Raises DataError."""
     try:
         tree = json.loads(storage.read_bytes(key))
     except KeyNotFound:
@@ -318,22 +327,8 @@ def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
             yield Notice(at=moment.at_ms / 1000, event=moment.name, step=step, text=", ".join(words)[:500])
 
 
-def _training(moments: Sequence[Moment], before: Sequence[Moment], compared: str) -> Training:
-    now, other = curves_of(moments), curves_of(before)
-    return Training(
-        curves=tuple(
-            Curve(name=name, now=tuple(thin(points)), before=tuple(thin(other.get(name, ()))))
-            for name, points in now.items()
-            if points
-        ),
-        compared=compared if other and now else "",
-        resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
-        skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
-    )
-
-
 def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
-    """Points (step, value) by the name of the figure; what was done again replaces what it repeats."""
+    """Return points (step, value) by the name of the figure; what was done again replaces what it repeats."""
     found: dict[str, list[Point]] = {name: [] for name in (*_AT_STEPS, HOLDOUT, *_AT_REPORTS)}
     for moment in sorted(moments, key=lambda one: one.at_ms):
         step = int(moment.number("step"))
@@ -386,7 +381,7 @@ def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow
 
 
 def main_metric(report: EvaluationReport | None) -> tuple[str, float | None, float | None, float | None]:
-    """Name, value and interval of the first metric that the gate compared; without an incumbent the first measured."""
+    """Return name, value and interval of the first metric that the gate compared, or without an incumbent measured."""
     if report is None:
         return "", None, None, None
     compared = next((check for check in report.verdict.checks if check.kind == "delta" and check.metric), None)

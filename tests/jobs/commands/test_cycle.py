@@ -194,30 +194,6 @@ def test_a_gate_that_refuses_after_a_try_that_was_repeated(trnjobs: Trnjobs) -> 
     assert trnjobs("logs", "prepare", "--attempt=1")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("job", "code", "outcome", "jobs"),
-    [
-        ("report", 0, "succeeded", "5 of 5 succeeded"),
-        ("prepare", 65, "failed", "0 of 5 succeeded"),
-        ("embed:1", 1, "failed", "3 of 5 succeeded"),
-        ("report", 70, "failed", "4 of 5 succeeded"),
-        ("train", 80, "refused", "1 of 5 succeeded"),
-    ],
-)
-def test_every_end_has_its_page(job: str, code: int, outcome: str, jobs: str, trnjobs: Trnjobs) -> None:
-    trnjobs.ends_with(job, code)
-    ended, text = trnjobs("submit")
-    assert (ended, f"report: file://{trnjobs.page_file}" in text) == (code, True)
-    page = trnjobs.page()
-    assert f'Cycle 2026-11-20: <span class="{outcome}">{outcome}' in page
-    assert jobs in page and "RUNNING" not in page and "running" not in page
-    assert (f"{job.partition(':')[0]}: exit code {code}" in page) == (code != 0)
-    if outcome == "failed":
-        trnjobs.ends_with(job, 0)
-        assert trnjobs("retry")[0] == 0
-        assert "5 of 5 succeeded" in trnjobs.page()
-
-
 def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
     trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,20 +214,6 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
     code, text = trnjobs("retry")
     assert (code, trnjobs.status()["closed"]["outcome"]) == (0, "succeeded")
     assert "its page was not written: ValueError: substring not found" in text
-
-
-def test_the_page_is_shown_where_there_is_a_browser(trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trnjobs("submit")[0] == 0
-    shown: list[str] = []
-
-    def no_browser(uri: str) -> bool:
-        shown.append(uri)
-        return False
-
-    monkeypatch.setattr("webbrowser.open", no_browser)
-    code, text = trnjobs("report", "--open")
-    assert (code, shown) == (0, [trnjobs.page_file.as_uri()])
-    assert f"no browser here; the page is {trnjobs.page_file}" in text
 
 
 def submitting(trnjobs: Trnjobs) -> ForkProcess:

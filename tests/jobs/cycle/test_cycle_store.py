@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.cycle_store import LEASE_S, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
+from jobs.cycle.cycle_store import LEASE_S, Claim, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
 from jobs.cycle.job_records import Closed, JobRecord, JobState, Sighting, Submission
 from jobs.plan.dag import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
@@ -46,6 +46,12 @@ def claim(store: CycleStore, of: Plan, owner: str = "a", target: str = "batch") 
         pass
 
 
+def claimed(store: CycleStore) -> Claim:
+    found = store.claim()
+    assert found is not None
+    return found
+
+
 def test_nothing_is_known_of_a_new_cycle(store: CycleStore) -> None:
     assert (store.claim(), store.plan(), store.closed()) == (None, None, None)
     assert (store.rounds(), store.current(), store.records(), store.sightings()) == ([], {}, (), ())
@@ -53,13 +59,11 @@ def test_nothing_is_known_of_a_new_cycle(store: CycleStore) -> None:
 
 def test_a_claim_holds_the_plan_and_is_free_afterwards(store: CycleStore, clock: Clock) -> None:
     with store.submitting(cycle(), "batch", "a"):
-        held = store.claim()
-        assert held is not None
+        held = claimed(store)
         assert (held.owner, held.lease_until, held.target) == ("a", 1000.0 + LEASE_S, "batch")
     clock.now += 1
     claim(store, cycle(), "b")
-    after = store.claim()
-    assert after is not None
+    after = claimed(store)
     assert (after.owner, after.claimed_at, after.plan_id) == ("", 1000.0, cycle().plan_id)
     assert store.plan() == cycle()
 
@@ -103,8 +107,7 @@ def test_who_lost_the_lease_does_not_free_the_next_one_s(store: CycleStore, cloc
         clock.now += LEASE_S + 1
         new = store.submitting(cycle(), "batch", "b")
         new.__enter__()
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert held.owner == "b"
     new.__exit__(None, None, None)
 
@@ -145,8 +148,7 @@ def test_a_plan_with_a_job_on_record_stays(store: CycleStore) -> None:
     with pytest.raises(ConfigError), store.submitting(cycle(), "batch", "a"):
         store.save_submission(1, Submission(job="train", id="1", submitted_at=5.0))
         raise ConfigError("the second job is refused")
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert (held.owner, store.plan()) == ("", cycle())
 
 
@@ -179,8 +181,7 @@ def test_a_claim_without_a_plan_does_not_keep_out_another_plan(tmp_path: Path, c
                 claim(store, other, "b", "local")
         else:
             claim(store, other, "b", "local")
-            held = store.claim()
-            assert held is not None
+            held = claimed(store)
             assert (held.plan_id, held.target, store.plan()) == (other.plan_id, "local", other)
         taken.append((was_claimed, had_plan))
     assert {*taken} == {(False, False), (True, False), (True, True)}
@@ -203,8 +204,7 @@ def test_who_comes_back_to_find_another_plan_has_lost_the_cycle(
     monkeypatch.setattr(storage, "write_if_absent", write_if_absent)
     with pytest.raises(TransientError, match="another process took the cycle over"):
         claim(store, cycle())
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert (held.plan_id, store.plan()) == (other.plan_id, other)
 
 
@@ -350,8 +350,7 @@ OTHER = plan(job("prepare"), job("train", "prepare"))
 def submitted(store: CycleStore, of: Plan, *, job_id: str) -> JobRecord:
     """One job of a plan, which has failed."""
     claim(store, of)
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     number = max(store.rounds(), default=held.first_round)
     store.save_submission(number, Submission(job=of.jobs[0].name, id=job_id, submitted_at=store.clock()))
     store.save_settings({"of": job_id})
@@ -371,20 +370,16 @@ def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore, c
     first = submitted(store, cycle(), job_id="1")
     for _ in range(2):  # the second has nothing to replace
         store.begin_again(OTHER, "local", "me", partial(records_of, first))
-        found = store.claim()
-        assert found is not None
+        found = claimed(store)
         assert (found.plan_id, found.target, found.first_round, found.claimed_at) == (OTHER.plan_id, "local", 2, 1000.0)
         assert (store.plan(), store.settings(), store.closed(), store.rounds()) == (None, None, None, [])
     clock.now += 1
     claim(store, OTHER, target="local")
-    found = store.claim()
-    assert found is not None
+    found = claimed(store)
     assert (store.plan(), found.first_round) == (OTHER, 2)
-    (one,) = store.replaced()
-    assert (one.plan, one.claim.target, one.records, one.rounds_before) == (cycle(), "batch", (first,), 0)
     assert store.earlier_records(()) == (first,)
-    store.storage.delete([store.key("records/round-1.json")])  # lost: nothing is known of its jobs
-    assert [one.records for one in store.replaced()] == [()]
+    kept = store.storage.read_bytes(store.key("earlier/round-1/plan.json"))
+    assert Plan.model_validate_json(kept) == cycle()
 
 
 def test_a_plan_of_which_no_job_was_submitted_gives_way_without_a_trace(store: CycleStore) -> None:
@@ -393,9 +388,8 @@ def test_a_plan_of_which_no_job_was_submitted_gives_way_without_a_trace(store: C
         store.begin_again(OTHER, "batch", "me", lambda _: pytest.fail("there is nothing to end"))
     store.begin_again(OTHER, "batch", "me", lambda _: pytest.fail("there is nothing to end"))
     claim(store, OTHER)
-    held = store.claim()
-    assert held is not None
-    assert (store.plan(), held.first_round, store.replaced()) == (OTHER, 1, [])
+    held = claimed(store)
+    assert (store.plan(), held.first_round, store.earlier_records(())) == (OTHER, 1, ())
 
 
 def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: CycleStore) -> None:
@@ -412,15 +406,14 @@ def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: 
     with pytest.raises(ConfigError, match="it has trained"):
         store.begin_again(OTHER, "batch", "me", refuse)
     claim(store, cycle(), owner="other")
-    assert (store.plan(), store.settings(), store.rounds(), store.replaced()) == (cycle(), {"of": "1"}, [1], [])
+    assert (store.plan(), store.settings(), store.rounds()) == (cycle(), {"of": "1"}, [1])
 
 
 def test_a_replacement_that_the_target_refuses_keeps_the_earlier_rounds_apart(store: CycleStore) -> None:
     first = submitted(store, cycle(), job_id="1")
     store.begin_again(OTHER, "batch", "me", partial(records_of, first))
     refused(store, OTHER)
-    held = store.claim()
-    assert held is not None
+    held = claimed(store)
     assert (held.first_round, store.plan(), store.rounds()) == (2, None, [])
     submitted(store, cycle(), job_id="3")
     assert (store.rounds(), store.plan()) == ([2], cycle())
@@ -435,8 +428,7 @@ def test_a_replacement_killed_anywhere_leaves_one_of_the_two(tmp_path: Path, clo
         replace = partial(store.begin_again, OTHER, "batch", end=partial(records_of, first))
         died = killed_at(number, partial(replace, owner="a"))
         clock.now += LEASE_S + 1
-        held = store.claim()
-        assert held is not None
+        held = claimed(store)
         ends.add(is_new := held.plan_id == OTHER.plan_id)
         if is_new:
             assert (store.plan(), store.rounds()) == (None, [])
@@ -448,7 +440,7 @@ def test_a_replacement_killed_anywhere_leaves_one_of_the_two(tmp_path: Path, clo
         replace(owner="b")
         second = submitted(store, OTHER, job_id="2")
         assert (store.rounds(), store.plan(), store.settings(), store.records()) == ([2], OTHER, {"of": "2"}, (second,))
-        assert [(one.plan, one.records) for one in store.replaced()] == [(cycle(), (first,))], number
+        assert store.earlier_records((second,)) == (first,), number
         if not died:
             break
     assert ends == {False, True} and number > 10
@@ -462,6 +454,4 @@ def test_rounds_and_replaced_submissions_count_by_number(store: CycleStore) -> N
         if number:
             store.begin_again(one, "batch", "a", partial(records_of, records[-1]))
         records.append(submitted(store, one, job_id=f"{number}"))
-    assert [one.plan for one in store.replaced()] == plans[:-1]
-    assert [one.rounds_before for one in store.replaced()] == list(range(11))
     assert (store.rounds(), store.earlier_records(records[-1:])) == ([12], tuple(records[:-1]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cycle_page import STAGES, T0, make_cycle, make_two
+from bench.cycle_page import STAGES, T0, make_cycle
 from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, JobState
@@ -285,19 +285,6 @@ def test_a_failed_try_links_to_post_mortems_of_its_own_job(storage: Storage, nam
     data = write_page(store, plan, records, JobsConfig(), closed)
     assert [one.job for one in data.post_mortems] == [name]
     assert (b"#post-mortems" in storage.read_bytes(report_key("c"))) is is_its_own
-
-
-def test_a_large_cycle_is_a_small_page(storage: Storage) -> None:
-    """The whole of it, with time and memory, is python -m bench --only cycle_page."""
-    make_two(storage, nodes=128, steps=20_000, slices=200, bad_rows=2000)
-    for name, began in (("first", T0), ("second", T0 + 1e5)):
-        store = CycleStore(storage, name, lambda: T0 + 4e5)
-        _, plan, records, closed = make_cycle(open_storage(f"{storage.root}/other"), name, began=began, nodes=128)
-        data = write_page(store, plan, records, JobsConfig(), closed)
-    text = pages(storage, "second")[0]
-    assert len(text) < 300_000
-    assert max(len(curve.now) for curve in data.training.curves) == 600, "as many points as can be seen"
-    assert len(data.machines) == 128 and "more" not in data.unread
 
 
 def test_a_damaged_result_is_told_of_and_a_damaged_index_is_left_as_it_is(storage: Storage) -> None:
