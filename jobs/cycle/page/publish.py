@@ -137,6 +137,7 @@ def _templates() -> Environment:
 
 def page(data: PageData, own: CycleRow) -> str:
     """Return the page of a cycle; `own`: its line in the index."""
+    usual = [row for row in data.history[-10:] if row.outcome != "cancelled"]
     text = (
         _templates()
         .get_template("page.html.j2")
@@ -147,7 +148,8 @@ def page(data: PageData, own: CycleRow) -> str:
             sentence=outcome_sentence(data),
             tries_chart=_tries_chart(data),
             trends=trends((*data.history, own), own.metric) if data.history else (),
-            median_of=_median_of(data.history[-10:]),
+            median_s=lambda stage: _median(row.stage_s.get(stage) if stage else row.machine_s for row in usual),
+            median_usd=lambda stage: _median(row.stage_usd.get(stage) if stage else row.usd for row in usual),
             gate_groups=_gate_groups(data),
             table_lines=table_lines,
             holdout_name=HOLDOUT,
@@ -267,19 +269,9 @@ def trends(rows: Sequence[CycleRow], metric: str) -> list[tuple[str, Markup, lis
     return found
 
 
-def _median_of(rows: Iterable[CycleRow]) -> Callable[[str, str], float | None]:
-    """Return a lookup of medians over earlier cycles: `seconds` or `usd` of a stage, or of the whole cycle ('')."""
-    usual = [row for row in rows if row.outcome != "cancelled"]
-
-    def lookup(what: str, stage: str) -> float | None:
-        if what == "seconds":
-            values = [row.stage_s.get(stage) if stage else row.machine_s for row in usual]
-        else:
-            values = [row.stage_usd.get(stage) if stage else row.usd for row in usual]
-        known = [value for value in values if value is not None]
-        return median(known) if known else None
-
-    return lookup
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
