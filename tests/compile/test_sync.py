@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -187,38 +186,6 @@ def test_one_sync_or_repair_at_a_time_on_a_root(storage: Storage, stop: StopSign
             sync(here, storage)
         with pytest.raises(Preempted, match="waiting for the lock"):
             repair(opened(str(here), stop), compilers=nobody)
-
-
-def test_syncs_in_parallel(storage_uri: str, storage: Storage, tmp_path: Path) -> None:
-    """Three nodes, and two processes on the first: all at once, then once more."""
-    roots = [tmp_path / name for name in ("node0", "node1", "node2")]
-    every = {ONE, *(name_of(10 + node) for node in range(3))}
-    for node, root in enumerate(roots):
-        write_entry(root, ONE, done_files(f"bytes of node {node}"))
-        write_entry(root, name_of(10 + node), done_files("own"))
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(4)
-
-    def work(root: Path) -> None:
-        try:
-            mine = opened(storage_uri)
-            barrier.wait()
-            sync(root, mine)
-        except BaseException as error:  # handed to the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(root,)) for root in [*roots, roots[0]]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    for root in roots:
-        assert sync(root, storage).left_out == ()
-        assert local(root) == dict.fromkeys(sorted(every), EntryState.DONE)
-    for name in every:
-        verify_dir(storage, name, deep=True)
-        assert len(keys_of(storage, name)) == NUM_FILES + 1
 
 
 @given(
