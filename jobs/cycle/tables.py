@@ -49,20 +49,6 @@ def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: 
     return lines
 
 
-def target_cost_lines(plan: Plan, seconds: Mapping[str, float], prices: Mapping[str, Prices]) -> list[str]:
-    """Return what the cycle costs on each target if its jobs take as long there; nothing while nobody knows how long.
-
-    `prices`: by target. On this machine: what the same vCPUs and machines would cost by the settings.
-    """
-    if not all(job.name in seconds for job in plan.jobs):
-        return []
-    rows: list[tuple[str, ...]] = [("target", *(job.name for job in plan.jobs), "cycle")]
-    for target, its in prices.items():
-        costs = [job_usd(job, seconds[job.name], its) for job in plan.jobs]
-        rows.append((target, *map(usd, (*costs, sum_if_known(costs)))))
-    return aligned(rows, left=(0,))
-
-
 def shape_text(job: JobSpec) -> str:
     """`4 nodes x 32 ranks`, `array of 8`, `1 node`."""
     ranks = f" x {job.resources.processes_per_node} ranks" if job.resources.processes_per_node > 1 else ""
