@@ -6,7 +6,6 @@ index.json, index.html       one line a cycle, in the order in which they were s
 The page is one file that asks for nothing and runs nothing. The templates escape every text.
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -219,14 +218,9 @@ def _tries_chart(data: PageData) -> Markup:
         lanes.setdefault(entry.job, []).append(entry)
     with_failures = {name for name, tries in lanes.items() if any(one.has_failed for one in tries)}
     first = set(sorted(lanes, key=lambda name: name not in with_failures and ":" in name)[:MAX_LANES])
-    known = {re.sub(r"-[0-9]+-node[0-9]+(-round-[0-9]+)?$", "", one.job) for one in data.post_mortems}
     due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
-    return charts.gantt(
-        {name: tries for name, tries in lanes.items() if name in first},
-        round(1000 * ledger.began_at),
-        due_s,
-        {name for name in lanes if name.replace(":", "-") in known},
-    )
+    shown = {name: tries for name, tries in lanes.items() if name in first}
+    return charts.gantt(shown, round(1000 * ledger.began_at), due_s)
 
 
 def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
