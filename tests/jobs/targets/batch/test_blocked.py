@@ -1,7 +1,7 @@
 """Blocked queues: the reason in words, and since when. What is done about it: test_records.py."""
 
 from jobs.cycle.job_records import JobRecord, JobState
-from jobs.targets.batch.blocked import blocked_sightings
+from jobs.targets.batch.target import blocked_sightings
 
 RESOURCES = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
 CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
