@@ -24,7 +24,7 @@ from pipeline.evaluate.retrieval import Embed, open_catalogue
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
 from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import ModelConfig, difference_of
+from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
@@ -153,7 +153,7 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
         if theirs[name] != ours[name]:
             raise ConfigError(
                 f"the data has other {name} than the {role} {checkpoint.uri} was trained with:"
-                f" {difference_of(ours[name], theirs[name])}",
+                f" {ours[name]!r}, there {theirs[name]!r}",
                 expected="data that the model can read",
                 next_command=hint,
             )
