@@ -196,22 +196,16 @@ class Attempt:
         names = ", ".join(key.partition("/")[2] for key in self.missing[:NUM_NAMED]) or "no graph named"
         more = f" and {len(self.missing) - NUM_NAMED} more" if len(self.missing) > NUM_NAMED else ""
         kind: type[TrnpipeError] = ConfigError if self.is_final or self.was_killed else TransientError
-        seen, expected = (
-            f"graphs were not compiled: {names}{more}",
-            "graphs that neuronx-cc accepts; each was tried twice",
-        )
+        seen = f"graphs were not compiled: {names}{more}"
+        expected = "graphs that neuronx-cc accepts; each was tried twice"
         next_command = f"less {self.log_file}"
         if self.trial_code not in (0, None):
             kind = _BY_EXIT_CODE.get(self.trial_code, TrnpipeError)
-            seen, expected = (
-                f"the trial run ended with exit code {self.trial_code}",
-                "a run to its end, with exit code 0",
-            )
+            seen = f"the trial run ended with exit code {self.trial_code}"
+            expected = "a run to its end, with exit code 0"
         elif self.was_killed:
-            seen, expected = (
-                f"{seen}; a compiler was killed (-9)",
-                "memory for one neuronx-cc: tens of GB for a large graph",
-            )
+            seen += "; a compiler was killed (-9)"
+            expected = "memory for one neuronx-cc: tens of GB for a large graph"
             next_command = "compile.flags.optlevel 1, a smaller micro-batch, or a machine with more memory"
         elif not self.log.wanted:
             seen = f"the trial run showed no graph, exit code {self.exit_code}"
