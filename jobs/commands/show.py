@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
-from jobs.cycle.ledger import CycleLedger, success_of
+from jobs.cycle.ledger import CycleLedger
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
 from jobs.setup import OpenCycle, open_cycle
@@ -129,7 +129,7 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
             | {"stages": [stage.model_dump(mode="json") | {"goodput": stage.goodput} for stage in ledger.stages()]}
             for ledger in ledgers
         ]
-        say(json.dumps({"cycles": shown, "success": success_of(ledgers).model_dump(mode="json")}, indent=1))
+        say(json.dumps({"cycles": shown}, indent=1))
         return EXIT_OK
     lines = cost_lines(ledgers[0]) if len(ledgers) == 1 else total_lines(ledgers)
     for line in (*lines, GOODPUT):

@@ -269,15 +269,6 @@ class CycleLedger(Record):
         return _total(self.cycle, self.entries)
 
 
-class Success(Record):
-    cycles: int = Field(description="Of those that have ended")
-    cycles_done: int = Field(description="Succeeded, or refused by the gate, which is an answer too")
-    jobs: int = Field(description="Final ones; not those that a refusal by the gate has left out")
-    jobs_done: int
-    deadlines: int
-    deadlines_met: int
-
-
 def _total(name: str, entries: Sequence[Entry]) -> Total:
     return Total(
         name=name,
@@ -293,19 +284,6 @@ def sum_if_known(amounts: Sequence[float | None]) -> float | None:
     """Return the sum, or None if an amount is unknown."""
     known = [amount for amount in amounts if amount is not None]
     return sum(known) if len(known) == len(amounts) else None
-
-
-def success_of(ledgers: Iterable[CycleLedger]) -> Success:
-    ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
-    due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
-    return Success(
-        cycles=len(ended),
-        cycles_done=sum(ledger.outcome in ("succeeded", "refused") for ledger in ended),
-        jobs=sum(ledger.succeeded + (0 if ledger.outcome == "refused" else ledger.failed) for ledger in ended),
-        jobs_done=sum(ledger.succeeded for ledger in ended),
-        deadlines=len(due),
-        deadlines_met=sum(ledger.deadline == "met" for ledger in due),
-    )
 
 
 def ledger_of(

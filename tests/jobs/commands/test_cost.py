@@ -45,8 +45,8 @@ def said(command: str, workspace: Path, **flags: object) -> list[str]:
 def test_the_last_cycles_and_their_success(workspace: Path) -> None:
     lines = said("cost", workspace, last=2)
     assert [line.split()[1] for line in lines[:2]] == ["2026-11-19:", "2026-11-20:"]
-    assert lines[-2] == "2 of 2 cycles done (100%) | 2 of 2 jobs succeeded (100%) | 0 of 2 deadlines met"
-    assert said("cost", workspace, last=9)[-2].startswith("2 of 3 cycles done (67%)")
+    assert lines[-2] == "2 of 2 cycles done | 2 of 2 jobs succeeded | 0 of 2 deadlines met"
+    assert said("cost", workspace, last=9)[-2].startswith("2 of 3 cycles done")
 
 
 def history(workspace: Path, last: int) -> list[str]:
@@ -105,7 +105,6 @@ def test_for_machines(workspace: Path) -> None:
         60_000,
         "exit 65",
     )
-    assert found["success"]["cycles_done"] == 2
 
 
 def test_a_workspace_without_jobs_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from jobs.cycle.ledger import (
     expected_seconds,
     ledger_of,
     spent_in,
-    success_of,
     with_kept_until,
 )
 from jobs.plan.cost import Prices
@@ -208,16 +207,6 @@ def test_a_cycle_that_was_cancelled_in_time_has_missed_nothing(deadline_at: floa
     shape = plan(job("train"), job("verify", "train"))
     found = ledger(shape, [*tries, waited], outcome="cancelled", deadline_at=deadline_at, now=99.0)
     assert found.deadline == ("missed" if deadline_at else "none"), "the last job was ended after it"
-
-
-def test_success_over_cycles() -> None:
-    good = ledger(TRAIN, [record("train", attempt(0, 10))], deadline_at=20.0)
-    refused = ledger(TRAIN, [record("train", attempt(0, 10, 80))], outcome="refused", deadline_at=5.0)
-    failed = ledger(TRAIN, [record("train", attempt(0, 10, 65))], outcome="failed")
-    under_way = ledger(TRAIN, [record("train", attempt(0, None, None), state="RUNNING")], outcome=None)
-    found = success_of([good, refused, failed, under_way])
-    assert (found.cycles, found.cycles_done, found.jobs, found.jobs_done) == (3, 2, 2, 1)
-    assert (found.deadlines, found.deadlines_met) == (2, 1)
 
 
 # One try.
