@@ -1,26 +1,35 @@
-"""One try of one node of a job, from the environment to the exit code."""
+"""One attempt of one node of a job, from the environment to the exit code."""
 
 import json
 import platform
+import select
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 
-from pydantic import JsonValue
-
-from jobs.node.command import Command, deserves_post_mortem
+from jobs.node.command import Command, ProcessSeen, exit_code_of_return
 from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
 from jobs.node.group import NodeGroup
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
 from jobs.node.sagemaker import resolve_ipv4, sagemaker_variables, write_failure
-from jobs.node.supervisor import Supervisor, watched_signals
-from pipeline.core.errors import TransientError, TrnpipeError, error_in_log, headline
+from pipeline.core.errors import (
+    EXIT_BUG,
+    EXIT_OK,
+    GateRefused,
+    Preempted,
+    TransientError,
+    TrnpipeError,
+    error_in_log,
+    headline,
+)
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.world import gang_variables, has_efa, own_interface
@@ -33,24 +42,27 @@ Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
 MIN_BUNDLE_S = 1.0
 LINGER_S = 1.0
+STACKS_S = 1.0  # for processes to show their stacks before they are killed
+UNKILLABLE_S = 4.0
+MAX_WAIT_S = 0.5
 
 
 def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run a command as this node's part of the job; the exit code. Raises ConfigError for a broken environment.
+    """Run a command as this node's part of the job; return the exit code. Raises ConfigError for a broken environment.
 
-    Whatever it has started is gone when this returns. When this process is killed, its container ends the rest, or the
-    keeper of the local target.
+    All processes it started have ended when this returns. If this process is killed, its container ends the rest, or
+    the keeper of the local target.
     """
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s, resolve=resolve_ipv4)
     place = Place.from_env({**env, **ours})
-    with watched_signals() as signals, guarded_temp_folder() as folder:
+    with watched_signals() as (stop, wake), guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         group, linger_s = NodeGroup(place, timing, say), 0.0
         try:
             attempt = _Attempt(place, timing, words, env, folder, say, group)
-            attempt.prepare(signals.stop)
-            supervisor = Supervisor(attempt.start, group, signals, timing, say)
+            attempt.prepare(stop)
+            supervisor = Supervisor(attempt.start, group, stop, wake, timing, say)
             supervisor.run()
             code = supervisor.code
             if supervisor.reason:
@@ -85,7 +97,7 @@ class _Attempt:
     def prepare(self, stop: StopSignal) -> None:
         """Look for the network of a node group, read the settings of the cycle.
 
-        A failure is told in `start`: the other nodes are to hear of it.
+        `start` raises what fails here, so that the other nodes learn of it.
         """
         try:
             if self.place.num_nodes > 1 and self.place.main_address not in LOOPBACK:
@@ -101,7 +113,7 @@ class _Attempt:
             self._failure = error
 
     def start(self) -> Command:
-        """Raises what went wrong while preparing, and ConfigError for a command that is not there."""
+        """Start the command. Raises what went wrong while preparing, and ConfigError for an unknown command."""
         if self._failure is not None:
             raise self._failure
         start = self.group.start
@@ -122,11 +134,14 @@ class _Attempt:
         stacks.mkdir()
         return Command(words, self.env, stacks)
 
-    def explain(self, ended: Supervisor) -> None:
-        """Leave a post-mortem where there is a failure. Whatever happens here, the exit code stays what it is."""
-        if not deserves_post_mortem(ended.own_code or ended.code, stopped=ended.stopped, killed=ended.killed):
-            return
-        if not self.place.is_in_cycle:
+    def explain(self, ended: "Supervisor") -> None:
+        """Write a post-mortem of a failure. Whatever happens here, the exit code stays what it is.
+
+        A refusal by the gate is no failure, nor a command that stopped when it was told to.
+        """
+        code = ended.own_code or ended.code
+        is_well = code in (EXIT_OK, GateRefused.exit_code) or (ended.stopped and code == Preempted.exit_code)
+        if (is_well and not ended.killed) or not self.place.is_in_cycle:
             return
         limit_s = self.timing.bundle_s
         if ended.stopped and ended.told_at is not None:
@@ -138,10 +153,9 @@ class _Attempt:
         work.join(limit_s)
         self.say(told[0] if told else f"no post-mortem: not written within {limit_s:g} s")
 
-    def _write(self, ended: Supervisor, told: list[str]) -> None:
+    def _write(self, ended: "Supervisor", told: list[str]) -> None:
         try:
-            storage = open_storage(self.place.workspace)
-            place = self.place
+            storage, place = open_storage(self.place.workspace), self.place
             name = f"{place.job}-{place.attempt}-node{place.node}"
             name += f"-round-{place.round_}" if place.round_ > 1 else ""
             key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
@@ -151,14 +165,8 @@ class _Attempt:
         except Exception as error:  # the exit code says more than what goes wrong while explaining it
             told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
-    def _bundle(self, ended: Supervisor, storage: Storage) -> PostMortem:
-        unread, kills = list[str](), kills_for_memory()
-        settings: JsonValue = None
-        try:
-            settings = json.loads(self._settings) if self._settings else None
-        except ValueError as error:
-            unread.append(f"settings: {error}")
-        events = list[str]()
+    def _bundle(self, ended: "Supervisor", storage: Storage) -> PostMortem:
+        unread, kills, events = list[str](), kills_for_memory(), list[str]()
         try:
             found = read_events(storage, f"cycles/{self.place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
             events = [json.dumps(event) for event in found]
@@ -186,7 +194,7 @@ class _Attempt:
             ended=datetime.now(UTC),
             versions=versions,
             environment=shown_environment(self.env),
-            settings=settings,
+            settings=json.loads(self._settings) if self._settings else None,
             nodes=tuple(self.group.seen()),
             processes=ended.processes,
             stacks=ended.command.stacks() if ended.command else {},
@@ -194,3 +202,138 @@ class _Attempt:
             events=tuple(events),
             unread=tuple(unread),
         )
+
+
+@contextmanager
+def watched_signals() -> Iterator[tuple[StopSignal, socket.socket]]:
+    """Yield the signal to stop, and a socket that can be read when SIGTERM, SIGINT or the end of a child has come.
+
+    Main thread only. Handlers are set even as PID 1, where the kernel drops signals that have none.
+    """
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    stop = StopSignal()
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if signum != signal.SIGCHLD:
+            stop.set(signal.Signals(signum).name)
+
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+    earlier = {signum: signal.signal(signum, on_signal) for signum in watched}
+    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield stop, reader
+    finally:
+        signal.set_wakeup_fd(earlier_fd)
+        for signum, handler in earlier.items():
+            signal.signal(signum, handler)
+        reader.close()
+        writer.close()
+
+
+@dataclass
+class Supervisor:
+    """Run a command once all nodes are here, until the end of every node is known. `start` may raise a TrnpipeError.
+
+    After `run` its attributes say how it ended.
+    """
+
+    start: Callable[[], Command]
+    group: NodeGroup
+    stop: StopSignal
+    wake: socket.socket
+    timing: Timing
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    command: Command | None = None
+    code: int = EXIT_BUG
+    """Of the job, as far as this node decides it."""
+    own_code: int | None = None
+    returncode: int | None = None
+    """Of the process; None: it never ran."""
+    reason: str = ""
+    """Why it was stopped or failed to start; empty when it ended by itself."""
+    told_at: float | None = None
+    """When it was told to stop, by `clock`."""
+    killed: bool = False
+    """It did not stop within the grace."""
+    processes: tuple[ProcessSeen, ...] = ()
+    """What was left when it was killed."""
+    _asked_stacks: bool = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal came from outside."""
+        return self.stop.is_set()
+
+    def run(self) -> None:
+        while self.own_code is None or not self.group.settled:
+            self.group.tick()
+            if self.command is not None and self.own_code is None:
+                self.returncode = self.command.returncode()
+                if self.returncode is not None:
+                    self.command.end()  # what it has started ends with it
+                    self._end(self._code_when_killed() if self.killed else exit_code_of_return(self.returncode))
+            self._stop_when_asked()
+            if self.command is None and self.own_code is None and self.group.ready:
+                try:
+                    self.command = self.start()
+                except TrnpipeError as error:
+                    self.reason = f"{type(error).__name__}: {error}"
+                    self._end(error.exit_code)
+            elif self.own_code is None or not self.group.settled:
+                self._wait()
+        self.code = self.group.exit_code(self.own_code, stopped=self.stopped)
+        self.reason = self.reason or self.group.trouble
+
+    def _stop_when_asked(self) -> None:
+        asked = signal.Signals[self.stop.reason] if self.stopped else None
+        reason = f"{asked.name} from outside" if asked else self.group.trouble
+        if not reason:
+            return
+        if self.told_at is None:
+            self.told_at = self.clock()
+            self.group.stop(reason)
+            if self.own_code is not None:
+                return
+            self.reason = reason
+            self.say(f"stopping the command: {reason}")
+            if self.command is None:
+                self._end(self._code_when_killed())
+                return
+            if not asked:  # it may hang in a collective: that is the moment to see where
+                self.command.ask_stacks()
+            self.command.tell(asked or signal.SIGTERM)
+        elif self.command is not None and self.own_code is None:
+            waited_s = self.clock() - self.told_at
+            if waited_s > self.timing.grace_s - STACKS_S and not self._asked_stacks:
+                self._asked_stacks = True
+                self.command.ask_stacks()
+            if waited_s > self.timing.grace_s and not self.killed:
+                self.say(f"the command has not stopped within {self.timing.grace_s:g} s: killing it")
+                self.killed = True
+                self.processes = self.command.processes()
+                self.command.end()
+            elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # stuck in a driver
+                self._end(self._code_when_killed())
+
+    def _code_when_killed(self) -> int:
+        return Preempted.exit_code if self.stopped else TransientError.exit_code
+
+    def _end(self, code: int) -> None:
+        self.own_code = code
+        self.group.report(code)
+        if code != EXIT_OK:
+            self.group.stop(f"the main node exited with {code}")
+        self.group.tick()
+
+    def _wait(self) -> None:
+        """Wait until something happens, or it is time for a heartbeat."""
+        poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
+        for one in (self.wake, *self.group.sockets()):
+            poll.register(one, select.POLLIN)
+        poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
+        with suppress(BlockingIOError):
+            while self.wake.recv(4096):
+                continue

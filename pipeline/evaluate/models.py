@@ -22,7 +22,7 @@ from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Embed, open_catalogue
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
-from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
+from pipeline.evaluate.scores import ARRAYS, SLICE, ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf
@@ -203,7 +203,7 @@ class ModelScorer:
             )
         if not ctx.world.is_main:
             return None, key
-        info = holdout.sets[0].info
+        info, columns = holdout.sets[0].info, holdout.slices(arrays)
         scores = ScoreSet(
             info=ScoreInfo(
                 role=role,
@@ -222,12 +222,10 @@ class ModelScorer:
                 settings_hash=ctx.settings_hash,
                 code_version=ctx.code_version,
             ),
-            sample_id=arrays["sample_id"],
-            query_id=arrays["query_id"],
-            label=arrays["label"].astype(np.int32),
-            gain=arrays["gain"],
-            logits=arrays["logits"],
-            slices=holdout.slices(arrays),
+            arrays={name: arrays[name] for name in ARRAYS}
+            | {"label": arrays["label"].astype(np.int32)}
+            | {SLICE + name: column.codes for name, column in columns.items()},
+            slices={name: column.names for name, column in columns.items()},
         )
         save_scores(ctx.workspace, key, scores, ctx.scratch)
         parts.parts.delete()
