@@ -35,13 +35,12 @@ CONNECT_S, PAUSE_S = 1.0, 0.25
 
 @dataclass(frozen=True)
 class NodeSeen:
-    """One node in a post-mortem. `heard_s_ago` is None for this node itself and for one that never came."""
+    """One node in a post-mortem. `heard_s_ago`: None for this node itself and for one that never came. `lost`: why."""
 
     node: int
     heard_s_ago: float | None
     exit_code: int | None
     lost: str
-    """Why it counts as lost; empty if it does not."""
 
 
 @dataclass
@@ -68,8 +67,7 @@ class NodeGroup:
         self._opened, self._stop_at, self._stop_reason = clock(), math.inf, ""
         self._beat_at = self._tried_at = -math.inf
         self._last_failure, self._has_reported = "nodes are missing", False
-        self.ready = place.num_nodes == 1
-        """Whether all nodes are here, so that the command may start."""
+        self.ready = place.num_nodes == 1  # all nodes are here: the command may start
         self.trouble = ""
         """The first thing that went wrong, for which the command must be stopped; empty while all is well."""
         self.start: Start | None = None
@@ -198,6 +196,7 @@ class NodeGroup:
 
     def _connect(self, now: float) -> None:
         """Accept what has come, or call the main node: again, as long as it has not said `go`."""
+        place = self._place
         if self._listener:
             with suppress(BlockingIOError, ConnectionAbortedError):
                 while True:
@@ -205,14 +204,12 @@ class NodeGroup:
         elif not self._links and now - self._tried_at >= PAUSE_S:
             self._tried_at = now
             try:
-                link = Connection(
-                    socket.create_connection((self._place.main_address, self._place.port), timeout=CONNECT_S), now
-                )
+                made = socket.create_connection((place.main_address, place.port), timeout=CONNECT_S)
             except OSError as error:
                 self._last_failure = str(error.strerror or error)
                 return
-            self._links[link] = 0
-            self._send(Message(kind="hello", token=self._place.token, node=self._place.node))
+            self._links[Connection(made, now)] = 0
+            self._send(Message(kind="hello", token=place.token, node=place.node))
 
     def _take(self, link: "Connection", message: "Message") -> None:
         """Act on a message. Raises NodeGone for a connection that is none of ours."""
@@ -293,13 +290,12 @@ class Connection:
         """Send a message, or a heartbeat. Raises NodeGone."""
         line = (message.model_dump_json(exclude_defaults=True) if message else "").encode() + b"\n"
         try:
-            is_sent = self.socket.send(line) == len(line)
+            if self.socket.send(line) != len(line):
+                raise BlockingIOError
         except BlockingIOError:
-            is_sent = False
+            raise NodeGone("it reads nothing") from None
         except OSError as error:
             raise NodeGone(f"the connection is broken ({error.strerror or error})") from None
-        if not is_sent:
-            raise NodeGone("it reads nothing")
 
     def receive(self, now: float) -> list[Message]:
         """Return what has come, in order. Raises NodeGone once all was read and the other end has closed."""

@@ -60,148 +60,23 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
         env = {**env, **ours}  # with what the guard has set in it
         group, linger_s = NodeGroup(place, timing, say), 0.0
         try:
-            attempt = _Attempt(place, timing, words, env, folder, say, group)
-            attempt.prepare(stop)
-            supervisor = Supervisor(attempt.start, group, stop, wake, timing, say)
-            supervisor.run()
-            code = supervisor.code
-            if supervisor.reason:
-                say(f"exit {code}: {supervisor.reason}")
+            attempt = Attempt(place, timing, words, env, folder, group, stop, wake, say)
+            attempt.run()
+            code = attempt.code
+            if attempt.reason:
+                say(f"exit {code}: {attempt.reason}")
             # In one line without secrets: the reason, else what the log says.
-            error = error_in_log(supervisor.command.log(), code) if supervisor.command else ()
-            why = str(without_secrets(supervisor.reason or headline(error), secrets_of(attempt.env)))
+            error = error_in_log(attempt.command.log(), code) if attempt.command else ()
+            why = str(without_secrets(attempt.reason or headline(error), secrets_of(attempt.env)))
             group.acknowledge(code, why)
-            attempt.explain(supervisor)
+            attempt.explain()
             write_failure(env, *(group.agreed or (code, why)))
-            # The other nodes explain themselves too.
-            linger_s = timing.bundle_s if code and not supervisor.stopped else LINGER_S
+            linger_s = (
+                timing.bundle_s if code and not attempt.stopped else LINGER_S
+            )  # the others explain themselves too
             return code
         finally:
             group.close(linger_s)
-
-
-@dataclass
-class _Attempt:
-    place: Place
-    timing: Timing
-    words: Sequence[str]
-    env: Mapping[str, str]
-    folder: Path
-    say: Say
-    group: NodeGroup
-    _settings: bytes | None = None
-    _failure: TrnpipeError | None = None
-    _kills_before: int | None = field(default_factory=kills_for_memory)
-    _started: datetime = field(default_factory=lambda: datetime.now(UTC))
-
-    def prepare(self, stop: StopSignal) -> None:
-        """Look for the network of a node group, read the settings of the cycle.
-
-        `start` raises what fails here, so that the other nodes learn of it.
-        """
-        try:
-            if self.place.num_nodes > 1 and self.place.main_address not in LOOPBACK:
-                network = gang_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
-                self.env = {**network, **self.env}
-            if self.place.is_in_cycle:
-                storage = open_storage(self.place.workspace, stop=stop)
-                with suppress(KeyNotFound):  # nothing was submitted
-                    self._settings = storage.read_bytes(f"cycles/{self.place.cycle}/jobs/settings.json")
-                if STARTS in self.env and self.place.node == 0:
-                    self.group.start = count_start(storage, self.place.cycle, self.env)
-        except TrnpipeError as error:
-            self._failure = error
-
-    def start(self) -> Command:
-        """Start the command. Raises what went wrong while preparing, and ConfigError for an unknown command."""
-        if self._failure is not None:
-            raise self._failure
-        start = self.group.start
-        if start is None and STARTS in self.env and self.place.is_in_cycle:
-            raise TransientError("the main node has not counted this start", next_command="the log of the main node")
-        if start is not None:
-            self.env = {**self.env, **start.words}
-            self.place = replace(self.place, job_id=start.job_id, attempt=start.attempt)
-        words = list(self.words)
-        # `trnpipe ...` or `trnjobs ...`, at any path, or `python -m ...`; other commands stay as they are.
-        is_ours = Path(words[0]).name in ("trnpipe", "trnjobs") or words[1:3] in (["-m", "pipeline"], ["-m", "jobs"])
-        if self._settings is not None and is_ours:
-            file = self.folder / "settings.json"
-            file.write_bytes(self._settings)
-            end = words.index("--") if "--" in words else len(words)  # behind it is a command of the user
-            words[end:end] = ["--config", str(file)]
-        stacks = self.folder / "stacks"
-        stacks.mkdir()
-        return Command(words, self.env, stacks)
-
-    def explain(self, ended: "Supervisor") -> None:
-        """Write a post-mortem of a failure. Whatever happens here, the exit code stays what it is.
-
-        A refusal by the gate is no failure, nor a command that stopped when it was told to.
-        """
-        code = ended.own_code or ended.code
-        is_well = code in (EXIT_OK, GateRefused.exit_code) or (ended.stopped and code == Preempted.exit_code)
-        if (is_well and not ended.killed) or not self.place.is_in_cycle:
-            return
-        limit_s = self.timing.bundle_s
-        if ended.stopped and ended.told_at is not None:
-            left_s = EXPLAIN_S - (time.monotonic() - ended.told_at)
-            limit_s = max(MIN_BUNDLE_S, min(limit_s, left_s))
-        told: list[str] = []
-        work = threading.Thread(target=self._write, args=(ended, told), name="post-mortem", daemon=True)
-        work.start()
-        work.join(limit_s)
-        self.say(told[0] if told else f"no post-mortem: not written within {limit_s:g} s")
-
-    def _write(self, ended: "Supervisor", told: list[str]) -> None:
-        try:
-            storage, place = open_storage(self.place.workspace), self.place
-            name = f"{place.job}-{place.attempt}-node{place.node}"
-            name += f"-round-{place.round_}" if place.round_ > 1 else ""
-            key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
-            bundle = self._bundle(ended, storage)
-            storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
-            told.append(f"post-mortem: {storage.uri(key)}")
-        except Exception as error:  # the exit code says more than what goes wrong while explaining it
-            told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-
-    def _bundle(self, ended: "Supervisor", storage: Storage) -> PostMortem:
-        unread, kills, events = list[str](), kills_for_memory(), list[str]()
-        try:
-            found = read_events(storage, f"cycles/{self.place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
-            events = [json.dumps(event) for event in found]
-        except TrnpipeError as error:
-            unread.append(f"events: {error.seen}")
-        versions = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
-        for package in PACKAGES:
-            with suppress(PackageNotFoundError):
-                versions[package] = version(package)
-        return PostMortem(
-            job=self.place.job,
-            job_id=self.place.job_id,
-            attempt=self.place.attempt,
-            node=self.place.node,
-            num_nodes=self.place.num_nodes,
-            host=socket.gethostname(),
-            command=tuple(self.words),
-            exit_code=ended.code,
-            own_exit_code=ended.own_code or 0,
-            returncode=ended.returncode,
-            reason=ended.reason,
-            killed=ended.killed,
-            out_of_memory_kills=None if kills is None else kills - (self._kills_before or 0),
-            started=self._started,
-            ended=datetime.now(UTC),
-            versions=versions,
-            environment=shown_environment(self.env),
-            settings=json.loads(self._settings) if self._settings else None,
-            nodes=tuple(self.group.seen()),
-            processes=ended.processes,
-            stacks=ended.command.stacks() if ended.command else {},
-            log=ended.command.log() if ended.command else (),
-            events=tuple(events),
-            unread=tuple(unread),
-        )
 
 
 @contextmanager
@@ -233,19 +108,21 @@ def watched_signals() -> Iterator[tuple[StopSignal, socket.socket]]:
 
 
 @dataclass
-class Supervisor:
-    """Run a command once all nodes are here, until the end of every node is known. `start` may raise a TrnpipeError.
+class Attempt:
+    """This node's part of the job: run the command once all nodes are here, until the end of every node is known.
 
     After `run` its attributes say how it ended.
     """
 
-    start: Callable[[], Command]
+    place: Place
+    timing: Timing
+    words: Sequence[str]
+    env: Mapping[str, str]
+    folder: Path
     group: NodeGroup
     stop: StopSignal
     wake: socket.socket
-    timing: Timing
-    say: Callable[[str], None]
-    clock: Callable[[], float] = time.monotonic
+    say: Say
     command: Command | None = None
     code: int = EXIT_BUG
     """Of the job, as far as this node decides it."""
@@ -255,12 +132,16 @@ class Supervisor:
     reason: str = ""
     """Why it was stopped or failed to start; empty when it ended by itself."""
     told_at: float | None = None
-    """When it was told to stop, by `clock`."""
+    """When it was told to stop, by the monotonic clock."""
     killed: bool = False
     """It did not stop within the grace."""
     processes: tuple[ProcessSeen, ...] = ()
     """What was left when it was killed."""
     _asked_stacks: bool = False
+    _settings: bytes | None = None
+    _failure: TrnpipeError | None = None
+    _kills_before: int | None = field(default_factory=kills_for_memory)
+    _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def stopped(self) -> bool:
@@ -268,6 +149,8 @@ class Supervisor:
         return self.stop.is_set()
 
     def run(self) -> None:
+        """Run the command, or note why it did not start."""
+        self._prepare()
         while self.own_code is None or not self.group.settled:
             self.group.tick()
             if self.command is not None and self.own_code is None:
@@ -278,7 +161,7 @@ class Supervisor:
             self._stop_when_asked()
             if self.command is None and self.own_code is None and self.group.ready:
                 try:
-                    self.command = self.start()
+                    self.command = self._start()
                 except TrnpipeError as error:
                     self.reason = f"{type(error).__name__}: {error}"
                     self._end(error.exit_code)
@@ -293,7 +176,7 @@ class Supervisor:
         if not reason:
             return
         if self.told_at is None:
-            self.told_at = self.clock()
+            self.told_at = time.monotonic()
             self.group.stop(reason)
             if self.own_code is not None:
                 return
@@ -306,7 +189,7 @@ class Supervisor:
                 self.command.ask_stacks()
             self.command.tell(asked or signal.SIGTERM)
         elif self.command is not None and self.own_code is None:
-            waited_s = self.clock() - self.told_at
+            waited_s = time.monotonic() - self.told_at
             if waited_s > self.timing.grace_s - STACKS_S and not self._asked_stacks:
                 self._asked_stacks = True
                 self.command.ask_stacks()
@@ -337,3 +220,112 @@ class Supervisor:
         with suppress(BlockingIOError):
             while self.wake.recv(4096):
                 continue
+
+    def _prepare(self) -> None:
+        """Look for the network of a node group, read the settings of the cycle.
+
+        `_start` raises what fails here, so that the other nodes learn of it.
+        """
+        try:
+            if self.place.num_nodes > 1 and self.place.main_address not in LOOPBACK:
+                network = gang_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
+                self.env = {**network, **self.env}
+            if self.place.is_in_cycle:
+                storage = open_storage(self.place.workspace, stop=self.stop)
+                with suppress(KeyNotFound):  # nothing was submitted
+                    self._settings = storage.read_bytes(f"cycles/{self.place.cycle}/jobs/settings.json")
+                if STARTS in self.env and self.place.node == 0:
+                    self.group.start = count_start(storage, self.place.cycle, self.env)
+        except TrnpipeError as error:
+            self._failure = error
+
+    def _start(self) -> Command:
+        """Start the command. Raises what went wrong while preparing, and ConfigError for an unknown command."""
+        if self._failure is not None:
+            raise self._failure
+        start = self.group.start
+        if start is None and STARTS in self.env and self.place.is_in_cycle:
+            raise TransientError("the main node has not counted this start", next_command="the log of the main node")
+        if start is not None:
+            self.env = {**self.env, **start.words}
+            self.place = replace(self.place, job_id=start.job_id, attempt=start.attempt)
+        words = list(self.words)
+        # `trnpipe ...` or `trnjobs ...`, at any path, or `python -m ...`; other commands stay as they are.
+        is_ours = Path(words[0]).name in ("trnpipe", "trnjobs") or words[1:3] in (["-m", "pipeline"], ["-m", "jobs"])
+        if self._settings is not None and is_ours:
+            file = self.folder / "settings.json"
+            file.write_bytes(self._settings)
+            end = words.index("--") if "--" in words else len(words)  # behind it is a command of the user
+            words[end:end] = ["--config", str(file)]
+        stacks = self.folder / "stacks"
+        stacks.mkdir()
+        return Command(words, self.env, stacks)
+
+    def explain(self) -> None:
+        """Write a post-mortem of a failure. Whatever happens here, the exit code stays what it is.
+
+        A refusal by the gate is no failure, nor a command that stopped when it was told to.
+        """
+        code = self.own_code or self.code
+        is_well = code in (EXIT_OK, GateRefused.exit_code) or (self.stopped and code == Preempted.exit_code)
+        if (is_well and not self.killed) or not self.place.is_in_cycle:
+            return
+        limit_s = self.timing.bundle_s
+        if self.stopped and self.told_at is not None:
+            left_s = EXPLAIN_S - (time.monotonic() - self.told_at)
+            limit_s = max(MIN_BUNDLE_S, min(limit_s, left_s))
+        told: list[str] = []
+        work = threading.Thread(target=self._write, args=(told,), name="post-mortem", daemon=True)
+        work.start()
+        work.join(limit_s)
+        self.say(told[0] if told else f"no post-mortem: not written within {limit_s:g} s")
+
+    def _write(self, told: list[str]) -> None:
+        try:
+            storage, place = open_storage(self.place.workspace), self.place
+            name = f"{place.job}-{place.attempt}-node{place.node}"
+            name += f"-round-{place.round_}" if place.round_ > 1 else ""
+            key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
+            bundle = self._bundle(storage)
+            storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
+            told.append(f"post-mortem: {storage.uri(key)}")
+        except Exception as error:  # the exit code says more than what goes wrong while explaining it
+            told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+    def _bundle(self, storage: Storage) -> PostMortem:
+        unread, kills, events = list[str](), kills_for_memory(), list[str]()
+        try:
+            found = read_events(storage, f"cycles/{self.place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
+            events = [json.dumps(event) for event in found]
+        except TrnpipeError as error:
+            unread.append(f"events: {error.seen}")
+        versions = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
+        for package in PACKAGES:
+            with suppress(PackageNotFoundError):
+                versions[package] = version(package)
+        return PostMortem(
+            job=self.place.job,
+            job_id=self.place.job_id,
+            attempt=self.place.attempt,
+            node=self.place.node,
+            num_nodes=self.place.num_nodes,
+            host=socket.gethostname(),
+            command=tuple(self.words),
+            exit_code=self.code,
+            own_exit_code=self.own_code or 0,
+            returncode=self.returncode,
+            reason=self.reason,
+            killed=self.killed,
+            out_of_memory_kills=None if kills is None else kills - (self._kills_before or 0),
+            started=self._started,
+            ended=datetime.now(UTC),
+            versions=versions,
+            environment=shown_environment(self.env),
+            settings=json.loads(self._settings) if self._settings else None,
+            nodes=tuple(self.group.seen()),
+            processes=self.processes,
+            stacks=self.command.stacks() if self.command else {},
+            log=self.command.log() if self.command else (),
+            events=tuple(events),
+            unread=tuple(unread),
+        )

@@ -51,8 +51,8 @@ class Target(Protocol):
     def check(self, plan: Plan) -> None:
         """Raises ConfigError with everything for which the plan could not run there; changes nothing."""
 
-    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
-        """Return why jobs cannot start. End those that never will, once the reason has stood for `dwell_s`."""
+    def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
+        """Return why jobs cannot start. End those that never will, once the reason has stood for a while."""
         return ()
 
     def interrupted_at(self) -> float | None:

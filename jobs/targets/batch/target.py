@@ -19,7 +19,7 @@ from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 
 PLAN_TAG = "plan"
-CLOCK_SKEW_S = 300.0
+CLOCK_SKEW_S, DWELL_S = 300.0, 900.0
 KEPT_S = 7 * 86_400.0
 """AWS Batch describes a job for at least so long after its end."""
 MAX_NAME_CHARACTERS = 128
@@ -105,13 +105,13 @@ class BatchTarget(Target):
             for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
                 self.client.terminate_job(job_id, reason)
 
-    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
-        """Return why jobs cannot start. End those that never will, once that was seen for `dwell_s`."""
+    def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
+        """Return why jobs cannot start. End those that never will, once that was seen for a quarter of an hour."""
         now = self.store.clock()
         sightings = blocked_sightings(records, self.store.sightings(), now)
         self.store.save_sightings(sightings)
         for one in sightings:
-            if one.reason.startswith(NEVER_STARTS) and now - one.since >= dwell_s:
+            if one.reason.startswith(NEVER_STARTS) and now - one.since >= DWELL_S:
                 reason = f"blocked for {now - one.since:.0f} s: {one.reason}"
                 self.client.terminate_job(one.id.partition(":")[0], reason)
         return tuple(block_line(one, now) for one in sightings)

@@ -93,11 +93,10 @@ class LocalTarget(Target):
                     expected="a script on this machine",
                     next_command="run the same command in the folder of the script, or name it by its whole path",
                 )
-            if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):
+            if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):  # no process can be started with it
+                seen = f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long"
                 raise ConfigError(
-                    f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long",
-                    expected=f"less than {MAX_WORD_BYTES:,} bytes, the limit of the kernel",
-                    next_command="put it into a file",
+                    seen, expected=f"less than {MAX_WORD_BYTES:,} bytes", next_command="put it into a file"
                 )
 
     def interrupted_at(self) -> float | None:

@@ -107,7 +107,7 @@ class SageMakerTarget(Target):
         check_plan(plan)
         self.queue.check(plan)
 
-    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
+    def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
         """Return lines about quotas and capacity. Both may come, so no job is ended for them."""
         lines = []
         for leaf in (leaf for record in records for leaf in record.leaves()):

@@ -208,7 +208,7 @@ def test_a_blocked_job_is_ended_after_the_dwell_time_only(setting: Setting) -> N
     for minutes, state in ((0, "RUNNABLE"), (14, "RUNNABLE"), (15, "FAILED")):
         setting.clock.now = 1_763_700_000.0 + 60 * minutes
         target = setting.target()
-        (line,) = target.check_blocked(target.records(setting.plan), dwell_s=900.0)
+        (line,) = target.check_blocked(target.records(setting.plan))
         assert line.startswith("train cannot start: no instance type")
         assert train["status"] == state
     assert train["statusReason"].startswith("blocked for 900 s: MISCONFIGURATION")

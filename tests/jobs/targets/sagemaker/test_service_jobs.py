@@ -163,7 +163,7 @@ def test_taken_back_for_want_of_capacity_costs_no_try(one: Setting) -> None:
     one.batch.fall_back(train)
     record = one.tick()["train"]
     assert (record.state, len(record.attempts)) == (STARTING, 1)
-    (line,) = one.target().check_blocked([record], dwell_s=0.0)
+    (line,) = one.target().check_blocked([record])
     assert line.startswith("train waits for machines of SageMaker: in queue ml: CAPACITY:INSUFFICIENT")
     second = one.batch.dispatch(train)
     assert one.tick()["train"].attempts[0].log_streams == (f"{second}/algo-1-",)

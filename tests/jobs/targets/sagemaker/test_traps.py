@@ -46,7 +46,7 @@ def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -
     one.ml.quota = 0
     record = one.tick()["train"]
     assert (record.state, record.attempts) == (RUNNABLE, ())
-    (line,) = one.target().check_blocked([record], dwell_s=0.0)
+    (line,) = one.target().check_blocked([record])
     assert line.startswith("train cannot start: ResourceLimitExceeded: The account-level service limit")
     one.ml.quota = 1
     assert one.tick()["train"].state is STARTING
@@ -93,7 +93,7 @@ def test_spot_capacity_that_is_taken_costs_no_try(one: Setting) -> None:
     one.ml.interrupt(name)
     record = one.tick()["train"]
     assert (record.state, record.status_reason, len(record.attempts)) == (RUNNING, "Interrupted", 1)
-    assert one.target().check_blocked([record], dwell_s=0.0) == ("train waits for machines of SageMaker: Interrupted",)
+    assert one.target().check_blocked([record]) == ("train waits for machines of SageMaker: Interrupted",)
     one.ml.finish(name, 0)
     assert one.tick()["train"].state is SUCCEEDED
     assert len(one.ml.created) == 1
