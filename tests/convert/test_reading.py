@@ -103,9 +103,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(folder: Folder) -> None:
     [
         (
             {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]},
-            "config.json: architecture deberta-v2",
+            "config.json: model_type: architecture deberta-v2",
         ),
-        ({"model_type": "distilbert", "architectures": None}, "config.json: architecture distilbert"),
+        ({"model_type": "distilbert", "architectures": None}, "config.json: model_type: architecture distilbert"),
         ({"model_type": 3}, "config.json: model_type"),
         ({"hidden_act": "gelu_new"}, "config.json: hidden_act"),
         ({"position_embedding_type": "relative_key"}, "config.json: position_embedding_type"),
