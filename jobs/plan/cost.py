@@ -28,12 +28,9 @@ class Prices:
     def of_machine(self, instance_type: str) -> float | None:
         if self.ml_factor is not None and (own := self.by_instance.get(ml_name(instance_type))) is not None:
             return own
-        return self._there(self.by_instance.get(instance_type))
+        return self.there(self.by_instance.get(instance_type))
 
-    def of_vcpu(self) -> float | None:
-        return self._there(self.vcpu)
-
-    def _there(self, price: float | None) -> float | None:
+    def there(self, price: float | None) -> float | None:
         return price if price is None or self.ml_factor is None else price * self.ml_factor
 
 
@@ -58,7 +55,7 @@ def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     price = prices.of_machine(ml_machine(needs) if chosen else needs.instance_type)
     if price is not None:
         return price if whole else price * machine_share(job)
-    vcpu = prices.of_vcpu()
+    vcpu = prices.there(prices.vcpu)
     return None if vcpu is None else vcpu * (ml_vcpus(needs) if chosen else needs.vcpus)
 
 

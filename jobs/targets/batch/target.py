@@ -106,14 +106,23 @@ class BatchTarget(Target):
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
         """Return why jobs cannot start. End those that never will, once that was seen for a quarter of an hour."""
-        now = self.store.clock()
-        sightings = blocked_sightings(records, self.store.sightings(), now)
+        now, before = self.store.clock(), {(one.id, one.reason): one.since for one in self.store.sightings()}
+        sightings = tuple(  # the time of first sight is kept while the same job has the same reason
+            Sighting(job=leaf.name, id=leaf.id, reason=reason, since=before.get((leaf.id, reason), now))
+            for record in records
+            for leaf in record.leaves()
+            if leaf.state is JobState.RUNNABLE and (reason := reason_in(leaf.status_reason))
+        )
         self.store.save_sightings(sightings)
+        lines = []
         for one in sightings:
+            words, command = _REASONS[one.reason]
+            waited = format_duration(now - one.since)
+            lines.append(f"{one.job} cannot start: {words} ({one.reason}, for {waited}); next: {command}")
             if one.reason.startswith(NEVER_STARTS) and now - one.since >= DWELL_S:
                 reason = f"blocked for {now - one.since:.0f} s: {one.reason}"
                 self.client.terminate_job(one.id.partition(":")[0], reason)
-        return tuple(block_line(one, now) for one in sightings)
+        return tuple(lines)
 
     def _hand_over(self, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
@@ -286,19 +295,3 @@ def reason_in(status_reason: str) -> str:
 
 def next_command(reason: str) -> str:
     return _REASONS[reason][1]
-
-
-def blocked_sightings(records: Sequence[JobRecord], before: Collection[Sighting], now: float) -> tuple[Sighting, ...]:
-    """Return the blocked jobs. The time of first sight is kept while the same job has the same reason."""
-    since = {(one.id, one.reason): one.since for one in before}
-    return tuple(
-        Sighting(job=leaf.name, id=leaf.id, reason=reason, since=since.get((leaf.id, reason), now))
-        for record in records
-        for leaf in record.leaves()
-        if leaf.state is JobState.RUNNABLE and (reason := reason_in(leaf.status_reason))
-    )
-
-
-def block_line(one: Sighting, now: float) -> str:
-    words, command = _REASONS.get(one.reason) or ("its queue is blocked", "trnjobs status")
-    return f"{one.job} cannot start: {words} ({one.reason}, for {format_duration(now - one.since)}); next: {command}"
