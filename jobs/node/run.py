@@ -71,9 +71,8 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             group.acknowledge(code, why)
             attempt.explain()
             write_failure(env, *(group.agreed or (code, why)))
-            linger_s = (
-                timing.bundle_s if code and not attempt.stopped else LINGER_S
-            )  # the others explain themselves too
+            # The other nodes explain themselves too.
+            linger_s = timing.bundle_s if code and not attempt.stopped else LINGER_S
             return code
         finally:
             group.close(linger_s)
