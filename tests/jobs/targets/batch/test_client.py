@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from botocore import exceptions as boto
 
-from jobs.targets.batch.client import BatchClient, UnknownOutcome, connect
+from jobs.targets.batch.client import BatchClient, connect
 from pipeline.core.errors import ConfigError, Preempted, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
@@ -57,28 +57,6 @@ def test_errors_become_members_of_the_family(error: Exception, family: type[Trnp
     assert type(caught.value) is family
     assert words in str(caught.value)
     assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("error", [client_error("TooManyRequestsException", status=429), LOST, NO_ROUTE])
-def test_reading_is_repeated(error: Exception) -> None:
-    raw = Raw(error, error)
-    assert BatchClient(raw, policy=FAST).describe_jobs(["1"]) == {}
-    assert raw.calls == 3
-
-
-@pytest.mark.parametrize("error", [client_error("TooManyRequestsException", status=429), NO_ROUTE])
-def test_a_submission_that_surely_was_not_done_is_repeated(error: Exception) -> None:
-    raw = Raw(error)
-    assert BatchClient(raw, policy=FAST).submit_job({"jobName": "a"}) == "1"
-    assert raw.calls == 2
-
-
-@pytest.mark.parametrize("error", [LOST, client_error("ServerException", status=500), ConnectionResetError()])
-def test_a_submission_that_may_have_been_done_is_not(error: Exception) -> None:
-    raw = Raw(error)
-    with pytest.raises(UnknownOutcome):
-        BatchClient(raw, policy=FAST).submit_job({"jobName": "a"})
-    assert raw.calls == 1
 
 
 def test_a_stop_ends_the_waiting() -> None:

@@ -161,15 +161,6 @@ def test_whoever_reconciles_ends_what_feeds_only_jobs_that_cannot_run(tmp_path: 
     assert "TerminateJob" not in faults.calls
 
 
-def test_cancel_finds_what_a_dead_driver_did_not_record(tmp_path: Path) -> None:
-    count, setting = Setting(tmp_path / "count"), Setting(tmp_path / "run")
-    count.drive(faults := Faults())
-    second = [i for i, call in enumerate(faults.calls, 1) if call == "SubmitJob"][1]
-    assert setting.drive_killed(Faults(kill_after=second))
-    setting.target().cancel(setting.plan, "by hand")
-    assert setting.live() == []
-
-
 @pytest.mark.parametrize("then", ["cancel", "submit"])
 def test_a_job_that_a_dead_retry_did_not_record_is_ended(tmp_path: Path, then: str) -> None:
     setting = Setting(tmp_path / "run")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, is_tried_again, outcome_of
+from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, is_tried_again
 from jobs.plan.spec import Retry
 from jobs.targets.sagemaker.describe import end_of
 from pipeline.core.errors import ConfigError, Preempted, TransientError
@@ -32,14 +32,6 @@ def test_a_name_that_belongs_to_somebody_else_is_not_adopted(one: Setting) -> No
     one.ml.faults = Faults(meanwhile={3: lambda: one.ml.jobs[one.name("train")].update(_visible=0)})
     with pytest.raises(ConfigError, match="belongs to no plan of trnjobs"):
         one.target().advance(one.plan)
-
-
-def test_trap_8_a_refusal_by_the_gate_is_failed_there_and_refused_here(one: Setting) -> None:
-    one.tick()
-    one.ml.finish(one.name("train"), 80, "GateRefused")
-    closed = outcome_of(one.plan, tuple(one.tick().values()))
-    assert closed is not None and closed.outcome == "refused"
-    assert len(one.ml.created) == 1
 
 
 def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -> None:
