@@ -153,3 +153,31 @@ run "inputs_and_training_jobs" {
     error_message = "the driver is no training job, everything else may be one"
   }
 }
+
+run "a_prefix_that_is_a_pattern" {
+  command = plan
+
+  module {
+    source = "./modules/roles"
+  }
+
+  variables {
+    data = [{ bucket = "shop", prefix = "team-*" }]
+  }
+
+  expect_failures = [var.data]
+}
+
+run "too_many_inputs" {
+  command = plan
+
+  module {
+    source = "./modules/roles"
+  }
+
+  variables {
+    data = [for number in range(5) : { bucket = "shop-${number}", prefix = "" }]
+  }
+
+  expect_failures = [var.data]
+}

@@ -16,7 +16,7 @@ from jobs.plan.cost import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
-from jobs.targets.batch.account import account_problems, account_warnings, read_planned
+from jobs.targets.batch.account import account_problems, account_warnings, change_lines, read_planned
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
@@ -51,7 +51,6 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
         say(json.dumps(shown, indent=1))
     elif arguments.diff:
         from jobs.targets.batch.client import BatchClient, connect  # boto3 takes a while to import
-        from jobs.targets.batch.definitions import change_lines
 
         for line in change_lines(BatchClient(connect("batch")), plan):
             say(line)

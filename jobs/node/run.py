@@ -31,7 +31,7 @@ from pipeline.core.errors import (
     headline,
 )
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import KeyNotFound, Storage, open_storage
+from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.parallel.world import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
 from pipeline.proc.cleanup import guarded_temp_folder
@@ -71,9 +71,8 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             group.acknowledge(code, why)
             attempt.explain()
             write_failure(env, *(group.agreed or (code, why)))
-            linger_s = (
-                timing.bundle_s if code and not attempt.stopped else LINGER_S
-            )  # the others explain themselves too
+            # The other nodes explain themselves too.
+            linger_s = timing.bundle_s if code and not attempt.stopped else LINGER_S
             return code
         finally:
             group.close(linger_s)
@@ -166,7 +165,13 @@ class Attempt:
                     self.reason = f"{type(error).__name__}: {error}"
                     self._end(error.exit_code)
             elif self.own_code is None or not self.group.settled:
-                self._wait()
+                poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
+                for one in (self.wake, *self.group.sockets()):
+                    poll.register(one, select.POLLIN)
+                poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
+                with suppress(BlockingIOError):
+                    while self.wake.recv(4096):
+                        continue
         self.code = self.group.exit_code(self.own_code, stopped=self.stopped)
         self.reason = self.reason or self.group.trouble
 
@@ -210,16 +215,6 @@ class Attempt:
         if code != EXIT_OK:
             self.group.stop(f"the main node exited with {code}")
         self.group.tick()
-
-    def _wait(self) -> None:
-        """Wait until something happens, or it is time for a heartbeat."""
-        poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
-        for one in (self.wake, *self.group.sockets()):
-            poll.register(one, select.POLLIN)
-        poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
-        with suppress(BlockingIOError):
-            while self.wake.recv(4096):
-                continue
 
     def _prepare(self) -> None:
         """Look for the network of a node group, read the settings of the cycle.
@@ -286,46 +281,43 @@ class Attempt:
             name = f"{place.job}-{place.attempt}-node{place.node}"
             name += f"-round-{place.round_}" if place.round_ > 1 else ""
             key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
-            bundle = self._bundle(storage)
+            unread, kills, events = list[str](), kills_for_memory(), list[str]()
+            try:
+                found = read_events(storage, f"cycles/{place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
+                events = [json.dumps(event) for event in found]
+            except TrnpipeError as error:
+                unread.append(f"events: {error.seen}")
+            versions = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
+            for package in PACKAGES:
+                with suppress(PackageNotFoundError):
+                    versions[package] = version(package)
+            bundle = PostMortem(
+                job=place.job,
+                job_id=place.job_id,
+                attempt=place.attempt,
+                node=place.node,
+                num_nodes=place.num_nodes,
+                host=socket.gethostname(),
+                command=tuple(self.words),
+                exit_code=self.code,
+                own_exit_code=self.own_code or 0,
+                returncode=self.returncode,
+                reason=self.reason,
+                killed=self.killed,
+                out_of_memory_kills=None if kills is None else kills - (self._kills_before or 0),
+                started=self._started,
+                ended=datetime.now(UTC),
+                versions=versions,
+                environment=shown_environment(self.env),
+                settings=json.loads(self._settings) if self._settings else None,
+                nodes=tuple(self.group.seen()),
+                processes=self.processes,
+                stacks=self.command.stacks() if self.command else {},
+                log=self.command.log() if self.command else (),
+                events=tuple(events),
+                unread=tuple(unread),
+            )
             storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
             told.append(f"post-mortem: {storage.uri(key)}")
         except Exception as error:  # the exit code says more than what goes wrong while explaining it
             told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-
-    def _bundle(self, storage: Storage) -> PostMortem:
-        unread, kills, events = list[str](), kills_for_memory(), list[str]()
-        try:
-            found = read_events(storage, f"cycles/{self.place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
-            events = [json.dumps(event) for event in found]
-        except TrnpipeError as error:
-            unread.append(f"events: {error.seen}")
-        versions = {"trnpipe": code_version(), "python": platform.python_version(), "kernel": platform.release()}
-        for package in PACKAGES:
-            with suppress(PackageNotFoundError):
-                versions[package] = version(package)
-        return PostMortem(
-            job=self.place.job,
-            job_id=self.place.job_id,
-            attempt=self.place.attempt,
-            node=self.place.node,
-            num_nodes=self.place.num_nodes,
-            host=socket.gethostname(),
-            command=tuple(self.words),
-            exit_code=self.code,
-            own_exit_code=self.own_code or 0,
-            returncode=self.returncode,
-            reason=self.reason,
-            killed=self.killed,
-            out_of_memory_kills=None if kills is None else kills - (self._kills_before or 0),
-            started=self._started,
-            ended=datetime.now(UTC),
-            versions=versions,
-            environment=shown_environment(self.env),
-            settings=json.loads(self._settings) if self._settings else None,
-            nodes=tuple(self.group.seen()),
-            processes=self.processes,
-            stacks=self.command.stacks() if self.command else {},
-            log=self.command.log() if self.command else (),
-            events=tuple(events),
-            unread=tuple(unread),
-        )

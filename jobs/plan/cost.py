@@ -28,12 +28,9 @@ class Prices:
     def of_machine(self, instance_type: str) -> float | None:
         if self.ml_factor is not None and (own := self.by_instance.get(ml_name(instance_type))) is not None:
             return own
-        return self._there(self.by_instance.get(instance_type))
+        return self.there(self.by_instance.get(instance_type))
 
-    def of_vcpu(self) -> float | None:
-        return self._there(self.vcpu)
-
-    def _there(self, price: float | None) -> float | None:
+    def there(self, price: float | None) -> float | None:
         return price if price is None or self.ml_factor is None else price * self.ml_factor
 
 
@@ -42,23 +39,16 @@ def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
     return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour, factor)
 
 
-def machine_share(job: JobSpec) -> float:
-    """Return the share of its machine that one node takes; all of a machine that is not in the table.
-
-    AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
-    """
-    known = NODES.get(job.resources.instance_type)
-    return min(1.0, job.resources.vcpus / known.vcpus) if known and not job.num_nodes else 1.0
-
-
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     """Return the price of one node or child of an array; None if unknown. SageMaker lends whole machines."""
     needs, whole = job.resources, prices.ml_factor is not None
     chosen = whole and not needs.instance_type  # by SageMaker's target, for the size of the job
     price = prices.of_machine(ml_machine(needs) if chosen else needs.instance_type)
     if price is not None:
-        return price if whole else price * machine_share(job)
-    vcpu = prices.of_vcpu()
+        # AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
+        known = None if whole or job.num_nodes else NODES.get(needs.instance_type)
+        return price * min(1.0, needs.vcpus / known.vcpus) if known else price
+    vcpu = prices.there(prices.vcpu)
     return None if vcpu is None else vcpu * (ml_vcpus(needs) if chosen else needs.vcpus)
 
 

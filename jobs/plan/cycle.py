@@ -96,8 +96,8 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: flo
     elif timeout_s < stage_limit_s:
         raise ConfigError(
             f"jobs.{name}.timeout_s is {timeout_s:,}; the stage itself may take {math.ceil(stage_limit_s):,} s",
-            expected=f"more than that, or no timeout_s (the plan then takes enough), or lower limits under [{name}]",
-            next_command="correct [jobs], then trnjobs plan",
+            expected="more than that, or no timeout_s: the plan then takes enough",
+            next_command=f"remove jobs.{name}.timeout_s, or lower the limits under [{name}]; then trnjobs plan",
         )
     return job_of(
         jobs,

@@ -31,7 +31,7 @@ def job_of(
     if bad := next((where for where, text in texts.items() if "\0" in text), ""):
         raise ConfigError(
             f"{name}: {bad!r} holds a zero byte",
-            expected="text without one",
+            expected="text without one, which is all that the kernel takes",
             next_command="correct [jobs], then trnjobs plan",
         )
     if wanted.instance and wanted.instance not in NODES and None in (wanted.vcpus, wanted.memory_mib):

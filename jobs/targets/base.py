@@ -183,9 +183,19 @@ def with_errors(
 
 def _from_post_mortem(store: CycleStore, leaf: JobRecord) -> tuple[list[str], int] | None:
     """Return the lines, and the node: of several the one whose own command ended the job."""
-    attempt = leaf.attempts[-1]
-    bundles = sorted(
-        _post_mortems(store, leaf),
+    attempt, bundles = leaf.attempts[-1], list[PostMortem]()
+    folder, name = store.key("post-mortem"), f"{leaf.name.replace(':', '-')}-{len(leaf.attempts)}-node"
+    keys = [stat.key for stat in store.storage.list(folder) if stat.key.startswith(f"{folder}/{name}")]
+    if not keys:
+        return None
+    job, job_id = leaf.name.partition(":")[0], job_id_of(leaf)
+    rounds = (one for one in reversed(store.rounds()) if (made := store.submitted(one).get(job)) and made.id == job_id)
+    round_ = next(rounds, 1)
+    wanted = re.compile(re.escape(name) + r"\d+" + (f"-round-{round_}" if round_ > 1 else "") + r"\.json")
+    for key in [key for key in keys if wanted.fullmatch(key.rpartition("/")[2])][:MAX_NODES]:
+        with suppress(KeyNotFound, ValidationError):
+            bundles.append(PostMortem.model_validate_json(store.storage.read_bytes(key)))
+    bundles.sort(
         key=lambda one: (one.own_exit_code != attempt.exit_code, bool(one.reason and one.log), one.node),
     )
     if not bundles:
@@ -198,21 +208,6 @@ def _from_post_mortem(store: CycleStore, leaf: JobRecord) -> tuple[list[str], in
         name = signal.Signals(-first.returncode).name
         lines.append(f"(ended by {name}{', for want of memory' if first.out_of_memory_kills else ''})")
     return lines or [NOTHING], first.node
-
-
-def _post_mortems(store: CycleStore, leaf: JobRecord) -> Iterator[PostMortem]:
-    """Yield those of the last attempt of a job."""
-    folder, name = store.key("post-mortem"), f"{leaf.name.replace(':', '-')}-{len(leaf.attempts)}-node"
-    keys = [stat.key for stat in store.storage.list(folder) if stat.key.startswith(f"{folder}/{name}")]
-    if not keys:
-        return
-    job, job_id = leaf.name.partition(":")[0], job_id_of(leaf)
-    rounds = (one for one in reversed(store.rounds()) if (made := store.submitted(one).get(job)) and made.id == job_id)
-    round_ = next(rounds, 1)
-    wanted = re.compile(re.escape(name) + r"\d+" + (f"-round-{round_}" if round_ > 1 else "") + r"\.json")
-    for key in [key for key in keys if wanted.fullmatch(key.rpartition("/")[2])][:MAX_NODES]:
-        with suppress(KeyNotFound, ValidationError):
-            yield PostMortem.model_validate_json(store.storage.read_bytes(key))
 
 
 def _from_log(logs: Logs, leaf: JobRecord) -> list[str]:

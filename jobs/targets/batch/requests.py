@@ -20,7 +20,32 @@ Request = dict[str, Any]
 
 def definition_request(plan: Plan, job: JobSpec) -> Request:
     """RegisterJobDefinition. The tag `content` names everything else of it, so that equal ones are registered once."""
-    container = _container(plan, job)
+    needs, where = job.resources, placement_of(plan, job)
+    container: Request = {
+        "image": job.image,
+        "command": ["trnpipe", "--version"],  # every submission says what to run
+        "resourceRequirements": [
+            {"type": "VCPU", "value": str(needs.vcpus)},
+            {"type": "MEMORY", "value": str(needs.memory_mib)},
+        ],
+        "environment": [{"name": name, "value": value} for name, value in sorted(job.environment.items())],
+        "linuxParameters": {
+            "devices": [
+                {"hostPath": path, "containerPath": path, "permissions": ["READ", "WRITE", "MKNOD"]}
+                for path in needs.devices
+            ],
+            "sharedMemorySize": needs.shared_memory_mib,
+            "initProcessEnabled": True,
+        },
+        "ulimits": [{"name": u.name, "softLimit": u.soft, "hardLimit": u.hard} for u in needs.ulimits],
+        "privileged": False,
+        "logConfiguration": {
+            "logDriver": "awslogs",
+            "options": {"awslogs-group": where.log_group, "awslogs-stream-prefix": f"{plan.pipeline}-{job.stage}"},
+        },
+    }
+    if where.job_role:
+        container["jobRoleArn"] = where.job_role
     names = {"on_status_reason": "onStatusReason", "on_reason": "onReason", "on_exit_code": "onExitCode"}
     rules = [
         {names.get(name, name): pattern for name, pattern in rule.items() if pattern} for rule in job.retry.as_rules()
@@ -78,36 +103,6 @@ def job_name(plan: Plan, job: JobSpec, round_: int) -> str:
     return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{round_}" if round_ > 1 else "")
 
 
-def _container(plan: Plan, job: JobSpec) -> Request:
-    needs, where = job.resources, placement_of(plan, job)
-    container: Request = {
-        "image": job.image,
-        "command": ["trnpipe", "--version"],  # every submission says what to run
-        "resourceRequirements": [
-            {"type": "VCPU", "value": str(needs.vcpus)},
-            {"type": "MEMORY", "value": str(needs.memory_mib)},
-        ],
-        "environment": [{"name": name, "value": value} for name, value in sorted(job.environment.items())],
-        "linuxParameters": {
-            "devices": [
-                {"hostPath": path, "containerPath": path, "permissions": ["READ", "WRITE", "MKNOD"]}
-                for path in needs.devices
-            ],
-            "sharedMemorySize": needs.shared_memory_mib,
-            "initProcessEnabled": True,
-        },
-        "ulimits": [{"name": u.name, "softLimit": u.soft, "hardLimit": u.hard} for u in needs.ulimits],
-        "privileged": False,
-        "logConfiguration": {
-            "logDriver": "awslogs",
-            "options": {"awslogs-group": where.log_group, "awslogs-stream-prefix": f"{plan.pipeline}-{job.stage}"},
-        },
-    }
-    if where.job_role:
-        container["jobRoleArn"] = where.job_role
-    return container
-
-
 # What AWS Batch refuses, checked before anything is sent; and what it takes but would never run. A request above a
 # bound fails late and half way through a DAG, or waits for ever. Sources: the model of AWS Batch in botocore (bounds
 # and patterns), its user guide (quotas, multi-node parallel jobs, array jobs, job retries).
@@ -120,15 +115,12 @@ SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises ConfigError with every problem of every job."""
-    refuse(plan, plan_problems(plan), platform="AWS Batch", next_command="trnjobs plan")
+    """Raises ConfigError with every problem of every job.
 
-
-def plan_problems(plan: Plan) -> Iterator[str]:
-    """Yield one line each. What the settings of `[jobs]` cannot say, such as eleven attempts, is not checked again."""
-    for job in plan.jobs:
-        for problem in _problems(plan, job):
-            yield f"{job.name}: {problem}"
+    What the settings of `[jobs]` cannot say, such as eleven attempts, is not checked again.
+    """
+    problems = (f"{job.name}: {problem}" for job in plan.jobs for problem in _problems(plan, job))
+    refuse(plan, problems, platform="AWS Batch", next_command="trnjobs plan")
 
 
 def _problems(plan: Plan, job: JobSpec) -> Iterator[str]:

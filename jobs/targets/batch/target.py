@@ -5,18 +5,17 @@ from dataclasses import dataclass
 from itertools import product
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Submission
+from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Sighting, Submission
 from jobs.cycle.job_states import Leaf, in_our_words, unneeded_jobs
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.base import Target, keep_cancels, log_stream, no_log, read_cancels, seconds_of
-from jobs.targets.batch.account import preflight
-from jobs.targets.batch.blocked import NEVER_STARTS, block_line, blocked_sightings
+from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
-from jobs.targets.batch.definitions import ensure_definition
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
 from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
+from pipeline.core.format import format_duration
 
 PLAN_TAG = "plan"
 CLOCK_SKEW_S, DWELL_S = 300.0, 900.0
@@ -107,14 +106,23 @@ class BatchTarget(Target):
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
         """Return why jobs cannot start. End those that never will, once that was seen for a quarter of an hour."""
-        now = self.store.clock()
-        sightings = blocked_sightings(records, self.store.sightings(), now)
+        now, before = self.store.clock(), {(one.id, one.reason): one.since for one in self.store.sightings()}
+        sightings = tuple(  # the time of first sight is kept while the same job has the same reason
+            Sighting(job=leaf.name, id=leaf.id, reason=reason, since=before.get((leaf.id, reason), now))
+            for record in records
+            for leaf in record.leaves()
+            if leaf.state is JobState.RUNNABLE and (reason := reason_in(leaf.status_reason))
+        )
         self.store.save_sightings(sightings)
+        lines = []
         for one in sightings:
+            words, command = _REASONS[one.reason]
+            waited = format_duration(now - one.since)
+            lines.append(f"{one.job} cannot start: {words} ({one.reason}, for {waited}); next: {command}")
             if one.reason.startswith(NEVER_STARTS) and now - one.since >= DWELL_S:
                 reason = f"blocked for {now - one.since:.0f} s: {one.reason}"
                 self.client.terminate_job(one.id.partition(":")[0], reason)
-        return tuple(block_line(one, now) for one in sightings)
+        return tuple(lines)
 
     def _hand_over(self, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
@@ -253,3 +261,37 @@ def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptReco
         reason=str(container.get("reason") or ""),
         log_streams=tuple(streams),
     )
+
+
+# Jobs at the head of a queue that cannot start. AWS Batch writes why into statusReason of a RUNNABLE job (API
+# reference, JobDetail.statusReason). While a compute environment grows from nothing it may say for minutes that no
+# instance fits, although one is booting; so nothing is done on first sight.
+
+NEVER_STARTS = "MISCONFIGURATION:"
+"""Begins what waiting does not cure. Capacity comes back."""
+_REASONS = {  # in our words, and what to do
+    "CAPACITY:": ("there is no capacity for it", "wait; or add a zone, a reservation or a capacity block"),
+    "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": (
+        "it needs more vCPU than maxvCpus of any compute environment of the queue",
+        "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
+    ),
+    "MISCONFIGURATION:SERVICE_ENVIRONMENT_MAX_RESOURCE": (
+        "it needs more instances than the service environment of the queue has",
+        "aws batch update-service-environment, or fewer nodes in [jobs]",
+    ),
+    "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": (
+        "no instance type of the compute environments has the vCPU and memory it asks for",
+        "ask for less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
+    ),
+    NEVER_STARTS: ("the queue or its compute environments are set up wrongly", "aws batch describe-job-queues"),
+    "UNDETERMINED": ("AWS Batch does not know why it cannot start", "aws batch describe-job-queues"),
+}
+
+
+def reason_in(status_reason: str) -> str:
+    """Return the word of the table in a status reason; empty if it tells of no block."""
+    return next((word for word in _REASONS if word in status_reason), "")
+
+
+def next_command(reason: str) -> str:
+    return _REASONS[reason][1]

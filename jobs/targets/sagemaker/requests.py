@@ -170,9 +170,8 @@ def tags(plan: Plan, leaf: Leaf) -> dict[str, str]:
 
 def check_plan(plan: Plan) -> None:
     """Raises ConfigError with everything that would be refused, or taken and never run."""
-    problems = (
-        f"{job.name}: {one}" for job in plan.jobs for one in [*_job_problems(plan, job)] or _request_problems(plan, job)
-    )
+    of_jobs = ((job, [*_job_problems(plan, job)] or _request_problems(plan, job)) for job in plan.jobs)
+    problems = (f"{job.name}: {one}" for job, found in of_jobs for one in found)
     refuse(plan, problems, platform="SageMaker", next_command="trnjobs plan --target sagemaker")
 
 

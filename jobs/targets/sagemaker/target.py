@@ -22,8 +22,8 @@ from jobs.targets.base import (
     no_log,
     read_cancels,
 )
-from jobs.targets.batch.blocked import next_command, reason_in
 from jobs.targets.batch.client import LogsClient
+from jobs.targets.batch.target import next_command, reason_in
 from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.describe import QUEUED, Seen
 from jobs.targets.sagemaker.requests import Cycle, check_plan

@@ -32,7 +32,6 @@ FLAGS = {
     "--jobs.train.instance": "trn1.32xlarge",
     "--jobs.embed.workers": "4",
 }
-STATES = {name: ("SUCCEEDED", "") for name in ("prepare", "health", "compile")} | {"train": ("FAILED", "exit 65")}
 NAMES = ["prepare", "health", "compile", "train", "evaluate", "embed", "verify", "report"]
 
 
@@ -145,14 +144,16 @@ def test_the_watch_closes_a_cycle_and_writes_its_page(code: int, outcome: str, c
     assert f'class="{outcome}">{outcome}' in page and f"evaluate: exit code {code}" in page and "RUNNING" not in page
 
 
-def train_failed(commands: Commands) -> Namespace:
-    """A cycle whose training has failed; the arguments of commands about it."""
+def failed_at(commands: Commands, failed: str) -> Namespace:
+    """A cycle of which AWS Batch has ended all jobs, since one has failed; the arguments of commands about it."""
     assert commands.submit()
     for name, job_id in commands.live().items():
-        job, (status, reason) = commands.batch.jobs[job_id], STATES.get(name, ("FAILED", "Dependent Job failed"))
-        ran = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": 65 if name == "train" else 0}}
-        job |= {"status": status, "statusReason": reason, "stoppedAt": 2000}
-        job |= {"attempts": [ran] if name in STATES else []}
+        before = NAMES.index(name) < NAMES.index(failed)
+        ran = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": 0 if before else 65}}
+        after = NAMES.index(name) > NAMES.index(failed)
+        job = commands.batch.jobs[job_id]
+        job |= {"status": "SUCCEEDED" if before else "FAILED", "stoppedAt": 2000, "attempts": [] if after else [ran]}
+        job["statusReason"] = "Dependent Job failed" if after else ""
     return Namespace(settings=commands.settings(cycle="2026-11-20"))
 
 
@@ -161,7 +162,7 @@ def train_failed(commands: Commands) -> Namespace:
 def test_a_retry_that_was_cut_goes_on(
     handed_over: int, again: Any, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = train_failed(commands)
+    arguments = failed_at(commands, "train")
     arguments.target, arguments.fresh = "batch", False
     left, save = handed_over, CycleStore.save_submission
 
@@ -192,7 +193,7 @@ def test_a_retry_that_was_cut_goes_on(
 def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     step: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = train_failed(commands)
+    arguments = failed_at(commands, "train")
     work = getattr(submit, step)
 
     def retried_before(*words: Any, **more: Any) -> Any:
@@ -211,16 +212,6 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     assert closed is not None and (closed.outcome, closed.round) == ("succeeded", 2)
 
 
-def prepare_failed(commands: Commands) -> None:
-    """A cycle whose columns were named wrongly; AWS Batch has ended all its jobs."""
-    assert commands.submit()
-    for name, job_id in commands.live().items():
-        ran = {"startedAt": 1000, "stoppedAt": 2000, "container": {"exitCode": 65}}
-        reason = "" if name in ("prepare", "health") else "Dependent Job failed"
-        ended = {"status": "FAILED", "statusReason": reason, "stoppedAt": 2000}
-        commands.batch.jobs[job_id] |= ended | {"attempts": [] if reason else [ran]}
-
-
 def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Commands) -> None:
     assert commands.submit()
     with pytest.raises(
@@ -236,7 +227,7 @@ def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Co
 @pytest.mark.parametrize("number", [None, *range(1, 200, 17)])
 def test_a_start_from_the_beginning_killed_and_repeated(number: int | None, commands: Commands) -> None:
     """After any call; a job of the earlier submission that nobody has recorded is ended first."""
-    prepare_failed(commands)
+    failed_at(commands, "prepare")
     recorded = {*commands.batch.jobs}
     stray = dict(next(one for one in commands.batch.jobs.values() if one["jobName"].endswith("-embed")))
     commands.batch.jobs["stray"] = stray | {"jobId": "stray", "status": "RUNNABLE", "attempts": []}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jobs.plan.dag import Plan
+from jobs.targets.batch.account import change_lines, ensure_definition
 from jobs.targets.batch.client import BatchClient
-from jobs.targets.batch.definitions import change_lines, ensure_definition
 from jobs.targets.batch.requests import definition_request
 from tests.jobs.cycle.cases import cycle, job, plan
 from tests.jobs.targets.batch.fake_batch import FakeBatch

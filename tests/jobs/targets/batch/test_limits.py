@@ -7,7 +7,7 @@ import pytest
 
 from jobs.plan.dag import Plan
 from jobs.plan.spec import Dependency, JobSpec
-from jobs.targets.batch.requests import check_plan, definition_request, plan_problems, submit_request
+from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import TRN1, cycle, job, plan
 
@@ -15,7 +15,6 @@ PLACEMENT = {"share_identifier", "queue", "priority"}
 
 
 def test_a_sound_plan_has_no_problem() -> None:
-    assert list(plan_problems(cycle())) == []
     check_plan(cycle())
 
 
@@ -43,8 +42,6 @@ def test_each_rule_names_what_breaks_it(fields: dict[str, Any], problem: str) ->
     what = {name: value for name, value in fields.items() if name not in PLACEMENT}
     where = {name: value for name, value in fields.items() if name in PLACEMENT}
     broken = plan(job("a", array_size=2), JobSpec.model_validate({**job("train").model_dump(), **what}), **where)
-    found = list(plan_problems(broken))
-    assert any(problem in one for one in found), found
     with pytest.raises(ConfigError, match=re.escape(problem)):
         check_plan(broken)
 

@@ -1,31 +1,28 @@
 """Requests and names; what is refused before anything is sent; what it costs."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs import cli
 from jobs.config import JobsConfig, Step
 from jobs.cycle.job_states import Leaf
 from jobs.plan.script import plan_script
-from jobs.settings import CycleSettings
-from jobs.setup import OpenCycle, open_cycle
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.placement import SPOT_WAIT_S, with_placements
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
     Cycle,
+    check_plan,
     direct_request,
     request_problems,
     sagemaker_requests,
     training_job_request,
 )
+from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import TRN1, job, plan
-from tests.jobs.targets.sagemaker.setting import ROLE, ml_plan
+from tests.jobs.targets.sagemaker.setting import QUEUE, ROLE, ml_plan
 
 IMAGE = "1234.dkr.ecr.us-west-2.amazonaws.com/trnpipe@sha256:" + "0" * 64
-RUN = ["run", "--target=sagemaker", "--workspace=s3://bucket/relevance", f"--jobs.image={IMAGE}", f"--jobs.role={ROLE}"]
 
 
 def test_the_request_of_a_gang() -> None:
@@ -114,38 +111,24 @@ def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None
 
 
 @pytest.mark.parametrize(
-    ("more", "command", "seen"),
+    ("fields", "placement", "problem"),
     [
-        (["--jobs.role="], ["aws", "s3"], "no role"),
-        (["--workspace=/tmp/here"], ["aws", "s3"], "expected one on S3"),
-        ([], ["aws", "x" * 257], "the longest of 257 characters"),
-        ([], ["aws", *["x"] * 100], "a command of 103 words"),
-        ([f"--environment=LONG={'x' * 513}"], ["aws", "s3"], "environment variable LONG of 513 characters"),
-        (["--instance=inf2.xlarge", "--vcpus=4", "--memory-mib=9999"], ["aws"], "ml.inf2.xlarge, which SageMaker"),
-        (["--jobs.sagemaker.queue=ml"], ["aws"], "share identifier ''; expected letters"),
+        ({}, {"job_role": ""}, "no role"),
+        ({}, {"workspace": "/tmp/here"}, "expected one on S3"),
+        ({"command": ("aws", "x" * 257)}, {}, "the longest of 257 characters"),
+        ({"command": ("aws", *["x"] * 102)}, {}, "a command of 103 words"),
+        ({"environment": {"LONG": "x" * 513}}, {}, "environment variable LONG of 513 characters"),
+        ({"resources": {"vcpus": 4, "memory_mib": 99, "instance_type": "inf2.xlarge"}}, {}, "ml.inf2.xlarge, which"),
+        ({}, {"sagemaker": QUEUE, "share_identifier": ""}, "share identifier ''; expected letters"),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    more: list[str],
-    command: list[str],
-    seen: str,
+    fields: dict[str, Any], placement: dict[str, Any], problem: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("AWS_DEFAULT_REGION", "AWS_REGION", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # whatever is sent would fail in another way
-    monkeypatch.setenv("TRNPIPE_STORAGE__TOTAL_DEADLINE_S", "0")
-
-    def nothing_submitted(settings: CycleSettings, *more: Any) -> OpenCycle:
-        return open_cycle(settings.model_copy(update={"workspace": str(tmp_path / "empty")}), *more)
-
-    monkeypatch.setattr("jobs.commands.submit.open_cycle", nothing_submitted)
-    assert cli.main([*RUN, *more, "--name=mine", "--", *command]) == 78
-    said = capsys.readouterr()
-    assert seen in said.err and "Traceback" not in said.err
+    workspace = placement.pop("workspace", "s3://bucket/relevance")
+    of = plan(job("train", **fields), **{"job_role": ROLE, **placement}).model_copy(update={"workspace": workspace})
+    with pytest.raises(ConfigError, match=problem):
+        check_plan(of)
 
 
 def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:
