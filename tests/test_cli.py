@@ -127,7 +127,7 @@ def test_later_config_files_win(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["config", "--config"], "argument --config: expected one argument"),
         (["config", "--config", "no-such.toml"], "no-such.toml"),
         (["config", "--train.max-step", "3"], "the nearest: --train.max-steps, --"),
-        (["export", "--famly", "x"], "the nearest: --family, --"),
+        (["export", "--formt", "x"], "the nearest: --format, --"),
         (["config", "--zzzzqqq", "3"], "next: trnpipe config, which lists every setting"),
         (["train", "--json"], "unknown setting json"),
         (["config", "--train.seed", "--train.epochs", "1"], "--train.seed has no value"),
@@ -260,14 +260,14 @@ def test_prepare_does_not_import_torch() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[commands.ToolCall]:
     """Adds a tool named `probe` and actions beside the train stage; collects how they were called."""
     calls: list[commands.ToolCall] = []
-    tool = commands.Tool(
-        "a tool of the tests",
-        actions={"look": "look at one", "list": "list all"},
-        arguments={"look": ("THING", "[OTHER]")},
+    look = commands.Tool(
+        "look at one",
+        arguments=("THING", "[OTHER]"),
         switches=frozenset({"--json"}),
-        options={"--why": "the reason"},
-        module="probe_module",
+        options={"--why": "TEXT  the reason"},
     )
+    actions = {"look": look, "list": commands.Tool("list all")}
+    tool = commands.Tool("a tool of the tests", actions=actions, module="probe_module")
     module = types.ModuleType("pipeline.commands.probe_module")
     module.run = lambda settings, stop, say, call: calls.append(call) or 0  # type: ignore[attr-defined, func-returns-value]
     monkeypatch.setitem(sys.modules, "pipeline.commands.probe_module", module)
@@ -321,7 +321,8 @@ def test_help_of_a_tool_shows_actions_words_and_options(
     text = capsys.readouterr().out
     assert "usage: trnpipe probe <look|list>" in text
     assert "look THING [OTHER]" in text
-    assert "--why" in text
+    assert cli.main(["probe", "look", "--help"]) == 0
+    assert "--why TEXT" in capsys.readouterr().out
 
 
 def test_a_closed_pipe_is_no_failure() -> None:

@@ -1,4 +1,4 @@
-"""`trnpipe registry`: what is in production, how it came there, and changing it by hand."""
+"""`trnpipe registry` and `trnpipe serving`: what is in production, what is served, and changing both by hand."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,6 @@ from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import code_version
 
 JSON, FORCE, REASON, WITHOUT_VECTORS = "--json", "--force", "--reason", "--without-vectors"
-# Which of the flags an action takes.
-FLAGS: Mapping[str, frozenset[str]] = {
-    "list": frozenset({JSON}),
-    "show": frozenset({JSON}),
-    "promote": frozenset({FORCE}),
-    "rollback": frozenset({REASON, WITHOUT_VECTORS}),
-}
 SHOWN_ENTRIES = 10
 SHOWN_PARTITIONS = 5
 VERBS: Mapping[str, str] = {
@@ -38,7 +31,6 @@ VERBS: Mapping[str, str] = {
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Do one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
-    check_flags(call, "registry", FLAGS[call.action])
     as_json = JSON in call.switches
     registry = open_registry(settings, stop, reads=call.action == "show")
     if call.action == "list":
@@ -60,15 +52,24 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     return EXIT_OK
 
 
-def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
-    """Raise ConfigError for a flag that the action does not take."""
-    if wrong := sorted((call.switches | call.options.keys()) - fitting):
-        asked = f"trnpipe {tool} {call.action}".strip()
-        raise ConfigError(
-            f"{wrong[0]} does not apply to {asked}",
-            expected=f"{', '.join(sorted(fitting))} and settings",
-            next_command=f"trnpipe {tool} --help",
-        )
+def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Show or roll back what is served of the model. Raises ConfigError, CheckpointError, TransientError."""
+    registry = open_registry(settings, stop, reads=call.action == "show")
+    model = registry.model
+    if call.action == "rollback":
+        pair = registry.rollback_vectors("".join(call.arguments), reason=call.options.get(REASON, ""))
+        say(f"{model}: {served_line(pair)}")
+        return EXIT_OK
+    pairs, served = registry.pairs(), registry.serving()
+    if JSON in call.switches:
+        document = {"model": model, "serving": _dump(served), "pairs": [_dump(pair) for pair in pairs]}
+        say(json.dumps(document, indent=1))
+        return EXIT_OK
+    say(f"{model} | {served_line(served) if served else 'nothing is served: trnpipe embed, trnpipe embed verify'}")
+    for pair in reversed(pairs):
+        if pair != served:
+            say(f"  before: {served_line(pair)}")
+    return EXIT_OK
 
 
 def open_registry(settings: Settings, stop: StopSignal, *, reads: bool = False) -> Registry:
@@ -158,7 +159,7 @@ def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
     return CheckpointError.exit_code if lost else EXIT_OK
 
 
-def _dump(entry: Entry | None) -> dict[str, Any] | None:
+def _dump(entry: Entry | Pair | None) -> dict[str, Any] | None:
     return None if entry is None else entry.model_dump(mode="json")
 
 
