@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.evaluate.config import GateConfig, MetricsConfig
-from pipeline.evaluate.gate.compare import Verdict
+from pipeline.evaluate.gate.compare import Side, Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
@@ -68,12 +68,9 @@ class Population:
             candidate, incumbent = self.holdout(taken)
             ours, theirs = search.searched(taken) if search else (None, None)
             verdict = judge(
-                candidate,
-                incumbent,
+                Side(candidate, METRICS, retrieval=ours),
+                Side(incumbent, METRICS, retrieval=theirs),
                 config,
-                metrics=METRICS,
-                candidate_retrieval=ours,
-                incumbent_retrieval=theirs,
                 searched=search is not None,
                 seed=seed + number,
             )
@@ -97,15 +94,7 @@ class Population:
             ours, theirs = search.searched(taken)
             tools = [Baseline("boosting", rows=tool), Baseline("BM25", retrieval=theirs)]
             found.append(
-                judge(
-                    candidate,
-                    None,
-                    config,
-                    metrics=METRICS,
-                    candidate_retrieval=ours,
-                    baselines=tools,
-                    seed=seed + number,
-                )
+                judge(Side(candidate, METRICS, retrieval=ours), None, config, baselines=tools, seed=seed + number)
             )
         return found
 

@@ -165,13 +165,10 @@ class Cycle:
         if target == "batch":
             submit_plan(self._cycle, plan, target, again=fresh)
         elif self._engine is None or self._engine.done():
-            thread, before = ThreadPoolExecutor(1, "cycle"), self._first_round()
+            thread = ThreadPoolExecutor(1, "cycle")
             self._engine = thread.submit(submit_plan, self._cycle, plan, target, again=fresh)
             thread.shutdown(wait=False)
-            while self._runs_here():  # it ends when refused, or with nothing to do
-                is_old = fresh and before and self._first_round() == before
-                if self._store.plan() is not None and not is_old:
-                    break
+            while self._runs_here() and self._store.plan() != plan:  # it ends when refused, or with nothing to do
                 time.sleep(0.05)
         return self.status()
 
@@ -208,11 +205,6 @@ class Cycle:
                 )
             if not is_mine:
                 time.sleep(left)
-
-    def _first_round(self) -> int:
-        """0 where nothing was submitted."""
-        claim = self._store.claim()
-        return claim.first_round if claim and self._store.rounds() else 0
 
     def _runs_here(self) -> bool:
         """Whether this process still runs the jobs. Raises what ended that, once."""

@@ -61,23 +61,19 @@ def _run(name: str, words: list[str]) -> int:
 def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     """Those of a command; every other flag is a setting."""
     add = parser.add_argument
+    if name in ("plan", "submit", "run", "driver"):
+        add("--target", choices=TARGETS, help="overrides jobs.target")
+    if name in ("plan", "cost", "status", "config"):
+        add("--json", action="store_true", help="as JSON; of a plan: the requests as the target would get them")
     match name:
         case "plan":
-            add(
-                "--json",
-                action="store_true",
-                help="the requests as AWS Batch (--target sagemaker: SageMaker) would get them",
-            )
             add("--diff", action="store_true", help="show differences from the registered job definitions")
-            add("--target", choices=TARGETS, help="overrides jobs.target; other than local: also check its limits")
         case "fit":
             add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
         case "submit":
-            add("--target", choices=TARGETS, help="overrides jobs.target")
             fresh = "start a cycle from the beginning that was submitted before, as long as nothing was trained in it"
             add("--fresh", action="store_true", help=fresh)
         case "run":
-            add("--target", choices=TARGETS, help="overrides jobs.target")
             again = "run it once more from the beginning; it finds the checkpoints of the earlier run"
             add("--again", action="store_true", help=again)
             add("--name", default="", help="recorded as the cycle run-NAME (default: from the script)")
@@ -107,19 +103,12 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
         case "cost":
             several = "the newest N cycles side by side, and their success rate"
             add("--last", type=_count, metavar="N", help=several)
-            add("--json", action="store_true", help="as JSON")
-        case "report":
-            add("--open", action="store_true", help="also open it in a browser (a local copy, if it is on S3)")
         case "status":
-            add("--json", action="store_true", help="as JSON")
             add("--watch", action="store_true", help="refresh until the cycle has ended; exits with its exit code")
             add("--every", type=_seconds, default=5.0, metavar="S", help="seconds between two looks (default: 5)")
-        case "config":
-            add("--json", action="store_true", help="as JSON")
         case "driver":
             else_ = "else the variable TRNJOBS_SCHEDULED_TIME; else the newest time that has passed"
             add("--scheduled-time", default="", metavar="TIME", help=f"such as 2026-11-20T02:00:00Z; {else_}")
-            add("--target", choices=TARGETS, help="overrides jobs.target")
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobRecord
 from jobs.cycle.ledger import expected_seconds
-from jobs.cycle.tables import plan_lines, target_cost_lines
+from jobs.cycle.tables import plan_lines
 from jobs.plan.cost import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
@@ -61,10 +61,7 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             seconds = expected_seconds(_earlier_records(open_cycle(settings, say).store))
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
-        by_target = {name: prices_of(settings.jobs, name) for name in ("local", "batch", "sagemaker")}
-        for line in plan_lines(plan, seconds, by_target[target], settings.jobs.sla_s):
-            say(line)
-        for line in target_cost_lines(plan, seconds, by_target):
+        for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
     return EXIT_OK
 

@@ -2,23 +2,19 @@
 
 import argparse
 import json
-import tempfile
-import webbrowser
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import outcome_of
-from jobs.cycle.ledger import CycleLedger, success_of
+from jobs.cycle.ledger import CycleLedger
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
-from pipeline.io.paths import temporary_folder
 from pipeline.settings import as_json, table_text
 
 
@@ -133,7 +129,7 @@ def run_cost(arguments: argparse.Namespace, say: Say) -> int:
             | {"stages": [stage.model_dump(mode="json") | {"goodput": stage.goodput} for stage in ledger.stages()]}
             for ledger in ledgers
         ]
-        say(json.dumps({"cycles": shown, "success": success_of(ledgers).model_dump(mode="json")}, indent=1))
+        say(json.dumps({"cycles": shown}, indent=1))
         return EXIT_OK
     lines = cost_lines(ledgers[0]) if len(ledgers) == 1 else total_lines(ledgers)
     for line in (*lines, GOODPUT):
@@ -164,13 +160,5 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
     report = write_page(store, plan, records, cycle.settings.jobs, store.closed() or outcome_of(plan, records))
     for line in (*cost_lines(report.ledger), GOODPUT, *(f"not read: {line}" for line in report.unread)):
         say(line)
-    key = report_key(store.cycle)
-    say(f"report: {store.storage.uri(key)}")
-    if arguments.open:
-        place = store.storage.local_path(key)
-        if place is None:
-            place = Path(tempfile.mkdtemp(dir=temporary_folder())) / f"{store.cycle}.html"
-            store.storage.download(key, place)
-        if not webbrowser.open(place.as_uri()):
-            say(f"no browser here; the page is {place}")
+    say(f"report: {store.storage.uri(report_key(store.cycle))}")
     return EXIT_OK

@@ -11,7 +11,7 @@ from rich.text import Text
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.ledger import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
-from jobs.cycle.tables import status_rows
+from jobs.cycle.tables import STATUS, status_rows
 from jobs.plan.dag import Plan
 from jobs.setup import OpenCycle
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError
@@ -20,28 +20,22 @@ from pipeline.telemetry.events import EventName
 
 NEWEST_BYTES = 256 * 1024
 """Of the event log: enough for the figures of now, however long the cycle has run."""
-COLUMNS = ("job", "state", "try", "ran", "doing")
 _STYLES = {JobState.SUCCEEDED: "green", JobState.RUNNING: "cyan", JobState.FAILED: "red", JobState.CANCELLED: "red"}
 Row = tuple[str, ...]
 
 
 def live_rows(plan: Plan, records: Sequence[JobRecord], moments: Sequence[Moment], now: float) -> list[Row]:
-    """Return cells in the order of COLUMNS, a row a job. `moments`: at least the newest, in order of time."""
-    found, rows = {record.name: record for record in records}, list[Row]()
-    for spec in plan.jobs:
-        record = found.get(spec.name)
-        if record is None:
-            rows.append((spec.name, "not submitted", "", "", ""))
-            continue
-        _, state, tries, ran, _, doing = status_rows([record])[0]
+    """Return cells in the order of STATUS, a row a job. `moments`: at least the newest, in order of time."""
+    rows = list[Row]()
+    for record in records:
+        *cells, ran, code, why = status_rows([record])[0]
         running = [leaf for leaf in record.leaves() if leaf.state is JobState.RUNNING and leaf.attempts]
         if running:
             started = min(leaf.attempts[-1].started_at or now for leaf in running)
             ran = format_duration(max(0.0, now - started))
-            doing = doing_text(spec.stage, [one for one in moments if one.at_ms >= 1000 * started - SKEW_MS])
-        if record.tries() and not record.children:
-            tries += f"/{spec.retry.attempts}"
-        rows.append((spec.name, state, tries, ran, doing))
+            since = [one for one in moments if one.at_ms >= 1000 * started - SKEW_MS]
+            why = doing_text(plan.job(record.name).stage, since)
+        rows.append((*cells, ran, code, why))
     return rows
 
 
@@ -117,10 +111,10 @@ def watch(
                 if console.is_terminal:
                     live.update(_picture(head, rows), refresh=True)
                 else:
-                    changed = [row for row in rows if (row[0], row[1], row[2], row[4]) not in known]
+                    changed = [row for row in rows if (*row[:3], row[5]) not in known]
                     for line in ([head] if not known else []) + ["  ".join(filter(None, row)) for row in changed]:
                         cycle.say(line)
-                known = {(row[0], row[1], row[2], row[4]) for row in rows}
+                known = {(*row[:3], row[5]) for row in rows}
     except KeyboardInterrupt:
         return EXIT_OK
     for line in cycle.failure_lines(cycle.with_errors(records)):
@@ -131,8 +125,8 @@ def watch(
 
 def _picture(head: str, rows: Sequence[Row]) -> Table:
     table = Table(title=Text(head, style="bold"), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=column != "doing", overflow="fold")
+    for column in STATUS:
+        table.add_column(column, no_wrap=column != "why", overflow="fold")
     for row in rows:
         style = next((style for state, style in _STYLES.items() if row[1].startswith(state)), "")
         table.add_row(*map(Text, row), style=style)

@@ -49,17 +49,6 @@ class Claim(Record):
 
 
 @dataclass(frozen=True)
-class Replaced:
-    """A submission that another one has replaced (--fresh)."""
-
-    rounds_before: int
-    claim: Claim
-    plan: Plan
-    records: tuple[JobRecord, ...]
-    """Of all its rounds, in their order."""
-
-
-@dataclass(frozen=True)
 class CycleStore:
     """One cycle's jobs in a workspace. `clock`: seconds since 1970."""
 
@@ -245,22 +234,6 @@ class CycleStore:
         first = rounds[-1] + 1 if rounds else old.first_round
         new = Claim(plan_id=plan.plan_id, target=target, claimed_at=old.claimed_at, owner="", first_round=first)
         self._replace(new, etag)
-
-    def replaced(self) -> list[Replaced]:
-        """Submissions that another one has replaced, the oldest first."""
-        found, before = list[Replaced](), 0
-        for last in sorted(int(name.removeprefix("round-")) for name in self.storage.list_dirs(self.key("earlier"))):
-            claim = self._read(f"earlier/round-{last}/claim.json", Claim.model_validate_json)
-            plan = self._read(f"earlier/round-{last}/plan.json", Plan.model_validate_json)
-            records = dict[str, JobRecord]()
-            for round_ in range(before + 1, last + 1):
-                records |= {
-                    one.id: one for one in self._read(f"records/round-{round_}.json", _RECORDS.validate_json) or ()
-                }
-            if claim is not None and plan is not None:
-                found.append(Replaced(before, claim, plan, tuple(records.values())))
-            before = last
-        return found
 
     def _check_lease(self, theirs: Claim, owner: str) -> None:
         now = self.clock()

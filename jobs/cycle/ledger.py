@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from jobs.config import JobsConfig
-from jobs.cycle.cycle_store import CycleStore, Replaced
+from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.job_states import outcome_of
 from jobs.plan.cost import Prices, node_usd_per_hour, prices_of
@@ -269,15 +269,6 @@ class CycleLedger(Record):
         return _total(self.cycle, self.entries)
 
 
-class Success(Record):
-    cycles: int = Field(description="Of those that have ended")
-    cycles_done: int = Field(description="Succeeded, or refused by the gate, which is an answer too")
-    jobs: int = Field(description="Final ones; not those that a refusal by the gate has left out")
-    jobs_done: int
-    deadlines: int
-    deadlines_met: int
-
-
 def _total(name: str, entries: Sequence[Entry]) -> Total:
     return Total(
         name=name,
@@ -295,19 +286,6 @@ def sum_if_known(amounts: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(amounts) else None
 
 
-def success_of(ledgers: Iterable[CycleLedger]) -> Success:
-    ended = [ledger for ledger in ledgers if ledger.outcome != "open"]
-    due = [ledger for ledger in ended if ledger.deadline in ("met", "missed")]
-    return Success(
-        cycles=len(ended),
-        cycles_done=sum(ledger.outcome in ("succeeded", "refused") for ledger in ended),
-        jobs=sum(ledger.succeeded + (0 if ledger.outcome == "refused" else ledger.failed) for ledger in ended),
-        jobs_done=sum(ledger.succeeded for ledger in ended),
-        deadlines=len(due),
-        deadlines_met=sum(ledger.deadline == "met" for ledger in due),
-    )
-
-
 def ledger_of(
     plan: Plan,
     records: Sequence[JobRecord],
@@ -318,27 +296,14 @@ def ledger_of(
     outcome: Outcome | None,
     deadline_at: float | None,
     earlier: Sequence[JobRecord] = (),
-    replaced: Sequence[tuple[Replaced, Prices]] = (),
-    rounds_before: int = 0,
 ) -> CycleLedger:
     """Return the ledger of a cycle as it is at `now` (seconds since 1970). A try that still runs counts until then.
 
     `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
-    `replaced`: submissions with other settings, the oldest first, each with its prices; likewise. `rounds_before`: of
-    all of them.
     """
-    entries, old = list[Entry](), [record for one, _ in replaced for record in one.records]
-    begins = [min((record.created_at for record in one.records), default=0.0) for one, _ in replaced]
-    begins.append(min((record.created_at for record in (*earlier, *records)), default=now))
-    for index, (one, its_prices) in enumerate(replaced):
-        until = begins[index + 1]
-        own = [moment for moment in moments if begins[index] <= moment.at_ms / 1000 < until]
-        entries += _entries(one.plan, one.records, own, its_prices, until, one.rounds_before, is_over=True)
-    if replaced:
-        moments = [moment for moment in moments if moment.at_ms / 1000 >= begins[-1]]
-    entries += _entries(plan, (*earlier, *records), moments, prices, now, rounds_before)
+    entries = list(_entries(plan, (*earlier, *records), moments, prices, now))
     leaves = [leaf for record in records for leaf in record.leaves()]
-    every = (*old, *earlier, *records)
+    every = (*earlier, *records)
     stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
     if outcome == "cancelled" and deadline_at is not None:
@@ -374,14 +339,8 @@ def _entries(
     moments: Sequence[Moment],
     prices: Prices,
     now: float,
-    rounds_before: int,
-    *,
-    is_over: bool = False,
 ) -> Iterator[Entry]:
-    """Yield the tries of a plan.
-
-    `records`: in the order of rounds, the newest of each job last. `is_over`: nothing of it runs at `now`.
-    """
+    """Yield the tries of a plan. `records`: in the order of rounds, the newest of each job last."""
     ends = {  # a try that still runs counts 0
         record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
         for record in records
@@ -395,7 +354,7 @@ def _entries(
         for name, same in rounds.items():  # one leaf, as it was submitted in each round
             ran: list[tuple[float, int, int, AttemptRecord]] = []
             for submission, leaf in enumerate(same, 1):
-                again_at = same[submission].created_at if submission < len(same) else now if is_over else None
+                again_at = same[submission].created_at if submission < len(same) else None
                 for number, attempt in enumerate(leaf.attempts, 1):
                     if attempt.started_at is None:
                         continue
@@ -403,7 +362,7 @@ def _entries(
                         attempt.stopped_at is None and again_at is not None
                     ):  # when it was submitted again, at the latest
                         attempt = attempt.model_copy(update={"stopped_at": max(attempt.started_at, again_at)})
-                    ran.append((leaf.created_at, rounds_before + submission, number, attempt))
+                    ran.append((leaf.created_at, submission, number, attempt))
             logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
             tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
             ready_ms = 0
@@ -478,9 +437,6 @@ def read_ledger(
     deadline_at = None
     if config.sla_s is not None and claim is not None and not store.cycle.startswith(RUN_PREFIX):
         deadline_at = scheduled_at(config.schedule, store.cycle, claim.claimed_at) + config.sla_s
-    is_first = claim is None or claim.first_round == 1
-    replaced = [] if is_first else [(one, prices_of(config, one.claim.target)) for one in store.replaced()]
-    old = {record.id for one, _ in replaced for record in one.records}
     return ledger_of(
         plan,
         records,
@@ -489,9 +445,7 @@ def read_ledger(
         now=now,
         outcome=closed.outcome if closed else None,
         deadline_at=deadline_at,
-        earlier=[record for record in store.earlier_records(records) if record.id not in old],
-        replaced=replaced,
-        rounds_before=0 if claim is None else claim.first_round - 1,
+        earlier=store.earlier_records(records),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
-from jobs.cycle.ledger import SPENT, CycleLedger, Success, Total, critical_seconds, success_of, sum_if_known
+from jobs.cycle.ledger import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
 from jobs.plan.cost import Prices, job_usd
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
@@ -47,20 +47,6 @@ def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: 
         fits = "within" if total <= sla_s else "LATE for"
         lines.append(f"{fits} the {format_duration(sla_s)} of jobs.sla_s")
     return lines
-
-
-def target_cost_lines(plan: Plan, seconds: Mapping[str, float], prices: Mapping[str, Prices]) -> list[str]:
-    """Return what the cycle costs on each target if its jobs take as long there; nothing while nobody knows how long.
-
-    `prices`: by target. On this machine: what the same vCPUs and machines would cost by the settings.
-    """
-    if not all(job.name in seconds for job in plan.jobs):
-        return []
-    rows: list[tuple[str, ...]] = [("target", *(job.name for job in plan.jobs), "cycle")]
-    for target, its in prices.items():
-        costs = [job_usd(job, seconds[job.name], its) for job in plan.jobs]
-        rows.append((target, *map(usd, (*costs, sum_if_known(costs)))))
-    return aligned(rows, left=(0,))
 
 
 def shape_text(job: JobSpec) -> str:
@@ -159,22 +145,28 @@ def money(one: Total) -> str:
     return f"{usd(one.usd)}, {usd(one.wasted_usd)} of it wasted"
 
 
-def success_line(found: Success) -> str:
-    cycles = format_share(found.cycles_done / found.cycles if found.cycles else None)
-    jobs = format_share(found.jobs_done / found.jobs if found.jobs else None)
-    words = [
-        f"{found.cycles_done} of {found.cycles} cycles done ({cycles})",
-        f"{found.jobs_done} of {found.jobs} jobs succeeded ({jobs})",
-    ]
-    if found.deadlines:
-        words.append(f"{found.deadlines_met} of {found.deadlines} deadlines met")
-    return " | ".join(words)
+def success_line(ledgers: Sequence[CycleLedger]) -> str:
+    """Return how many cycles and jobs have succeeded, and deadlines were met.
+
+    A refusal by the gate is a success of the cycle, and the jobs that it leaves out do not count.
+    """
+    ended = [one for one in ledgers if one.outcome != "open"]
+    due = [one for one in ended if one.deadline in ("met", "missed")]
+    counts = {
+        "cycles done": (sum(one.outcome in ("succeeded", "refused") for one in ended), len(ended)),
+        "jobs succeeded": (
+            sum(one.succeeded for one in ended),
+            sum(one.succeeded + (0 if one.outcome == "refused" else one.failed) for one in ended),
+        ),
+        "deadlines met": (sum(one.deadline == "met" for one in due), len(due)),
+    }
+    return " | ".join(f"{done} of {all_} {what}" for what, (done, all_) in counts.items() if all_)
 
 
 def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
     """Several cycles: each summed up, a row each, and their success rate."""
     rows = [("cycle", *HEAD[1:]), *(total_row(one.total) for one in ledgers)]
-    return [*map(summary, ledgers), *aligned(rows), success_line(success_of(ledgers))]
+    return [*map(summary, ledgers), *aligned(rows), success_line(ledgers)]
 
 
 def total_row(one: Total) -> tuple[str, ...]:

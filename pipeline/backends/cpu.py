@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup
-from pipeline.backends.c10d import all_gather_single, reduce_scatter_single
 from pipeline.backends.prefetch import prefetched
+
+# Their names since torch 2.14, which warns of those before.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Eager(Backend):
@@ -25,7 +28,7 @@ class Eager(Backend):
             return tensor
         size, group = (dist.get_world_size(), None) if ranks is None else (ranks.size, ranks.process_group)
         found = tensor.new_empty((size * len(tensor), *tensor.shape[1:]))
-        all_gather_single(found, tensor, group=group)
+        _all_gather(found, tensor, group=group)
         return found
 
     def all_reduce(self, tensor: Tensor, ranks: RankGroup) -> Tensor:
@@ -35,7 +38,7 @@ class Eager(Backend):
 
     def reduce_scatter(self, tensor: Tensor, ranks: RankGroup, scale: float = 1.0) -> Tensor:
         found = tensor.new_empty(len(tensor) // ranks.size)
-        reduce_scatter_single(found, tensor, group=ranks.process_group)
+        _reduce_scatter(found, tensor, group=ranks.process_group)
         return found.mul_(scale)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:

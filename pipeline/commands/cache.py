@@ -33,7 +33,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
         if call.action == "repair":
             actions = repair(live, compilers=live_compilers)
             for action in actions:
-                say(str(action))
+                say(action)
             say(f"cache repair {live.uri('')} | {len(actions)} actions")
         else:
             _sync(settings, live, say)

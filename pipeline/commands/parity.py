@@ -293,7 +293,8 @@ def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSi
     with torch.device("meta"):
         model = RelevanceModel(task.settings.model, state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
-    program = ScoreProgram(model, backend, settings.precision, rows.buckets)
+    one_rate = settings.optimizer.has_one_rate  # as in training: the same graphs
+    program = ScoreProgram(model, backend, settings.precision, rows.buckets, has_one_rate=one_rate)
     program.load(weights)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -226,18 +226,6 @@ def _flags_texts(storage: Storage, entries: Sequence[CacheEntry]) -> dict[str, s
 # older than SHARED_LOCK_S.
 
 
-@dataclass(frozen=True)
-class Action:
-    """A deletion: `unlock` removes the locks of an entry, `drop` the entry."""
-
-    kind: str
-    entry: str
-    size_bytes: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.entry} | {format_bytes(self.size_bytes)}"
-
-
 @contextmanager
 def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
     """Hold the lock of sync and repair on a local cache. Yields a work folder that compilers do not look into."""
@@ -248,25 +236,23 @@ def cache_lock(root: Path, stop: StopSignal) -> Iterator[Path]:
             yield folder
 
 
-def repair(
-    storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compilers = live_compilers
-) -> tuple[Action, ...]:
-    """Delete failed entries and stale locks, on a disk also partial entries; return what was done. Raises Preempted.
+def repair(storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compilers = live_compilers) -> list[str]:
+    """Delete failed entries and stale locks, on a disk also partial entries. Return a line for each. Raises Preempted.
 
     On S3 partial entries stay, because they may be waiting for a compiler of another machine. `stale_s`: age from which
     a lock or partial entry on a disk is stale if no compiler runs on this host.
     """
     root = storage.local_path("")
     if root is None:
-        return tuple(_repair(storage, stale_s, compilers))
+        return list(_repair(storage, stale_s, compilers))
     if not root.is_dir():
-        return ()
+        return []
     refuse_network_root(root)
     with cache_lock(root, storage.stop):
-        return tuple(_repair(storage, stale_s, compilers))
+        return list(_repair(storage, stale_s, compilers))
 
 
-def _repair(storage: Storage, stale_s: float, compilers: Compilers) -> Iterator[Action]:
+def _repair(storage: Storage, stale_s: float, compilers: Compilers) -> Iterator[str]:
     is_local = storage.local_path("") is not None
     for listed in list_entries(storage):
         storage.stop.raise_if_set("repairing the compile cache")
@@ -279,20 +265,20 @@ def _repair(storage: Storage, stale_s: float, compilers: Compilers) -> Iterator[
                 continue
             if entry.locks and (entry.state is EntryState.DONE or not is_local):
                 storage.delete(entry.locks)
-                yield Action("unlock", entry.key)
+                yield f"unlock {entry.key}"
             else:
                 storage.delete_prefix(entry.key)
-                yield Action(f"drop {entry.state}", entry.key, entry.size_bytes)
+                yield f"drop {entry.state} {entry.key}"
 
 
-def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[Action]:
-    """Delete the locks that dead compilers left, so that waiting processes go on. The entries stay."""
+def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[str]:
+    """Delete the locks that dead compilers left, so that waiting processes go on. Return a line for each."""
     actions = []
     for listed in list_entries(storage):
         for entry in list_entries(storage, listed.key) if listed.locks else ():  # as it is now
             if entry.locks and _is_stale(storage, entry, stale_s, compilers):
                 storage.delete(entry.locks)
-                actions.append(Action("unlock", entry.key))
+                actions.append(f"unlock {entry.key}")
     return actions
 
 

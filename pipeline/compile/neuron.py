@@ -34,7 +34,7 @@ from pipeline.compile.cache import (
 )
 from pipeline.compile.config import ALL_THERE_S, CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
-from pipeline.compile.sync import Direction, sync_cache
+from pipeline.compile.sync import sync_cache
 from pipeline.context import StageContext, nodes_of
 from pipeline.core import errors
 from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
@@ -436,10 +436,10 @@ def compile_on_neuron(
     is_main, scratch = ctx.world.node_rank == 0, ctx.scratch / "compile"
     nodes = nodes_of(ctx, "compile/nodes", config.time_limit_s)
 
-    def exchange(direction: Direction) -> None:
+    def exchange() -> None:
         if config.sync_url and not root.startswith("s3://"):
             shared = open_storage(config.sync_url, retry=settings.storage, stop=ctx.stop)
-            for line in sync_cache(Path(root), shared, direction=direction).lines():
+            for line in sync_cache(Path(root), shared).lines():
                 say(line)
 
     def compile_plan(
@@ -463,7 +463,7 @@ def compile_on_neuron(
         except TrnpipeError as error:
             if not ctx.stop.is_set():
                 try:  # a graph that failed must not cost the others again on the next machine
-                    exchange("push")
+                    exchange()
                 except TrnpipeError as second:
                     error.add_note(f"and what is compiled could not be shared: {second}")
             raise
@@ -475,7 +475,7 @@ def compile_on_neuron(
     with nodes.telling():
         if not root.startswith("s3://"):
             refuse_network_root(Path(root))
-        exchange("pull")
+        exchange()
         parts = scoring if is_main else {}
         known = [load_manifest(ctx.workspace, one) for one in (plan, *parts.values())]
         done = {one.key for one in list_entries(open_storage(root)) if one.state is EntryState.DONE}
@@ -489,7 +489,7 @@ def compile_on_neuron(
             env = {name: value for name, value in os.environ.items() if name != NUM_NODES} | {SCORING: "1"}
             flags = ["--launch.processes", str(ranks)]
             manifests += compile_plan(part, flags, env, scratch / f"scoring-{ranks}", None)
-        exchange("push")
+        exchange()
         nodes.wait("compiled")
     return manifests, False
 

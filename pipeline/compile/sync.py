@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from typing import Literal
 
 from pipeline import __version__
 from pipeline.backends import compiled_cache, has_graph_tool
@@ -47,7 +46,6 @@ from pipeline.io.storage import KeyNotFound, Storage, join_key, open_storage, os
 from pipeline.parallel.world import TRACE_FILE, node_from_env
 from pipeline.settings import Settings
 
-Direction = Literal["both", "pull", "push"]
 WITHDRAWN = b""
 NUM_ENTRY_THREADS = 4  # entries side by side; the files of each go side by side as well
 
@@ -68,7 +66,7 @@ class SyncReport:
         ]
 
 
-def sync_cache(root: Path, storage: Storage, *, direction: Direction = "both") -> SyncReport:
+def sync_cache(root: Path, storage: Storage) -> SyncReport:
     """Copy finished entries between the local cache `root` and `storage`. Pulls first: training waits for that.
 
     Raises ConfigError for a root on a network file system or a root that is itself such a storage; DiskFull,
@@ -89,7 +87,7 @@ def sync_cache(root: Path, storage: Storage, *, direction: Direction = "both") -
         staging = work_dir / "staging"
         _clear(staging)  # left by a killed sync: the lock is ours
         try:
-            return _Sync(local, root, storage, staging, direction).run()
+            return _Sync(local, root, storage, staging).run()
         finally:
             _clear(staging)
 
@@ -100,7 +98,6 @@ class _Sync:
     root: Path
     storage: Storage
     staging: Path
-    direction: Direction
 
     def run(self) -> SyncReport:
         mine, shared = (
@@ -108,8 +105,7 @@ class _Sync:
             for side in (self.local, self.storage)
         )
         published = {key for key, entry in shared.items() if entry.is_published}
-        pulls = sorted(published - mine.keys()) if self.direction != "push" else []
-        pushes = sorted(mine.keys() - published) if self.direction != "pull" else []
+        pulls, pushes = sorted(published - mine.keys()), sorted(mine.keys() - published)
         threads, stop = NUM_ENTRY_THREADS, self.storage.stop
         pulled = run_parallel(self._pull, pulls, num_threads=threads, stop=stop, doing="pulling compiled graphs")
         news = [mine[key] for key in pushes]
@@ -130,9 +126,7 @@ class _Sync:
         stat = self.storage.stat(marker)  # before the entry is judged
         try:
             folder = self._fetch(key)
-        except DataError as error:  # make room for a node that has it, or compiles it; a pure pull changes nothing
-            if self.direction == "pull":
-                return f"{error.seen}; trnpipe cache sync would withdraw it"
+        except DataError as error:  # make room for a node that has it, or compiles it
             if stat is not None and stat.etag:
                 self.storage.write_if_match(marker, WITHDRAWN, stat.etag)
             return f"{error.seen}; withdrawn, to be compiled and pushed again"

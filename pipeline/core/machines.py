@@ -36,8 +36,6 @@ class Machine:
     core_tflops_bf16: float
     """Dense peak of one core."""
     core_tflops_fp32: float
-    core_configs: tuple[int, ...]
-    """How many physical cores may make a logical one (LNC); the last is the usual one."""
     num_efa: int
     """EFA interfaces that we attach; without one a job is on one node."""
     rank_counts: tuple[int, ...]
@@ -46,15 +44,6 @@ class Machine:
     """Bus bandwidth of an all-reduce of 128 MiB over all cores, in 2^30 bytes a second."""
     usd_per_hour: float | None
     """None: no price is published."""
-
-    @property
-    def device_cores(self) -> int:
-        """Physical cores of a device."""
-        return self.num_cores // self.num_devices * self.core_configs[-1]
-
-    @property
-    def device_memory_bytes(self) -> int:
-        return self.num_cores // self.num_devices * self.core_memory_bytes
 
     @property
     def node(self) -> Node:
@@ -84,7 +73,6 @@ _TRN1 = Machine(
     core_memory_bytes=16 * GIB,
     core_tflops_bf16=95.0,
     core_tflops_fp32=23.75,
-    core_configs=(1,),
     num_efa=8,
     rank_counts=(1, 2, 8, 32),
     bus_gib_s=39.0,
@@ -100,7 +88,6 @@ _TRN2 = Machine(
     core_memory_bytes=24 * GIB,
     core_tflops_bf16=166.75,
     core_tflops_fp32=45.25,
-    core_configs=(1, 2),
     num_efa=16,
     rank_counts=(1, 4, 16, 64),
     bus_gib_s=None,

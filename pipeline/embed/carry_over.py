@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import DataError
 from pipeline.core.format import natural_key
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
@@ -40,9 +40,9 @@ class Earlier:
 def find_earlier(
     workspace: Storage, cycle: str, wanted: str, made_by: Mapping[str, JsonValue], layout: VectorLayout
 ) -> Earlier:
-    """Find finished vectors of other cycles. `wanted` is output.carry_over.
+    """Find finished vectors of other cycles: the newest, and the newest that were made as ours will be.
 
-    Raises ConfigError if a cycle was named whose vectors were made in another way, DataError if it has none.
+    `wanted` is output.carry_over.
     """
     others = [name for name in workspace.list_dirs("embeddings") if name != cycle]
     found = run_parallel(
@@ -54,17 +54,8 @@ def find_earlier(
     )
     sets = [one for one in found if one is not None]
     sets.sort(key=lambda one: (one.info.generation, natural_key(one.info.cycle)))
-    chosen = None
-    if wanted == "auto":
-        chosen = next((one for one in reversed(sets) if not _difference(one, made_by, layout)), None)
-    elif wanted != "none":
-        chosen = find_vectors(workspace, wanted)
-        if difference := _difference(chosen, made_by, layout):
-            raise ConfigError(
-                f"the vectors of cycle {wanted} cannot be taken over: {difference}",
-                expected="a cycle embedded with the same model and settings",
-                next_command="--embed.output.carry-over auto, or none",
-            )
+    fitting = (one for one in reversed(sets) if _made(one.info.made_by, one.layout) == _made(made_by, layout))
+    chosen = next(fitting, None) if wanted == "auto" else None
     previous, carry_from = (
         EarlierCycle(cycle=one.info.cycle, digest=one.manifest.digest) if one else None
         for one in (sets[-1] if sets else None, chosen)
@@ -80,12 +71,9 @@ def _finished(workspace: Storage, cycle: str) -> VectorSet | None:
         return None
 
 
-def _difference(one: VectorSet, made_by: Mapping[str, JsonValue], layout: VectorLayout) -> str:
-    """Return a description of the first property in which vectors differ from ours; empty if they fit."""
-    now = {**made_by, **layout.model_dump(exclude={"format"})}
-    then = {**one.info.made_by, **one.layout.model_dump(exclude={"format"})}
-    differs = [name for name in sorted(now.keys() | then.keys()) if now.get(name) != then.get(name)]
-    return f"{differs[0]} was {then.get(differs[0])}, and is {now.get(differs[0])} now" if differs else ""
+def _made(made_by: Mapping[str, JsonValue], layout: VectorLayout) -> dict[str, JsonValue]:
+    """Return all that must be equal for vectors to be taken over; the format of their files may differ."""
+    return {**made_by, **layout.model_dump(exclude={"format"})}
 
 
 def open_earlier(workspace: Storage, earlier: EarlierCycle) -> VectorSet:

@@ -40,10 +40,9 @@ class OutputConfig(Record):
     )
     dimensions: int = Field(0, ge=0, description="Leading dimensions kept, normalised again; 0: all")
     rows_per_part: int = Field(65_536, ge=1, le=10_000_000, description="Rows of one file: the unit of work and resume")
-    carry_over: str = Field(
+    carry_over: Literal["auto", "none"] = Field(
         "auto",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
-        description="Earlier cycle whose vectors of unchanged rows are taken over; auto: the newest that fits; none",
+        description="auto: unchanged rows take over the vectors of the newest cycle that was embedded alike; none",
     )
 
 

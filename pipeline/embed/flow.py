@@ -86,11 +86,11 @@ def embed_shards(
         ThreadPoolExecutor(1, "part-writer") as writer,  # on leaving, also by an error, what was handed over is written
         prefetched(items, FEED_DEPTH) as ready,
     ):
-        line = _Line(ready, write, writer, flow.stop)
-        for vectors in embed(line.windows()):
-            line.fill(vectors)
+        pending = _PendingWindows(ready, write, writer, flow.stop)
+        for vectors in embed(pending.windows()):
+            pending.store_vectors(vectors)
             embedded()
-        line.finish()
+        pending.finish()
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _texts_of(part: OpenPart, windows: Iterator[Window], limit: int) -> Iterator
         yield joined()
 
 
-class _Line:
+class _PendingWindows:
     """What the device was given and has not answered, in order, with complete parts in between.
 
     Vectors are converted and parts written by one thread behind the one that drives the device. The embedder may ask
@@ -184,18 +184,18 @@ class _Line:
             self._stop.raise_if_set("embedding")
             with self._lock:
                 self._waiting.append(item)
-                self._write_complete()
+                self._flush_completed_parts()
             if isinstance(item, Texts):
                 yield item.tokens
 
-    def fill(self, vectors: Float32s) -> None:
-        """Hand over the vectors of the first texts that wait. Raises what went wrong with those before them."""
+    def store_vectors(self, vectors: Float32s) -> None:
+        """Convert the vectors of the first texts that wait, behind this thread. Raises the error of an earlier task."""
         with self._lock:
             first = self._waiting.popleft()
             if not isinstance(first, Texts):
                 raise RuntimeError("the embedder answered more windows than it was given")
-            self._hand_over(partial(first.part.fill, first.rows, vectors))
-            self._write_complete()
+            self._submit(partial(first.part.fill, first.rows, vectors))
+            self._flush_completed_parts()
 
     def finish(self) -> None:
         """Wait until every part is written."""
@@ -203,13 +203,13 @@ class _Line:
         if self._waiting:
             raise RuntimeError("the embedder ended before all windows had their vectors")
 
-    def _write_complete(self) -> None:
-        """Hand over the parts that wait for no vectors."""
+    def _flush_completed_parts(self) -> None:
+        """Write the parts that wait for no vectors, behind this thread."""
         while self._waiting and isinstance(first := self._waiting[0], Complete):
-            self._hand_over(partial(self._write, first.part))
+            self._submit(partial(self._write, first.part))
             self._waiting.popleft()
 
-    def _hand_over(self, work: Callable[[], None]) -> None:
+    def _submit(self, work: Callable[[], None]) -> None:
         def unless_failed() -> None:
             if not self._failed:  # nothing is written after what failed
                 try:

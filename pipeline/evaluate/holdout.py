@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,14 +98,6 @@ def some_rows(sizes: Sequence[int], limit: int) -> HoldoutOrder:
 
 
 @dataclass(frozen=True)
-class HoldoutQueries:
-    """The queries of a holdout: ids [Q] ascending, and one text hash [Q] of each, the first where it has several."""
-
-    ids: Int64s
-    texts: UInt64s
-
-
-@dataclass(frozen=True)
 class Leak:
     """How many of a holdout's queries occur in training data. `by_text`: under another id."""
 
@@ -125,19 +117,19 @@ class Leak:
 
 
 def find_leak(
-    holdout: HoldoutQueries,
+    queries: tuple[Int64s, UInt64s],
     trained: Iterable[TokenRows],
     gang: Gang,
     stop: StopSignal,
     unchecked: tuple[str, ...] = (),
     num_rows: int | None = None,
 ) -> Leak:
-    """Look for the holdout's queries in the rows of each training set. Ranks share the work. Raises Preempted.
+    """Look for `Holdout.queries` in the rows of each training set. Ranks share the work. Raises Preempted.
 
     `num_rows`: of all of them, for the progress.
     """
-    ids, texts = np.zeros(len(holdout.ids), dtype=np.bool_), np.zeros(len(holdout.ids), dtype=np.bool_)
-    sorted_texts = np.sort(holdout.texts)
+    ids, texts = queries
+    by_id, by_text, sorted_texts = np.isin(ids, []), np.isin(ids, []), np.sort(texts)
     world, block = gang.world, 0
     with progress("looking for holdout queries in the training data", num_rows, "rows") as advance:
         for rows in trained:
@@ -148,40 +140,35 @@ def find_leak(
                 if block % world.world_size != world.rank:
                     continue
                 part = rows.read(np.full(len(numbers), bucket), numbers, bucket, ("query", "query_id"))
-                ids |= np.isin(holdout.ids, part["query_id"])
+                by_id |= np.isin(ids, part["query_id"])
                 hashes = np.unique(text_hashes(part["query"], rows.pad_id))
-                if np.isin(hashes, sorted_texts, assume_unique=False).any():
-                    texts |= np.isin(holdout.texts, hashes)
-    said = gang.gather((ids, texts))
-    ids = np.logical_or.reduce([one for one, _ in said])
-    texts = np.logical_or.reduce([one for _, one in said])
-    return Leak(len(holdout.ids), int(ids.sum()), int((texts & ~ids).sum()), unchecked)
+                if np.isin(hashes, sorted_texts).any():
+                    by_text |= np.isin(texts, hashes)
+    by_id, by_text = (np.logical_or.reduce(masks) for masks in zip(*gang.gather((by_id, by_text)), strict=True))
+    return Leak(len(ids), int(by_id.sum()), int((by_text & ~by_id).sum()), unchecked)
 
 
-def judge_leak(leak: Leak, action: Literal["refuse", "warn", "off"]) -> str:
-    """Return a warning, or nothing. Raises DataError if more of the holdout was trained on than is allowed."""
-    if leak.share > MAX_LEAK_SHARE and action == "refuse":
+def refuse_leak(leak: Leak) -> None:
+    """Raise DataError if more of the holdout was trained on than is allowed."""
+    if leak.share > MAX_LEAK_SHARE:
         raise DataError(
             leak.text(),
             expected=f"at most {format_share(MAX_LEAK_SHARE)}: they score too well",
             next_command="give the data a split column that keeps queries apart, prepare and train again;"
             " or --evaluate.leak warn",
         )
-    return f"{leak.text()}: {_TOO_GOOD}" if leak.share else ""
-
-
-_TOO_GOOD = "figures on them are better than they would be on new queries"
 
 
 def leak_doubts(leak: Leak | None) -> list[str]:
-    """Say for the verdict what makes figures of the holdout doubtful; None: no leak was looked for."""
+    """Say what makes figures of the holdout doubtful; None: no leak was looked for."""
     if leak is None:
         return ["holdout queries were not looked for in the training data (evaluate.leak off)"]
-    found = [f"{leak.text()}: {_TOO_GOOD}"] if leak.share else []
+    too_good = "figures on them are better than they would be on new queries"
+    doubts = [f"{leak.text()}: {too_good}"] if leak.share else []
     if leak.unchecked:
         number = len(leak.unchecked)
-        found.append(f"{number} partition(s) trained on were not looked at for holdout queries: not prepared any more")
-    return found
+        doubts.append(f"{number} partition(s) trained on were not looked at for holdout queries: not prepared any more")
+    return doubts
 
 
 PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"
@@ -218,13 +205,14 @@ class Holdout:
                 part = numbers[start : start + _BLOCK_ROWS]
                 yield self.rows.read(np.full(len(part), bucket, dtype=np.int64), part, bucket, fields)
 
-    def queries(self) -> HoldoutQueries:
+    def queries(self) -> tuple[Int64s, UInt64s]:
+        """Return query ids [Q] ascending, and one text hash [Q] of each, the first if it has several."""
         ids, texts = [], []
         for arrays in self.blocks(("query", "query_id")):
             ids.append(arrays["query_id"])
             texts.append(text_hashes(arrays["query"], self.rows.pad_id))
         every, first = np.unique(np.concatenate(ids), return_index=True)
-        return HoldoutQueries(every, np.concatenate(texts)[first])
+        return every, np.concatenate(texts)[first]
 
     def tokens_of(self, column: str, ids: Int64s, sides: Sequence[str]) -> list[Tokens]:
         """Of the first row that has each of `ids` [M] in a column: query, product, or both. By ascending id."""

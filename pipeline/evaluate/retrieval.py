@@ -7,12 +7,11 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
-from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
+from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s, UInt64s
 from pipeline.core.errors import DataError, NumericError
 from pipeline.core.fingerprint import Json, fingerprint, hash63
 from pipeline.core.shuffle import mix64
@@ -210,6 +209,26 @@ def _texts(batch: RawBatch, field: str) -> list[str]:
     return [(value or b"").decode(errors="replace").strip() for value in batch.columns[field].to_pylist()]
 
 
+class _GradedRows(NamedTuple):
+    """Rows of a holdout that have a gain: query_id, hash of the product's text, gain, each [N]."""
+
+    query_id: Int64s
+    product: UInt64s
+    gain: Float64s
+
+    def select(self, rows: Bools) -> "_GradedRows":
+        return _GradedRows(self.query_id[rows], self.product[rows], self.gain[rows])
+
+
+def _graded_rows(holdout: Holdout) -> _GradedRows:
+    parts = []
+    for arrays in holdout.blocks(("query_id", "product", "gain")):
+        product = text_hashes(arrays["product"], holdout.rows.pad_id)
+        part = _GradedRows(arrays["query_id"], product, arrays["gain"].astype(np.float64))
+        parts.append(part.select(part.gain > 0))
+    return _GradedRows(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
 def from_products(
     holdout: Holdout,
     valid: Holdout | str,
@@ -223,7 +242,7 @@ def from_products(
 
     Queries of `valid` that are not judged are for tuning.
     """
-    rows = _GradedRows.of(holdout)
+    rows = _graded_rows(holdout)
     if not len(rows.query_id):
         return "no row of the holdout has a gain, so nothing is relevant to any query"
     asked = some_queries(np.unique(rows.query_id), config.max_queries)
@@ -238,14 +257,14 @@ def from_products(
     def texts() -> Iterator[list[str]]:
         return (decoded(window, tokenizer) for _, window in items(lambda number: True))
 
-    def queries(asking: Holdout, ids: Int64s, graded: "_GradedRows") -> Queries:
+    def queries(asking: Holdout, ids: Int64s, graded: _GradedRows) -> Queries:
         (tokens,) = asking.tokens_of("query_id", ids, ("query",))
         judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
         return Queries(ids, tokens, decoded(tokens, tokenizer), judged)
 
     tuning = None
     if not isinstance(valid, str):
-        others = _GradedRows.of(valid)
+        others = _graded_rows(valid)
         others = others.select(products.numbers_of(others.product) >= 0)
         ids = some_queries(np.setdiff1d(others.query_id, asked), MAX_TUNING)
         tuning = queries(valid, ids, others.select(np.isin(others.query_id, ids))) if len(ids) else None
@@ -288,27 +307,6 @@ def some_queries(query_id: Int64s, most: int) -> Int64s:
     """Return at most `most` of the ids [Q], chosen by a hash of them, ascending."""
     order = np.argsort(mix64(query_id.astype(np.uint64)), kind="stable")
     return np.sort(query_id[order[:most]])
-
-
-@dataclass(frozen=True)
-class _GradedRows:
-    """Rows of a holdout that have a gain: query_id, hash of the product's text, gain, each [N]."""
-
-    query_id: Int64s
-    product: UInt64s
-    gain: npt.NDArray[np.float64]
-
-    @classmethod
-    def of(cls, holdout: Holdout) -> "_GradedRows":
-        parts = []
-        for arrays in holdout.blocks(("query_id", "product", "gain")):
-            has = arrays["gain"] > 0
-            product = text_hashes(arrays["product"][has], holdout.rows.pad_id)
-            parts.append((arrays["query_id"][has], product, arrays["gain"][has].astype(np.float64)))
-        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-    def select(self, rows: npt.NDArray[np.bool_]) -> "_GradedRows":
-        return _GradedRows(self.query_id[rows], self.product[rows], self.gain[rows])
 
 
 Embed = Callable[[Iterable[Tokens]], Iterator[Float32s]]

@@ -20,11 +20,11 @@ from pipeline.evaluate.digest import (
     model_digest,
     query_changes,
 )
+from pipeline.evaluate.gate.compare import Side
 from pipeline.evaluate.gate.judge import judge
-from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judge_leak, judged_slices, leak_doubts, open_holdout
+from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_doubts, open_holdout, refuse_leak
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
-from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
@@ -59,14 +59,13 @@ def run_evaluation(
 
 
 @dataclass(frozen=True)
-class Side:
-    """One model and what it scored: `rows` and their `sample_id` [N], ascending."""
+class ScoredModel:
+    """One model with its scores: `judged` by the gate, and the `sample_id` [N] of the rows, ascending."""
 
     checkpoint: Checkpoint
     sample_id: Int64s
-    rows: ScoredRows
     scores_key: str
-    threshold: float | None
+    judged: Side
     found: RetrievalResult | None
 
 
@@ -133,13 +132,10 @@ def _find_leak(
     total = sum(sum(shard.rows) for one in found for shard in one.info.splits.get("train", ()))
     rows = (open_rows(workspace, [one], "train", ctx.scratch / "tokens") for one in found)
     leak = find_leak(holdout.queries(), rows, gang, ctx.stop, unchecked, total)
-    if unchecked:
-        notes.warn(
-            f"{len(unchecked)} partition(s) trained on are not prepared any more, and were not looked at for"
-            f" holdout queries: {', '.join(unchecked[:3])}"
-        )
-    if warning := judge_leak(leak, config.leak):
-        notes.warn(warning)
+    if config.leak == "refuse":
+        refuse_leak(leak)
+    for doubt in leak_doubts(leak):
+        notes.warn(doubt)
     return leak
 
 
@@ -204,11 +200,11 @@ class Evaluation:
         scored = score_baselines(self.search, self.notes.timed)
         with self.notes.timed("judging"):
             report = self._report(ours, theirs, scored)
-            if not ours.rows.meaningless:
+            if not ours.judged.rows.meaningless:
                 self._store_digest(ours, theirs)
             return report
 
-    def _side(self, role: str, checkpoint: Checkpoint) -> Side | None:
+    def _side(self, role: str, checkpoint: Checkpoint) -> ScoredModel | None:
         """On all ranks; what rank 0 gets."""
         with self.notes.timed(f"scoring_{role}"):
             scores, key = self.scorer.run(role, checkpoint, self.holdout)
@@ -220,7 +216,8 @@ class Evaluation:
         rows = judged_slices(to_rows(scores), self.new)
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
-        return Side(checkpoint, scores.sample_id, rows, key, threshold, found)
+        judged = Side(rows, self.settings.evaluate.metrics, threshold, found.per_query if found else None)
+        return ScoredModel(checkpoint, scores.sample_id, key, judged, found)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:
         """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
@@ -239,18 +236,13 @@ class Evaluation:
             self.notes.warn(f"no threshold for the {role}: {error.seen}")
             return None
 
-    def _report(self, ours: Side, theirs: Side | None, scored: list[ScoredBaseline]) -> EvaluationReport:
+    def _report(self, ours: ScoredModel, theirs: ScoredModel | None, scored: list[ScoredBaseline]) -> EvaluationReport:
         config, ctx, holdout, leak = self.settings.evaluate, self.ctx, self.holdout, self.leak
         candidate, incumbent = self._measured(ours, scored), None if theirs is None else self._measured(theirs, scored)
         verdict = judge(
-            ours.rows,
-            theirs.rows if theirs else None,
+            ours.judged,
+            theirs.judged if theirs else None,
             self.settings.gate,
-            metrics=config.metrics,
-            candidate_threshold=ours.threshold,
-            incumbent_threshold=theirs.threshold if theirs else None,
-            candidate_retrieval=ours.found.per_query if ours.found else None,
-            incumbent_retrieval=theirs.found.per_query if theirs and theirs.found else None,
             searched=config.retrieval.enabled,
             baselines=[one.baseline for one in scored],
             warnings=leak_doubts(leak),
@@ -298,9 +290,9 @@ class Evaluation:
             at=datetime.now(UTC),
         )
 
-    def _store_digest(self, ours: Side, theirs: Side | None) -> None:
+    def _store_digest(self, ours: ScoredModel, theirs: ScoredModel | None) -> None:
         """Store what pages draw of the scores."""
-        compared = theirs if theirs and not theirs.rows.meaningless else None
+        compared = theirs if theirs and not theirs.judged.rows.meaningless else None
 
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
             if not len(numbers):
@@ -310,46 +302,43 @@ class Evaluation:
             pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
-        limit = self.settings.report.examples
-        examples, lost, won = find_examples(ours.rows, compared.rows if compared else None, limit, texts_of)
+        rows, before = ours.judged.rows, compared.judged.rows if compared else None
+        examples, lost, won = find_examples(rows, before, self.settings.report.examples, texts_of)
         digest = ScoreDigest(
             cycle=self.ctx.cycle,
-            labels=ours.rows.labels,
-            top_gain=max(ours.rows.label_gains),
-            candidate=model_digest(ours.checkpoint.digest, ours.rows),
-            incumbent=model_digest(compared.checkpoint.digest, compared.rows) if compared else None,
-            queries=query_changes(
-                ours.found.per_query if ours.found else None,
-                theirs.found.per_query if theirs and theirs.found else None,
-            ),
+            labels=rows.labels,
+            top_gain=max(rows.label_gains),
+            candidate=model_digest(ours.checkpoint.digest, rows),
+            incumbent=model_digest(compared.checkpoint.digest, compared.judged.rows) if compared else None,
+            queries=query_changes(ours.judged.retrieval, theirs.judged.retrieval if theirs else None),
             lost=lost,
             won=won,
             examples=examples,
         )
         self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
-    def _measured(self, side: Side, scored: list[ScoredBaseline]) -> ModelReport:
-        state, metrics, found = side.checkpoint.state, self.settings.evaluate.metrics, side.found
-        rows = side.rows
+    def _measured(self, model: ScoredModel, scored: list[ScoredBaseline]) -> ModelReport:
+        state, metrics, found = model.checkpoint.state, self.settings.evaluate.metrics, model.found
+        rows, threshold = model.judged.rows, model.judged.threshold
         report = ModelReport(
-            checkpoint=side.checkpoint.uri,
-            digest=side.checkpoint.digest,
+            checkpoint=model.checkpoint.uri,
+            digest=model.checkpoint.digest,
             cycle=state.cycle,
             step=state.step,
             began_from=state.published.text if state.published else "",
-            scores=side.scores_key,
-            metrics=metric_report(rows, metrics, side.threshold),
+            scores=model.scores_key,
+            metrics=metric_report(rows, metrics, threshold),
             retrieval=found.report if found else None,
             ndcg_by_width=found.by_width if found else {},
             hybrids=fuse(self.search, scored, found.ranked) if found else (),
-            slices=slice_reports(rows, metrics, side.threshold),
-            threshold=side.threshold,
+            slices=slice_reports(rows, metrics, threshold),
+            threshold=threshold,
         )
         self.ctx.events.emit(
             EventName.HOLDOUT_EVALUATED,
             step=state.step,
             split=self.settings.evaluate.split,
-            checkpoint=side.checkpoint.uri,
+            checkpoint=model.checkpoint.uri,
             rows=rows.num_rows,
             **report.figures,
         )

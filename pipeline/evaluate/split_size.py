@@ -25,11 +25,6 @@ def count_queries(infos: Iterable[TokenSetInfo]) -> dict[Split, int]:
     return counts if any(judged) else {}
 
 
-def figure_name(split: Split) -> str:
-    """Return the name of the figure in prepare's result that holds the queries of a split."""
-    return f"queries_{split}"
-
-
 def fraction_for(total: int, needed: int) -> float | None:
     """Return the smallest share of `total` queries that holds `needed` of them, with room for the spread of a hash."""
     enough = (share for share in FRACTIONS if share * total - 2 * sqrt(share * (1 - share) * total) >= needed)

@@ -26,7 +26,6 @@ EARLIEST = datetime(2026, 1, 1, tzinfo=UTC)  # a clock before it was never set
 ROOT_COMM_PORT = 62182  # where ranks of the Neuron runtime meet unless NEURON_RT_ROOT_COMM_ID says so (docs/neuron.md)
 SLOW_WORKSPACE_S = 5.0
 PROBE_BYTES = 4096
-PROBE_LIFE_S = 600.0  # far more than the limit of a check: an older one was left by a process that was killed
 
 # Instance id and type on EC2, else the host name.
 
@@ -199,7 +198,8 @@ class HostChecks:
 
     def write_read_delete(self, ctx: CheckContext) -> CheckResult:
         """Send a small object to the workspace and back. Raises the storage's own error for what denies it."""
-        key, data = f"{self.probes}{time.time():.0f}-{secrets.token_hex(8)}", secrets.token_bytes(PROBE_BYTES)
+        # One key for each host: what a killed process leaves is overwritten by the next one.
+        key, data = self.probes + re.sub(r"[^A-Za-z0-9.-]", "-", self.identity.host), secrets.token_bytes(PROBE_BYTES)
         uri, times = self.workspace.uri(key), [time.monotonic()]
         try:
             ctx.doing = f"writing {uri}"
@@ -211,8 +211,6 @@ class HostChecks:
             ctx.doing = f"deleting {uri}"
             self.workspace.delete([key])
             times.append(time.monotonic())
-            ctx.doing = f"looking for probes of killed processes in {self.workspace.root}"
-            self._delete_old_probes()
         except BaseException:
             with suppress(TrnpipeError):  # the first error says more
                 self.after_stop.delete([key])
@@ -228,13 +226,6 @@ class HostChecks:
             return CheckResult("workspace", Verdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", do, figures)
         seen = f"{1000 * max(seconds):.1f} ms for the slowest of write, read and delete"
         return CheckResult("workspace", Verdict.PASS, seen, figures=figures)
-
-    def _delete_old_probes(self) -> None:
-        """Keys hold the time they were written at."""
-        keys = [stat.key for stat in self.workspace.list(self.probes.rpartition("/")[0])]
-        times = {key: key.removeprefix(self.probes).partition("-")[0] for key in keys if key.startswith(self.probes)}
-        oldest = time.time() - PROBE_LIFE_S
-        self.workspace.delete(key for key, text in times.items() if text.isdecimal() and int(text) < oldest)
 
 
 def existing(folder: Path) -> Path:

@@ -1,6 +1,5 @@
 """A plan: how a model is spread over devices, in one frozen value."""
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -85,18 +84,12 @@ class Plan(Spread):
                 source = Path(source).read_text(encoding="utf-8")
             return Plan.model_validate(json.loads(source) if isinstance(source, str) else source)
         except ValidationError as error:
-            raise ConfigError(f"{origin}: {_first(error)}", expected="a plan, see docs/parallel.md") from error
+            first = error.errors()[0]
+            raise ConfigError(
+                f"{origin}: {'.'.join(map(str, first['loc']))} {first['input']!r}: {first['msg']}",
+                expected=f"a plan of {', '.join(Plan.model_fields)}: see docs/parallel.md",
+            ) from error
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{origin} cannot be read: {error}", expected='a plan as JSON, such as {"shard_degree": 8}, or its file'
             ) from error
-
-
-def _first(error: ValidationError) -> str:
-    """Return the first problem, with the nearest known key for an unknown one."""
-    first = error.errors()[0]
-    name = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(name, Plan.model_fields, n=1) or [", ".join(Plan.model_fields)]
-        return f"unknown key {name!r}, did you mean {close[0]!r}?"
-    return f"{name} is {first['input']!r}: {first['msg']}" if name else first["msg"].removeprefix("Value error, ")

@@ -4,7 +4,7 @@ The order is torchtitan's (torchtitan/models/llama3/infra/parallelize.py). A deg
 calls over groups of one rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -251,7 +251,8 @@ def _described(model: nn.Module) -> str:
 def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise ConfigError for parameters that sharding would untie without a word."""
     owners: dict[int, tuple[str, str]] = {}
-    for name, parameter, owner in _owned(model, "", "no unit", {id(unit): f"unit {name!r}" for name, unit in units}):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = max((f"unit {unit!r}" for unit, _ in units if name.startswith(f"{unit}.")), key=len, default="no unit")
         first_name, first_owner = owners.setdefault(id(parameter), (name, owner))
         if first_owner != owner:
             raise ConfigError(
@@ -260,14 +261,3 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
                 expected="parameters shared only within one unit, or by what is in no unit",
                 next_command="transform(..., units=...) with one unit that holds both, or without these units",
             )
-
-
-def _owned(
-    module: nn.Module, prefix: str, owner: str, units: Mapping[int, str]
-) -> Iterator[tuple[str, nn.Parameter, str]]:
-    """Yield every name of every parameter, with the innermost unit that it is in."""
-    owner = units.get(id(module), owner)
-    for name, parameter in module.named_parameters(recurse=False):
-        yield f"{prefix}{name}", parameter, owner
-    for name, child in module.named_children():
-        yield from _owned(child, f"{prefix}{name}.", owner, units)

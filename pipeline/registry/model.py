@@ -36,9 +36,6 @@ class Registry:
         self.model = check_model(model) if model else self._only()
         self._author = author
 
-    def __repr__(self) -> str:
-        return f"Registry({self.workspace.root!r}, {self.model!r})"
-
     def production(self) -> Pointer | None:
         """Return the checkpoint in production, and how it came there; None before the first. Raises CheckpointError."""
         found = read_pointer(self.workspace, self.model)

@@ -13,7 +13,7 @@ from pipeline.data.input_files import names_of
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
-from pipeline.evaluate.split_size import count_queries, figure_name, size_advice
+from pipeline.evaluate.split_size import count_queries, size_advice
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
@@ -64,6 +64,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         ctx.console.warn(f"prepare: {message}")
     by_prefix = dict(zip(data.token_set_prefixes, data.infos, strict=True))
     store_digest(ctx.workspace, ctx.cycle, by_prefix, labels=data.labels, examples=settings.report.examples)
+    counted = {f"queries_{one}": number for one, number in queries.items()} | few
     token_sets = {f"token_set_{i:04d}": prefix for i, prefix in enumerate(data.token_set_prefixes)}
     result = ctx.finish(
         NAME,
@@ -71,17 +72,15 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         # The name of a token set is the fingerprint of all that went into it: files, tokenizer and data settings.
         inputs={name: prefix.rpartition("/")[2] for name, prefix in token_sets.items()},
         outputs=token_sets | {"tokenizer": data.tokenizer_prefix},
-        figures=_figures(data, loss.positive_gain, warnings)
-        | {figure_name(one): number for one, number in queries.items()}
-        | few,
+        figures=_figures(data, loss.positive_gain, warnings) | counted,
     )
     earlier = ctx.earlier(NAME)
     by_this_try = ("partitions_reused", "partitions_prepared", "rows_prepared")
     anew = {name: result.figures[name] for name in by_this_try}
     same = earlier is not None and (earlier.inputs, earlier.outputs) == (result.inputs, result.outputs)
     known = {**earlier.figures, **anew} if earlier is not None else {}
-    if figure_name("test") not in known:  # of a version that did not count them
-        known |= {name: value for name, value in result.figures.items() if name in (*map(figure_name, queries), *few)}
+    if "queries_test" not in known:  # of a version that did not count them
+        known |= {name: value for name, value in result.figures.items() if name in counted}
     if earlier is not None and same and known == result.figures:
         ctx.console.info(f"prepare: done already at {earlier.finished:%Y-%m-%d %H:%M:%S} UTC")
         return earlier.model_copy(update={"status": "already_done"})

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.compile.watch import GraphWatch
@@ -16,7 +18,7 @@ from pipeline.core.batch_order import BatchPlan, Bucket
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays
 from pipeline.embed.engine import EmbedProgram
-from pipeline.evaluate.score import Outputs, ScoreProgram, evaluate_holdout
+from pipeline.evaluate.score import Outputs, ScoreProgram
 from pipeline.model.config import InputSpec
 from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang
@@ -34,30 +36,15 @@ after as many, measured with torch-xla 2.9 on XLA:CPU.
 """
 
 
-@dataclass(frozen=True)
-class BlankRows:
-    """A RowSource with as many made-up rows in every bucket, for evaluation. Types are those of TokenRows."""
-
-    spec: InputSpec
-    buckets: Sequence[Bucket]
-    rows: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return (self.rows,) * len(self.buckets)
-
-    @property
-    def pad_id(self) -> int:
-        return self.spec.pad_id
-
-    def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
-        """Rows `rows` in the shape of `bucket`."""
-        shape, word = self.buckets[bucket], (self.spec.pad_id + 1) % self.spec.vocab_size
-        return {
-            "query": np.full((len(rows), shape.query_tokens), word, dtype=np.int32),
-            "product": np.full((len(rows), shape.product_tokens), word, dtype=np.int32),
-            **_per_row(self.spec, pools * self.rows + rows),
-        }
+def blank_pairs(spec: InputSpec, bucket: Bucket, rows: int) -> dict[str, Tensor]:
+    """Make a batch of one bucket, as evaluation scores it."""
+    word = (spec.pad_id + 1) % spec.vocab_size
+    return {
+        "query": torch.full((rows, bucket.query_tokens), word, dtype=torch.int32),
+        "product": torch.full((rows, bucket.product_tokens), word, dtype=torch.int32),
+        "numeric": torch.zeros(rows, len(spec.numeric)),
+        "categorical": torch.zeros(rows, len(spec.categorical_ids), dtype=torch.int32),
+    }
 
 
 @dataclass(frozen=True)
@@ -81,29 +68,21 @@ class BlankGroups:
         positions = np.arange(width) - np.searchsorted(segments, segments)
         is_row = np.tile(np.arange(products) < self.slots, len(numbers))
         rows = ((pools * self.groups + numbers)[:, None] * products + np.arange(products)).reshape(-1)
+        labels = rows % self.spec.num_classes
         tokens = np.full(width, (self.spec.pad_id + 1) % self.spec.vocab_size)
         each = {"tokens": tokens, "positions": positions, "segments": segments}
         return {
             **{name: np.tile(values.astype(np.int32), (len(numbers), 1)) for name, values in each.items()},
-            **_per_row(self.spec, rows),
+            "label": labels.astype(np.int16),
+            "gain": np.array(self.spec.label_gains, dtype=np.float32)[labels],
+            "numeric": np.zeros((len(rows), len(self.spec.numeric)), dtype=np.float32),
+            "categorical": np.zeros((len(rows), len(self.spec.categorical_ids)), dtype=np.int32),
+            "sample_id": rows,
             "is_row": is_row,
             "is_mined": ~is_row,
             "query_key": pools * self.groups + numbers,
             "product_key": rows,
         }
-
-
-def _per_row(spec: InputSpec, numbers: Int64s) -> Arrays:
-    """All of rows but their texts."""
-    labels = numbers % spec.num_classes
-    return {
-        "label": labels.astype(np.int16),
-        "gain": np.array(spec.label_gains, dtype=np.float32)[labels],
-        "numeric": np.zeros((len(numbers), len(spec.numeric)), dtype=np.float32),
-        "categorical": np.zeros((len(numbers), len(spec.categorical_ids)), dtype=np.int32),
-        "sample_id": numbers,
-        "query_id": numbers,
-    }
 
 
 @dataclass(frozen=True)
@@ -206,17 +185,10 @@ class Trial:
     def _score(self, score: Outputs) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.train.micro_batch_size, self.train.global_batch_size)
-        rows = BlankRows(self.spec, self.buckets, size * self.gang.layout.data_size)
-        evaluate_holdout(
-            score,
-            self.backend,
-            rows,
-            label_gains=self.spec.label_gains,
-            batch_size=size,
-            limit=sum(rows.sizes),
-            gang=self.gang,
-            stop=self.stop,
-        )
+        with self.backend.loader(blank_pairs(self.spec, bucket, size) for bucket in self.buckets) as ready:
+            for batch in ready:
+                self.stop.raise_if_set("the trial run; nothing of it is kept")
+                self.backend.fetch(list(score(batch)))()
 
     def embed_blank(self) -> None:
         """Embed two batches of every shape, without a text in them."""

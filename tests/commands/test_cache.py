@@ -69,7 +69,7 @@ def test_repair_says_what_it_did(
     write_entry(root, TWO, FILES[EntryState.LOCKED], age_s=3600)
     write_entry(root, THREE, FILES[EntryState.FAILED])
     first, second, last = ask(capsys, "repair", f"--workspace={root.parent}")
-    assert first.startswith(f"drop locked {TWO} | ") and second.startswith(f"drop failed {THREE} | ")
+    assert (first, second) == (f"drop locked {TWO}", f"drop failed {THREE}")
     assert last == f"cache repair file://{root} | 2 actions"
     assert content_of(root) == entries_of(root, ONE)
 

@@ -126,80 +126,65 @@ def test_which_groups_share_a_batch_changes_no_graph() -> None:
     assert plans[0] == plans[1]
 
 
-def test_on_a_cpu_machine_parts_are_held_against_what_was_compiled_for_any_number_of_ranks(workspace: Storage) -> None:
-    manifest = GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=())
-    store_manifest(workspace, manifest)
-    for plan in (embedding(EmbedConfig(), world_size=1, device="xla:CPU"), evaluating(3, device="xla:CPU")):
-        found = part_guard(workspace, plan)
-        assert isinstance(found, Guard) and found.manifest == manifest
-    with pytest.raises(ConfigError, match="world_size: compiled 8, now 1"):
-        alone = training(1, EmbedConfig(), device="xla:CPU")
-        open_guard(workspace, alone, NoCounters(), CompileConfig(), Console(quiet=True))
+CPU = "xla:CPU"
+TRAINED, ON_CPU = training(8, EmbedConfig()), training(8, EmbedConfig(), device=CPU)
+MANY, FEW = training(128, EmbedConfig()), evaluating(32)
 
 
-def test_on_a_device_parts_need_graphs_of_their_own_number_of_ranks(workspace: Storage) -> None:
-    """The number of replicas is given to the compiler with every graph."""
-    manifest = GraphManifest(plan=dict(training(128, EmbedConfig())), graphs=())
-    store_manifest(workspace, manifest)
-    for same in (evaluating(128), embedding(EmbedConfig(), world_size=128)):
-        found = part_guard(workspace, same)
-        assert isinstance(found, Guard) and found.manifest == manifest
-    for other in (evaluating(32), embedding(EmbedConfig(), world_size=32)):
-        with pytest.raises(ConfigError, match="replicas: compiled 128, now 32\n"):
-            part_guard(workspace, other)
-    scoring = GraphManifest(plan=dict(evaluating(32)), graphs=())
-    store_manifest(workspace, scoring)
-    for other in (evaluating(32), embedding(EmbedConfig(), world_size=32)):
-        found = part_guard(workspace, other)
-        assert isinstance(found, Guard) and found.manifest == scoring
-    with pytest.raises(ConfigError, match=r"data\.buckets: compiled \['4x6'\], now \['8x8'\]\n"):
-        part_guard(workspace, evaluating(32, bucket="8x8"))
-
-
-def test_what_was_compiled_for_trainium_does_not_bind_a_cpu_machine(workspace: Storage) -> None:
-    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig())), graphs=()))
-    here = embedding(EmbedConfig(), device="xla:CPU")
-    found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
-    assert type(found) is GraphWatch
-    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=()))
-    assert isinstance(open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True)), Guard)
-    with pytest.raises(ConfigError, match=r"embed\.precision: compiled fp32, now bf16"):
-        open_part_guard(
-            workspace, {**here, "embed.precision": "bf16"}, NoCounters(), CompileConfig(), Console(quiet=True)
+@pytest.mark.parametrize(
+    ("compiled", "asked", "expected"),
+    [
+        ([], embedding(EmbedConfig()), None),
+        # On a CPU machine: whatever was compiled for it, of this model, for any number of ranks.
+        ([ON_CPU], embedding(EmbedConfig(), world_size=1, device=CPU), 0),
+        ([ON_CPU], evaluating(3, device=CPU), 0),
+        ([TRAINED], embedding(EmbedConfig(), device=CPU), None),
+        ([TRAINED, ON_CPU], embedding(EmbedConfig(), device=CPU), 1),
+        ([ON_CPU], embedding(EmbedConfig(), "bf16", device=CPU), "embed.precision: compiled fp32, now bf16"),
+        ([{**ON_CPU, "model.num_layers": 12}], embedding(EmbedConfig(), device=CPU), None),
+        # On a device: of its own number of ranks, which is given to the compiler with every graph.
+        ([ON_CPU], embedding(EmbedConfig()), "device: compiled xla:CPU, now xla:NEURON; replicas: compiled 1, now 8"),
+        ([MANY], evaluating(128), 0),
+        ([MANY], embedding(EmbedConfig(), world_size=128), 0),
+        ([MANY], evaluating(32), "replicas: compiled 128, now 32"),
+        ([MANY], embedding(EmbedConfig(), world_size=32), "replicas: compiled 128, now 32"),
+        ([MANY, FEW], evaluating(32), 1),
+        ([MANY, FEW], embedding(EmbedConfig(), world_size=32), 1),
+        ([MANY, FEW], evaluating(32, bucket="8x8"), "data.buckets: compiled ['4x6'], now ['8x8']"),
+        (
+            [training(8, EmbedConfig(buckets=(64,)))],
+            embedding(EmbedConfig(), "bf16"),
+            "embed.buckets: compiled [64], now [128, 512]; embed.precision: compiled fp32, now bf16",
+        ),
+    ],
+)
+def test_what_evaluation_and_embedding_are_held_against(
+    workspace: Storage, compiled: list[Plan], asked: Plan, expected: int | str | None
+) -> None:
+    manifests = [GraphManifest(plan=dict(plan), graphs=()) for plan in compiled]
+    for manifest in manifests:
+        store_manifest(workspace, manifest)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError) as raised:
+            part_guard(workspace, asked)
+        assert raised.value.seen.endswith(f": {expected}"), "what differs in this part alone is named"
+        lenient = CompileConfig(on_unknown_graph="warn")
+        assert type(open_part_guard(workspace, asked, NoCounters(), lenient, Console(quiet=True))) is GraphWatch
+    else:
+        found = part_guard(workspace, asked)
+        assert (found.manifest if isinstance(found, Guard) else None) == (
+            None if expected is None else manifests[expected]
         )
 
 
-def test_another_model_of_the_workspace_does_not_bind_a_cpu_machine(workspace: Storage) -> None:
-    other = {**training(1, EmbedConfig(), device="xla:CPU"), "model.num_layers": 12}
-    store_manifest(workspace, GraphManifest(plan=other, graphs=()))
-    here = embedding(EmbedConfig(), device="xla:CPU")
-    found = open_part_guard(workspace, here, NoCounters(), CompileConfig(), Console(quiet=True))
-    assert type(found) is GraphWatch
-
-
-def test_what_was_compiled_on_a_cpu_machine_is_not_enough_for_trainium(workspace: Storage) -> None:
-    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(), device="xla:CPU")), graphs=()))
-    with pytest.raises(ConfigError, match="device: compiled xla:CPU, now xla:NEURON"):
-        open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
-
-
-def test_what_embedding_was_not_compiled_for_is_named_alone(workspace: Storage) -> None:
-    store_manifest(workspace, GraphManifest(plan=dict(training(8, EmbedConfig(buckets=(64,)))), graphs=()))
-    plan = embedding(EmbedConfig(), "bf16")
-    with pytest.raises(ConfigError) as raised:
-        open_part_guard(workspace, plan, NoCounters(), CompileConfig(), Console(quiet=True))
-    assert "embed.buckets: compiled [64], now [128, 512]; embed.precision: compiled fp32, now bf16" in raised.value.seen
-    assert "world_size" not in raised.value.seen and "train." not in raised.value.seen
-    lenient = CompileConfig(on_unknown_graph="warn")
-    assert type(open_part_guard(workspace, plan, NoCounters(), lenient, Console(quiet=True))) is GraphWatch
+def test_training_is_held_against_exactly_its_plan(workspace: Storage) -> None:
+    store_manifest(workspace, GraphManifest(plan=dict(ON_CPU), graphs=()))
+    with pytest.raises(ConfigError, match="world_size: compiled 8, now 1"):
+        alone = training(1, EmbedConfig(), device=CPU)
+        open_guard(workspace, alone, NoCounters(), CompileConfig(), Console(quiet=True))
 
 
 def test_settings_that_touch_no_graph_are_no_part_of_the_plan() -> None:
     other = EmbedConfig.model_validate({"worker": 3, "workers": 7, "compiled": False, "output": {"dtype": "int8"}})
     assert embedding(other) == embedding(EmbedConfig())
     assert training(1, other) == training(1, EmbedConfig())
-
-
-def test_without_a_manifest_nothing_is_watched(workspace: Storage) -> None:
-    found = open_part_guard(workspace, embedding(EmbedConfig()), NoCounters(), CompileConfig(), Console(quiet=True))
-    assert type(found) is GraphWatch

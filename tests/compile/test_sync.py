@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.compile.cache import LOCK_DIR, EntryState, cache_lock, list_entries, repair, status_lines
 from pipeline.compile.config import CompilerFlags
-from pipeline.compile.sync import Direction, SyncReport, place_entry
+from pipeline.compile.sync import SyncReport, place_entry
 from pipeline.compile.sync import sync_cache as sync
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.manifest import MANIFEST_NAME
@@ -68,16 +67,18 @@ def local(root: Path) -> dict[str, EntryState]:
 
 
 def test_a_second_machine_with_an_empty_disk_starts_warm(storage: Storage, here: Path, there: Path) -> None:
+    write_entry(there, THREE, done_files("c"))
     assert moved(sync(here, storage)) == ([], [ONE, TWO])
     report = sync(there, storage)
-    assert moved(report) == ([ONE, TWO], [])
+    assert moved(report) == ([ONE, TWO], [THREE]), "both ways at once"
+    sync(here, storage)
     assert content_of(there) == content_of(here)
     assert (report.in_step, report.left_out) == (0, ())
-    assert "pulled 2" in report.lines()[0] and "pushed 0" in report.lines()[0]
+    assert "pulled 2" in report.lines()[0] and "pushed 1" in report.lines()[0]
     for name in (ONE, TWO):
         verify_dir(storage, name, deep=True)
     lines = status_lines(opened(str(there)), CompilerFlags(), nobody)
-    assert "done 2" in lines[1] and "warning" not in "".join(lines)
+    assert "done 3" in lines[1] and "warning" not in "".join(lines)
 
 
 def test_only_new_entries_are_sent(storage: Storage, here: Path) -> None:
@@ -88,18 +89,6 @@ def test_only_new_entries_are_sent(storage: Storage, here: Path) -> None:
     sent = requests_of(storage, lambda: sync(here, storage))
     assert sent["put"] == NUM_FILES + 1, "the files of one entry and its marker"
     assert sent["get"] == 0
-
-
-@pytest.mark.parametrize(
-    ("direction", "expected"),
-    [("both", ([ONE, TWO], [THREE])), ("pull", ([ONE, TWO], [])), ("push", ([], [THREE]))],
-)
-def test_directions(
-    storage: Storage, here: Path, there: Path, direction: Direction, expected: tuple[list[str], list[str]]
-) -> None:
-    write_entry(there, THREE, done_files("c"))
-    sync(here, storage)
-    assert moved(sync(there, storage, direction=direction)) == expected
 
 
 def test_only_finished_entries_are_sent(storage: Storage, tmp_path: Path) -> None:
@@ -189,38 +178,6 @@ def test_one_sync_or_repair_at_a_time_on_a_root(storage: Storage, stop: StopSign
             repair(opened(str(here), stop), compilers=nobody)
 
 
-def test_syncs_in_parallel(storage_uri: str, storage: Storage, tmp_path: Path) -> None:
-    """Three nodes, and two processes on the first: all at once, then once more."""
-    roots = [tmp_path / name for name in ("node0", "node1", "node2")]
-    every = {ONE, *(name_of(10 + node) for node in range(3))}
-    for node, root in enumerate(roots):
-        write_entry(root, ONE, done_files(f"bytes of node {node}"))
-        write_entry(root, name_of(10 + node), done_files("own"))
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(4)
-
-    def work(root: Path) -> None:
-        try:
-            mine = opened(storage_uri)
-            barrier.wait()
-            sync(root, mine)
-        except BaseException as error:  # handed to the test's own thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(root,)) for root in [*roots, roots[0]]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    for root in roots:
-        assert sync(root, storage).left_out == ()
-        assert local(root) == dict.fromkeys(sorted(every), EntryState.DONE)
-    for name in every:
-        verify_dir(storage, name, deep=True)
-        assert len(keys_of(storage, name)) == NUM_FILES + 1
-
-
 @given(
     owned=st.lists(st.sets(st.integers(0, 4)), min_size=2, max_size=3),
     order=st.lists(st.integers(0, 2), max_size=6),
@@ -283,15 +240,6 @@ def test_a_node_that_has_the_bytes_heals_the_storage(storage: Storage, here: Pat
     assert requests_of(storage, lambda: sync(here, storage))["put"] == 2 * (NUM_FILES + 1)
     assert moved(sync(there, storage)) == ([ONE, TWO], [])
     assert content_of(there) == content_of(here)
-
-
-@pytest.mark.fault
-def test_a_pull_changes_nothing_in_the_storage(storage: Storage, here: Path, there: Path) -> None:
-    sync(here, storage)
-    damage(storage, ONE, NEFF)
-    counts = requests_of(storage, lambda: sync(there, storage, direction="pull"))
-    assert (counts["put"], counts["delete"]) == (0, 0)
-    assert [key for key, _ in sync(there, storage, direction="pull").left_out] == [ONE]
 
 
 # Kills, stops and full disks
@@ -369,7 +317,7 @@ def test_kill_9_at_every_change_of_a_push(tmp_path: Path, monkeypatch: pytest.Mo
         storage = opened(str(base / "storage"))
         exit_code = killed_at(number, partial(sync, base / "here", storage))
         assert content_of(base / "here") == content_of(source)
-        early = sync(base / "early", storage, direction="pull")
+        early = sync(base / "early", storage)
         assert early.left_out == () and is_usable(base / "early", source)
         num_unpublished += not early.pulled
         sync(base / "here", storage)

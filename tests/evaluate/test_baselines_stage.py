@@ -1,7 +1,6 @@
 """Baselines in the evaluate stage: scored once for the same data, reported beside the models, known to the gate."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -141,17 +140,6 @@ def test_killed_while_they_are_saved_it_goes_on(case: Case, monkeypatch: pytest.
     assert case.pointer is None and calls == nth and len(kept(case)) == nth - 1
     case.run(WARN)
     assert kept(case) == ["bm25", "boosting"] and case.pointer is not None
-
-
-def test_without_scikit_learn_boosting_is_missing_and_nothing_fails(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "sklearn.ensemble", None)
-        told = case.run(WARN)
-    assert "boosting was not scored: scikit-learn cannot be imported" in told
-    assert baselines(case)["boosting"].missing and case.pointer is not None
-    assert kept(case) == ["bm25"]
 
 
 def test_they_can_be_switched_off(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,18 +70,6 @@ def test_it_learns_the_labels_from_the_features(tmp_path: Path) -> None:
     assert rows.gain.tolist() == np.maximum(rows.label, 0).tolist()
 
 
-def test_the_same_rows_give_the_same_scores(tmp_path: Path) -> None:
-    train, holdout = rows_of(tmp_path, (150, 60)), holdout_of(rows_of(tmp_path, (40, 30), seed=2))
-    one, other = (fitted(train, 120).score(holdout, StopSignal())["probabilities"] for _ in range(2))
-    np.testing.assert_array_equal(one, other)
-
-
-def test_rows_are_chosen_evenly_and_without_label_left_out(tmp_path: Path) -> None:
-    train = rows_of(tmp_path, (1500, 500))
-    assert fitted(train, 5000).num_rows == 2000 - len(range(0, 1500, 7)) - len(range(0, 500, 7))
-    assert 300 < fitted(train, 400).num_rows < 380, "6 of 7 are labelled"
-
-
 def test_a_label_that_never_occurs_has_no_probability(tmp_path: Path) -> None:
     model = fitted(rows_of(tmp_path, (90, 30)), num_labels=4)
     table = model.score(holdout_of(rows_of(tmp_path, (9, 4), seed=2)), StopSignal())["probabilities"]

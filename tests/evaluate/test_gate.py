@@ -14,7 +14,7 @@ from bench.gate_pairs import METRICS, Population, equal, evenly_worse, populatio
 from pipeline.core.arrays import Bools
 from pipeline.core.errors import DataError
 from pipeline.evaluate.config import GateConfig, MetricsConfig
-from pipeline.evaluate.gate.compare import GateCheck, Verdict
+from pipeline.evaluate.gate.compare import GateCheck, Side, Verdict
 from pipeline.evaluate.gate.judge import judge
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout, holdouts
@@ -38,7 +38,8 @@ def uneven() -> Population:
 def verdict(
     candidate: ScoredRows, incumbent: ScoredRows | None, config: GateConfig | None = None, seed: int = 1
 ) -> Verdict:
-    return judge(candidate, incumbent, config or GateConfig(), metrics=METRICS, searched=False, seed=seed)
+    theirs = None if incumbent is None else Side(incumbent, METRICS)
+    return judge(Side(candidate, METRICS), theirs, config or GateConfig(), searched=False, seed=seed)
 
 
 def outcomes(found: Verdict) -> dict[str, str]:
@@ -166,11 +167,11 @@ def test_a_candidate_that_loses_a_metric_in_a_slice_is_to_be_known() -> None:
     incumbent = replace(incumbent, slices={"a": SliceColumn(np.arange(120) // 60, ("x", "y"))})
     candidate = changed(incumbent, np.arange(120) < 60, [0.6, 0.4])
     config = GateConfig(drops={"accuracy": 0.9}, slice_drops={"precision": 0.1})
-    thresholds = {"candidate_threshold": 0.5, "incumbent_threshold": 0.5}
-    found = judge(candidate, incumbent, config, metrics=METRICS, **thresholds)  # type: ignore[arg-type]
+    ours, theirs = Side(candidate, METRICS, 0.5), Side(incumbent, METRICS, 0.5)
+    found = judge(ours, theirs, config)
     assert outcomes(found)["slice precision a=x"] == "warn"
     assert outcomes(found)["slice precision a=y"] == "pass"
-    both = judge(candidate, candidate, config, metrics=METRICS, **thresholds)  # type: ignore[arg-type]
+    both = judge(ours, ours, config)
     assert outcomes(both)["slice precision a=x"] == "skipped"
 
 
@@ -190,8 +191,7 @@ def test_each_model_has_its_own_threshold() -> None:
     config = GateConfig(drops={"f1": 0.1}, slice_drops={})
 
     def promoted(ours: float | None, theirs: float | None) -> bool:
-        thresholds = {"candidate_threshold": ours, "incumbent_threshold": theirs}
-        return judge(rows, rows, config, metrics=METRICS, **thresholds).promote  # type: ignore[arg-type]
+        return judge(Side(rows, METRICS, ours), Side(rows, METRICS, theirs), config).promote
 
     assert promoted(0.4, 0.5)
     assert promoted(0.4, 0.1)
@@ -233,7 +233,7 @@ def test_any_holdout_gets_a_verdict_with_reasons(rows: ScoredRows, data: st.Data
         floors={"accuracy": 0.5}, drops=dict.fromkeys(names, 0.05), slice_drops=dict.fromkeys(names, 0.1),
         min_queries=2, min_slice_queries=2, resamples=200,
     )  # fmt: skip
-    found = judge(rows, other, config, metrics=MetricsConfig(), candidate_threshold=0.5, incumbent_threshold=0.5)
+    found = judge(Side(rows, MetricsConfig(), 0.5), Side(other, MetricsConfig(), 0.5), config)
     assert found.promote is all(check.outcome != "fail" for check in found.checks)
     assert all(check.reason for check in found.checks)
     assert len({check.name for check in found.checks}) == len(found.checks)

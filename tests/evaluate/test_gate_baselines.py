@@ -8,7 +8,7 @@ import pytest
 from bench.gate_pairs import METRICS, Population, equal, evenly_worse, population
 from pipeline.core.arrays import Float64s
 from pipeline.evaluate.config import GateConfig
-from pipeline.evaluate.gate.compare import GateCheck, Verdict
+from pipeline.evaluate.gate.compare import GateCheck, Side, Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 
@@ -36,11 +36,9 @@ def verdict(
 ) -> Verdict:
     config = config or GateConfig()
     return judge(
-        candidate,
-        incumbent,
+        Side(candidate, METRICS, retrieval=found),
+        Side(incumbent, METRICS) if incumbent else None,
         config,
-        metrics=METRICS,
-        candidate_retrieval=found,
         searched=found is not None,
         baselines=baselines,
         seed=1,
@@ -115,14 +113,12 @@ def test_two_labels_are_compared_at_their_thresholds() -> None:
 
     config = GateConfig(baseline_drops={"f1": 0.0})
     tool = Baseline("boosting", rows=scored(0.5), threshold=0.5)
-    found = judge(scored(4.0), None, config, metrics=METRICS, candidate_threshold=0.5, baselines=[tool])
+    found = judge(Side(scored(4.0), METRICS, 0.5), None, config, baselines=[tool])
     assert against(found)["boosting f1"].outcome == "fail"
-    without = judge(scored(4.0), None, config, metrics=METRICS, baselines=[replace(tool, threshold=None)])
+    without = judge(Side(scored(4.0), METRICS), None, config, baselines=[replace(tool, threshold=None)])
     assert against(without)["boosting f1"].outcome == "skipped", "neither has one"
     assert not without.promote
-    untold = judge(
-        scored(4.0), None, config, metrics=METRICS, candidate_threshold=0.5, baselines=[replace(tool, threshold=None)]
-    )
+    untold = judge(Side(scored(4.0), METRICS, 0.5), None, config, baselines=[replace(tool, threshold=None)])
     assert against(untold)["boosting f1"].reason == (
         "f1 against boosting: cannot be computed for boosting: no threshold was chosen on the valid split"
     )

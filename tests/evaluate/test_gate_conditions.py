@@ -15,14 +15,14 @@ from pipeline.evaluate.gate.compare import (
     GateCheck,
     Outcome,
     PairedDifference,
+    Side,
     Verdict,
     judge_overall,
     judge_refusal,
-    not_comparable,
 )
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import Measured
-from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows, SliceColumn, mean_over_queries
+from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows, SliceColumn, mean_over_queries
 from pipeline.stages.evaluate import way_out
 from tests.evaluate.holdouts import holdout
 
@@ -56,14 +56,9 @@ def verdict(
     warnings, thresholds = settings.pop("warnings", ()), settings.pop("thresholds", (None, None))
     config = GateConfig.model_validate({"drops": {}, "slice_drops": {}, "resamples": 200, **settings})
     return judge(
-        candidate,
-        incumbent,
+        Side(candidate, METRICS, thresholds[0], None if ours is None else searched(ours)),
+        Side(incumbent, METRICS, thresholds[1], None if theirs is None else searched(theirs)) if incumbent else None,
         config,
-        metrics=METRICS,
-        candidate_threshold=thresholds[0],
-        incumbent_threshold=thresholds[1],
-        candidate_retrieval=None if ours is None else searched(ours),
-        incumbent_retrieval=None if theirs is None else searched(theirs),
         searched=bool(search),
         baselines=baselines,
         warnings=warnings,
@@ -184,12 +179,6 @@ def test_when_search_is_compared_and_what_is_said_when_not(
     assert outcomes(found).get("search") == note
     assert found.promote is not (drops == {NDCG: 0.1} and not is_searched)
     assert "search" not in outcomes(verdict(rows(), floors={"accuracy": 0.1}, drops=drops, searched=is_searched))
-
-
-@pytest.mark.parametrize("values", [[math.nan] * 60, [0.5] * 49 + [math.nan] * 11])
-def test_figures_that_are_undefined_are_no_proof(values: list[float]) -> None:
-    found = verdict(rows(), rows(), drops={NDCG: 0.1}, ours=values, theirs=np.full(60, 0.5))
-    assert outcomes(found)[f"delta {NDCG}"] == "fail" and not found.promote
 
 
 # A first model.
@@ -408,38 +397,3 @@ def test_a_standard_error_takes_two_queries_and_most_of_the_draws(
     one = difference(0.1, 0.01, num_queries, undefined)
     assert math.isnan(one.standard_error) is not known
     assert all(math.isnan(end) is not known for end in one.interval(0.95))
-
-
-def test_a_comparison_names_itself_and_why_it_cannot_be_made() -> None:
-    missing, other = Missing("no row"), comparison()
-    none = replace(other, candidate=missing)
-    assert not_comparable(none, 1) == "cannot be computed for the candidate: no row"
-    assert not_comparable(replace(other, incumbent=missing), 1) == "cannot be computed for the incumbent: no row"
-    assert "cannot be computed for T" in not_comparable(replace(other, incumbent=missing, baseline="T"), 1)
-    assert not_comparable(other, 101) and not not_comparable(other, 100)
-    for broken in (none, replace(other, incumbent=missing)):
-        with pytest.raises(ValueError, match="was not measured for both models"):
-            _ = broken.statistics
-        found = broken.check("fail", "why", min_queries=100)
-        assert (found.num_queries, found.needed_queries) == (0, None), "that more queries help is not known"
-    assert (other.name, replace(other, slice="a=x").name) == ("delta accuracy", "slice accuracy a=x")
-    assert replace(other, baseline="T").name == "baseline T accuracy"
-    assert other.check("fail", "why", min_queries=101).needed_queries == 101
-    assert other.check("fail", "why", min_queries=100).needed_queries is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "outcome", "low", "judges"),
-    [
-        ("floor", "pass", None, True),
-        ("floor", "fail", None, False),
-        ("delta", "fail", 0.0, True),
-        ("delta", "fail", None, False),
-        ("baseline", "warn", -0.1, True),
-        ("baseline", "warn", None, False),
-        ("holdout", "warn", None, False),
-    ],
-)
-def test_what_counts_as_a_comparison(kind: str, outcome: str, low: float | None, judges: bool) -> None:
-    fields = {"name": "n", "kind": kind, "outcome": outcome, "reason": "r", "low": low}
-    assert GateCheck.model_validate(fields).judges is judges

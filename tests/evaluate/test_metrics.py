@@ -105,14 +105,6 @@ def test_loss_of_a_sure_mistake_is_bounded_as_in_scikit_learn() -> None:
     assert value(rows, "loss") == pytest.approx(36.0436533891, abs=1e-8)
 
 
-def test_rows_without_a_label_count_for_ranks_only() -> None:
-    rows = holdout([1, 1, 1], [1, -1, 0], [[0.1, 0.9], [0.8, 0.2], [0.4, 0.6]], gain=[0.0, 1.0, 0.0])
-    report = metric_report(rows, MetricsConfig())
-    assert report.values["accuracy"] == 0.5
-    assert report.values["ndcg@5"] == pytest.approx(0.5)  # the only gain is at rank 3
-    assert (report.num_rows, report.num_queries) == (3, 1)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_scores_that_are_not_finite_are_named_and_never_a_figure(bad: float) -> None:
     rows = holdout([1, 1, 2], [1, 0, 1], [[0.1, 0.9], [0.8, 0.2], [0.4, 0.6]])

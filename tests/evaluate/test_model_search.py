@@ -30,8 +30,10 @@ TASK = RetrievalTask(
     lambda mine: iter(()),
     lambda: iter(()),
 )
-FOUND = Ranked(np.array([[0, 2], [4, 1]]), np.array([[0.9, 0.8], [0.7, 0.6]]))
-NARROWER = Ranked(np.array([[2, 3], [4, 3]]), np.array([[0.9, 0.8], [0.7, 0.6]]))
+FOUND, NARROWER = (
+    Ranked(np.pad(items, ((0, 0), (0, 8)), constant_values=-1), np.zeros((2, 10)))
+    for items in ([[0, 2], [4, 1]], [[2, 3], [4, 3]])
+)
 TOP = "retrieval_success@1"
 
 

@@ -319,11 +319,3 @@ def test_a_catalogue_that_does_not_fit_is_named(
     file = open_catalogue(OFFERS.model_copy(update=changes), str(catalogue), StopSignal())
     with pytest.raises(DataError, match=message):
         from_catalogue(file, holdout, tokenizer, SPEC)
-
-
-def test_no_catalogue(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist[\s\S]*evaluate\.retrieval\.catalogue"):
-        open_catalogue(OFFERS, str(tmp_path / "none.csv"), StopSignal())
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no input file"):
-        open_catalogue(OFFERS, str(tmp_path / "empty"), StopSignal())

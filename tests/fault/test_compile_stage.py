@@ -23,7 +23,6 @@ from tests.s3 import lead_to
 pytestmark = [needs_xla, pytest.mark.slow]
 
 NUM_GRAPHS = 3
-PREPARED = f"cycles/{CYCLE}/prepare/result.json"
 DRIVEN = ("--compile.tool=neuron", "--compile.time-limit-s=200")
 ON_TWO = (*DRIVEN, "--train.micro-batch-size=12", "--train.candidates-per-query=2")
 
@@ -175,42 +174,6 @@ def test_an_empty_machine_starts_warm(first: Machine, machine: Callable[..., Mac
     other.assert_in_order(0, 1, 2)
 
 
-@pytest.mark.thorough
-def test_an_empty_workspace_starts_with_the_cache_of_others(first: Machine, machine: Callable[..., Machine]) -> None:
-    """The trial run alone tells which graphs a plan needs."""
-    other = machine(*first.flags, env=first.env)
-    run = other.run()
-    assert "3 cache entries, 0 compiled" in run.out
-    assert (other.num_trials(), other.tools.compiles()) == (1, [])
-    other.assert_published()
-
-
-@pytest.mark.thorough
-def test_what_earlier_runs_left_and_a_crash_are_repaired(machine: Callable[..., Machine]) -> None:
-    here = machine()
-    here.tools.poison(0)
-    here.tools.lock(1)
-    run = here.run(fault="crash")
-    here.assert_in_order(0, 1, 2)
-    here.assert_published()
-    for action in (f"drop failed {here.tools.key(0)}", f"drop locked {here.tools.key(1)}"):
-        assert action in here.repairs()
-        assert action in run.out
-
-
-@pytest.mark.thorough
-def test_a_failed_trial_run_gives_its_exit_code(machine: Callable[..., Machine]) -> None:
-    here = machine()
-    run = here.run(FAKE_NEURON_SPOIL=str(here.place.path / PREPARED), code=65)
-    assert "the trial run ended with exit code 65" in run.err
-    assert "is not a stage result" in run.err and "Traceback" not in run.err
-    assert (here.num_trials(), here.tools.compiles()) == (1, [])
-    here.assert_in_order()
-    here.assert_nothing_published()
-    last = here.place.events()[-1]
-    assert (last["event"], last["error"]) == ("stage_failed", "DataError")
-
-
 def test_a_refused_graph_ends_the_stage_but_not_the_others_work(
     machine: Callable[..., Machine], tmp_path: Path
 ) -> None:
@@ -291,15 +254,6 @@ def test_a_node_that_fails_ends_the_other(machine: Callable[..., Machine]) -> No
     for node in (main, other):
         node.assert_in_order()
         node.assert_nothing_published()
-
-
-@pytest.mark.thorough
-def test_a_node_that_fails_before_it_looks_into_its_cache_ends_the_other(machine: Callable[..., Machine]) -> None:
-    main, other = two_nodes(machine, "worse", env={})
-    runs = [main.start(), other.start(f"--compile.sync-url={other.tools.cache}")]
-    assert "is the storage that caches are synced with" in ended(runs[1], 78).err
-    assert "node 1 failed: ConfigError" in ended(runs[0], 75).err
-    assert [node.num_trials() for node in (main, other)] == [0, 0]
 
 
 @pytest.mark.thorough

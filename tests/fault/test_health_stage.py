@@ -120,31 +120,6 @@ def test_every_sick_core_is_named_and_the_job_sent_elsewhere(here: Place) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "check", "seen"),
-    [
-        pytest.param(
-            "absent@1",
-            "collectives",
-            "rank 0: in all-gather of 8 bytes: ",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            "dies@1",
-            "ranks",
-            "rank 1 of this node ended without a word after check device",
-            marks=pytest.mark.thorough,
-        ),
-    ],
-)
-def test_a_rank_that_is_lost_is_named(here: Place, fault: str, check: str, seen: str) -> None:
-    seeded(here, fault)
-    limit = "--health.check-limit-s=10"
-    run = here.run("health", "--launch.processes=2", "--health.only=collectives", limit, code=RETRY)
-    assert f"check {check}: {seen}" in run.err
-    assert "rank 0 of this node ended" not in run.err
-
-
-@pytest.mark.parametrize(
     ("moment", "how"),
     [
         pytest.param("cores", signal.SIGKILL, marks=pytest.mark.thorough),

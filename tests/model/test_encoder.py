@@ -1,4 +1,4 @@
-"""The encoder's own properties; test_bert.py compares it with Hugging Face's."""
+"""The encoder's own properties; test_families.py compares it with Hugging Face's."""
 
 from pathlib import Path
 

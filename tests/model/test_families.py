@@ -1,6 +1,7 @@
 """Every family of encoders gives the numbers of transformers: forwards, in training, packed into rows."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ from pipeline.backends import open_backend
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import TextEncoder
-from pipeline.model.hf import FAMILIES, as_bert, from_hf, hf_config, read_config, to_hf
+from pipeline.model.hf import FAMILIES, as_bert, encoder_from_hf, from_hf, hf_config, read_config, to_hf
 from pipeline.model.ops import choose_forms
+from pipeline.model.relevance import build_model
 from pipeline.model.weights import initial_model
 from pipeline.parallel.activations import recomputed
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.stage  # importing the models takes seconds
-OTHERS = [name for name in FAMILIES if name != "bert"]
-WITH_OFFSET = [name for name in OTHERS if FAMILIES[name].is_bert_with_offset]
+WITH_OFFSET = [name for name in FAMILIES if FAMILIES[name].is_bert_with_offset]
 LONGEST = 200  # beyond the farthest distance of MPNet
 PAD = 1
 SPEC = InputSpec(vocab_size=50, pad_id=PAD, labels=("a", "b"), label_gains=(0.0, 1.0), numeric=("n",))
@@ -42,17 +43,17 @@ def config_of(model_type: str, **changes: Any) -> ModelConfig:
     return ModelConfig(**fields | changes)
 
 
-def config_json(model_type: str) -> dict[str, Any]:
-    """What transformers writes of a family."""
-    found: dict[str, Any] = json.loads(hf_config(config_of(model_type), SPEC))
+def config_json(model_type: str, **changes: Any) -> dict[str, Any]:
+    """Return what transformers writes of a family."""
+    found: dict[str, Any] = json.loads(hf_config(config_of(model_type, **changes), SPEC))
     if model_type in WITH_OFFSET:
         positions = LONGEST + FAMILIES[model_type].offset(PAD)
         found |= {"model_type": model_type, "max_position_embeddings": positions, "type_vocab_size": 1}
     return found
 
 
-def foreign(model_type: str) -> torch.nn.Module:
-    described = config_json(model_type) | {"embedding_dropout": 0.0, "mlp_dropout": 0.0}
+def foreign(model_type: str, **changes: Any) -> torch.nn.Module:
+    described = config_json(model_type, **changes) | {"embedding_dropout": 0.0, "mlp_dropout": 0.0}
     made = transformers.AutoConfig.for_model(**described, attn_implementation="eager")
     torch.manual_seed(11)
     pooler = {} if model_type == "modernbert" else {"add_pooling_layer": False}
@@ -89,7 +90,7 @@ def ours_of(model_type: str, folder: Path, scratch: Path, **changes: Any) -> Tex
     return initial_model(config, SPEC, 1, scratch).encoder
 
 
-@pytest.mark.parametrize("model_type", OTHERS)
+@pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_hidden_states_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = foreign(model_type).eval()
     folder = folder_of(model, tmp_path / "model")
@@ -101,7 +102,7 @@ def test_hidden_states_are_those_of_transformers(model_type: str, tmp_path: Path
             torch.testing.assert_close(ours.hidden_states(ids)[real], theirs(model, ids)[real], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", OTHERS)
+@pytest.mark.parametrize("model_type", list(FAMILIES))
 def test_twenty_steps_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     model = foreign(model_type)
     folder = folder_of(model, tmp_path / "model")
@@ -250,6 +251,41 @@ def test_settings_that_would_compute_something_else(tmp_path: Path, changes: dic
 def test_an_mpnet_needs_the_padding_token_of_mpnet() -> None:
     with pytest.raises(ConfigError, match="pad_id 0"):
         initial_model(config_of("mpnet"), SPEC.model_copy(update={"pad_id": 0}), 1, Path())
+
+
+def in_our_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return encoder_from_hf(weights, build_model(config_of("bert"), SPEC, 3).state_dict(), source="x")
+
+
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: f"bert.{name}",
+        # bert-base-uncased as published names layer norms so.
+        lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+    ],
+)
+def test_other_names_of_the_same_tensors(renamed: Callable[[str], str]) -> None:
+    weights = foreign("bert").state_dict()
+    other = {renamed(name): tensor for name, tensor in weights.items()} | {"cls.predictions.bias": torch.zeros(50)}
+    expected, found = in_our_names(weights), in_our_names(other)
+    assert other.keys() != weights.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "further", "seen"),
+    [
+        ({"num_layers": 5}, [], "bert.encoder.layer.4.* has no place"),
+        ({"num_layers": 3}, [], "bert.encoder.layer.3.*no such tensor"),
+        ({}, ["embeddings.rotary"], "has no place"),
+        ({"max_positions": 16}, [], r"position_embeddings.weight: shape \[16, 32\]"),
+    ],
+)
+def test_a_bert_of_other_sizes_is_refused_by_name(sizes: dict[str, int], further: list[str], seen: str) -> None:
+    weights = {**foreign("bert", **sizes).state_dict(), **{name: torch.zeros(1) for name in further}}
+    with pytest.raises(CheckpointError, match=seen):
+        in_our_names(weights)
 
 
 def test_task_heads_and_prefixes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.backends import module_device, open_backend, open_host
+from pipeline.backends import open_host
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import RelevanceInputs, RelevanceOutputs, build_model
 from pipeline.parallel.activations import recompute_units
@@ -124,21 +124,3 @@ def test_arguments_by_name_and_caches(offload: bool) -> None:
     with torch.no_grad():
         unit(hidden, mask=mask)
     assert unit.runs == 3
-
-
-@pytest.mark.skipif(module_device() == "cpu", reason="a device with memory of its own")
-def test_on_a_device_with_memory_of_its_own() -> None:
-    backend = open_backend(module_device())
-    found, peaks = [], []
-    for offload in (None, False, True):
-        model = build_model(CONFIG, SPEC, 1).to(backend.device)
-        if offload is not None:
-            recompute_units(list(model.encoder.layers), offload=offload, pin_memory=True)
-        inputs = {name: values.to(backend.device) for name, values in batch(2**12).items()}
-        torch.manual_seed(3)
-        torch.cuda.reset_peak_memory_stats()
-        values = drawn_and_gradients(model, loss_of(model(RelevanceInputs(**inputs))))
-        peaks.append(torch.cuda.max_memory_allocated())
-        found.append([value.cpu() for value in values])
-    assert all(torch.equal(*pair) for others in found[1:] for pair in zip(others, found[0], strict=True))
-    assert peaks[0] > peaks[1] > peaks[2]

@@ -227,21 +227,23 @@ def repeat_the_first(batches: Iterator[Batch]) -> Iterator[Batch]:
     yield from batches
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+OTHER = r"never made|the device saw the batches of steps|at position"
+
+
 @pytest.mark.parametrize(
-    ("mangle", "match"),
+    ("mangle", "accumulation", "match"),
     [
-        (lose_the_second, "the device saw the batches of steps|at position"),
-        (repeat_the_first, "never made|the device saw the batches of steps|at position"),
-        (swap_the_first, "the device saw the batches of steps|at position|never made"),
-        (lambda batches: islice(batches, 4), "the loader ended at step [24] of 6"),
+        (lose_the_second, 1, OTHER),
+        (lose_the_second, 2, OTHER),
+        (repeat_the_first, 1, OTHER),
+        (repeat_the_first, 2, OTHER),
+        (swap_the_first, 1, r"steps \[2, 1\] where \[1, 2\]"),
+        (lambda batches: islice(batches, 4), 1, "the loader ended at step 4 of 6"),
     ],
 )
 def test_a_batch_that_is_lost_repeated_or_swapped_fails_the_run(
-    rows: TokenRows, mangle: Callable[[Iterator[Batch]], Iterator[Batch]], match: str, accumulation: int
+    rows: TokenRows, mangle: Callable[[Iterator[Batch]], Iterator[Batch]], accumulation: int, match: str
 ) -> None:
-    if mangle is swap_the_first and accumulation == 2:
-        pytest.skip("two micro-batches of one step")
     with pytest.raises(RuntimeError, match=match):
         Bench(rows, backend=Mangling(mangle), accumulation=accumulation).run()
 

@@ -1,18 +1,33 @@
-"""Plans that spread a model over ranks train it as one process does, and leave the same files."""
+"""Plans that spread a model over ranks train it as one process does, leave the same files, and go on from any."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
-from tests.train import spread
-from tests.train.spread import HALF, SMALL, config_of
+from tests.train.spread import HALF, Figures
 
 FIGURE, WEIGHT = 1e-6, 1e-5
+MESHES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {"shard_degree": 1}},
+    2: {"state 2": {"shard": "state", "shard_degree": 2}},
+    4: {"hybrid 2x2": {"shard_degree": 2}, "tensor 2x2": {"shard_degree": 2, "tensor_degree": 2}},
+}
+"""By the number of ranks: flat vectors, flat vectors with state in slices, modules."""
+AGAIN = {"recompute": "units", "offload": True}
+MORE: dict[int, dict[str, dict[str, Any]]] = {
+    1: MESHES[1],
+    2: {"shards": {"shard_degree": 0}, "tensor": {"tensor_degree": 2}, "again": {"shard_degree": 2, **AGAIN}},
+    4: {"all": {"shard_degree": 0}, "tensor 4": {"tensor_degree": 4}},
+    8: {"all and again": {"shard_degree": 2, "tensor_degree": 2, **AGAIN}},
+}
+PEERS: dict[int, dict[str, dict[str, Any]]] = {
+    1: MESHES[1],
+    2: {"peers": {"tensor_degree": 2}, "peers again": {"tensor_degree": 2, **AGAIN}},
+}
 
 
 def difference(ours: Path, theirs: Path) -> float:
@@ -24,109 +39,48 @@ def difference(ours: Path, theirs: Path) -> float:
     return max(float(one.max()) for one in apart)
 
 
-def check_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+def check_alike(ours: Figures, theirs: Figures) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one["step"] == other["step"]
         assert one["loss"] == pytest.approx(other["loss"], rel=FIGURE)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=FIGURE)
 
 
-def check_plans(
-    folder: Path, ranks: int, cases: dict[str, dict[str, Any]], dropout: float = 0.0
-) -> list[list[dict[str, Any]]]:
-    config, model = config_of({}), SMALL.model_copy(update={"dropout": dropout})
-    expected = spread.alone(config, folder, model=model)
-    found = run_ranks("tests.train.spread:over_ranks", ranks, folder, str(folder), json.dumps(cases), str(dropout))
-    for number, name in enumerate(cases):
-        for rank in found:
-            whole, again = rank[number]["whole"], rank[number]["again"]
-            check_alike(whole["figures"], expected.figures)
-            torch.testing.assert_close(torch.tensor(whole["logits"]), torch.tensor(expected.logits), rtol=0, atol=1e-5)
-            assert whole == again, f"{name}: a resume is the same to the bit"
-            check_alike(rank[number]["theirs"]["figures"], expected.figures[HALF:])
-            assert rank[number]["holdout"] == pytest.approx(expected.holdout, rel=1e-4)
-        for kind in ("weights", "optimizer"):
-            assert (folder / f"{name}-end.{kind}").read_bytes() == (folder / f"{name}-again.{kind}").read_bytes()
-            assert difference(folder / f"{name}-end.{kind}", folder / f"alone-end.{kind}") <= WEIGHT
-        check_alike(spread.go_on(config, folder, name, model).figures, expected.figures[HALF:])
-    return found
-
-
 @pytest.mark.stage
-def test_four_ranks_in_hybrid_shards_and_with_tensor_peers(tmp_path: Path) -> None:
-    cases = {
-        "hybrid": {"plan": {"shard_degree": 2}},
-        "tensor": {"plan": {"shard_degree": 2, "tensor_degree": 2}},
-    }
-    found = check_plans(tmp_path, 4, cases)
-    sizes = [[rank[number]["state"] for rank in found] for number in range(2)]
-    whole = sum(tensor.numel() for tensor in load_file(tmp_path / "alone-end.weights").values())
-    assert all(size <= 0.6 * whole for size in sizes[0]) and sum(sizes[0][:2]) == whole
-
-
-MESHES: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one": {"shard_degree": 1}},
-    2: {"state 2": {"shard": "state", "shard_degree": 2}},
-    4: {
-        "all 4": {"shard_degree": 4},
-        "hybrid 2x2": {"shard_degree": 2},
-        "tensor 2x2": {"shard_degree": 2, "tensor_degree": 2},
-    },
-}
-"""By the number of ranks: flat vectors, flat vectors with state in slices, modules."""
-
-
-@pytest.mark.stage
-@pytest.mark.parametrize("left_out", [("all 4", "hybrid 2x2"), pytest.param((), marks=pytest.mark.thorough)])
-def test_a_run_goes_on_from_every_mesh_on_every_other(tmp_path: Path, left_out: tuple[str, ...]) -> None:
-    meshes = {
-        ranks: {name: plan for name, plan in found.items() if name not in left_out} for ranks, found in MESHES.items()
-    }
+@pytest.mark.parametrize(
+    ("meshes", "dropout"),
+    [
+        (MESHES, 0.0),
+        pytest.param(MORE, 0.0, marks=pytest.mark.thorough),
+        pytest.param(PEERS, 0.1, marks=pytest.mark.thorough),
+    ],
+)
+def test_every_mesh_trains_as_one_process_and_goes_on_from_every_other(
+    tmp_path: Path, meshes: dict[int, dict[str, dict[str, Any]]], dropout: float
+) -> None:
+    """Peers by tensor parallelism draw the dropout of one rank."""
     names = [name for cases in meshes.values() for name in cases]
-    whole: dict[str, list[dict[str, float]]] = {}
+    runs: dict[str, tuple[dict[str, Any], ...]] = {}
     for ranks, cases in meshes.items():
         case, folder = "tests.train.spread:to_the_end", tmp_path / f"first-{ranks}"
-        found = run_ranks(case, ranks, folder, str(tmp_path), json.dumps(cases))
-        whole |= dict(zip(cases, found[0], strict=True))
+        by_rank = run_ranks(case, ranks, folder, str(tmp_path), json.dumps(cases), str(dropout))
+        runs |= dict(zip(cases, zip(*by_rank, strict=True), strict=True))
+    expected = runs["one"][0]
+    for name, found in runs.items():
+        for rank in found:
+            check_alike(rank["figures"], expected["figures"])
+            assert rank["holdout"] == pytest.approx(expected["holdout"], rel=1e-4)
+        for kind in ("weights", "optimizer"):
+            assert difference(tmp_path / f"{name}-end.{kind}", tmp_path / f"one-end.{kind}") <= WEIGHT
     for ranks, cases in meshes.items():
         case, folder = "tests.train.spread:from_each", tmp_path / f"second-{ranks}"
-        for rank in run_ranks(case, ranks, folder, str(tmp_path), json.dumps(cases), *names):
-            for name, figures in zip(cases, rank, strict=True):
-                assert figures[name] == whole[name], f"{name}: a resume is the same to the bit"
+        for resumed in run_ranks(case, ranks, folder, str(tmp_path), json.dumps(cases), str(dropout), *names):
+            for name, figures in zip(cases, resumed, strict=True):
+                assert figures[name] == runs[name][0]["figures"][HALF:], f"{name}: a resume is the same to the bit"
                 for source in names:
-                    check_alike(figures[source], whole["one"])
-
-
-@pytest.mark.thorough
-def test_two_ranks(tmp_path: Path) -> None:
-    cases: dict[str, dict[str, Any]] = {
-        "shards": {"plan": {"shard_degree": 0}},
-        "replicas": {"plan": {"shard_degree": 1}},
-        "tensor": {"plan": {"tensor_degree": 2}},
-        "recompute": {"plan": {"shard_degree": 2, "recompute": "units"}},
-        "offload": {"plan": {"shard_degree": 2, "recompute": "units", "offload": True}},
-    }
-    check_plans(tmp_path, 2, cases)
-
-
-@pytest.mark.thorough
-def test_tensor_peers_draw_the_dropout_of_one_rank(tmp_path: Path) -> None:
-    peers: dict[str, Any] = {"tensor_degree": 2}
-    again = {**peers, "recompute": "units", "offload": True}
-    cases: dict[str, dict[str, Any]] = {"peers": {"plan": peers}, "again": {"plan": again}}
-    check_plans(tmp_path, 2, cases, dropout=0.1)
-
-
-@pytest.mark.thorough
-def test_four_ranks(tmp_path: Path) -> None:
-    check_plans(tmp_path, 4, {"shards": {"plan": {"shard_degree": 0}}, "tensor": {"plan": {"tensor_degree": 4}}})
-
-
-@pytest.mark.thorough
-def test_eight_ranks(tmp_path: Path) -> None:
-    check_plans(
-        tmp_path, 8, {"all": {"plan": {"shard_degree": 2, "tensor_degree": 2, "recompute": "units", "offload": True}}}
-    )
+                    check_alike(figures[source], expected["figures"][HALF:])
+    if "hybrid 2x2" in runs:
+        assert all(rank["state"] <= 0.6 * expected["state"] for rank in runs["hybrid 2x2"])
 
 
 @pytest.mark.stage

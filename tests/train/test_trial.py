@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.core.batch_order import RankShare
-from pipeline.data.loader import training_batches
+from pipeline.data.loader import to_tensors, training_batches
 from pipeline.train.config import rows_of_batch
-from pipeline.train.trial import BlankGroups, BlankRows
+from pipeline.train.trial import BlankGroups, blank_pairs
 from tests.train.rows import BUCKETS, SPEC, TRAIN, grouped, make_rows, mined_from, plan_of
 
 SHARE = RankShare()
@@ -32,8 +32,7 @@ def test_batches_have_the_tensors_of_training(tmp_path: Path, mined: int) -> Non
     assert max(text) < min(blank.lengths[0], 8) and text.count(0) == 1 + blank.slots + mined
 
 
-def test_pairs_have_the_arrays_of_evaluation(tmp_path: Path) -> None:
-    rows, blank = make_rows(tmp_path, [(6, 6)]), BlankRows(SPEC, BUCKETS, 6)
-    asked = np.zeros(4, dtype=np.int64), np.arange(4), 1
-    real, made = rows.read(*asked), blank.read(*asked)
-    assert {n: (a.dtype, a.shape) for n, a in real.items()} == {n: (a.dtype, a.shape) for n, a in made.items()}
+def test_pairs_have_the_tensors_of_evaluation(tmp_path: Path) -> None:
+    real = to_tensors(make_rows(tmp_path, [(6, 6)]).read(np.zeros(4, dtype=np.int64), np.arange(4), 1))
+    made = blank_pairs(SPEC, BUCKETS[1], 4)
+    assert {n: (one.dtype, one.shape) for n, one in real.items()} == {n: (o.dtype, o.shape) for n, o in made.items()}

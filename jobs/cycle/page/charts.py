@@ -5,13 +5,13 @@ sentence for whoever does not see it, and titles where the mouse rests.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from markupsafe import Markup
 
 from jobs.cycle.ledger import Category, Entry
-from pipeline.core.format import format_duration
+from pipeline.core.format import format_count, format_duration
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
 
@@ -134,12 +134,8 @@ def bar(spent: Mapping[Category, int], whole_ms: int) -> Markup:
     return head.format(rects)
 
 
-def gantt(
-    lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | None, explained: Container[str]
-) -> Markup:
-    """Draw every try over time. `due_s`: since the beginning. Failed tries of the jobs in `explained` lead to their
-    post-mortems.
-    """
+def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | None) -> Markup:
+    """Draw every try over time. `due_s`: the deadline since the beginning."""
     end_s = (max(one.start_ms + one.length_ms for tries in lanes.values() for one in tries) - began_ms) / 1000
     left, row = 130.0, 18.0
     bottom = TOP + row * len(lanes)
@@ -164,10 +160,7 @@ def gantt(
             if one.has_failed:
                 drawn += _text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
             spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
-            drawn = _titled(drawn, f"{one.job}, try {one.try_name}: {one.ending}; {spent}")
-            if one.has_failed and name in explained:
-                drawn = Markup('<a href="#post-mortems">{}</a>').format(drawn)
-            body.append(drawn)
+            body.append(_titled(drawn, f"{one.job}, try {one.try_name}: {one.ending}; {spent}"))
     if due_s is not None and due_s <= last:
         body.append(_path("deadline", f"M{_px(across(due_s))} 0V{_px(bottom)}"))
         body.append(_text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
@@ -243,11 +236,8 @@ def spark(
 
 
 def short_number(value: float) -> str:
-    """Return `12k`, `3.4M`, `0.05`: for axes."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size * (10 if letter == "k" else 1):
-            return f"{value / size:g}{letter}"
-    return f"{value:.6g}"
+    """Return `12.0k`, `3.40M`, `0.05`: for axes."""
+    return format_count(value) if abs(value) >= 1e4 else f"{value:.6g}"
 
 
 def fit(words: str, width: float) -> str:
@@ -260,10 +250,8 @@ def fit(words: str, width: float) -> str:
 
 
 def _svg(body: Iterable[Markup], height: float, label: str) -> Markup:
-    inside = Markup().join(body)
-    role = "group" if "<a " in inside else "img"  # what is inside an image cannot be reached
-    head = Markup('<svg viewBox="0 0 {} {}" class="chart" role="{}" aria-label="{}">{}</svg>')
-    return head.format(WIDTH, _px(height), role, label, inside)
+    head = Markup('<svg viewBox="0 0 {} {}" class="chart" role="img" aria-label="{}">{}</svg>')
+    return head.format(WIDTH, _px(height), label, Markup().join(body))
 
 
 def _levels(up: Callable[[float], float], values: Iterable[float]) -> list[Markup]:

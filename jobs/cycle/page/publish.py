@@ -6,7 +6,6 @@ index.json, index.html       one line a cycle, in the order in which they were s
 The page is one file that asks for nothing and runs nothing. The templates escape every text.
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -137,6 +136,7 @@ def _templates() -> Environment:
 
 def page(data: PageData, own: CycleRow) -> str:
     """Return the page of a cycle; `own`: its line in the index."""
+    usual = [row for row in data.history[-10:] if row.outcome != "cancelled"]
     text = (
         _templates()
         .get_template("page.html.j2")
@@ -147,7 +147,8 @@ def page(data: PageData, own: CycleRow) -> str:
             sentence=outcome_sentence(data),
             tries_chart=_tries_chart(data),
             trends=trends((*data.history, own), own.metric) if data.history else (),
-            median_of=_median_of(data.history[-10:]),
+            median_s=lambda stage: _median(row.stage_s.get(stage) if stage else row.machine_s for row in usual),
+            median_usd=lambda stage: _median(row.stage_usd.get(stage) if stage else row.usd for row in usual),
             gate_groups=_gate_groups(data),
             table_lines=table_lines,
             holdout_name=HOLDOUT,
@@ -217,14 +218,9 @@ def _tries_chart(data: PageData) -> Markup:
         lanes.setdefault(entry.job, []).append(entry)
     with_failures = {name for name, tries in lanes.items() if any(one.has_failed for one in tries)}
     first = set(sorted(lanes, key=lambda name: name not in with_failures and ":" in name)[:MAX_LANES])
-    known = {re.sub(r"-[0-9]+-node[0-9]+(-round-[0-9]+)?$", "", one.job) for one in data.post_mortems}
     due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
-    return charts.gantt(
-        {name: tries for name, tries in lanes.items() if name in first},
-        round(1000 * ledger.began_at),
-        due_s,
-        {name for name in lanes if name.replace(":", "-") in known},
-    )
+    shown = {name: tries for name, tries in lanes.items() if name in first}
+    return charts.gantt(shown, round(1000 * ledger.began_at), due_s)
 
 
 def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
@@ -267,19 +263,9 @@ def trends(rows: Sequence[CycleRow], metric: str) -> list[tuple[str, Markup, lis
     return found
 
 
-def _median_of(rows: Iterable[CycleRow]) -> Callable[[str, str], float | None]:
-    """Return a lookup of medians over earlier cycles: `seconds` or `usd` of a stage, or of the whole cycle ('')."""
-    usual = [row for row in rows if row.outcome != "cancelled"]
-
-    def lookup(what: str, stage: str) -> float | None:
-        if what == "seconds":
-            values = [row.stage_s.get(stage) if stage else row.machine_s for row in usual]
-        else:
-            values = [row.stage_usd.get(stage) if stage else row.usd for row in usual]
-        known = [value for value in values if value is not None]
-        return median(known) if known else None
-
-    return lookup
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:

@@ -302,8 +302,7 @@ class LocalFiles:
 
     def log_stream(self, leaf_id: str, attempt: int, node: int) -> str:
         path = self.node(leaf_id, attempt, node) / "log.txt"
-        is_inside = self.workspace is not None and path.is_relative_to(self.workspace)
-        return str(path.relative_to(self.workspace) if self.workspace is not None and is_inside else path)
+        return str(path.relative_to(self.workspace) if self.workspace else path)
 
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:

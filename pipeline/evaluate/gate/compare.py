@@ -355,12 +355,12 @@ def _value(side: Measured | Missing) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Scored rows, the threshold that belongs to the model, and its retrieval figures."""
+    """Scored rows of a model, its threshold (of two labels, chosen on valid), and figures of retrieval by query."""
 
     rows: ScoredRows
     config: MetricsConfig
-    threshold: float | None
-    retrieval: PerQuery | None
+    threshold: float | None = None
+    retrieval: PerQuery | None = None
 
     @cached_property
     def metrics(self) -> RowMetrics:

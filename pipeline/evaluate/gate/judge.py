@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.core.errors import DataError
-from pipeline.evaluate.config import GateConfig, MetricName, MetricsConfig
+from pipeline.evaluate.config import GateConfig, MetricName
 from pipeline.evaluate.gate.compare import (
     SEED,
     Comparison,
@@ -209,15 +209,10 @@ def baseline_checks(
 
 
 def judge(
-    candidate: ScoredRows,
-    incumbent: ScoredRows | None,
+    ours: Side,
+    theirs: Side | None,
     config: GateConfig,
     *,
-    metrics: MetricsConfig,
-    candidate_threshold: float | None = None,
-    incumbent_threshold: float | None = None,
-    candidate_retrieval: PerQuery | None = None,
-    incumbent_retrieval: PerQuery | None = None,
     searched: bool = True,
     baselines: Sequence[Baseline] = (),
     warnings: Sequence[str] = (),
@@ -225,17 +220,13 @@ def judge(
 ) -> Verdict:
     """Judge a candidate against the incumbent, if there is one. The same input gives the same verdict.
 
-    Slices are those of the candidate. A threshold is of two labels, chosen on valid (`best_threshold`); retrieval holds
-    figures of each query, for metrics called retrieval_..., and `searched` tells whether retrieval is evaluated at all.
-    Baselines are of the same rows and queries. `warnings`: what makes figures of this holdout doubtful, to be repeated
-    in the verdict. Raises DataError for no rows, or scores of another holdout.
+    Slices are those of the candidate. `searched`: whether retrieval is evaluated at all. Baselines are of the same rows
+    and queries. `warnings`: what makes figures of this holdout doubtful, to be repeated in the verdict. Raises
+    DataError for no rows, or scores of another holdout.
     """
-    if not candidate.num_rows:
+    if not ours.rows.num_rows:
         raise DataError("the holdout is empty", expected="rows to judge the candidate by")
-    ours = Side(candidate, metrics, candidate_threshold, candidate_retrieval)
-    theirs = None
-    if incumbent is not None:
-        theirs = Side(incumbent, metrics, incumbent_threshold, incumbent_retrieval)
+    if theirs is not None:
         check_same_holdout(ours, theirs)
     unusable = []  # a failed check for each model with NaN or infinite scores: nothing can be said of it
     for role, side in (("candidate", ours), ("incumbent", theirs)):
@@ -268,8 +259,8 @@ def judge(
         promote=promote,
         without_comparison=promote and without_comparison,
         checks=tuple(checks),
-        num_rows=candidate.num_rows,
-        num_queries=candidate.num_queries,
+        num_rows=ours.rows.num_rows,
+        num_queries=ours.rows.num_queries,
         confidence=config.confidence,
         slice_confidence=slice_confidence,
         baseline_confidence=baseline_confidence,
@@ -319,13 +310,7 @@ def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, fir
         reason = "promoted WITHOUT a comparison: gate.drops is empty"
         return GateCheck(name="comparison", kind="comparison", outcome="warn", reason=reason)
     few = [check for check in against if check.needed_queries is not None]
-    reasons = [check.reason for check in against if check not in few]
-    if few:
-        tools = " and ".join(dict.fromkeys(check.baseline for check in few))
-        most = max(check.num_queries or 0 for check in few)
-        reasons.append(
-            f"not enough test queries to compare with {tools}: {most:,}, at least {config.min_queries:,} needed"
-        )
+    reasons = [check.reason for check in against]
     if not against:
         off = config.first_baselines == "off"
         reasons = ["gate.first_baselines is off" if off else "no baseline was scored (evaluate.baselines)"]

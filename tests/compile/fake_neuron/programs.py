@@ -151,8 +151,6 @@ def parallel_compile() -> int:
     workdir.mkdir(parents=True)
     os.environ["FAKE_NEURON_NUM_PARALLEL"] = str(options.num_parallel)
     trial_log = workdir / f"trial_run_pid{os.getpid()}_log.txt"
-    if spoilt := os.environ.get("FAKE_NEURON_SPOIL"):  # a file that holds rubbish when the trial run starts
-        Path(spoilt).write_text("rubbish")
     # A program that is not on Neuron shows no graph: N are shown in its place once it has ended well.
     shown = os.environ.get("FAKE_NEURON_GRAPHS")
     more = [["fake_train", "--graphs", shown]] if shown else []

@@ -69,7 +69,6 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
         "nan": lambda: spoil_first_result(float("nan")),
         "slow": lambda: burn_by(100),
         "absent": stay_away,
-        "dies": lambda: spoil_gather(lambda found, count: os._exit(1)),
         "swapped": lambda: spoil_gather(swap),
     }
     for fault, _, sick in (word.partition("@") for word in os.environ.get("SEEDED_FAULT", "").split()):

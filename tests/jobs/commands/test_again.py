@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 
-import trnpipe
 from jobs.commands import again
 from jobs.cycle import cycle_store as cycle
 from jobs.cycle.job_records import JobState
 from jobs.settings import CycleSettings, of_all_jobs, with_values
 from jobs.setup import make_plan, open_cycle
-from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.registry.records import verdict_key
 from pipeline.settings import resolve
 from tests.jobs.commands.test_cycle import ALL, CYCLE, ORDER, Trnjobs, submitting, trnjobs
-from tests.jobs.targets.local.waiting import until
 from tests.killing import FILE_CHANGES, killed_at
 from tests.storages import aws, moto_address, s3_uri
 
@@ -172,28 +169,6 @@ def test_a_start_from_the_beginning_killed_and_repeated(
     assert "5 of 5 succeeded" in trnjobs.page()
 
 
-def test_from_python(trnjobs: Trnjobs) -> None:
-    def cycle_with(**columns: str) -> trnpipe.Cycle:
-        tree = {"jobs": {"local_vcpus": 4}, "data": {"columns": columns}}
-        return trnpipe.Cycle(None, trnjobs.place / "workspace", "2026-11-20", settings=tree)
-
-    trnjobs.ends_with("prepare", 65)
-    first = cycle_with()
-    first.submit()
-    assert first.wait(300, every_s=0.1).outcome == "failed"
-    trnjobs.ends_with("prepare", 0)
-    second = cycle_with(query="search_term")
-    with pytest.raises(ConfigError, match=r"data\.columns\.query: query -> search_term"):
-        second.submit()
-        second.wait(300, every_s=0.1)
-    held = trnjobs.hold("train")
-    assert second.submit(fresh=True).outcome == "open"
-    until(lambda: second.status().jobs[1].state == "RUNNING", "train")
-    held.unlink()
-    assert second.wait(300, every_s=0.1).outcome == "succeeded"
-    assert second.result().exit_code == 0
-
-
 def test_a_workspace_elsewhere(trnjobs: Trnjobs, s3_uri: str) -> None:
     """Its local jobs are known on the machine that runs them alone."""
     at, here = f"--workspace={s3_uri}", f"--scratch={trnjobs.place / 'scratch'}"
@@ -243,16 +218,6 @@ def test_what_differs_is_short_and_shows_no_secret(
     assert found[0] == "target: local -> batch"
     assert any(shown in one for one in found[1:]), found
     assert not any("hunter" in one or "secretsecret" in one or len(one) > 200 for one in found)
-
-
-def test_many_changes_are_counted(trnjobs: Trnjobs) -> None:
-    failed_in_prepare(trnjobs)
-    words = [f"--train.{name}=3" for name in ("epochs", "seed", "max-steps", "evaluate-every")]
-    words += [
-        f"--data.columns.{name}=x-{name}" for name in ("query", "title", "label", "text", "query-id", "product-id")
-    ]
-    text = trnjobs("submit", *words)[1]
-    assert text.count(" -> ") == again.MAX_CHANGES and "and 2 more" in text, text
 
 
 def test_of_equal_settings_that_another_version_planned(trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from jobs import cli
 from jobs.commands import show
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed
@@ -38,23 +37,16 @@ def said(command: str, workspace: Path, **flags: object) -> list[str]:
     settings = CycleSettings.model_validate({"workspace": str(workspace), "cycle": "2026-11-20", "jobs": jobs})
     commands = {"cost": show.run_cost, "report": show.run_report, "history": show.run_history}
     run, lines = commands[command], list[str]()
-    arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False, "open": False} | flags)
+    arguments = argparse.Namespace(**{"settings": settings, "last": None, "json": False} | flags)
     assert run(arguments, lines.append) == EXIT_OK
     return lines
-
-
-def test_the_cycle_of_the_settings(workspace: Path) -> None:
-    lines = said("cost", workspace)
-    assert lines[0].startswith("cycle 2026-11-20: succeeded in 1m10s, deadline MISSED | 1 of 1 jobs in 1 tries")
-    assert "goodput 100% | $0.0200, $0.00 of it wasted" in lines[0]
-    assert lines[2].split()[0] == "prepare"
 
 
 def test_the_last_cycles_and_their_success(workspace: Path) -> None:
     lines = said("cost", workspace, last=2)
     assert [line.split()[1] for line in lines[:2]] == ["2026-11-19:", "2026-11-20:"]
-    assert lines[-2] == "2 of 2 cycles done (100%) | 2 of 2 jobs succeeded (100%) | 0 of 2 deadlines met"
-    assert said("cost", workspace, last=9)[-2].startswith("2 of 3 cycles done (67%)")
+    assert lines[-2] == "2 of 2 cycles done | 2 of 2 jobs succeeded | 0 of 2 deadlines met"
+    assert said("cost", workspace, last=9)[-2].startswith("2 of 3 cycles done")
 
 
 def history(workspace: Path, last: int) -> list[str]:
@@ -113,7 +105,6 @@ def test_for_machines(workspace: Path) -> None:
         60_000,
         "exit 65",
     )
-    assert found["success"]["cycles_done"] == 2
 
 
 def test_a_workspace_without_jobs_is_refused(tmp_path: Path) -> None:
@@ -129,11 +120,3 @@ def test_the_report_is_written_and_written_again(workspace: Path) -> None:
         assert lines[-1] == f"report: file://{workspace}/reports/2026-11-20.html"
     text = (workspace / "reports/2026-11-20.html").read_text()
     assert "Cycle 2026-11-20" in text and text.endswith("</html>\n")
-
-
-@pytest.mark.parametrize("words", [["--last", "0"], ["--last", "x"], ["--last"]])
-def test_flags_that_make_no_sense(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    cli.add_flags("cost", parser)
-    with pytest.raises(argparse.ArgumentError):
-        parser.parse_args(words)

@@ -216,20 +216,6 @@ def test_a_page_that_cannot_be_written_changes_no_end_and_is_told_of(
     assert "its page was not written: ValueError: substring not found" in text
 
 
-def test_the_page_is_shown_where_there_is_a_browser(trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trnjobs("submit")[0] == 0
-    shown: list[str] = []
-
-    def no_browser(uri: str) -> bool:
-        shown.append(uri)
-        return False
-
-    monkeypatch.setattr("webbrowser.open", no_browser)
-    code, text = trnjobs("report", "--open")
-    assert (code, shown) == (0, [trnjobs.page_file.as_uri()])
-    assert f"no browser here; the page is {trnjobs.page_file}" in text
-
-
 def submitting(trnjobs: Trnjobs) -> ForkProcess:
     """In a process of its own, until train runs."""
     trnjobs.hold("train")

@@ -57,7 +57,7 @@ def test_what_does_not_fit_ends_in_an_arrow() -> None:
 def test_numbers() -> None:
     shown = {None: "-", float("nan"): "-", 12345: "12,345", 0.8125: "0.8125", 1e-9: "1e-09", 1234.5: "1,234", 3.0: "3"}
     assert [number(value) for value in shown] == [*shown.values()]
-    assert [short_number(v) for v in (200_000, 1500, 0.05, 1.2e10)] == ["200k", "1500", "0.05", "12G"]
+    assert [short_number(v) for v in (200_000, 1500, 0.05, 1.2e10)] == ["200k", "1500", "0.05", "12.0B"]
 
 
 def test_a_spark_has_gaps_and_whiskers() -> None:

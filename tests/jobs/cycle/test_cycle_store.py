@@ -377,11 +377,9 @@ def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore, c
     claim(store, OTHER, target="local")
     found = claimed(store)
     assert (store.plan(), found.first_round) == (OTHER, 2)
-    (one,) = store.replaced()
-    assert (one.plan, one.claim.target, one.records, one.rounds_before) == (cycle(), "batch", (first,), 0)
     assert store.earlier_records(()) == (first,)
-    store.storage.delete([store.key("records/round-1.json")])  # lost: nothing is known of its jobs
-    assert [one.records for one in store.replaced()] == [()]
+    kept = store.storage.read_bytes(store.key("earlier/round-1/plan.json"))
+    assert Plan.model_validate_json(kept) == cycle()
 
 
 def test_a_plan_of_which_no_job_was_submitted_gives_way_without_a_trace(store: CycleStore) -> None:
@@ -391,7 +389,7 @@ def test_a_plan_of_which_no_job_was_submitted_gives_way_without_a_trace(store: C
     store.begin_again(OTHER, "batch", "me", lambda _: pytest.fail("there is nothing to end"))
     claim(store, OTHER)
     held = claimed(store)
-    assert (store.plan(), held.first_round, store.replaced()) == (OTHER, 1, [])
+    assert (store.plan(), held.first_round, store.earlier_records(())) == (OTHER, 1, ())
 
 
 def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: CycleStore) -> None:
@@ -408,7 +406,7 @@ def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: 
     with pytest.raises(ConfigError, match="it has trained"):
         store.begin_again(OTHER, "batch", "me", refuse)
     claim(store, cycle(), owner="other")
-    assert (store.plan(), store.settings(), store.rounds(), store.replaced()) == (cycle(), {"of": "1"}, [1], [])
+    assert (store.plan(), store.settings(), store.rounds()) == (cycle(), {"of": "1"}, [1])
 
 
 def test_a_replacement_that_the_target_refuses_keeps_the_earlier_rounds_apart(store: CycleStore) -> None:
@@ -442,7 +440,7 @@ def test_a_replacement_killed_anywhere_leaves_one_of_the_two(tmp_path: Path, clo
         replace(owner="b")
         second = submitted(store, OTHER, job_id="2")
         assert (store.rounds(), store.plan(), store.settings(), store.records()) == ([2], OTHER, {"of": "2"}, (second,))
-        assert [(one.plan, one.records) for one in store.replaced()] == [(cycle(), (first,))], number
+        assert store.earlier_records((second,)) == (first,), number
         if not died:
             break
     assert ends == {False, True} and number > 10
@@ -456,6 +454,4 @@ def test_rounds_and_replaced_submissions_count_by_number(store: CycleStore) -> N
         if number:
             store.begin_again(one, "batch", "a", partial(records_of, records[-1]))
         records.append(submitted(store, one, job_id=f"{number}"))
-    assert [one.plan for one in store.replaced()] == plans[:-1]
-    assert [one.rounds_before for one in store.replaced()] == list(range(11))
     assert (store.rounds(), store.earlier_records(records[-1:])) == ([12], tuple(records[:-1]))

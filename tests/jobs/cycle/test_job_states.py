@@ -170,30 +170,6 @@ def test_interrupted_attempts_leave_the_number_of_tries_as_it_was() -> None:
     assert len(now.attempts) == 5
 
 
-def test_one_attempt_from_runnable_to_running() -> None:
-    now = job_states.starting_record(record("a", RUNNABLE), ["log-0", "log-1"])
-    assert (now.state, now.attempts[0].log_streams) == (STARTING, ("log-0", "log-1"))
-    now = job_states.running_record(now, 5.0)
-    assert (now.state, now.started_at, now.attempts[0].started_at) == (RUNNING, 5.0, 5.0)
-
-
-def test_only_the_moves_of_batch() -> None:
-    allowed = {(one, to) for one in JobState for to in job_states.MOVES[one]}
-    assert allowed == {
-        (SUBMITTED, PENDING),
-        (SUBMITTED, RUNNABLE),
-        (PENDING, RUNNABLE),
-        (RUNNABLE, STARTING),
-        (STARTING, RUNNING),
-        (STARTING, RUNNABLE),  # could not be started: another attempt
-        (RUNNING, RUNNABLE),
-        (RUNNING, SUCCEEDED),
-        *((one, end) for one in JobState if not one.is_final for end in (FAILED, CANCELLED)),
-    }
-    with pytest.raises(ValueError, match="SUCCEEDED cannot become FAILED"):
-        job_states.failed_record(record("a", SUCCEEDED), "late", 1.0)
-
-
 def test_who_is_tried_again_stands_at_the_front() -> None:
     leaves = [Leaf(job(name)) for name in "abcd"]
     again = {name: AttemptRecord(stopped_at=at) for name, at in (("b", 5.0), ("d", 6.0))}
@@ -201,13 +177,6 @@ def test_who_is_tried_again_stands_at_the_front() -> None:
     assert [leaf.name for leaf in job_states.queue(leaves, records)] == ["d", "b", "a", "c"]
     records["d"] = record("d", RUNNING)
     assert [leaf.name for leaf in job_states.queue(leaves, records)] == ["b", "a", "c"]
-
-
-def test_children_have_the_id_of_their_parent_and_an_index() -> None:
-    children = leaves_of(array("a", 2))
-    assert [job_states.new_record(one, "id", 1.0).id for one in children] == ["id:0", "id:1"]
-    assert [one.name for one in children] == ["a:0", "a:1"]
-    assert job_states.new_record(Leaf(job("g", num_nodes=2)), "id", 1.0).num_nodes == 2
 
 
 def unneeded(jobs: list[JobSpec], states: dict[str, JobState], reasons: dict[str, str] | None = None) -> dict[str, str]:

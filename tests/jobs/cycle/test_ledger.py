@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cycle.cycle_store import Claim, Replaced
 from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
 from jobs.cycle.ledger import (
     NEVER,
@@ -20,7 +19,6 @@ from jobs.cycle.ledger import (
     expected_seconds,
     ledger_of,
     spent_in,
-    success_of,
     with_kept_until,
 )
 from jobs.plan.cost import Prices
@@ -209,37 +207,6 @@ def test_a_cycle_that_was_cancelled_in_time_has_missed_nothing(deadline_at: floa
     shape = plan(job("train"), job("verify", "train"))
     found = ledger(shape, [*tries, waited], outcome="cancelled", deadline_at=deadline_at, now=99.0)
     assert found.deadline == ("missed" if deadline_at else "none"), "the last job was ended after it"
-
-
-def test_success_over_cycles() -> None:
-    good = ledger(TRAIN, [record("train", attempt(0, 10))], deadline_at=20.0)
-    refused = ledger(TRAIN, [record("train", attempt(0, 10, 80))], outcome="refused", deadline_at=5.0)
-    failed = ledger(TRAIN, [record("train", attempt(0, 10, 65))], outcome="failed")
-    under_way = ledger(TRAIN, [record("train", attempt(0, None, None), state="RUNNING")], outcome=None)
-    found = success_of([good, refused, failed, under_way])
-    assert (found.cycles, found.cycles_done, found.jobs, found.jobs_done) == (3, 2, 2, 1)
-    assert (found.deadlines, found.deadlines_met) == (2, 1)
-
-
-def test_a_replaced_submission_keeps_its_tries_under_its_own_plan_and_prices() -> None:
-    """Started again with other settings: another machine, a job less, another target."""
-    old = plan(job("prepare"), job("train", "prepare", num_nodes=4, resources=TRN1))
-    gone = [record("prepare", attempt(0, 10)), record("train", attempt(10, None, None), id="old")]
-    claim = Claim(plan_id=old.plan_id, target="batch", claimed_at=0.0, owner="")
-    replaced = Replaced(0, claim, old, tuple(gone))
-    now = plan(job("train", num_nodes=2, resources=TRN1))
-    moments = (at(12, EventName.TRAIN_STARTED, step=0), at(1001, EventName.TRAIN_STARTED, step=0))
-    records = [record("train", attempt(1000, 1010), created_at=900.0)]
-    found = ledger(now, records, moments, replaced=[(replaced, Prices({"trn1.32xlarge": 36.0}))], rounds_before=1)
-    assert [(one.job, one.submission, one.nodes, one.length_ms // 1000) for one in found.entries] == [
-        ("prepare", 1, 1, 10),
-        ("train", 1, 4, 890),
-        ("train", 2, 2, 10),
-    ]
-    assert found.entries[1].usd == pytest.approx(4 * 36.0 * 890 / 3600)
-    assert found.entries[2].usd == pytest.approx(2 * 21.5 * 10 / 3600)
-    assert found.entries[2].spent_ms[K.START_UP] == 1000
-    assert (found.began_at, found.jobs, found.succeeded, found.failed) == (0.0, 1, 1, 0)
 
 
 # One try.

@@ -34,11 +34,6 @@ def test_success() -> None:
     assert exit_code_of_cycle(ended(*records), records) == 0
 
 
-def test_a_job_whose_end_is_not_known_ended_when_it_was_made_at_the_earliest() -> None:
-    forgotten = bad("b").model_copy(update={"created_at": 7.0, "stopped_at": None})
-    assert ended(good("a", stopped_at=5), forgotten, bad("c", stopped_at=6)).at == 7.0
-
-
 @pytest.mark.parametrize("state", ["SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING"])
 def test_under_way(state: str) -> None:
     assert outcome_of(PLAN, [good("a"), good("b"), under_way("c", state)]) is None
@@ -63,11 +58,6 @@ def test_of_two_failures_the_earlier_one_counts_wherever_it_stands() -> None:
     for order in (records, records[::-1]):
         assert first_failure(order) is records[1]
         assert exit_code_of_cycle(ended(*order), order) == 1
-
-
-def test_a_failed_job_without_a_time_of_its_end_comes_last_of_those_that_ran() -> None:
-    records = [bad("a", tried(65), stopped_at=None), bad("b", tried(1), stopped_at=3.0), bad("c")]
-    assert ended(*records).reason == "b: exit code 1"
 
 
 @pytest.mark.parametrize(

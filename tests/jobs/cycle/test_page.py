@@ -272,21 +272,6 @@ def test_a_page_while_the_cycle_runs_and_the_one_of_its_end(storage: Storage) ->
     assert line.metrics["ndcg@10"] == 0.81 and line.value_of("ndcg@10") == 0.81
 
 
-@pytest.mark.parametrize(
-    ("name", "is_its_own"),
-    [("train-1-node0", True), ("train-1-node0-round-2", True), ("train-2-1-node0", False), ("x-1-node0", False)],
-)
-def test_a_failed_try_links_to_post_mortems_of_its_own_job(storage: Storage, name: str, is_its_own: bool) -> None:
-    store, plan, records, closed = make_cycle(storage, "c")
-    (own,) = storage.list("cycles/c/jobs/post-mortem")
-    storage.write_bytes(f"cycles/c/jobs/post-mortem/{name}.json", storage.read_bytes(own.key))
-    if own.key.rpartition("/")[2] != f"{name}.json":
-        storage.delete([own.key])
-    data = write_page(store, plan, records, JobsConfig(), closed)
-    assert [one.job for one in data.post_mortems] == [name]
-    assert (b"#post-mortems" in storage.read_bytes(report_key("c"))) is is_its_own
-
-
 def test_a_damaged_result_is_told_of_and_a_damaged_index_is_left_as_it_is(storage: Storage) -> None:
     store, plan, records, closed = make_cycle(storage, "c")
     for key in ("embed/result.json", "evaluate/report.json", "verify/digest.json", "health/0-i-0abc0000.json"):

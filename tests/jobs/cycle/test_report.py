@@ -41,18 +41,6 @@ def test_events_are_read_past_lines_that_are_none(store: CycleStore) -> None:
     assert (moment.at_ms, moment.name, dict(moment.fields)) == (500_250, "stage_started", {"stage": "prepare"})
 
 
-def test_events_of_several_writers_are_read_in_their_order(store: CycleStore) -> None:
-    folder, line = "cycles/2026-11-20/events", '{{"time": "1970-01-01T00:08:{:02}.000+00:00", "event": "{}"}}\n'
-    log(store, line.format(1, "a"))
-    for name, content in {
-        "20261120T1Z-train-1-ab-00000": line.format(3, "c") + line.format(2, "d"),
-        "20261120T1Z-train-1-ab-00001": line.format(9, "f") + line.format(10, "half")[:20],
-        "20261120T2Z-train-2-cd-00000": line.format(2, "b") + line.format(4, "e"),
-    }.items():
-        store.storage.write_bytes(f"{folder}/{name}.jsonl", content.encode())
-    assert [moment.name for moment in read_moments(store.storage, store.cycle)] == ["a", "b", "c", "d", "e", "f"]
-
-
 def test_the_report_is_about_the_other_jobs(store: CycleStore) -> None:
     records = (
         record("prepare", attempt(100, 160)),

@@ -2,10 +2,9 @@
 
 import pytest
 
-from jobs.cycle.tables import target_cost_lines
 from jobs.plan.cost import Prices, job_usd, node_usd_per_hour
 from jobs.plan.spec import JobSpec, Resources
-from tests.jobs.cycle.cases import TRN1, job, plan
+from tests.jobs.cycle.cases import TRN1, job
 
 LIST = Prices({"trn1.32xlarge": 20.0, "p9.huge": 7.0})
 
@@ -40,16 +39,10 @@ def test_gangs_and_arrays_cost_by_node_and_by_child() -> None:
     assert job_usd(half, 1800, LIST) == pytest.approx(40), "nodes of a gang have their machines to themselves"
 
 
-def test_one_cycle_costs_on_three_targets() -> None:
-    of = plan(job("train", resources=TRN1), job("verify", "train"))
-    shared = {"trn1.32xlarge": 20.0}
-    on = Prices(shared, 0.05)
-    ml = Prices(shared | {"ml.m7i.large": 0.2}, 0.05, 1.15)
-    lines = target_cost_lines(of, {"train": 3600.0, "verify": 1800.0}, {"local": on, "batch": on, "sagemaker": ml})
-    assert [line.split() for line in lines] == [
-        ["target", "train", "verify", "cycle"],
-        ["local", "$20.00", "$0.0500", "$20.05"],
-        ["batch", "$20.00", "$0.0500", "$20.05"],
-        ["sagemaker", "$23.00", "$0.1000", "$23.10"],
-    ]
-    assert target_cost_lines(of, {"train": 1.0}, {"local": on}) == []
+@pytest.mark.parametrize(("factor", "train_usd", "verify_usd"), [(None, 20.0, 0.1), (1.15, 23.0, 0.2)])
+def test_on_sagemaker_machines_are_whole_and_cost_more(
+    factor: float | None, train_usd: float, verify_usd: float
+) -> None:
+    prices = Prices({"trn1.32xlarge": 20.0, "ml.m7i.large": 0.2}, 0.05, factor)
+    assert job_usd(job("train", resources=TRN1), 3600, prices) == pytest.approx(train_usd)
+    assert job_usd(job("verify"), 3600, prices) == pytest.approx(verify_usd)

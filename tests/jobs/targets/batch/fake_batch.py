@@ -203,18 +203,9 @@ class FakeBatch:
 
     def _list(self, request: Request) -> Request:
         jobs = [one for one in self._described([*self.jobs]) if one["jobQueue"].endswith(f"/{request['jobQueue']}")]
-        (only,) = request.get("filters", [None])
-        if only is None:
-            found = [one for one in jobs if one["status"] == request.get("jobStatus", "RUNNING")]
-        else:
-            assert only["name"] == "JOB_NAME"
-            (name,) = [one.lower() for one in only["values"]]
-            exact = not name.endswith("*")
-            found = [
-                one
-                for one in jobs
-                if (one["jobName"].lower() == name if exact else one["jobName"].lower().startswith(name[:-1]))
-            ]
+        (only,) = request["filters"]
+        assert only["name"] == "JOB_NAME"
+        found = [one for one in jobs if one["jobName"].lower() == only["values"][0].lower()]
         fields = ("jobId", "jobName", "status", "createdAt")
         newest_first = sorted(found, key=lambda one: (-one["createdAt"], one["jobId"]))
         return self._page("jobSummaryList", [{name: one[name] for name in fields} for one in newest_first], request)

@@ -65,7 +65,7 @@ def test_a_cycle_from_plan_to_history(trnjobs: Trnjobs, account: Any) -> None:
     assert trnjobs("retry")[0] == 78
 
     code, text = trnjobs("submit", "--jobs.train.nodes=3")
-    assert code == 78 and "jobs.train.num_nodes: 2 -> 3\n" in text
+    assert code == 78 and "jobs.train.nodes: 2 -> 3\n" in text
     assert jobs_at(account) == submitted
 
 

@@ -230,7 +230,7 @@ def test_a_cycle_starts_from_the_beginning_once_its_jobs_have_ended(commands: Co
         commands.submit(data__columns__query="search_term")
     with pytest.raises(ConfigError, match="have not ended"):
         commands.submit(fresh=True, data__columns__query="search_term")
-    assert len(commands.live()) == len(NAMES) and commands.store().replaced() == []
+    assert len(commands.live()) == len(NAMES)
 
 
 @pytest.mark.parametrize("number", [None, *range(1, 200, 17)])
@@ -250,5 +250,5 @@ def test_a_start_from_the_beginning_killed_and_repeated(number: int | None, comm
     assert {one.id for one in commands.store().submitted(2).values()} == {*commands.live().values()}
     assert recorded.isdisjoint(commands.live().values()) and "stray" not in commands.live().values()
     assert commands.store().settings()["data"]["columns"]["query"] == "search_term"  # type: ignore[index]
-    (replaced,) = commands.store().replaced()
-    assert {one.name for one in replaced.records} == {*NAMES}
+    earlier = commands.store().earlier_records(commands.store().records())
+    assert {one.name for one in earlier} == {*NAMES}
