@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import HELP, CommandParser, Program, hint, rows, show
+from pipeline.command_line import HELP, CommandParser, hint, rows, run_program, show
 from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # an overview needs no settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
     show_stacks_when_asked()
-    code = Program("trnpipe", COMMANDS, _run)(argv)
+    code = run_program("trnpipe", COMMANDS, _run, argv)
     note_exit_code(code)
     return code
 
@@ -62,12 +62,14 @@ def _run(name: str, words: list[str]) -> int:
         )
         return run_tool(name, settings, call)
     if name in PARALLEL:
-        from pipeline.compile.neuron import use_neuron_cache
+        from pipeline.compile.neuron import drives_tool, use_neuron_cache
 
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
         if warning:
             print(f"trnpipe {name}: warning: {warning}", file=sys.stderr)
-        if needs_ranks(name, settings):
+        # A driven compile starts the ranks in its trial run.
+        driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
+        if not driven and needs_launch(settings.launch.processes, os.environ):
             return _launch_ranks(name, [name, *words], settings)
     return run_stage(name, settings, [name, *words])
 
@@ -92,7 +94,7 @@ def _parser(name: str, action: str, tool: Tool) -> CommandParser:
         prog += f" [{choice}]" if asked.arguments or name in STAGES else f" <{choice}>"
         lines = ["", *rows({" ".join([one, *it.arguments]): it.text for one, it in asked.actions.items()})]
         lines.append(f"The flags of an action: trnpipe {name} {next(iter(asked.actions))} --help")
-    parser = CommandParser(prog, "\n".join([COMMANDS[name], *lines]), tool.command)
+    parser = CommandParser(prog, "\n".join([asked.text or COMMANDS[name], *lines]), tool.command)
     for word in asked.arguments:
         parser.add_argument(word, metavar=word.strip("[]"), nargs="?" if word.startswith("[") else None)
     for switch in sorted(asked.switches):
@@ -114,14 +116,6 @@ def _launch_ranks(name: str, words: list[str], settings: "Settings") -> int:
     # The cycle is named once: ranks may start around midnight.
     with stop_on_signals(stop, grace_s=LAUNCHER_S), shared_compile_cache(settings, stop, say):
         return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
-
-
-def needs_ranks(name: str, settings: "Settings") -> bool:
-    """True where this process is to start the ranks of a stage; a driven compile starts them in its trial run."""
-    from pipeline.compile.neuron import drives_tool
-
-    driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
-    return not driven and needs_launch(settings.launch.processes, os.environ)
 
 
 def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int:

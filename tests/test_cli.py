@@ -25,19 +25,9 @@ HEAVY = {"torch", "torch_xla", "boto3", "botocore", "pyarrow", "tokenizers", "ri
 
 def result_of(ctx: StageContext, status: str = "done") -> StageResult:
     now = datetime.now(UTC)
-    return StageResult.model_validate(
-        {
-            "stage": "fake",
-            "cycle": ctx.cycle,
-            "status": status,
-            "inputs": {},
-            "figures": {"rows": 3},
-            "settings_hash": ctx.settings_hash,
-            "code_version": ctx.code_version,
-            "started": now,
-            "finished": now,
-        }
-    )
+    fields = {"stage": "fake", "cycle": ctx.cycle, "status": status, "inputs": {}, "figures": {"rows": 3}}
+    versions = {"settings_hash": ctx.settings_hash, "code_version": ctx.code_version}
+    return StageResult.model_validate({**fields, **versions, "started": now, "finished": now})
 
 
 @pytest.fixture
@@ -51,6 +41,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
         monkeypatch.setitem(commands.COMMANDS, "fake", "a stage of the tests")
 
     return add
+
+
+def raising(error: BaseException) -> Run:
+    def run(settings: Settings, ctx: StageContext) -> StageResult:
+        raise error
+
+    return run
 
 
 def events_of(workspace: Path, cycle: str = "c1") -> list[dict[str, object]]:
@@ -103,15 +100,6 @@ def test_config_shows_the_resolved_tree(
     }
 
 
-def test_later_config_files_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["config", "--json"]
-    for index in (1, 2):
-        (tmp_path / f"{index}.toml").write_text(f"[train]\nseed = {index}")
-        words += ["--config", str(tmp_path / f"{index}.toml")]
-    assert cli.main(words) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["train"]["seed"] == 2
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -148,10 +136,7 @@ def test_a_bad_command_line_exits_78_with_a_message(
 def test_each_error_has_its_exit_code_and_no_traceback(
     error: type[errors.TrnpipeError], install: Callable[[Run], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(settings: Settings, ctx: StageContext) -> StageResult:
-        raise error("seen this", expected="that", next_command="do it")
-
-    install(run)
+    install(raising(error("seen this", expected="that", next_command="do it")))
     assert cli.main(["fake", "--workspace", str(tmp_path), "--cycle", "c1"]) == error.exit_code
     text = capsys.readouterr().err
     assert text == f"trnpipe fake: {error.__name__}: seen this\n  expected: that\n  next: do it\n"
@@ -161,19 +146,18 @@ def test_each_error_has_its_exit_code_and_no_traceback(
     assert last["error"] == error.__name__
 
 
-@pytest.mark.parametrize(("error", "code", "traceback"), [(KeyboardInterrupt, 143, False), (ValueError, 1, True)])
+@pytest.mark.parametrize(
+    ("error", "code", "traceback"), [(KeyboardInterrupt(), 143, False), (ValueError("broken"), 1, True)]
+)
 def test_only_a_bug_shows_a_traceback(
-    error: type[BaseException],
+    error: BaseException,
     code: int,
     traceback: bool,
     install: Callable[[Run], None],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(settings: Settings, ctx: StageContext) -> StageResult:
-        raise error("broken")
-
-    install(run)
+    install(raising(error))
     assert cli.main(["fake", "--workspace", str(tmp_path)]) == code
     assert ("Traceback" in capsys.readouterr().err) is traceback
 

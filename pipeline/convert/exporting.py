@@ -225,7 +225,6 @@ def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, 
         )
         data = parsed.to_str().encode()
     (folder / TOKENIZER).write_bytes(data)
-    _write_json(folder / "special_tokens_map.json", special)
     _write_json(
         folder / TOKENIZER_CONFIG,
         {
@@ -297,8 +296,7 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
     if spec.numeric:
         features.append(torch.randn((rows, len(spec.numeric)), generator=generator))
     if spec.categorical_ids:
-        columns = [torch.arange(rows, dtype=torch.int32) % ids for ids in spec.categorical_ids]
-        features.append(torch.stack(columns, dim=1))
+        features.append(torch.zeros((rows, len(spec.categorical_ids)), dtype=torch.int32))
     inputs = {"forward": (query, product, *features), "embed_query": (query,), "embed_product": (product,)}
     buffer = BytesIO()  # torch reports a full disk as a RuntimeError; the file is written here
     with warnings.catch_warnings():

@@ -53,9 +53,9 @@ class ForeignModel:
     spec: InputSpec
     weights: Mapping[str, Tensor]
     tokenizer: TextTokenizer
-    max_tokens: int | None
     origin: Origin
-    new_head: int | None
+    max_tokens: int | None = None
+    new_head: int | None = None
     """Seed of interactions and head when they are new; None when they came with it."""
     notes: tuple[str, ...] = ()
     record: ExportRecord | None = None
@@ -162,7 +162,6 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
         tokenizer=tokenizer,
         max_tokens=record.max_tokens,
         origin=Origin(uri=source.uri, format=f"trnpipe {record.format}", fingerprint=source.fingerprint),
-        new_head=None,
         record=record,
     )
 
@@ -182,9 +181,7 @@ def _bare_file(source: Source, given: Given, scratch: Path) -> ForeignModel:
         spec=spec,
         weights={},
         tokenizer=given.tokenizer,
-        max_tokens=None,
         origin=Origin(uri=source.uri, format="file of weights", fingerprint=source.fingerprint),
-        new_head=None,
         notes=("sizes and pooling are those of the model settings",),
     )
     if any(name.startswith(HEAD_PARTS) for name in loaded):

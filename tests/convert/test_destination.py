@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, place_of
 from tests.convert.conftest import RETRY
-from tests.s3 import MotoServer, lead_to
+from tests.s3 import lead_to
 
 
 @contextmanager
@@ -38,12 +38,6 @@ def names_in(target: str) -> set[str]:
     found = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
     assert found == {*manifest.files, "MANIFEST.json"}
     return set(manifest.files)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MotoServer]:
-    with MotoServer("tests") as started:
-        yield started
 
 
 @pytest.fixture(params=["file", "s3"])

@@ -88,7 +88,6 @@ def test_an_import_of_an_export_is_the_same_model(
 
 def test_what_lies_in_the_folders(export: Export) -> None:
     shared = {"MANIFEST.json", "README.md", "trnpipe.json", "tokenizer.json", "tokenizer_config.json"}
-    shared |= {"special_tokens_map.json"}
     bert = shared | {"config.json", "model.safetensors", "relevance_head.safetensors"}
     sentence = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling"}
     for format_, names in (
