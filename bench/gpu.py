@@ -10,7 +10,7 @@ from bench.gpu_side import SIDES, VOCABULARY
 from bench.machine import gpu_name
 from bench.results import Figure, Result, Target, figure, finish
 from bench.side_process import Side
-from pipeline.core.footprint import EncoderPass, EncoderSizes, Workload, step_flops
+from pipeline.core.footprint import EncoderSizes, Workload, step_flops
 from pipeline.model.config import PRESETS
 
 NAME = "gpu"
@@ -55,7 +55,7 @@ def flops(preset: str, batch_size: int, tokens: int) -> float:
     """Of one step: both texts of each pair, by FORMULA."""
     size = PRESETS[preset]
     encoder = EncoderSizes(VOCABULARY, 512, size.num_layers, size.hidden_size, size.num_heads, size.intermediate_size)
-    return step_flops(encoder, Workload((EncoderPass(2 * batch_size, tokens),), batch_size))
+    return step_flops(encoder, Workload(2 * batch_size, tokens, batch_size))
 
 
 def peak_flops(name: str) -> float | None:

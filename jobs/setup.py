@@ -23,8 +23,7 @@ from jobs.plan.cycle import plan_cycle
 from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
-from jobs.targets.base import Target
-from jobs.targets.failures import with_errors
+from jobs.targets.base import Target, with_errors
 from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError
@@ -269,12 +268,12 @@ def open_target(cycle: OpenCycle, name: str, renew: Callable[[], None] = lambda:
 
     logs = LogsClient(connect("logs"), stop=stop)
     if name == "sagemaker":
-        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute, SageMakerClient, ServiceJobClient
+        from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
         from jobs.targets.sagemaker.target import SageMakerTarget
 
-        training = SageMakerClient(connect("sagemaker"), stop=stop)
-        queue = QueueRoute(ServiceJobClient(connect("batch"), stop=stop), training, say)
-        return SageMakerTarget(DirectRoute(training), queue, logs, store, say, stop)
+        direct = DirectRoute(connect("sagemaker"), stop=stop)
+        queue = QueueRoute(connect("batch"), direct, say, stop=stop)
+        return SageMakerTarget(direct, queue, logs, store, say, stop)
     from jobs.targets.batch.target import BatchTarget
 
     return BatchTarget(BatchClient(connect("batch"), stop=stop), logs, store, renew, say)

@@ -26,8 +26,8 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.layout import layout_of
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import AXES, Mesh
-from pipeline.parallel.parallelize import UnitRule, arrange, find_units
-from pipeline.parallel.tensor_plan import TensorPlan, tensor_styles
+from pipeline.parallel.parallelize import arrange, find_units
+from pipeline.parallel.tensor_plan import tensor_styles
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,13 @@ def track(
     plan: Plan,
     world_size: int,
     *,
-    units: UnitRule = find_units,
-    tensor_plan: TensorPlan | None = None,
     accumulates: bool = False,
 ) -> Memory:
-    """One forward and backward pass of rank 0 with AdamW's moments there, under `plan` over `world_size` ranks.
+    """Track one forward and backward pass of rank 0 with AdamW's moments there, under `plan` over `world_size` ranks.
 
     `build` makes the model and `loss` a scalar of it, from inputs of its own; nothing is computed, so any size will do.
     `accumulates`: the pass is the last of several. Raises ConfigError in a process that has a process group, and for
-    degrees that do not divide `world_size`. `units`, `tensor_plan`: as in transform.
+    degrees that do not divide `world_size`.
     """
     layout = layout_of(0, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
     sizes = (layout.replicate_size, layout.shard_size, layout.tensor_size)
@@ -72,8 +70,8 @@ def track(
         mesh = Mesh(plan, layout, backend, init_device_mesh(backend.device.type, sizes, mesh_dim_names=AXES))
         with FakeTensorMode() as without_data:
             model = build()
-        members = [unit for _, unit in units(model)]
-        styles = tensor_styles(model, tensor_plan, layout) if layout.tensor_size > 1 else []
+        members = [unit for _, unit in find_units(model)]
+        styles = tensor_styles(model, None, layout) if layout.tensor_size > 1 else []
         with torch.no_grad():  # of tensors without data, and of ranks, which have it (torch 2.14)
             arrange(model, members, styles, mesh)
         with without_data:

@@ -25,9 +25,6 @@ from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
 
-BLOCKED_DWELL_S = 900.0
-"""How long a queue may stay blocked before a job that waits in it is ended."""
-
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     """Hand the jobs of a cycle over; run again, it goes on where it stopped. `batch` alone returns before its end."""
@@ -215,7 +212,7 @@ def close_cycle(cycle: OpenCycle) -> None:
     cycle = cycle.with_stored()
     plan, target = cycle.plan(), cycle.target()
     records = target.advance(plan)
-    for line in target.check_blocked(records, dwell_s=BLOCKED_DWELL_S):
+    for line in target.check_blocked(records):
         cycle.say(line)
     finish(cycle, plan, records)
     cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.core.errors import EXIT_BUG, EXIT_OK, ConfigError, GateRefused, Preempted, TransientError
+from pipeline.core.errors import EXIT_BUG, ConfigError, Preempted, TransientError
 from pipeline.proc.children import adopt_orphans
 from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
 
@@ -53,10 +53,9 @@ class Command:
             )
         except OSError as error:
             os.close(source)
+            seen = f"{words[0]!r} cannot be started: {error.strerror}"
             raise ConfigError(
-                f"{words[0]!r} cannot be started: {error.strerror}",
-                expected="a command that is in the image",
-                next_command="run the same command in that image by hand",
+                seen, expected="a command that is in the image", next_command="run it in that image by hand"
             ) from error
         finally:
             os.close(target)
@@ -65,11 +64,11 @@ class Command:
         self._pump.start()
 
     def log(self) -> tuple[str, ...]:
-        """Its last lines; what is no UTF-8 shows as such."""
+        """Return its last lines; bytes that are no UTF-8 show as such."""
         return tuple(self._tail.decode(errors="replace").splitlines())
 
     def returncode(self) -> int | None:
-        """None while it runs; minus the signal that ended it. Also takes the ends of orphans off the kernel's table."""
+        """Return None while it runs, minus the signal that ended it. Also reaps orphans."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -108,7 +107,7 @@ class Command:
         return tuple(found)
 
     def end(self) -> None:
-        """Kill all that is left, and wait for the last of the output."""
+        """Kill all processes that are left, and wait for the last of the output."""
         until = time.monotonic() + END_S
         while (family := self._family()) and time.monotonic() < until:
             for process in family:
@@ -119,13 +118,13 @@ class Command:
         self._pump.join(max(0.1, until - time.monotonic()))
 
     def _family(self) -> list[psutil.Process]:
-        """The living below us: orphans come to us, see `adopt_orphans`."""
+        """Return the living processes below us: orphans come to us, see `adopt_orphans`."""
         with suppress(psutil.Error):
             return [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
         return []
 
     def _copy_output(self, source: int) -> None:
-        """Until the last writer has closed. When nobody reads our output any more, the command still goes on."""
+        """Copy until the last writer has closed. When nobody reads our output any more, the command still goes on."""
         target: int | None = 1
         while block := os.read(source, BLOCK_BYTES):
             self._tail = (self._tail + block)[-TAIL_BYTES:]
@@ -151,10 +150,3 @@ def exit_code_of_return(returncode: int) -> int:
     if -returncode in TOLD:
         return Preempted.exit_code
     return TransientError.exit_code if -returncode in MAY_PASS else EXIT_BUG
-
-
-def deserves_post_mortem(code: int, *, stopped: bool, killed: bool) -> bool:
-    """A failure does. A refusal by the gate is none, nor is a command that stopped when it was told to."""
-    if killed:
-        return True
-    return code not in (EXIT_OK, GateRefused.exit_code) and not (stopped and code == Preempted.exit_code)

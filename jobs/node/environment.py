@@ -54,11 +54,11 @@ class Place:
     """0 is the main node."""
     num_nodes: int
     main_address: str
-    """Empty on the main node, which then listens on all interfaces, unless MASTER_ADDR says where it is to listen."""
+    """Empty on the main node, which then listens on all interfaces, unless MASTER_ADDR says where to listen."""
     port: int
-    """Where the main node listens."""
+    """At which the main node listens."""
     round_: int = 1
-    """Of submission; tries count from 1 in each."""
+    """Of submission; attempts count from 1 in each."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
@@ -66,10 +66,8 @@ class Place:
         node, num_nodes = node_from_env(env)
         address = env.get("MASTER_ADDR") or (env.get(MAIN_ADDRESS, "") if node > 0 else "")  # as for torchrun
         if node > 0 and not address:
-            raise ConfigError(
-                f"node {node} of {num_nodes} does not know the main node",
-                expected=f"its address in {MAIN_ADDRESS}",
-            )
+            seen = f"node {node} of {num_nodes} does not know the main node"
+            raise ConfigError(seen, expected=f"its address in {MAIN_ADDRESS}")
         index = env.get(ARRAY_INDEX, "")
         return cls(
             workspace=env.get("TRNPIPE_WORKSPACE", ""),
@@ -122,7 +120,7 @@ class Timing(Record):
 
 
 def job_variables(plan: Plan, job: JobSpec, round_: int) -> dict[str, str]:
-    """What whoever submits a job tells it on every platform; of its round nothing in the first."""
+    """Return the variables that whoever submits a job sets on every platform."""
     words = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
     return words | ({ROUND: str(round_)} if round_ > 1 else {})
 
@@ -144,7 +142,7 @@ _OF_BATCH = {
 
 
 def batch_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """From the variables of AWS Batch; empty where there are none. Raises ConfigError when they do not fit together.
+    """Translate the variables of AWS Batch, if any. Raises ConfigError when they do not fit together.
 
     The main node is node 0 wherever it stands in the job. Ids of nodes end in `#<node index>`.
     """
@@ -156,10 +154,7 @@ def batch_variables(env: Mapping[str, str]) -> dict[str, str]:
             nodes, index = int(words[NUM_NODES]), int(env["AWS_BATCH_JOB_NODE_INDEX"])
             words[NODE] = str((index - int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])) % nodes)
         except (KeyError, ValueError, ZeroDivisionError) as error:
-            raise ConfigError(
-                f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}",
-                expected="number of nodes, node index and main node index as AWS Batch sets them",
-            ) from error
+            raise ConfigError(f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}") from error
     return words
 
 

@@ -35,13 +35,12 @@ CONNECT_S, PAUSE_S = 1.0, 0.25
 
 @dataclass(frozen=True)
 class NodeSeen:
-    """One node in a post-mortem. `heard_s_ago` is None for this node itself and for one that never came."""
+    """One node in a post-mortem. `heard_s_ago`: None for this node itself and for one that never came. `lost`: why."""
 
     node: int
     heard_s_ago: float | None
     exit_code: int | None
     lost: str
-    """Why it counts as lost; empty if it does not."""
 
 
 @dataclass
@@ -62,14 +61,13 @@ class NodeGroup:
         self._place, self._timing, self._say, self._clock = place, timing, say, clock
         self._is_main = place.node == 0
         self._nodes = {node: _Node() for node in (range(place.num_nodes) if self._is_main else (0, place.node))}
-        self._listener = listen(place.main_address, place.port) if self._is_main and place.num_nodes > 1 else None
+        self._listener = _listen(place) if self._is_main and place.num_nodes > 1 else None
         self._links = dict[Connection, int | None]()
         """With the node at the other end, once it has said hello."""
         self._opened, self._stop_at, self._stop_reason = clock(), math.inf, ""
         self._beat_at = self._tried_at = -math.inf
         self._last_failure, self._has_reported = "nodes are missing", False
-        self.ready = place.num_nodes == 1
-        """Whether all nodes are here, so that the command may start."""
+        self.ready = place.num_nodes == 1  # all nodes are here: the command may start
         self.trouble = ""
         """The first thing that went wrong, for which the command must be stopped; empty while all is well."""
         self.start: Start | None = None
@@ -91,7 +89,7 @@ class NodeGroup:
         yield from (link.socket for link in self._links)
 
     def tick(self) -> None:
-        """Receive and send what there is; never blocks for long."""
+        """Receive and send messages, and note what has gone wrong; never blocks for long."""
         if self._place.num_nodes == 1 or (not self._is_main and self.settled):
             return
         now, own = self._clock(), self._nodes[self._place.node]
@@ -110,9 +108,22 @@ class NodeGroup:
         if now - self._beat_at >= self._timing.heartbeat_s:
             self._beat_at = now
             self._send(None)
-        self._lose_silent(now)
+        for node, one in self._nodes.items():
+            is_silent = one.heard is not None and now - one.heard > self._timing.lost_after_s
+            if is_silent and not one.ended and not one.lost and (self._is_main or self.ready):
+                self.lose(node, f"no heartbeat for {format_duration(self._timing.lost_after_s)}")
+                for link in [link for link, other in self._links.items() if other == node]:
+                    self._drop(link, "silent")  # should it wake, it learns that it is not waited for
         if not self.ready and now - self._opened > self._timing.gather_s:
-            self._give_up_waiting()
+            limit = format_duration(self._timing.gather_s)
+            if not self._is_main:
+                where = f"{self._place.main_address}:{self._place.port}"
+                self.lose(0, f"no word to start from {where} within {limit} ({self._last_failure})")
+            elif missing := self._missing():
+                late = f"node {', '.join(map(str, missing))} of {self._place.num_nodes} has not come within {limit}"
+                self.trouble = self.trouble or late
+                for node in missing:
+                    self._nodes[node].lost = "never came"
         if self._is_main and not self.ready and not self.trouble and not self._missing():
             self.ready, start = True, self.start or Start("", 0)
             self._send(Message(kind="go", text=start.job_id, attempt=start.attempt))
@@ -185,6 +196,7 @@ class NodeGroup:
 
     def _connect(self, now: float) -> None:
         """Accept what has come, or call the main node: again, as long as it has not said `go`."""
+        place = self._place
         if self._listener:
             with suppress(BlockingIOError, ConnectionAbortedError):
                 while True:
@@ -192,14 +204,12 @@ class NodeGroup:
         elif not self._links and now - self._tried_at >= PAUSE_S:
             self._tried_at = now
             try:
-                link = Connection(
-                    socket.create_connection((self._place.main_address, self._place.port), timeout=CONNECT_S), now
-                )
+                made = socket.create_connection((place.main_address, place.port), timeout=CONNECT_S)
             except OSError as error:
                 self._last_failure = str(error.strerror or error)
                 return
-            self._links[link] = 0
-            self._send(Message(kind="hello", token=self._place.token, node=self._place.node))
+            self._links[Connection(made, now)] = 0
+            self._send(Message(kind="hello", token=place.token, node=place.node))
 
     def _take(self, link: "Connection", message: "Message") -> None:
         """Act on a message. Raises NodeGone for a connection that is none of ours."""
@@ -240,36 +250,14 @@ class NodeGroup:
         else:
             self._last_failure = why
 
-    def _lose_silent(self, now: float) -> None:
-        limit_s = self._timing.lost_after_s
-        for node, one in self._nodes.items():
-            if one.heard is None or one.ended or one.lost or now - one.heard <= limit_s:
-                continue
-            if self._is_main or self.ready:
-                self.lose(node, f"no heartbeat for {format_duration(limit_s)}")
-                for link in [link for link, other in self._links.items() if other == node]:
-                    self._drop(link, "silent")  # should it wake, it learns that it is not waited for
 
-    def _give_up_waiting(self) -> None:
-        limit = format_duration(self._timing.gather_s)
-        if not self._is_main:
-            where = f"{self._place.main_address}:{self._place.port}"
-            self.lose(0, f"no word to start from {where} within {limit} ({self._last_failure})")
-        elif missing := self._missing():
-            late = f"node {', '.join(map(str, missing))} of {self._place.num_nodes} has not come within {limit}"
-            self.trouble = self.trouble or late
-            for node in missing:
-                self._nodes[node].lost = "never came"
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Listen on this address alone, on all interfaces for an empty one. Raises TransientError if the port is taken."""
+def _listen(place: Place) -> socket.socket:
+    """Listen at its main address alone, on all interfaces for an empty one."""
     try:
-        listener = socket.create_server((address, port), backlog=1024)
+        listener = socket.create_server((place.main_address, place.port), backlog=1024)
     except OSError as error:
         raise TransientError(
-            f"cannot listen at {address or 'all interfaces'}:{port}: {error.strerror}",
-            expected="a free port beside that of torchrun",
+            f"cannot listen at {place.main_address or 'all interfaces'}:{place.port}: {error.strerror}",
             next_command="run the job again; set MASTER_PORT where several jobs share a machine",
         ) from error
     listener.setblocking(False)
@@ -302,13 +290,12 @@ class Connection:
         """Send a message, or a heartbeat. Raises NodeGone."""
         line = (message.model_dump_json(exclude_defaults=True) if message else "").encode() + b"\n"
         try:
-            is_sent = self.socket.send(line) == len(line)
+            if self.socket.send(line) != len(line):
+                raise BlockingIOError
         except BlockingIOError:
-            is_sent = False
+            raise NodeGone("it reads nothing") from None
         except OSError as error:
             raise NodeGone(f"the connection is broken ({error.strerror or error})") from None
-        if not is_sent:
-            raise NodeGone("it reads nothing")
 
     def receive(self, now: float) -> list[Message]:
         """Return what has come, in order. Raises NodeGone once all was read and the other end has closed."""

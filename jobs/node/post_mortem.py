@@ -1,4 +1,4 @@
-"""What is left of a failed try for whoever looks into it: one bounded JSON object without secrets. Pure."""
+"""The post-mortem of a failed attempt: one bounded JSON object without secrets. Pure."""
 
 import json
 import re
@@ -52,24 +52,24 @@ class PostMortem(Record):
 
 
 def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that say how the job was run; never one whose name tells of a secret."""
+    """Return the variables that say how the job was run; never one whose name tells of a secret."""
     return {
         name: value for name, value in sorted(env.items()) if name.startswith(SHOWN_PREFIXES) and not is_secret(name)
     }
 
 
 def is_secret(name: str) -> bool:
-    """Whether a name tells of a secret, word by word: `HF_TOKEN` does, `MAX_TOKENS` does not."""
+    """Return whether a name tells of a secret, word by word: `HF_TOKEN` does, `MAX_TOKENS` does not."""
     return not SECRET_WORDS.isdisjoint(re.split(r"[^A-Z0-9]+", name.upper()))
 
 
 def secrets_of(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that must not show up anywhere: commands print more than they should."""
+    """Return values that must not show up anywhere: commands print more than they should."""
     return tuple(value for name, value in env.items() if is_secret(name) and len(value) >= 8)
 
 
 def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES) -> bytes:
-    """JSON without secrets, of `max_bytes` at most: the oldest lines go first, then what else is long."""
+    """Return JSON without secrets, of at most `max_bytes`: the oldest lines go first, then what else is long."""
     data = b""
     for lines in (MAX_LINES, 100, 20, 0):
         one = one.model_copy(update={"events": one.events[-lines // 2 :], "log": one.log[-lines:]} if lines else _SHORT)
@@ -84,7 +84,7 @@ def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES
 
 
 def without_secrets(value: Any, secrets: Sequence[str]) -> Any:
-    """The value without these secrets, without passwords in URIs, and without what a secret's name stands before."""
+    """Return the value without these secrets, passwords in URIs, and values under the name of a secret."""
     if isinstance(value, Mapping):
         return {name: HIDDEN if is_secret(str(name)) else without_secrets(one, secrets) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,26 +1,35 @@
-"""One try of one node of a job, from the environment to the exit code."""
+"""One attempt of one node of a job, from the environment to the exit code."""
 
 import json
 import platform
+import select
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 
-from pydantic import JsonValue
-
-from jobs.node.command import Command, deserves_post_mortem
+from jobs.node.command import Command, ProcessSeen, exit_code_of_return
 from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
 from jobs.node.group import NodeGroup
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
 from jobs.node.sagemaker import resolve_ipv4, sagemaker_variables, write_failure
-from jobs.node.supervisor import Supervisor, watched_signals
-from pipeline.core.errors import TransientError, TrnpipeError, error_in_log, headline
+from pipeline.core.errors import (
+    EXIT_BUG,
+    EXIT_OK,
+    GateRefused,
+    Preempted,
+    TransientError,
+    TrnpipeError,
+    error_in_log,
+    headline,
+)
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, open_storage
 from pipeline.parallel.world import gang_variables, has_efa, own_interface
@@ -33,66 +42,196 @@ Say = Callable[[str], None]
 EVENTS_BYTES = 512 * 1024
 MIN_BUNDLE_S = 1.0
 LINGER_S = 1.0
+STACKS_S = 1.0  # for processes to show their stacks before they are killed
+UNKILLABLE_S = 4.0
+MAX_WAIT_S = 0.5
 
 
 def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
-    """Run a command as this node's part of the job; the exit code. Raises ConfigError for a broken environment.
+    """Run a command as this node's part of the job; return the exit code. Raises ConfigError for a broken environment.
 
-    Whatever it has started is gone when this returns. When this process is killed, its container ends the rest, or the
-    keeper of the local target.
+    All processes it started have ended when this returns. If this process is killed, its container ends the rest, or
+    the keeper of the local target.
     """
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s, resolve=resolve_ipv4)
     place = Place.from_env({**env, **ours})
-    with watched_signals() as signals, guarded_temp_folder() as folder:
+    with watched_signals() as (stop, wake), guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         group, linger_s = NodeGroup(place, timing, say), 0.0
         try:
-            attempt = _Attempt(place, timing, words, env, folder, say, group)
-            attempt.prepare(signals.stop)
-            supervisor = Supervisor(attempt.start, group, signals, timing, say)
-            supervisor.run()
-            code = supervisor.code
-            if supervisor.reason:
-                say(f"exit {code}: {supervisor.reason}")
+            attempt = Attempt(place, timing, words, env, folder, group, stop, wake, say)
+            attempt.run()
+            code = attempt.code
+            if attempt.reason:
+                say(f"exit {code}: {attempt.reason}")
             # In one line without secrets: the reason, else what the log says.
-            error = error_in_log(supervisor.command.log(), code) if supervisor.command else ()
-            why = str(without_secrets(supervisor.reason or headline(error), secrets_of(attempt.env)))
+            error = error_in_log(attempt.command.log(), code) if attempt.command else ()
+            why = str(without_secrets(attempt.reason or headline(error), secrets_of(attempt.env)))
             group.acknowledge(code, why)
-            attempt.explain(supervisor)
+            attempt.explain()
             write_failure(env, *(group.agreed or (code, why)))
-            # The other nodes explain themselves too.
-            linger_s = timing.bundle_s if code and not supervisor.stopped else LINGER_S
+            linger_s = (
+                timing.bundle_s if code and not attempt.stopped else LINGER_S
+            )  # the others explain themselves too
             return code
         finally:
             group.close(linger_s)
 
 
+@contextmanager
+def watched_signals() -> Iterator[tuple[StopSignal, socket.socket]]:
+    """Yield the signal to stop, and a socket that can be read when SIGTERM, SIGINT or the end of a child has come.
+
+    Main thread only. Handlers are set even as PID 1, where the kernel drops signals that have none.
+    """
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    stop = StopSignal()
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if signum != signal.SIGCHLD:
+            stop.set(signal.Signals(signum).name)
+
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+    earlier = {signum: signal.signal(signum, on_signal) for signum in watched}
+    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield stop, reader
+    finally:
+        signal.set_wakeup_fd(earlier_fd)
+        for signum, handler in earlier.items():
+            signal.signal(signum, handler)
+        reader.close()
+        writer.close()
+
+
 @dataclass
-class _Attempt:
+class Attempt:
+    """This node's part of the job: run the command once all nodes are here, until the end of every node is known.
+
+    After `run` its attributes say how it ended.
+    """
+
     place: Place
     timing: Timing
     words: Sequence[str]
     env: Mapping[str, str]
     folder: Path
-    say: Say
     group: NodeGroup
+    stop: StopSignal
+    wake: socket.socket
+    say: Say
+    command: Command | None = None
+    code: int = EXIT_BUG
+    """Of the job, as far as this node decides it."""
+    own_code: int | None = None
+    returncode: int | None = None
+    """Of the process; None: it never ran."""
+    reason: str = ""
+    """Why it was stopped or failed to start; empty when it ended by itself."""
+    told_at: float | None = None
+    """When it was told to stop, by the monotonic clock."""
+    killed: bool = False
+    """It did not stop within the grace."""
+    processes: tuple[ProcessSeen, ...] = ()
+    """What was left when it was killed."""
+    _asked_stacks: bool = False
     _settings: bytes | None = None
     _failure: TrnpipeError | None = None
     _kills_before: int | None = field(default_factory=kills_for_memory)
     _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
-    def prepare(self, stop: StopSignal) -> None:
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal came from outside."""
+        return self.stop.is_set()
+
+    def run(self) -> None:
+        """Run the command, or note why it did not start."""
+        self._prepare()
+        while self.own_code is None or not self.group.settled:
+            self.group.tick()
+            if self.command is not None and self.own_code is None:
+                self.returncode = self.command.returncode()
+                if self.returncode is not None:
+                    self.command.end()  # what it has started ends with it
+                    self._end(self._code_when_killed() if self.killed else exit_code_of_return(self.returncode))
+            self._stop_when_asked()
+            if self.command is None and self.own_code is None and self.group.ready:
+                try:
+                    self.command = self._start()
+                except TrnpipeError as error:
+                    self.reason = f"{type(error).__name__}: {error}"
+                    self._end(error.exit_code)
+            elif self.own_code is None or not self.group.settled:
+                self._wait()
+        self.code = self.group.exit_code(self.own_code, stopped=self.stopped)
+        self.reason = self.reason or self.group.trouble
+
+    def _stop_when_asked(self) -> None:
+        asked = signal.Signals[self.stop.reason] if self.stopped else None
+        reason = f"{asked.name} from outside" if asked else self.group.trouble
+        if not reason:
+            return
+        if self.told_at is None:
+            self.told_at = time.monotonic()
+            self.group.stop(reason)
+            if self.own_code is not None:
+                return
+            self.reason = reason
+            self.say(f"stopping the command: {reason}")
+            if self.command is None:
+                self._end(self._code_when_killed())
+                return
+            if not asked:  # it may hang in a collective: that is the moment to see where
+                self.command.ask_stacks()
+            self.command.tell(asked or signal.SIGTERM)
+        elif self.command is not None and self.own_code is None:
+            waited_s = time.monotonic() - self.told_at
+            if waited_s > self.timing.grace_s - STACKS_S and not self._asked_stacks:
+                self._asked_stacks = True
+                self.command.ask_stacks()
+            if waited_s > self.timing.grace_s and not self.killed:
+                self.say(f"the command has not stopped within {self.timing.grace_s:g} s: killing it")
+                self.killed = True
+                self.processes = self.command.processes()
+                self.command.end()
+            elif waited_s > self.timing.grace_s + UNKILLABLE_S:  # stuck in a driver
+                self._end(self._code_when_killed())
+
+    def _code_when_killed(self) -> int:
+        return Preempted.exit_code if self.stopped else TransientError.exit_code
+
+    def _end(self, code: int) -> None:
+        self.own_code = code
+        self.group.report(code)
+        if code != EXIT_OK:
+            self.group.stop(f"the main node exited with {code}")
+        self.group.tick()
+
+    def _wait(self) -> None:
+        """Wait until something happens, or it is time for a heartbeat."""
+        poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
+        for one in (self.wake, *self.group.sockets()):
+            poll.register(one, select.POLLIN)
+        poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
+        with suppress(BlockingIOError):
+            while self.wake.recv(4096):
+                continue
+
+    def _prepare(self) -> None:
         """Look for the network of a node group, read the settings of the cycle.
 
-        A failure is told in `start`: the other nodes are to hear of it.
+        `_start` raises what fails here, so that the other nodes learn of it.
         """
         try:
             if self.place.num_nodes > 1 and self.place.main_address not in LOOPBACK:
                 network = gang_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
                 self.env = {**network, **self.env}
             if self.place.is_in_cycle:
-                storage = open_storage(self.place.workspace, stop=stop)
+                storage = open_storage(self.place.workspace, stop=self.stop)
                 with suppress(KeyNotFound):  # nothing was submitted
                     self._settings = storage.read_bytes(f"cycles/{self.place.cycle}/jobs/settings.json")
                 if STARTS in self.env and self.place.node == 0:
@@ -100,8 +239,8 @@ class _Attempt:
         except TrnpipeError as error:
             self._failure = error
 
-    def start(self) -> Command:
-        """Raises what went wrong while preparing, and ConfigError for a command that is not there."""
+    def _start(self) -> Command:
+        """Start the command. Raises what went wrong while preparing, and ConfigError for an unknown command."""
         if self._failure is not None:
             raise self._failure
         start = self.group.start
@@ -122,43 +261,39 @@ class _Attempt:
         stacks.mkdir()
         return Command(words, self.env, stacks)
 
-    def explain(self, ended: Supervisor) -> None:
-        """Leave a post-mortem where there is a failure. Whatever happens here, the exit code stays what it is."""
-        if not deserves_post_mortem(ended.own_code or ended.code, stopped=ended.stopped, killed=ended.killed):
-            return
-        if not self.place.is_in_cycle:
+    def explain(self) -> None:
+        """Write a post-mortem of a failure. Whatever happens here, the exit code stays what it is.
+
+        A refusal by the gate is no failure, nor a command that stopped when it was told to.
+        """
+        code = self.own_code or self.code
+        is_well = code in (EXIT_OK, GateRefused.exit_code) or (self.stopped and code == Preempted.exit_code)
+        if (is_well and not self.killed) or not self.place.is_in_cycle:
             return
         limit_s = self.timing.bundle_s
-        if ended.stopped and ended.told_at is not None:
-            left_s = EXPLAIN_S - (time.monotonic() - ended.told_at)
+        if self.stopped and self.told_at is not None:
+            left_s = EXPLAIN_S - (time.monotonic() - self.told_at)
             limit_s = max(MIN_BUNDLE_S, min(limit_s, left_s))
         told: list[str] = []
-        work = threading.Thread(target=self._write, args=(ended, told), name="post-mortem", daemon=True)
+        work = threading.Thread(target=self._write, args=(told,), name="post-mortem", daemon=True)
         work.start()
         work.join(limit_s)
         self.say(told[0] if told else f"no post-mortem: not written within {limit_s:g} s")
 
-    def _write(self, ended: Supervisor, told: list[str]) -> None:
+    def _write(self, told: list[str]) -> None:
         try:
-            storage = open_storage(self.place.workspace)
-            place = self.place
+            storage, place = open_storage(self.place.workspace), self.place
             name = f"{place.job}-{place.attempt}-node{place.node}"
             name += f"-round-{place.round_}" if place.round_ > 1 else ""
             key = f"cycles/{place.cycle}/jobs/post-mortem/{name}.json"
-            bundle = self._bundle(ended, storage)
+            bundle = self._bundle(storage)
             storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
             told.append(f"post-mortem: {storage.uri(key)}")
         except Exception as error:  # the exit code says more than what goes wrong while explaining it
             told.append(f"no post-mortem: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
-    def _bundle(self, ended: Supervisor, storage: Storage) -> PostMortem:
-        unread, kills = list[str](), kills_for_memory()
-        settings: JsonValue = None
-        try:
-            settings = json.loads(self._settings) if self._settings else None
-        except ValueError as error:
-            unread.append(f"settings: {error}")
-        events = list[str]()
+    def _bundle(self, storage: Storage) -> PostMortem:
+        unread, kills, events = list[str](), kills_for_memory(), list[str]()
         try:
             found = read_events(storage, f"cycles/{self.place.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
             events = [json.dumps(event) for event in found]
@@ -176,21 +311,21 @@ class _Attempt:
             num_nodes=self.place.num_nodes,
             host=socket.gethostname(),
             command=tuple(self.words),
-            exit_code=ended.code,
-            own_exit_code=ended.own_code or 0,
-            returncode=ended.returncode,
-            reason=ended.reason,
-            killed=ended.killed,
+            exit_code=self.code,
+            own_exit_code=self.own_code or 0,
+            returncode=self.returncode,
+            reason=self.reason,
+            killed=self.killed,
             out_of_memory_kills=None if kills is None else kills - (self._kills_before or 0),
             started=self._started,
             ended=datetime.now(UTC),
             versions=versions,
             environment=shown_environment(self.env),
-            settings=settings,
+            settings=json.loads(self._settings) if self._settings else None,
             nodes=tuple(self.group.seen()),
-            processes=ended.processes,
-            stacks=ended.command.stacks() if ended.command else {},
-            log=ended.command.log() if ended.command else (),
+            processes=self.processes,
+            stacks=self.command.stacks() if self.command else {},
+            log=self.command.log() if self.command else (),
             events=tuple(events),
             unread=tuple(unread),
         )

@@ -27,7 +27,7 @@ _NAMES = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
 def root_of(env: Mapping[str, str]) -> Path | None:
-    """Where SageMaker keeps its files; None elsewhere."""
+    """Return the folder of SageMaker's files; None elsewhere."""
     return Path(env.get(ROOT_VARIABLE, "/opt/ml")) if JOB_VARIABLE in env else None
 
 
@@ -58,10 +58,9 @@ def sagemaker_variables(
             address = str(ipaddress.IPv4Address(resolve(hosts[0])))
         except OSError as error:
             if clock() >= until:
+                seen = f"the main node {hosts[0]} has no address after {gather_s:g} s: {error}"
                 raise TransientError(
-                    f"the main node {hosts[0]} has no address after {gather_s:g} s: {error}",
-                    expected="a name that resolves within TRNJOBS_GATHER_S",
-                    next_command="trnjobs retry; the network of the training job, if it repeats",
+                    seen, expected="a name that resolves within TRNJOBS_GATHER_S", next_command="trnjobs retry"
                 ) from error
             sleep(PAUSE_S)
     words |= {NUM_NODES: str(len(hosts)), NODE: str(hosts.index(own)), MAIN_ADDRESS: address, "MASTER_ADDR": address}
@@ -97,7 +96,7 @@ def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
 
 
 def _read_hosts(path: Path) -> tuple[str, list[str], str]:
-    """This host, all hosts by name as text, and the interface between them."""
+    """Return this host, all hosts by name as text, and the interface between them."""
     try:
         config = json.loads(path.read_bytes())
         own, hosts = str(config["current_host"]), sorted(str(host) for host in config["hosts"])
@@ -108,5 +107,4 @@ def _read_hosts(path: Path) -> tuple[str, list[str], str]:
         raise ConfigError(
             f"{path} does not say which host this is: {type(error).__name__}: {error}",
             expected="current_host, hosts and network_interface_name, as SageMaker writes them",
-            next_command=f"unset {JOB_VARIABLE}, where this is no training job",
         ) from error

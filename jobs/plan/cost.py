@@ -26,7 +26,6 @@ class Prices:
     """On SageMaker: what a machine costs over EC2, where it has no price of its own. None: not on SageMaker."""
 
     def of_machine(self, instance_type: str) -> float | None:
-        """A whole one."""
         if self.ml_factor is not None and (own := self.by_instance.get(ml_name(instance_type))) is not None:
             return own
         return self._there(self.by_instance.get(instance_type))
@@ -44,7 +43,7 @@ def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
 
 
 def machine_share(job: JobSpec) -> float:
-    """Of its machine that one node takes; all of one that is not in the table.
+    """Return the share of its machine that one node takes; all of a machine that is not in the table.
 
     AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
     """
@@ -53,7 +52,7 @@ def machine_share(job: JobSpec) -> float:
 
 
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
-    """Of one node, or one child of an array; None where nobody knows. SageMaker lends whole machines."""
+    """Return the price of one node or child of an array; None if unknown. SageMaker lends whole machines."""
     needs, whole = job.resources, prices.ml_factor is not None
     chosen = whole and not needs.instance_type  # by SageMaker's target, for the size of the job
     price = prices.of_machine(ml_machine(needs) if chosen else needs.instance_type)
@@ -64,6 +63,6 @@ def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:
-    """Of a job whose nodes, or each of whose children, run for `seconds`; None where nobody knows."""
+    """Return the price of a job whose nodes, or children, run for `seconds` each; None if unknown."""
     price = node_usd_per_hour(job, prices)
     return None if price is None else price * seconds / 3600 * max(1, job.num_nodes, job.array_size)

@@ -35,13 +35,8 @@ _RANKS = frozenset({"health", "compile", "mine", "train", "evaluate", "embed"}) 
 _GANGS = frozenset({"health", "compile", "train", "evaluate"})
 _ARRAYS = frozenset({"prepare", "mine", "embed"})
 _SECTION = {"prepare": "data"}  # of the settings of a stage, where it is not its name
-USUAL_TIMEOUT_S = {  # others: 3600
-    "health": 5400,
-    "compile": 12 * 3600,
-    "mine": 12 * 3600,
-    "train": 24 * 3600,
-    "embed": 12 * 3600,
-}
+USUAL_TIMEOUT_S = {"health": 5400, "train": 24 * 3600} | dict.fromkeys(("compile", "mine", "embed"), 12 * 3600)
+"""Of other stages: 3600."""
 START_S = 900  # for nodes to gather (jobs/node/environment.py), and for what a stage does before its own clock runs
 
 
@@ -85,10 +80,9 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: flo
         ("workers", wanted.workers, _ARRAYS),
     ):
         if value > 1 and name not in stages:
+            expected = f"1: only {', '.join(sorted(stages))} can have more"
             raise ConfigError(
-                f"jobs.{name}.{setting} is {value}",
-                expected=f"1: only {', '.join(sorted(stages))} can have more",
-                next_command="correct it under [jobs], then trnjobs plan",
+                f"jobs.{name}.{setting} is {value}", expected=expected, next_command="correct [jobs], then trnjobs plan"
             )
     words = _WORDS.get(name, ("trnpipe", name))
     if wanted.processes > 1:
@@ -102,8 +96,8 @@ def _job(jobs: JobsConfig, name: str, after: tuple[str, ...], stage_limit_s: flo
     elif timeout_s < stage_limit_s:
         raise ConfigError(
             f"jobs.{name}.timeout_s is {timeout_s:,}; the stage itself may take {math.ceil(stage_limit_s):,} s",
-            expected="more than that, or no timeout_s: the plan then takes enough",
-            next_command=f"remove jobs.{name}.timeout_s, or lower the limits under [{name}]; then trnjobs plan",
+            expected=f"more than that, or no timeout_s (the plan then takes enough), or lower limits under [{name}]",
+            next_command="correct [jobs], then trnjobs plan",
         )
     return job_of(
         jobs,

@@ -31,8 +31,8 @@ def job_of(
     if bad := next((where for where, text in texts.items() if "\0" in text), ""):
         raise ConfigError(
             f"{name}: {bad!r} holds a zero byte",
-            expected="text without one, which is all that the kernel takes",
-            next_command="correct it, then trnjobs plan",
+            expected="text without one",
+            next_command="correct [jobs], then trnjobs plan",
         )
     if wanted.instance and wanted.instance not in NODES and None in (wanted.vcpus, wanted.memory_mib):
         raise ConfigError(
@@ -80,7 +80,7 @@ _USABLE = 0.9  # of the memory; the rest is that of the kernel and of SageMaker'
 
 
 def ml_name(instance_type: str) -> str:
-    """What SageMaker calls a machine: `ml.trn1.32xlarge`."""
+    """Return SageMaker's name of a machine: `ml.trn1.32xlarge`."""
     return PREFIX + instance_type.removeprefix(PREFIX)
 
 
@@ -90,7 +90,7 @@ def has_accelerator(needs: Resources) -> bool:
 
 
 def ml_machine(needs: Resources) -> str:
-    """`ml.trn1.32xlarge`; empty for more than any machine of the family has."""
+    """Return a name such as `ml.trn1.32xlarge`; empty for more than any machine of the family has."""
     if needs.instance_type:
         return ml_name(needs.instance_type)
     vcpus = max(needs.vcpus, needs.memory_mib / _MIB_PER_VCPU / _USABLE)
@@ -99,5 +99,5 @@ def ml_machine(needs: Resources) -> str:
 
 
 def ml_vcpus(needs: Resources) -> int:
-    """Of the machine that a job without an instance type gets."""
+    """Return the vCPUs of the machine that a job without an instance type gets."""
     return _VCPUS.get(ml_machine(needs).rpartition(".")[2], needs.vcpus)

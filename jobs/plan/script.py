@@ -24,10 +24,9 @@ def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace:
     """The job of a step. Raises ConfigError for ranks of a command that torchrun cannot start, and taken variables."""
     for variable in step.environment:
         if variable.startswith(_OURS) or variable in _TORCHRUN:
+            expected = "a variable that is not set for the job: not AWS_BATCH*, TRNJOBS_*, or one of torchrun"
             raise ConfigError(
-                f"jobs.steps: {step.name} sets {variable}",
-                expected="a variable that is not set for the job: not AWS_BATCH*, TRNJOBS_*, or one of torchrun",
-                next_command="choose another name",
+                f"jobs.steps: {step.name} sets {variable}", expected=expected, next_command="choose another name"
             )
     return job_of(
         jobs,
@@ -73,10 +72,11 @@ def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[
         ready = next((name for name in after if name not in order and all(one in order for one in after[name])), None)
         if ready is None:
             circle = ", ".join(name for name in after if name not in order)
+            expected = "an order (after and before under [[jobs.steps]])"
             raise ConfigError(
                 f"jobs.steps: {circle} wait for each other",
-                expected="an order: no job before one that it stands after",
-                next_command="correct after and before under [[jobs.steps]]",
+                expected=expected,
+                next_command="correct [jobs], then trnjobs plan",
             )
         order[ready] = tuple(dict.fromkeys(after[ready]))
     return order
@@ -94,15 +94,13 @@ def script_of(job: JobSpec) -> str:
 
 
 def _words(step: Step) -> tuple[str, ...]:
-    """Under torchrun what Python runs; any other command as it is."""
+    """Run Python under torchrun, any other command as it is."""
     first = step.command[0]
     script = without_interpreter(step.command)
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
         if not script or (script[0].startswith("-") and script[0] != "-m"):
-            seen = f"with option {script[0]}" if script else "without a script"
-            raise ConfigError(
-                f"{step.name}: {first} {seen}", expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE"
-            )
+            seen = f"{step.name}: {first} " + (f"with option {script[0]}" if script else "without a script")
+            raise ConfigError(seen, expected="-- python SCRIPT.py [ARGUMENT ...], or -m MODULE")
         ranks = ("--launch.processes", str(step.processes))
         return (*ENTRY, "trnpipe", "launch", *ranks, "--", *step.command)
     if step.nodes > 1 or step.processes > 1:

@@ -1,16 +1,22 @@
 """Where jobs run: this machine, AWS Batch, or SageMaker. All keep the same words, states and records."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import re
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Cancel, JobRecord, Submission
-from jobs.cycle.job_states import Leaf, leaves_of, new_record, parent_record
+from jobs.cycle.job_states import Leaf, failed_leaf, leaves_of, new_record, parent_record, with_last_attempt
+from jobs.node.post_mortem import PostMortem, secrets_of, without_secrets
 from jobs.plan.dag import Plan
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, Preempted, error_in_log
 from pipeline.io.storage import KeyNotFound
 
 PATIENCE_S = 900.0
@@ -24,41 +30,38 @@ class Target(Protocol):
     """`local`, `batch` or `sagemaker`."""
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
-        """Hand over these jobs of a claimed plan in its order; those handed over in this round before stay as they are.
+        """Submit these jobs of a claimed plan in its order; those of this round that were submitted stay as they are.
 
-        `local` and `sagemaker` also see them through, and return when the last has ended. Dependencies on jobs that are
+        `local` and `sagemaker` also follow them, and return when the last has ended. Dependencies on jobs that are
         not among `jobs` are those of earlier rounds, which have succeeded.
         """
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """What is known of every submitted job now, in the order of the plan."""
+        """Return what is known of every submitted job now, in the order of the plan."""
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """The records, after whatever is due now was done; `local` needs nobody for that."""
+        """Do what is due now and return the records; `local` needs nobody for that."""
         return self.records(plan)
 
     def under_way(self, records: Sequence[JobRecord]) -> str:
-        """Return why another submission cannot replace that of these records now; empty when nothing of it runs."""
+        """Return why another submission cannot replace that of these records now; empty if nothing of it runs."""
         left = [record.name for record in records if not record.state.is_final]
         return f"{', '.join(left)} {'has' if len(left) == 1 else 'have'} not ended" if left else ""
 
     def check(self, plan: Plan) -> None:
-        """Whether the plan could run there; changes nothing. Raises ConfigError with what is wrong."""
+        """Raises ConfigError with everything for which the plan could not run there; changes nothing."""
 
-    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
-        """Why jobs cannot start, in words; those that never will are ended, once the reason has stood for `dwell_s`.
-
-        Nothing is blocked where what could never run is refused.
-        """
+    def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
+        """Return why jobs cannot start. End those that never will, once the reason has stood for a while."""
         return ()
 
     def interrupted_at(self) -> float | None:
-        """When the process that must run for the jobs to go on was last alive, in seconds since 1970; None while it is,
-        and where the jobs go on without one."""
+        """Return when the process that the jobs need was last alive, in seconds since 1970; None while it is, and
+        where the jobs go on without one."""
         return None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        """Lines of one try (from 1) on one node. Raises ConfigError when there is no such log."""
+        """Yield the lines of one attempt (from 1) on one node. Raises ConfigError when there is no such log."""
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""
@@ -66,14 +69,14 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class LatestRecords:
-    """Of every leaf that was ever submitted the newest record and its round, in the order of the plan."""
+    """The newest record and its round of every leaf that was ever submitted, in the order of the plan."""
 
     leaves: Sequence[Leaf]
     records: dict[str, JobRecord]
     rounds: Mapping[str, int]
 
     def by_job(self, plan: Plan, records: Mapping[str, JobRecord]) -> tuple[JobRecord, ...]:
-        """One record a job, from `records` of its leaves."""
+        """Return one record per job, from `records` of its leaves."""
         shown = []
         for job in plan.jobs:
             if mine := [records[leaf.name] for leaf in self.leaves if leaf.spec.name == job.name]:
@@ -82,7 +85,7 @@ class LatestRecords:
 
 
 def latest_records(plan: Plan, store: CycleStore, saved: Iterable[JobRecord]) -> LatestRecords:
-    """`saved`: what is on record of leaves, of any round."""
+    """Return the latest. `saved`: what is on record of leaves, of any round."""
     by_id = {record.id: record for record in saved}
     newest = dict[str, tuple[int, Submission]]()
     for round_ in store.rounds():
@@ -97,12 +100,12 @@ def latest_records(plan: Plan, store: CycleStore, saved: Iterable[JobRecord]) ->
 
 
 def job_id_of(record: JobRecord) -> str:
-    """Of the whole job, for a child of an array too."""
+    """Return the id of the whole job, for a child of an array too."""
     return record.id.partition(":")[0]
 
 
 def log_stream(record: JobRecord, attempt: int, node: int) -> str:
-    """Name of the log of one try (from 1) on one node; empty when there is none (yet)."""
+    """Return the name of the log of one attempt (from 1) on one node; empty if there is none (yet)."""
     streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()
     return streams[node] if 0 <= node < len(streams) else ""
 
@@ -121,7 +124,7 @@ _CANCELS = TypeAdapter(dict[str, Cancel])
 
 
 def read_cancels(store: CycleStore) -> dict[str, Cancel]:
-    """Which jobs are to end before their time, by id."""
+    """Return which jobs are to end before their time, by id."""
     try:
         return _CANCELS.validate_json(store.storage.read_bytes(store.key(CANCELS)))
     except KeyNotFound:
@@ -136,5 +139,88 @@ def keep_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
 
 
 def seconds_of(milliseconds: float | None) -> float | None:
-    """A time of AWS Batch, as records have it."""
+    """Return a time of AWS Batch as records have it."""
     return milliseconds / 1000 if milliseconds else None
+
+
+# The errors of failed jobs: from the post-mortem of the node that failed, which lies in the workspace whatever the
+# target; if there is none (the entry was killed, the gate refused the model), from the end of the log itself.
+
+TAIL_LINES = 400
+MAX_NODES = 32
+NOTHING = "(it printed nothing)"
+Logs = Callable[[JobRecord, int, int], Iterable[str]]
+"""Lines of one attempt (from 1) on one node. Raises TrnpipeError where there are none."""
+
+
+def with_errors(
+    store: CycleStore, records: Sequence[JobRecord], logs: Logs, env: Mapping[str, str] = os.environ
+) -> tuple[JobRecord, ...]:
+    """Return the records, with the error of the last attempt of each job that failed by itself.
+
+    What cannot be read is left out. `env`: whose secrets must not be shown.
+    """
+    failed = [leaf for record in records if (leaf := failed_leaf(record)) and not leaf.attempts[-1].error]
+    if not failed:
+        return tuple(records)
+    known = {leaf.id: leaf for record in store.records() for leaf in record.leaves()}
+    found = dict[str, JobRecord]()
+    for leaf in failed:
+        last = known[leaf.id].attempts[-1:] if leaf.id in known else ()
+        if last and last[0].error and len(known[leaf.id].attempts) == len(leaf.attempts):
+            lines, node = [last[0].error], last[0].error_node
+        else:
+            lines, node = _from_post_mortem(store, leaf) or (_from_log(logs, leaf), 0)
+        error = str(without_secrets("\n".join(lines), secrets_of(env)))
+        found[leaf.id] = with_last_attempt(leaf, error=error, error_node=node)
+
+    def updated(record: JobRecord) -> JobRecord:
+        children = tuple(found.get(child.id, child) for child in record.children)
+        return record.model_copy(update={"children": children}) if children else found.get(record.id, record)
+
+    return tuple(map(updated, records))
+
+
+def _from_post_mortem(store: CycleStore, leaf: JobRecord) -> tuple[list[str], int] | None:
+    """Return the lines, and the node: of several the one whose own command ended the job."""
+    attempt = leaf.attempts[-1]
+    bundles = sorted(
+        _post_mortems(store, leaf),
+        key=lambda one: (one.own_exit_code != attempt.exit_code, bool(one.reason and one.log), one.node),
+    )
+    if not bundles:
+        return None
+    first = bundles[0]
+    lines = list(error_in_log(first.log, first.own_exit_code))
+    if first.returncode is None:  # its command never ran
+        lines = list(error_in_log(f"trnjobs-entry: {first.reason}".splitlines()))
+    elif first.returncode < 0:
+        name = signal.Signals(-first.returncode).name
+        lines.append(f"(ended by {name}{', for want of memory' if first.out_of_memory_kills else ''})")
+    return lines or [NOTHING], first.node
+
+
+def _post_mortems(store: CycleStore, leaf: JobRecord) -> Iterator[PostMortem]:
+    """Yield those of the last attempt of a job."""
+    folder, name = store.key("post-mortem"), f"{leaf.name.replace(':', '-')}-{len(leaf.attempts)}-node"
+    keys = [stat.key for stat in store.storage.list(folder) if stat.key.startswith(f"{folder}/{name}")]
+    if not keys:
+        return
+    job, job_id = leaf.name.partition(":")[0], job_id_of(leaf)
+    rounds = (one for one in reversed(store.rounds()) if (made := store.submitted(one).get(job)) and made.id == job_id)
+    round_ = next(rounds, 1)
+    wanted = re.compile(re.escape(name) + r"\d+" + (f"-round-{round_}" if round_ > 1 else "") + r"\.json")
+    for key in [key for key in keys if wanted.fullmatch(key.rpartition("/")[2])][:MAX_NODES]:
+        with suppress(KeyNotFound, ValidationError):
+            yield PostMortem.model_validate_json(store.storage.read_bytes(key))
+
+
+def _from_log(logs: Logs, leaf: JobRecord) -> list[str]:
+    """Return the error in the log of the main node; empty if it cannot be read."""
+    try:
+        lines = deque(logs(leaf, len(leaf.attempts), 0), maxlen=TAIL_LINES)
+    except Preempted:
+        raise
+    except Exception:  # also of a bug: the cycle ends as it ends, whatever its logs say
+        return []
+    return list(error_in_log(lines, leaf.attempts[-1].exit_code)) or [NOTHING]

@@ -42,7 +42,7 @@ class SageMakerPlacement(Record):
 
 
 def with_placements(plan: Plan, jobs: JobsConfig) -> Plan:
-    """The plan with where each job runs, on AWS Batch and, where `[jobs.sagemaker]` says anything, on SageMaker."""
+    """Return the plan with where each job runs, on AWS Batch and, if `[jobs.sagemaker]` is set, on SageMaker."""
     wanted = jobs.sagemaker
     fields = SageMakerPlacement.model_fields.keys()
     where = SageMakerPlacement.model_validate({k: v for k, v in wanted.model_dump().items() if k in fields})
@@ -51,8 +51,8 @@ def with_placements(plan: Plan, jobs: JobsConfig) -> Plan:
         needs = job.resources
         machine = (needs.instance_type,) if needs.instance_type else (needs.vcpus, needs.memory_mib)
         pools[job.name] = jobs.stage(job.name).role or jobs.role, machine, max(1, job.num_nodes), job.array_size
-    # A job right after another takes over its machines: same role, machines and number of them. A warm pool that nobody
-    # takes over is paid for nothing. Source: SageMaker developer guide, managed warm pools.
+    # A job takes over the machines of the one before it: same role, machines and number of them. A warm pool without
+    # such a job is paid for nothing. Source: SageMaker developer guide, managed warm pools.
     is_followed = {one.job for job in plan.jobs for one in job.depends_on if pools[one.job] == pools[job.name]}
     placements = {}
     for job in plan.jobs:

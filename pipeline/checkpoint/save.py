@@ -85,16 +85,14 @@ class CheckpointWriter:
         self.failure: str = ""
         self.last_saved: int | None = None
 
-    def submit(self, snapshot: Snapshot) -> float:
-        """Start saving; waits first for a save still under way. Returns the seconds waited."""
-        started = time.monotonic()
+    def submit(self, snapshot: Snapshot) -> None:
+        """Start saving; waits first for a save still under way."""
         self.wait()
         self._thread = threading.Thread(target=self._work, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
-        return time.monotonic() - started
 
     def wait(self) -> None:
-        """Until nothing is being saved. Re-raises a bug in the saving code; expected failures are in `failure`."""
+        """Wait until nothing is being saved. Re-raises a bug in the saving code; expected failures are in `failure`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -36,8 +36,15 @@ from pipeline.compile.config import ALL_THERE_S, CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.compile.sync import sync_cache
 from pipeline.context import StageContext, nodes_of
-from pipeline.core import errors
-from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
+from pipeline.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    GateRefused,
+    NumericError,
+    TransientError,
+    TrnpipeError,
+)
 from pipeline.core.format import format_duration
 from pipeline.core.neuron_errors import COMPILER_KILLED
 from pipeline.core.progress import Say
@@ -184,54 +191,35 @@ class Attempt:
         refused = any(key in self.log.report and not self.log.report[key].status for key in self.missing)
         return refused and not self.was_killed
 
-    def error(self, config: CompileConfig) -> TrnpipeError:
+    def error(self) -> TrnpipeError:
         """Return the error for graphs that remain missing."""
         names = ", ".join(key.partition("/")[2] for key in self.missing[:NUM_NAMED]) or "no graph named"
         more = f" and {len(self.missing) - NUM_NAMED} more" if len(self.missing) > NUM_NAMED else ""
-        tail, next_command = log_tail(self.log_file), f"less {self.log_file}"
+        kind: type[TrnpipeError] = ConfigError if self.is_final or self.was_killed else TransientError
+        seen = f"graphs were not compiled: {names}{more}"
+        expected = "graphs that neuronx-cc accepts; each was tried twice"
+        next_command = f"less {self.log_file}"
         if self.trial_code not in (0, None):
             kind = _BY_EXIT_CODE.get(self.trial_code, TrnpipeError)
-            return kind(
-                f"the trial run ended with exit code {self.trial_code}\n{tail}",
-                expected="a run of the program to its end, with exit code 0",
-                next_command=next_command,
-            )
-        if self.is_final and not self.log.wanted:
-            return ConfigError(
-                f"the trial run showed no graph, neither a new one nor one from the cache\n{tail}",
-                expected="'Extracting graphs (...)' on its standard output, which must not be redirected",
-                next_command=f"{next_command}  # is the program on the Neuron device (PJRT_DEVICE=NEURON)?",
-            )
-        seen = f"graphs were not compiled: {names}{more}; log: {self.log_file}"
-        if self.was_killed:
-            lower = "" if config.flags.optlevel == 1 else "set compile.flags.optlevel to 1 (least memory), or "
-            return ConfigError(
-                f"{seen}\n  a compiler was killed (-9), also with one at a time",
-                expected="memory for one neuronx-cc: tens of GB for a large graph",
-                next_command=f"{lower}use a smaller micro-batch, or compile on a machine with more memory",
-            )
-        if self.is_final:
-            reasons = "\n".join(f"  | {line[-400:]}" for line in self.log.failures[-NUM_NAMED:])
-            return ConfigError(
-                f"{seen}\n{reasons}",
-                expected="graphs that neuronx-cc accepts; each was tried twice",
-                next_command=f"{next_command}, and: trnpipe doctor --hlo",
-            )
-        return TransientError(
-            f"{seen}\n{tail}",
-            expected="neuron_parallel_compile to end with a report",
-            next_command="run the same command again; what is compiled stays in the cache",
-        )
+            seen = f"the trial run ended with exit code {self.trial_code}"
+            expected = "a run to its end, with exit code 0"
+        elif self.was_killed:
+            seen += "; a compiler was killed (-9)"
+            expected = "memory for one neuronx-cc: tens of GB for a large graph"
+            next_command = "compile.flags.optlevel 1, a smaller micro-batch, or a machine with more memory"
+        elif not self.log.wanted:
+            seen = f"the trial run showed no graph, exit code {self.exit_code}"
+            expected = "'Extracting graphs (...)' on its standard output, by a program on the Neuron device"
+        elif self.is_final:
+            next_command += ", and: trnpipe doctor --hlo"
+        failures = [f"  | {line[-400:]}" for line in self.log.failures[-NUM_NAMED:]]
+        return kind("\n".join([seen, *failures, log_tail(self.log_file)]), expected=expected, next_command=next_command)
 
 
 # The trial run is this program too. Preempted without a stop of ours is a lost peer.
 _BY_EXIT_CODE: dict[int, type[TrnpipeError]] = {
-    **dict.fromkeys((*SIGKILLED, 143, -15), TransientError),
-    **{
-        kind.exit_code: kind
-        for kind in (ConfigError, DataError, errors.CheckpointError, errors.NumericError, errors.GateRefused)
-    },
-    TransientError.exit_code: TransientError,
+    **{kind.exit_code: kind for kind in (ConfigError, DataError, CheckpointError, NumericError, GateRefused)},
+    **dict.fromkeys((*SIGKILLED, 143, -15, TransientError.exit_code), TransientError),
 }
 
 
@@ -316,12 +304,12 @@ class NeuronCompile:
             attempt = first = self._attempt(1, parallel)
             again = not attempt.is_done
             if again and attempt.is_final:
-                raise attempt.error(self.config)
+                raise attempt.error()
             if again if self.peers is None else self.peers.any("again", again):
                 self._repair()
                 attempt = self._attempt(2, 1 if first.was_killed else parallel)
             if not attempt.is_done:
-                raise attempt.error(self.config)
+                raise attempt.error()
         except BaseException as error:
             try:
                 self._repair()

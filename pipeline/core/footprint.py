@@ -41,14 +41,6 @@ class EncoderSizes:
 
 
 @dataclass(frozen=True)
-class EncoderPass:
-    """One call of the encoder: `sequences` texts of `tokens` tokens."""
-
-    sequences: int
-    tokens: int
-
-
-@dataclass(frozen=True)
 class MeasuredTexts:
     """Texts of one micro-step, each in a row of its own, and what one of them was measured to cost an encoder."""
 
@@ -71,7 +63,7 @@ class ContrastiveBatch:
     """It comes before the backward passes, from embeddings of a forward pass of their own."""
 
     def flops(self, width: int) -> float:
-        """Of the similarities of embeddings of `width`, forward and backward."""
+        """Count those of the similarities of embeddings of `width`, forward and backward."""
         return 6.0 * self.queries * self.products * width
 
     @property
@@ -84,8 +76,9 @@ class ContrastiveBatch:
 class Workload:
     """What one core does in one optimizer step."""
 
-    passes: tuple[EncoderPass, ...]
-    """Encoder calls of one micro-step."""
+    rows: int
+    """Of the encoder's call in one micro-step."""
+    row_tokens: int
     samples: int
     """Of one micro-step."""
     accumulation: int = 1
@@ -100,7 +93,7 @@ class Workload:
     match_bytes: int = 0
     """Kept by model/interactions.TokenMatch for the backward pass."""
     measured: MeasuredTexts | None = None
-    """In place of `passes`, of an encoder whose layers are not known (model/factory.py)."""
+    """In place of `rows`, of an encoder whose layers are not known (model/factory.py)."""
 
     @staticmethod
     def of_groups(
@@ -123,10 +116,11 @@ class Workload:
         masked for the query and for each product.
         """
         groups = samples // slots
-        passes = (EncoderPass(groups, row_tokens),)
         samples += groups * mined
         match_bytes = 4 * (samples + groups) * row_tokens**2 if token_match else 0
-        return Workload(passes, samples, accumulation, precision, dropout, contrastive, recompute, shards, match_bytes)
+        return Workload(
+            groups, row_tokens, samples, accumulation, precision, dropout, contrastive, recompute, shards, match_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -183,15 +177,13 @@ def footprint(parameters: int, encoder: EncoderSizes, workload: Workload) -> Foo
     low = workload.precision != "fp32"
     copies = 2 if workload.accumulation > 1 else 1
     gradients = 4 * copies * parameters + (2 * parameters if workload.precision == "bf16" else 0)
-    activations = sum(_activation_bytes(encoder, call, workload) for call in workload.passes) + workload.match_bytes
+    activations = _activation_bytes(encoder, workload) + workload.match_bytes
     product, other = _bytes_of(workload.precision)
     # Autocast keeps some of it in fp32, and which is not known.
     scale = product / 4 if workload.precision == "bf16" else 1.0
     wide = max(product * encoder.intermediate, product * 3 * encoder.width)
-    workspace = max(
-        (2 * call.sequences * call.tokens * max(wide, other * encoder.heads * call.tokens) for call in workload.passes),
-        default=0,
-    )
+    tokens = workload.rows * workload.row_tokens
+    workspace = 2 * tokens * max(wide, other * encoder.heads * workload.row_tokens)
     if workload.measured is not None:
         activations += int(scale * workload.measured.texts * workload.measured.kept_bytes)
         workspace += int(scale * 2 * workload.measured.texts * workload.measured.widest_bytes)
@@ -223,10 +215,9 @@ def step_flops(encoder: EncoderSizes, workload: Workload, sample_parameters: int
     embeddings are looked up, not multiplied. `sample_parameters`: matrix weights applied once a sample (the heads); the
     graph of a first pass for embeddings has none of them. Recomputation is one more forward pass.
     """
-    contrastive, encoding = workload.contrastive, 0.0
-    for call in workload.passes:
-        per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * call.tokens
-        encoding += float(call.sequences * call.tokens * per_token)
+    contrastive = workload.contrastive
+    per_token = 6 * encoder.matrix_parameters + 12 * encoder.layers * encoder.width * workload.row_tokens
+    encoding = float(workload.rows * workload.row_tokens * per_token)
     if workload.measured is not None:
         encoding += 3.0 * workload.measured.texts * workload.measured.flops
     again = (contrastive is not None and contrastive.two_passes) + workload.recompute
@@ -254,24 +245,24 @@ def estimate(
 
 
 def _bytes_of(precision: Precision) -> tuple[int, int]:
-    """Bytes of an element: inputs of matrix products and GELU; inputs of layer norms, and softmax.
+    """Return bytes of an element: inputs of matrix products and GELU; inputs of layer norms, and softmax.
 
     autocast runs layer norm and softmax in fp32 (measured with torch-xla 2.9 on XLA:CPU).
     """
     return {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}[precision]
 
 
-def _activation_bytes(encoder: EncoderSizes, call: EncoderPass, workload: Workload) -> int:
-    """Per layer and token: matrix inputs 6 D + I, GELU input I, layer norms 2 D, softmax H T; masks with dropout.
+def _activation_bytes(encoder: EncoderSizes, workload: Workload) -> int:
+    """Sum by layer and token: matrix inputs 6 D + I, GELU input I, layer norms 2 D, softmax H T; masks with dropout.
 
     In 2-byte elements with dropout and I = 4 D this is 34 D + 5 H T (Korthikanti et al., equation 1). The score matrix
     is written out: XLA has no fused attention here.
     """
     product, other = _bytes_of(workload.precision)
-    width, scores = encoder.width, encoder.heads * call.tokens
+    width, scores = encoder.width, encoder.heads * workload.row_tokens
     per_token = product * (6 * width + 2 * encoder.intermediate) + other * (2 * width + scores)
     if workload.dropout:
         per_token += 2 * width + scores + product * scores
     embedding = (other + (1 if workload.dropout else 0)) * width
     layers = encoder.layers * other * width + per_token if workload.recompute else encoder.layers * per_token
-    return call.sequences * call.tokens * (layers + embedding)
+    return workload.rows * workload.row_tokens * (layers + embedding)

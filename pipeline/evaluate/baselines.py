@@ -30,7 +30,7 @@ from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
 from pipeline.evaluate.score import by_sample_id
-from pipeline.evaluate.scores import load_arrays, save_arrays
+from pipeline.evaluate.scores import load_arrays, save_arrays, scored_rows
 from pipeline.io.commit import read_manifest
 from pipeline.retrieval.bm25 import K1, WORDS, B, Bm25, nothing_found
 from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight
@@ -176,14 +176,7 @@ class Boosting:
 
 def to_rows(arrays: Arrays, info: TokenSetInfo) -> ScoredRows:
     """Convert the arrays of `score` to what metrics read. `info`: of the data."""
-    return ScoredRows(
-        arrays["query_id"].astype(np.int64),
-        arrays["label"].astype(np.int64),
-        arrays["gain"].astype(np.float64),
-        arrays[PROBABILITIES].astype(np.float64),
-        info.labels,
-        info.label_gains,
-    )
+    return scored_rows(arrays, arrays[PROBABILITIES].astype(np.float64), info, {})
 
 
 def fit(train: TokenRows, num_labels: int, max_rows: int, stop: StopSignal) -> Boosting | str:

@@ -22,9 +22,9 @@ from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Embed, open_catalogue
 from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
-from pipeline.evaluate.scores import ScoreInfo, ScoreSet, load_scores, save_scores
+from pipeline.evaluate.scores import ARRAYS, SLICE, ScoreInfo, ScoreSet, load_scores, save_scores
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import ModelConfig, difference_of
+from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
@@ -153,7 +153,7 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
         if theirs[name] != ours[name]:
             raise ConfigError(
                 f"the data has other {name} than the {role} {checkpoint.uri} was trained with:"
-                f" {difference_of(ours[name], theirs[name])}",
+                f" {ours[name]!r}, there {theirs[name]!r}",
                 expected="data that the model can read",
                 next_command=hint,
             )
@@ -203,7 +203,7 @@ class ModelScorer:
             )
         if not ctx.world.is_main:
             return None, key
-        info = holdout.sets[0].info
+        info, columns = holdout.sets[0].info, holdout.slices(arrays)
         scores = ScoreSet(
             info=ScoreInfo(
                 role=role,
@@ -222,12 +222,10 @@ class ModelScorer:
                 settings_hash=ctx.settings_hash,
                 code_version=ctx.code_version,
             ),
-            sample_id=arrays["sample_id"],
-            query_id=arrays["query_id"],
-            label=arrays["label"].astype(np.int32),
-            gain=arrays["gain"],
-            logits=arrays["logits"],
-            slices=holdout.slices(arrays),
+            arrays={name: arrays[name] for name in ARRAYS}
+            | {"label": arrays["label"].astype(np.int32)}
+            | {SLICE + name: column.codes for name, column in columns.items()},
+            slices={name: column.names for name, column in columns.items()},
         )
         save_scores(ctx.workspace, key, scores, ctx.scratch)
         parts.parts.delete()

@@ -28,7 +28,7 @@ from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
-from pipeline.evaluate.scores import ScoreSet, to_rows
+from pipeline.evaluate.scores import ScoreSet
 from pipeline.evaluate.split_size import verdict_advice
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
@@ -213,11 +213,11 @@ class Evaluation:
             found = self.search.run(role, checkpoint, self.scorer.embed(checkpoint, self.holdout))
         if scores is None:
             return None
-        rows = judged_slices(to_rows(scores), self.new)
+        rows = judged_slices(scores.rows, self.new)
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
         judged = Side(rows, self.settings.evaluate.metrics, threshold, found.per_query if found else None)
-        return ScoredModel(checkpoint, scores.sample_id, key, judged, found)
+        return ScoredModel(checkpoint, scores.arrays["sample_id"], key, judged, found)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:
         """Of two classes: the probability of a match with the best F1 on valid. None where there is none."""
@@ -231,7 +231,7 @@ class Evaluation:
             # Ranks gather in here: an error of one of them ends the run, or the others would wait for it.
             scores, _ = self.scorer.run(role, checkpoint, valid)
         try:
-            return best_threshold(to_rows(scores)) if scores else None
+            return best_threshold(scores.rows) if scores else None
         except DataError as error:
             self.notes.warn(f"no threshold for the {role}: {error.seen}")
             return None

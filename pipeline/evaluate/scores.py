@@ -1,7 +1,7 @@
 """Store arrays that an evaluation computed, above all the scores of one model on one holdout."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,10 +11,11 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from pipeline.core.arrays import Float32s, Float64s, Int32s, Int64s
+from pipeline.core.arrays import Float32s, Float64s
 from pipeline.core.errors import DataError, first_line
 from pipeline.core.record import Record
 from pipeline.data.shards import Arrays
+from pipeline.data.token_sets import TokenSetInfo
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
@@ -69,8 +70,8 @@ def _bad(storage: Storage, prefix: str, kind: str, seen: str) -> DataError:
 
 
 KIND = "scores"
-_SLICE = "slice."
-_ARRAYS = ("sample_id", "query_id", "label", "gain", "logits")
+SLICE = "slice."
+ARRAYS = ("sample_id", "query_id", "label", "gain", "logits")
 
 
 class ScoreInfo(Record):
@@ -100,20 +101,23 @@ class ScoreInfo(Record):
 class ScoreSet:
     """N rows in ascending order of sample_id.
 
-    sample_id, query_id int64 [N]; label int32 [N], -1 without one; gain float32 [N]; logits float32 [N, K].
+    `arrays`: sample_id, query_id int64 [N]; label int32 [N], -1 without one; gain float32 [N]; logits float32 [N, K];
+    `slice.<column>` int64 [N], codes into the names of `slices`.
     """
 
     info: ScoreInfo
-    sample_id: Int64s
-    query_id: Int64s
-    label: Int32s
-    gain: Float32s
-    logits: Float32s
-    slices: Mapping[str, SliceColumn] = field(default_factory=dict)
+    arrays: Arrays
+    slices: Mapping[str, tuple[str, ...]]
+
+    @property
+    def rows(self) -> ScoredRows:
+        """What metrics read: the softmax over the classes in double precision."""
+        slices = {name: SliceColumn(self.arrays[SLICE + name], names) for name, names in self.slices.items()}
+        return scored_rows(self.arrays, to_probabilities(self.arrays["logits"]), self.info, slices)
 
 
 class _Description(BaseModel):
-    """The fields of the manifest; `slices`: names of the codes of each slice column."""
+    """The fields of the manifest."""
 
     info: ScoreInfo
     slices: dict[str, tuple[str, ...]]
@@ -121,31 +125,32 @@ class _Description(BaseModel):
 
 def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) -> None:
     """Commit scores under `prefix`; `scratch` is a local folder for staging."""
-    arrays: Arrays = {name: getattr(scores, name) for name in _ARRAYS}
-    arrays |= {_SLICE + name: column.codes for name, column in scores.slices.items()}
-    slices = {name: column.names for name, column in scores.slices.items()}
-    fields = _Description(info=scores.info, slices=slices).model_dump(mode="json")
-    save_arrays(storage, prefix, KIND, arrays, scratch, fields, FILE)
+    fields = _Description(info=scores.info, slices=dict(scores.slices)).model_dump(mode="json")
+    save_arrays(storage, prefix, KIND, scores.arrays, scratch, fields, FILE)
 
 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
     """Load committed scores, every byte verified. Raises DataError if they are missing or do not fit their manifest."""
-    arrays, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
+    stored, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
+    # Earlier versions also stored the embeddings of some rows.
+    arrays = {name: array for name, array in stored.items() if not name.startswith("vector.")}
     try:
-        description = _Description.model_validate(fields)
+        found = _Description.model_validate(fields)
     except ValidationError as error:
         raise _bad(storage, prefix, KIND, str(error.errors(include_url=False)[0]["loc"])) from error
-    info, names = description.info, {*_ARRAYS, *(_SLICE + name for name in description.slices)}
-    # Earlier versions also stored the embeddings of some rows.
-    shapes = {name: array.shape for name, array in arrays.items() if not name.startswith("vector.")}
-    expected = {name: (info.rows, len(info.labels)) if name == "logits" else (info.rows,) for name in names}
-    if shapes != expected:
-        raise _bad(storage, prefix, KIND, f"arrays of {shapes}, expected {expected}")
-    return ScoreSet(
-        info=info,
-        slices={name: SliceColumn(arrays[_SLICE + name], values) for name, values in description.slices.items()},
-        **{name: arrays[name] for name in _ARRAYS},
-    )
+    names, classes = {*ARRAYS, *(SLICE + name for name in found.slices)}, len(found.info.labels)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if shapes != {name: (found.info.rows, classes)[: 1 + (name == "logits")] for name in names}:
+        raise _bad(storage, prefix, KIND, f"arrays of {shapes} for {found.info.rows} rows and {classes} labels")
+    return ScoreSet(found.info, arrays, found.slices)
+
+
+def scored_rows(
+    arrays: Arrays, probabilities: Float64s, info: ScoreInfo | TokenSetInfo, slices: Mapping[str, SliceColumn]
+) -> ScoredRows:
+    query_id, label = arrays["query_id"].astype(np.int64), arrays["label"].astype(np.int64)
+    gain = arrays["gain"].astype(np.float64)
+    return ScoredRows(query_id, label, gain, probabilities, info.labels, info.label_gains, slices)
 
 
 def to_probabilities(logits: Float32s) -> Float64s:
@@ -155,16 +160,3 @@ def to_probabilities(logits: Float32s) -> Float64s:
         raised = np.exp(wide - wide.max(axis=1, keepdims=True))
         probabilities: Float64s = raised / raised.sum(axis=1, keepdims=True)
     return probabilities
-
-
-def to_rows(scores: ScoreSet) -> ScoredRows:
-    """Convert scores to what metrics read: the softmax over the classes in double precision."""
-    return ScoredRows(
-        query_id=scores.query_id,
-        label=scores.label.astype(np.int64),
-        gain=scores.gain.astype(np.float64),
-        probabilities=to_probabilities(scores.logits),
-        labels=scores.info.labels,
-        label_gains=scores.info.label_gains,
-        slices=dict(scores.slices),
-    )

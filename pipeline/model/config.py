@@ -256,18 +256,6 @@ class InputSpec(Record):
         return len(self.labels)
 
 
-def difference_of(ours: object, theirs: object) -> str:
-    """Say how an input of the data differs from the model's: `missing: price; new: clicks` of names, else both."""
-    if not isinstance(ours, tuple) or not isinstance(theirs, tuple):
-        return f"{ours!r}, there {theirs!r}"
-    missing = [name for name in theirs if name not in ours]
-    new = [name for name in ours if name not in theirs]
-    if (missing or new) and all(isinstance(name, str) for name in (*ours, *theirs)):
-        words = (f"{word}: {', '.join(names)}" for word, names in (("missing", missing), ("new", new)) if names)
-        return "; ".join(words)
-    return f"{', '.join(map(str, ours)) or 'none'}, there {', '.join(map(str, theirs)) or 'none'}"
-
-
 def check_architecture(found: ModelConfig, ours: ModelConfig, *, where: str) -> None:
     """Raises ConfigError naming the first field in which two models differ in shape."""
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError
@@ -132,12 +132,6 @@ def parse_json(data: bytes, model: type[Json], where: str) -> Json:
         ) from error
 
 
-class _Architecture(Foreign):
-    """A Hugging Face config.json with a model_type"""
-
-    model_type: str = "bert"
-
-
 _COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "bert": {
         "hidden_act": "gelu",
@@ -185,6 +179,16 @@ class EncoderJson(Foreign):
     max_position_embeddings: int
     layer_norm_eps: float = Field(1e-12, gt=0, le=0.1)
     norm_eps: float = Field(1e-5, gt=0, le=0.1)  # of modernbert
+
+    @field_validator("model_type")
+    @classmethod
+    def _has_a_family(cls, value: str) -> str:
+        if value not in FAMILIES:
+            raise ValueError(
+                f"architecture {value}: expected {', '.join(FAMILIES)} (docs/encoders.md), or a module that you build"
+                " yourself (--model.factory)"
+            )
+        return value
 
     @model_validator(mode="after")
     def _is_computed_here(self) -> Self:
@@ -243,14 +247,6 @@ class EncoderJson(Foreign):
 
 def read_config(data: bytes, where: str) -> EncoderJson:
     """Read a config.json. Raises ConfigError naming the architecture, or the field, that no encoder here computes."""
-    found = parse_json(data, _Architecture, where)
-    family = FAMILIES.get(found.model_type)
-    if family is None:
-        raise ConfigError(
-            f"{where}: architecture {found.model_type}",
-            expected=f"model_type {', '.join(FAMILIES)}: docs/encoders.md",
-            next_command="name a model of those families, or build its module yourself (--model.factory)",
-        )
     return parse_json(data, EncoderJson, where)
 
 

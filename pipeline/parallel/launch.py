@@ -40,8 +40,8 @@ EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 MODULE = "pipeline.parallel.launch"
 _STANDARD_OUTPUT = 1
 _OUTPUT_S = 5.0  # for the last lines; a process that a rank left behind may hold the pipe open for ever
-_GLOO = b"[Gloo] Rank "
-"""Begins a line that gloo writes for each group it makes (torch 2.9)."""
+_GLOO, _CONNECTED = b"[Gloo] Rank ", b" peer ranks. Expected number of connected peer ranks is : "
+"""In a line that gloo writes for each group it makes, in pieces among those of other ranks (torch 2.9)."""
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
@@ -85,7 +85,7 @@ def pass_on(source: int, target: int) -> None:
     with suppress(BrokenPipeError):  # nobody reads on: so the ranks will hear of it
         while chunk := os.read(source, 2**16):
             *lines, held = (held + chunk).split(b"\n")
-            passed = b"".join(line + b"\n" for line in lines if not line.startswith(_GLOO))
+            passed = b"".join(line + b"\n" for line in lines if not (line.startswith(_GLOO) or _CONNECTED in line))
             if not _GLOO.startswith(held[: len(_GLOO)]):
                 passed, held = passed + held, b""
             while passed:

@@ -91,6 +91,7 @@ def parallelize(
     """Return the model itself, on the mesh's device, its parameters DTensors of fp32 (or of the type that they had)."""
     plan, layout = mesh.plan, mesh.layout
     found: list[Unit] = []
+    delayed: list[tuple[str, nn.Module]] = []
     with raise_on_all_ranks("checking the model"):
         if mesh.backend.is_lazy:
             raise ConfigError(
@@ -106,8 +107,7 @@ def parallelize(
                 expected="a ModuleList or Sequential of layers of one class",
                 next_command="transform(..., units=...), or recompute none",
             )
-        if weights is None:
-            _check_initial_values(model)
+        delayed = _delayed(model, is_loaded=weights is not None)
         styles = tensor_styles(model, tensor_plan, layout) if layout.tensor_size > 1 else []
     check_same(_described(model), "model")
     seed = all_gather_objects(torch.initial_seed(), "agreeing on a seed")[0] if plan.seed is None else plan.seed
@@ -115,7 +115,9 @@ def parallelize(
         if layout.world_size > 1:
             _take_from_rank_0(model, mesh.backend.device)
         arrange(model, [unit for _, unit in found], styles, mesh)
-        delayed = _materialised(model, mesh.backend.device)
+        if delayed:  # as to_empty, which would take the buffers' values as well
+            device = mesh.backend.device
+            model._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)  # type: ignore[no-untyped-call]
         if weights is not None:
             load(weights, model)
         elif delayed:
@@ -194,44 +196,35 @@ def delayed_init() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _check_initial_values(model: nn.Module) -> None:
-    """Raise ConfigError for a parameter on meta that nothing fills."""
+def _delayed(model: nn.Module, *, is_loaded: bool) -> list[tuple[str, nn.Module]]:
+    """Return modules with parameters on meta, by name. Raises ConfigError for one that nothing will fill."""
+    found = []
     for name, module in model.named_modules():
         own = [key for key, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
-        if own and not hasattr(module, "reset_parameters"):
+        if own and not is_loaded and not hasattr(module, "reset_parameters"):
             raise ConfigError(
                 f"delayed_init: nothing gives {name + '.' if name else ''}{own[0]} its values:"
                 f" {type(module).__name__} has no reset_parameters",
                 expected="a method reset_parameters that sets all parameters of the module itself",
                 next_command="transform(..., weights=FOLDER) with what save wrote, or build the module outside of it",
             )
+        found += [(name, module)] if own else []
+    return found
 
 
-def _materialised(model: nn.Module, device: torch.device) -> list[nn.Module]:
-    """Give parameters on meta their memory, as to_empty, which takes buffers' values too. Return the owners of some."""
-    owners = [
-        module for module in model.modules() if any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    ]
-    if owners:
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
-    return owners
-
-
-def _draw(model: nn.Module, owners: Sequence[nn.Module], seed: int) -> None:
+def _draw(model: nn.Module, modules: Sequence[tuple[str, nn.Module]], seed: int) -> None:
     """Fill this rank's part of each module: the whole of one at a time is drawn in host memory, on every rank alike."""
-    names = {module: name for name, module in model.named_modules()}
     parts = fused_parts(model)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for module in owners:
+        for name, module in modules:
             spread = dict(module.named_parameters(recurse=False))
             for key, parameter in spread.items():
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype)
                 setattr(module, key, nn.Parameter(whole, parameter.requires_grad))
             module.reset_parameters()  # type: ignore[operator]
             for key, parameter in spread.items():
-                prefix = f"{names[module]}." if names[module] else ""
-                load_shard(parameter, getattr(module, key).detach(), parts.get(prefix + key, 1))
+                load_shard(parameter, getattr(module, key).detach(), parts.get(f"{name}.{key}".lstrip("."), 1))
                 setattr(module, key, parameter)
 
 

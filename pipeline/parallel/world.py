@@ -66,14 +66,14 @@ def world_from_env(env: Mapping[str, str] = os.environ) -> World:
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
             node_rank=int(env.get("GROUP_RANK", "0")),
         )
+        if not 0 <= world.rank < world.world_size:
+            raise ValueError(f"RANK {world.rank} of WORLD_SIZE {world.world_size}")
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"WORLD_SIZE is set but the launch environment is not whole: {error}",
             expected="RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them",
             next_command="start through --launch.processes N or torchrun, or unset WORLD_SIZE",
         ) from error
-    if not 0 <= world.rank < world.world_size:
-        raise ConfigError(f"RANK {world.rank} of WORLD_SIZE {world.world_size}", expected="0 <= RANK < WORLD_SIZE")
     return world
 
 

@@ -52,7 +52,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
         texts = samples // slots * (1 + slots + mined)
         longest = max(side for one in shapes.buckets for side in (one.query_tokens, one.product_tokens))
         cost = model.encoder.cost_of_text(min(length, longest))
-        return replace(found, passes=(), measured=MeasuredTexts(texts, *cost))
+        return replace(found, rows=0, measured=MeasuredTexts(texts, *cost))
 
     return {
         length: estimate(

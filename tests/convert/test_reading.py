@@ -111,7 +111,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
-        ({"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}, "architecture deberta-v2"),
+        ({"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}, "model_type: architecture deberta-v2"),
         ({"model_type": 3}, "model_type"),
         ({"hidden_act": "gelu_new"}, "hidden_act"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type"),

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.core.errors import ConfigError
 from pipeline.core.footprint import (
     ContrastiveBatch,
-    EncoderPass,
     EncoderSizes,
     Precision,
     Workload,
@@ -61,13 +60,13 @@ def test_flops_are_those_that_torch_counts(tokens: int, tolerance: float) -> Non
     model = encoder()
     with FlopCounterMode(display=False) as counter, written_out():
         model(torch.ones(3, tokens, dtype=torch.int32)).sum().backward()
-    expected = step_flops(TINY, Workload((EncoderPass(3, tokens),), samples=3))
+    expected = step_flops(TINY, Workload(3, tokens, samples=3))
     assert counter.get_total_flops() == pytest.approx(expected, rel=tolerance)
 
 
 def test_mined_products_are_products_of_their_query() -> None:
     work = Workload.of_groups(12, 24, slots=4, mined=2)
-    assert work.passes == (EncoderPass(3, 24),) and work.samples == 18
+    assert (work.rows, work.row_tokens) == (3, 24) and work.samples == 18
     assert Workload.of_groups(12, 24, slots=4, mined=0) == Workload.of_groups(12, 24, slots=4)
 
 
@@ -105,7 +104,7 @@ def test_flops_of_groups_with_the_heads() -> None:
 
 def test_activations_are_those_of_the_paper() -> None:
     """Korthikanti et al., equation 1: s b h (34 + 5 a s / h) bytes a layer in 16 bit with dropout."""
-    workload = Workload((EncoderPass(4, 128),), samples=4, precision="bf16", dropout=True)
+    workload = Workload(4, 128, samples=4, precision="bf16", dropout=True)
     layers = BASE.layers * 128 * 4 * 768 * (34 + 5 * 12 * 128 / 768)
     embedding = 128 * 4 * 768 * 3
     assert footprint(BASE.parameters, BASE, workload).activation_bytes == layers + embedding
@@ -130,7 +129,7 @@ def test_activations_of_fp32_are_what_autograd_keeps(recompute: bool) -> None:
     ):
         loss = model(torch.ones(8, 32, dtype=torch.int32)).sum()
     real = sum(size for address, size in kept.items() if address not in weights)
-    workload = Workload((EncoderPass(8, 32),), samples=8)
+    workload = Workload(8, 32, samples=8)
     whole, less = (footprint(0, TINY, replace(workload, recompute=again)).activation_bytes for again in (False, True))
     layer = (whole - 8 * 32 * TINY.width * 4) // TINY.layers  # computed again in backward, which has not begun
     assert loss.requires_grad and (less - layer if recompute else whole) == pytest.approx(real, rel=0.33)

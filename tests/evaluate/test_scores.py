@@ -1,6 +1,5 @@
 """Arrays and scores in the workspace: what is saved comes back; anything that does not fit is refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
 from pipeline.evaluate import scores as module
-from pipeline.evaluate.metrics.scored_rows import SliceColumn
 from pipeline.evaluate.scores import (
     ARRAYS_FILE,
     FILE,
@@ -21,7 +19,6 @@ from pipeline.evaluate.scores import (
     load_scores,
     save_arrays,
     save_scores,
-    to_rows,
 )
 from pipeline.io.commit import commit_dir, require_manifest
 from pipeline.io.storage import Storage, open_storage
@@ -47,17 +44,17 @@ INFO = ScoreInfo(
 ARRAYS = {"items": np.arange(6).reshape(2, 3).T, "scores": np.array([0.5, np.nan])}
 
 
-def scores(**changes: Any) -> ScoreSet:
-    made = ScoreSet(
-        info=INFO,
-        sample_id=np.array([2, 5, 9]),
-        query_id=np.array([1, 1, 2]),
-        label=np.array([-1, 0, 1], dtype=np.int32),
-        gain=np.array([0.0, 0.1, 1.0], dtype=np.float32),
-        logits=np.array([[0.0, 1.0], [3e4, -3e4], [np.nan, 0.0]], dtype=np.float32),
-        slices={"käse": SliceColumn(np.array([0, -1, 1]), ("ä", "b"))},
-    )
-    return replace(made, **changes)
+def scores(slices: bool = True, **changes: Any) -> ScoreSet:
+    arrays = {
+        "sample_id": np.array([2, 5, 9]),
+        "query_id": np.array([1, 1, 2]),
+        "label": np.array([-1, 0, 1], dtype=np.int32),
+        "gain": np.array([0.0, 0.1, 1.0], dtype=np.float32),
+        "logits": np.array([[0.0, 1.0], [3e4, -3e4], [np.nan, 0.0]], dtype=np.float32),
+        **({"slice.käse": np.array([0, -1, 1])} if slices else {}),
+        **changes,
+    }
+    return ScoreSet(INFO, arrays, {"käse": ("ä", "b")} if slices else {})
 
 
 @pytest.fixture
@@ -67,17 +64,14 @@ def storage(tmp_path: Path) -> Storage:
 
 @pytest.mark.parametrize("slices", [True, False])
 def test_scores_come_back(storage: Storage, tmp_path: Path, slices: bool) -> None:
-    saved = scores() if slices else scores(slices={})
+    saved = scores(slices)
     save_scores(storage, PREFIX, saved, tmp_path)
     found = load_scores(storage, PREFIX, tmp_path / "cache")
-    assert found.info == INFO
-    for name in ("sample_id", "query_id", "label", "gain", "logits"):
-        seen, expected = getattr(found, name), getattr(saved, name)
-        assert seen.dtype == expected.dtype
-        np.testing.assert_array_equal(seen, expected)
-    assert {name: (column.names, column.codes.tolist()) for name, column in found.slices.items()} == (
-        {"käse": (("ä", "b"), [0, -1, 1])} if slices else {}
-    )
+    assert (found.info, found.slices, found.arrays.keys()) == (INFO, saved.slices, saved.arrays.keys())
+    for name, expected in saved.arrays.items():
+        assert found.arrays[name].dtype == expected.dtype
+        np.testing.assert_array_equal(found.arrays[name], expected)
+    assert found.rows.slices.keys() == saved.slices.keys()
 
 
 def test_the_vectors_that_an_earlier_version_stored_are_passed_over(storage: Storage, tmp_path: Path) -> None:
@@ -87,16 +81,16 @@ def test_the_vectors_that_an_earlier_version_stored_are_passed_over(storage: Sto
     arrays["vector.query"] = np.zeros((2, 4), dtype=np.float32)
     save_arrays(storage, "older", KIND, arrays, tmp_path, fields, FILE)
     found = load_scores(storage, "older", tmp_path / "cache")
-    assert found.info == INFO and found.slices["käse"].names == ("ä", "b")
+    assert found.info == INFO and found.slices == {"käse": ("ä", "b")} and "vector.query" not in found.arrays
 
 
 def test_probabilities() -> None:
-    rows = to_rows(scores())
+    rows = scores().rows
     np.testing.assert_allclose(rows.probabilities[0], [1 / (1 + np.e), np.e / (1 + np.e)], rtol=1e-12)
     np.testing.assert_array_equal(rows.probabilities[1], [1.0, 0.0])
     assert rows.unusable.tolist() == [False, False, True]
     logits = np.array([[np.inf, 0.0], [-np.inf, 0.0], [np.inf, np.inf]], dtype=np.float32)
-    assert to_rows(scores(logits=logits)).unusable.tolist() == [True, False, True]
+    assert scores(logits=logits).rows.unusable.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("damage", ["rows", "classes", "kind", "fields", "bytes", "none"])

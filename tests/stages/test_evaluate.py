@@ -81,7 +81,7 @@ def test_the_first_model_is_promoted_and_asked_again_it_is_done(case: Case) -> N
     assert report.holdout.rows == train["test_rows"] and report.holdout.leak_checked
     assert "metric " in told and "ndcg@10" in told and "promote: " in told and "generation 1" in told
     scores = load_scores(case.storage, report.candidate.scores, case.folder / "cache")
-    assert scores.info.rows == len(scores.sample_id) == report.holdout.rows
+    assert scores.info.rows == len(scores.arrays["sample_id"]) == report.holdout.rows
     assert set(scores.slices) == {"brand", "partition", "query_tokens"}
     assert not case.storage.list_dirs("cycles/c1/evaluate/parts/")
 
@@ -310,7 +310,7 @@ def test_new_and_old_partitions_are_slices_and_may_be_the_holdout(case: Case) ->
     report = case.report()
     assert report.holdout.new_partitions == (days[1],) and report.holdout.unchecked_partitions == (days[0],)
     assert {(part.column, part.value) for part in report.candidate.slices} >= {("age", "new"), ("age", "old")}
-    assert "are not prepared any more" in told
+    assert "were not looked at for holdout queries" in told
     case.run(*flags, "--evaluate.partitions=new")
     fewer = case.report().holdout
     assert fewer.partitions == (days[1],) and fewer.rows < report.holdout.rows
@@ -329,7 +329,7 @@ def test_what_was_replayed_is_looked_at_for_the_holdout(case: Case, monkeypatch:
     candidate = case.made("late", partitions={}, also_seen={"gone": "dt=2025-12-31", marks[0]: "dt=2026-01-01"})
     told = case.run(f"--evaluate.candidate={candidate}", "--no-evaluate.promote")
     assert case.report().holdout.unchecked_partitions == ("dt=2025-12-31",)
-    assert "1 partition(s) trained on are not prepared any more" in told and looked_at[0] > 0
+    assert "1 partition(s) trained on were not looked at for holdout queries" in told and looked_at[0] > 0
 
 
 def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,6 @@ def test_stopped_and_killed_it_goes_on_with_other_ranks(place: Place) -> None:
     alone = Place(str(whole), place.folder / "alone", place.flags)
     assert main(["evaluate", *FLAGS, f"--workspace={whole}", "--cycle=c1"]) == 0
     seen, expected = scores_in(place), scores_in(alone)
-    np.testing.assert_array_equal(seen.sample_id, expected.sample_id)
-    np.testing.assert_array_equal(seen.query_id, expected.query_id)
-    np.testing.assert_allclose(seen.logits, expected.logits, atol=1e-5)
+    np.testing.assert_array_equal(seen.arrays["sample_id"], expected.arrays["sample_id"])
+    np.testing.assert_array_equal(seen.arrays["query_id"], expected.arrays["query_id"])
+    np.testing.assert_allclose(seen.arrays["logits"], expected.arrays["logits"], atol=1e-5)

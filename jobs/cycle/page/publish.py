@@ -155,7 +155,6 @@ def page(data: PageData, own: CycleRow) -> str:
             spent=SPENT,
             kinds=charts.KINDS,
             missing_categories=_missing_categories(data),
-            health_figures=_health_figures(data),
             deadlines=DEADLINES,
             goodput_note=GOODPUT,
             money=money,
@@ -209,17 +208,20 @@ def outcome_sentence(data: PageData) -> str:
 
 
 def _tries_chart(data: PageData) -> Markup:
-    """Draw every try over time: a lane for each job and each child of an array, those that failed before others."""
+    """Draw tries over time: a lane for each job, for the first child of an array, and for each child that failed."""
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return Markup()
     lanes: dict[str, list[Entry]] = {}
     for entry in ledger.entries:
         lanes.setdefault(entry.job, []).append(entry)
-    with_failures = {name for name, tries in lanes.items() if any(one.has_failed for one in tries)}
-    first = set(sorted(lanes, key=lambda name: name not in with_failures and ":" in name)[:MAX_LANES])
+    notable = {
+        name: tries
+        for name, tries in lanes.items()
+        if ":" not in name or name.endswith(":0") or any(one.has_failed for one in tries)
+    }
+    shown = dict(list((notable or lanes).items())[:MAX_LANES])
     due_s = None if ledger.deadline_at is None else ledger.deadline_at - ledger.began_at
-    shown = {name: tries for name, tries in lanes.items() if name in first}
     return charts.gantt(shown, round(1000 * ledger.began_at), due_s)
 
 
@@ -281,16 +283,6 @@ def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
         share = rows / usable if (usable := sum(newest.rows.values())) else None
         found.append((column, number(rows + earlier), format_share(share), format_share(earlier / of if of else None)))
     return found
-
-
-def _health_figures(data: PageData) -> list[tuple[str, ...]]:
-    """Return the lowest, the median and the highest of every figure of the checks over all nodes."""
-    values = dict[tuple[str, str], list[float]]()
-    for result in (result for node in data.machines for result in node.results):
-        for name, value in (("seconds", result.seconds), *result.figures.items()):
-            if isinstance(value, int | float):
-                values.setdefault((result.name, name.replace("_", " ")), []).append(float(value))
-    return [(*names, *map(number, (min(found), median(found), max(found)))) for names, found in values.items()]
 
 
 def _stamp(seconds: float) -> str:

@@ -21,8 +21,7 @@ from pipeline.core.machines import NODES
 
 @dataclass(frozen=True)
 class Account:
-    """What the plan needs to know of the account: queues by the plan's word for them, compute environments by ARN and
-    by name, policies by ARN."""
+    """Queues by the plan's word for them, compute environments by ARN and by name, policies by ARN."""
 
     queues: Mapping[str, Detail]
     environments: Mapping[str, Detail]
@@ -30,17 +29,14 @@ class Account:
 
 
 def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
-    """Warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
+    """Return warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
     check_plan(plan)
     account = look_up(client, plan)
     refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
     changing = [name for name, queue in account.queues.items() if queue["status"] in ("CREATING", "UPDATING")]
     if changing:
-        raise TransientError(
-            f"queue {changing[0]} is {account.queues[changing[0]]['status']}",
-            expected="VALID",
-            next_command="run the same command again in a minute",
-        )
+        seen = f"queue {changing[0]} is {account.queues[changing[0]]['status']}"
+        raise TransientError(seen, expected="VALID", next_command="run the same command again in a minute")
     return tuple(dict.fromkeys(account_warnings(plan, account)))
 
 
@@ -61,19 +57,14 @@ def look_up(client: BatchClient, plan: Plan) -> Account:
     orders = [queue.get("computeEnvironmentOrder", ()) for queue in queues.values()]
     arns = {one["computeEnvironment"] for order in orders for one in order}
     policies = {queue["schedulingPolicyArn"] for queue in queues.values() if queue.get("schedulingPolicyArn")}
-    return Account(
-        queues,
-        {
-            word: one
-            for one in client.described("compute environments", sorted(arns))
-            for word in (one["computeEnvironmentArn"], one["computeEnvironmentName"])
-        },
-        {one["arn"]: one for one in client.described("scheduling policies", sorted(policies))},
-    )
+    found = client.described("compute environments", sorted(arns))
+    environments = {one[word]: one for one in found for word in ("computeEnvironmentArn", "computeEnvironmentName")}
+    by_arn = {one["arn"]: one for one in client.described("scheduling policies", sorted(policies))}
+    return Account(queues, environments, by_arn)
 
 
 def account_problems(plan: Plan, account: Account) -> Iterator[str]:
-    """Why this account would refuse the jobs or never start them, one line each."""
+    """Yield why this account would refuse the jobs or never start them, one line each."""
     for job in plan.jobs:
         where = placement_of(plan, job)
         queue = account.queues.get(where.queue)
@@ -86,7 +77,7 @@ def account_problems(plan: Plan, account: Account) -> Iterator[str]:
 
 
 def queue_problems(name: str, queue: Detail, *, is_shared: bool) -> Iterator[str]:
-    """What is wrong with a queue itself. `is_shared`: jobs name a share of it."""
+    """Yield what is wrong with a queue itself. `is_shared`: jobs name a share of it."""
     if queue["state"] != "ENABLED":
         yield f"queue {name}: {queue['state']}, it takes no jobs"
     if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
@@ -99,7 +90,7 @@ def queue_problems(name: str, queue: Detail, *, is_shared: bool) -> Iterator[str
 
 
 def account_warnings(plan: Plan, account: Account) -> Iterator[str]:
-    """What is allowed and probably not meant."""
+    """Yield what is allowed and probably not meant."""
     for job in plan.jobs:
         where = placement_of(plan, job)
         policy = account.policies.get(account.queues[where.queue].get("schedulingPolicyArn", ""))
@@ -117,7 +108,7 @@ def share_warning(queue: str, share: str, policy: Detail) -> Iterator[str]:
 
 
 def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
-    """A node group must fit one compute environment, with a whole machine for each node; of an array one child."""
+    """Check that a node group fits one compute environment, a whole machine for each node; of an array one child."""
     machine = NODES.get(job.resources.instance_type)
     whole = machine.vcpus if machine and job.num_nodes else job.resources.vcpus
     needs = whole * max(1, job.num_nodes)
@@ -164,7 +155,7 @@ class PlannedOutputs(BaseModel):
 
     @property
     def account(self) -> Account:
-        """As AWS Batch would describe it once it is there."""
+        """Return the account as AWS Batch would describe it once it is there."""
         queues, environments, policies = dict[str, Detail](), dict[str, Detail](), dict[str, Detail]()
         for one in self.fleet:
             name, usable = one.queue, {"state": "ENABLED", "status": "VALID"}
@@ -178,7 +169,7 @@ class PlannedOutputs(BaseModel):
 
 
 def read_planned(path: Path) -> PlannedOutputs:
-    """Raises ConfigError for a file that is no such plan."""
+    """Read `terraform show -json PLAN`. Raises ConfigError for any other file."""
     try:
         found = PlannedOutputs.model_validate_json(path.read_bytes())
         return found.model_copy(update={"settings": _known(found.settings)})

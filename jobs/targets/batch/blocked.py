@@ -26,19 +26,13 @@ _REASONS = {  # in our words, and what to do
         "no instance type of the compute environments has the vCPU and memory it asks for",
         "ask for less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
     ),
-    NEVER_STARTS: (
-        "the queue or its compute environments are set up wrongly",
-        "aws batch describe-job-queues --job-queues QUEUE",
-    ),
-    "UNDETERMINED": (
-        "AWS Batch does not know why it cannot start",
-        "aws batch describe-job-queues --job-queues QUEUE",
-    ),
+    NEVER_STARTS: ("the queue or its compute environments are set up wrongly", "aws batch describe-job-queues"),
+    "UNDETERMINED": ("AWS Batch does not know why it cannot start", "aws batch describe-job-queues"),
 }
 
 
 def reason_in(status_reason: str) -> str:
-    """The word of the table that a status reason holds, without the rest of the text; empty if it tells of no block."""
+    """Return the word of the table in a status reason; empty if it tells of no block."""
     return next((word for word in _REASONS if word in status_reason), "")
 
 
@@ -47,7 +41,7 @@ def next_command(reason: str) -> str:
 
 
 def blocked_sightings(records: Sequence[JobRecord], before: Collection[Sighting], now: float) -> tuple[Sighting, ...]:
-    """Who is blocked now. The time of first sight is kept while the same job has the same reason."""
+    """Return the blocked jobs. The time of first sight is kept while the same job has the same reason."""
     since = {(one.id, one.reason): one.since for one in before}
     return tuple(
         Sighting(job=leaf.name, id=leaf.id, reason=reason, since=since.get((leaf.id, reason), now))

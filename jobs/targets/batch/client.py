@@ -19,23 +19,17 @@ from pipeline.io import s3_client
 from pipeline.io.requests import RetryPolicy, call_with_retry
 from pipeline.io.s3_client import RETRYABLE_CODES, S3_ERRORS, code_of, status_of
 
-# boto3 clients from the usual AWS environment: AWS_DEFAULT_REGION, AWS_ENDPOINT_URL, credentials.
-
 CONNECT_TIMEOUT_S = 5
 READ_TIMEOUT_S = 20
 
 
 def connect(service: str) -> Any:
-    """A client of `batch` or `logs`; sends nothing yet. Raises ConfigError without a region.
+    """Return a client from the usual AWS environment; sends nothing yet. Raises ConfigError without a region.
 
     boto3's own retries are off: SubmitJob must not be repeated blindly, and our deadline must be the true one.
     """
-    config = Config(
-        retries={"total_max_attempts": 1},
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=READ_TIMEOUT_S,
-        user_agent_extra="trnpipe",
-    )
+    retries, limits = {"total_max_attempts": 1}, {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+    config = Config(retries=retries, user_agent_extra="trnpipe", **limits)
     try:
         return s3_client.new_client(service, config)
     except (boto.NoRegionError, boto.InvalidRegionError, boto.ProfileNotFound, ValueError) as error:
@@ -58,10 +52,6 @@ def secret_text(name: str) -> str:
         ) from error
 
 
-# Which answers of AWS are worth another try, and what the others mean to the user.
-
-AWS_ERRORS = S3_ERRORS
-"""What a request may raise."""
 _NO_CREDENTIALS = (boto.NoCredentialsError, boto.PartialCredentialsError)
 _BAD_CREDENTIALS = frozenset(
     {"UnrecognizedClient", "InvalidSignature", "ExpiredToken", "InvalidClientTokenId", "MissingAuthenticationToken"}
@@ -74,7 +64,7 @@ class UnknownOutcome(TransientError):
 
 
 def name_of(error: BaseException) -> str:
-    """The error code without its suffix; empty when it is no answer of the service."""
+    """Return the error code without its suffix; empty if the service did not answer."""
     return code_of(error).removesuffix("Exception")
 
 
@@ -83,20 +73,19 @@ def message_of(error: BaseException) -> str:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Not every service has a code of its own for it. The texts: reports of users; that of an emulator differs."""
+    """Return whether something does not exist. Not every service has a code for it; the texts: reports of users."""
     text = message_of(error).casefold()
-    return name_of(error) == "ResourceNotFound" or any(
-        words in text for words in ("not found", "could not find", "does not exist")
-    )
+    texts = ("not found", "could not find", "does not exist")
+    return name_of(error) == "ResourceNotFound" or any(words in text for words in texts)
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Throttling, server faults, time-outs, broken connections."""
+    """True for throttling, server faults, time-outs, broken connections."""
     return s3_client.is_retryable(error) or name_of(error) in RETRYABLE_CODES | _THROTTLED | {"Server"}
 
 
 def was_not_done(error: BaseException) -> bool:
-    """Worth another try, and surely not carried out: throttled, or never connected."""
+    """Return whether a request was surely not carried out: throttled, or never connected."""
     if isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError):
         return True
     return name_of(error) in _THROTTLED or status_of(error) == 429
@@ -106,13 +95,12 @@ RIGHTS = "batch:RegisterJobDefinition, SubmitJob, TagResource, TerminateJob, Des
 
 
 def translate(error: Exception, doing: str, *, rights: str = RIGHTS) -> TrnpipeError:
-    """The family member for an error that was not, or no longer, retried. `doing`: as in `submitting a job`."""
+    """Return our error for one of AWS that is not retried any more. `doing`: as in `submitting a job`."""
     status = status_of(error)
     name = f"{code_of(error) or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
         return TransientError(
             f"AWS: {name} while {doing}, until the retry budget was spent",
-            expected="an answer of the service",
             next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
         )
     has_no_credentials = isinstance(error, _NO_CREDENTIALS) or name_of(error) in _BAD_CREDENTIALS
@@ -153,18 +141,15 @@ class AwsClient:
     def call(
         self, doing: str, operation: str, *, accepted: Callable[[BaseException], bool] | None = None, **request: Any
     ) -> Detail:
-        """The answer to a request that may be repeated; empty for an error that is `accepted`."""
+        """Return the answer to a request that may be repeated; empty for an error that is `accepted`."""
         try:
-            return self.repeat(lambda: self.send(operation, request), doing=doing, retryable=is_retryable)
-        except AWS_ERRORS as error:
+            send = getattr(self._raw, operation)
+            answer: Detail = self.repeat(lambda: send(**request), doing=doing, retryable=is_retryable)
+            return answer
+        except S3_ERRORS as error:
             if accepted is not None and accepted(error):
                 return {}
             raise translate(error, doing, rights=self.rights) from error
-
-    def send(self, operation: str, request: Request) -> Detail:
-        """One try of a request."""
-        answer: Detail = getattr(self._raw, operation)(**request)
-        return answer
 
 
 _DESCRIBED = {  # the operation, what its answer holds, and what it is asked by
@@ -180,21 +165,21 @@ class BatchClient(AwsClient):
         return list(self._pages("describing job definitions", "describe_job_definitions", "jobDefinitions", wanted))
 
     def submit_job(self, request: Request) -> str:
-        """The id of a new job. SubmitJob has no client token, so it is repeated only when it surely was not done.
+        """Return the id of a new job. SubmitJob has no client token: it is repeated only if it surely was not done.
 
         Raises UnknownOutcome when it may have been done: look for the job by its name then.
         """
         doing = f"submitting {request['jobName']}"
         try:
             answer = self.repeat(lambda: self._raw.submit_job(**request), doing=doing, retryable=was_not_done)
-        except AWS_ERRORS as error:
+        except S3_ERRORS as error:
             if is_retryable(error) and not was_not_done(error):
                 raise UnknownOutcome(f"{type(error).__name__} while {doing}", next_command="trnjobs submit") from error
             raise translate(error, doing) from error
         return str(answer["jobId"])
 
     def describe_jobs(self, ids: Sequence[str]) -> dict[str, Detail]:
-        """By id. Jobs that AWS Batch does not know (not yet, or no more) are left out."""
+        """Return jobs by id, without those that AWS Batch does not know (not yet, or no more)."""
         found: dict[str, Detail] = {}
         for chunk in _chunks(ids):
             answer = self.call("describing jobs", "describe_jobs", jobs=chunk)
@@ -202,7 +187,7 @@ class BatchClient(AwsClient):
         return found
 
     def jobs_named(self, queue: str, name: str, kind: Literal["job", "service_job"] = "job") -> list[Detail]:
-        """Whole jobs of exactly this name in any state. (The filter ignores case; some list the children too.)"""
+        """Return whole jobs of exactly this name. (The filter ignores case; some list the children too.)"""
         wanted = {"jobQueue": queue, "filters": [{"name": "JOB_NAME", "values": [name]}]}
         jobs = self._pages(f"listing {kind.replace('_', ' ')}s", f"list_{kind}s", "jobSummaryList", wanted)
         return [one for one in jobs if one["jobName"] == name and not {":", "#"} & {*one["jobId"]}]
@@ -213,13 +198,10 @@ class BatchClient(AwsClient):
         self.call(f"ending {kind.replace('_', ' ')} {job_id}", f"terminate_{kind}", jobId=job_id, reason=text)
 
     def described(self, what: str, names: Sequence[str]) -> list[Detail]:
-        """`queues`, or another word of the table, by name or ARN; those that do not exist are left out."""
+        """Return `queues`, or another word of the table, by name or ARN, without those that do not exist."""
         operation, members, argument = _DESCRIBED[what]
-        return [
-            one
-            for chunk in _chunks(names)
-            for one in self._pages(f"describing {what}", operation, members, {argument: chunk})
-        ]
+        pages = (self._pages(f"describing {what}", operation, members, {argument: chunk}) for chunk in _chunks(names))
+        return [one for page in pages for one in page]
 
     def _pages(self, doing: str, operation: str, members: str, request: Request) -> Iterator[Detail]:
         page: Request = {}
@@ -242,13 +224,13 @@ class LogsClient(AwsClient):
     rights = "logs:GetLogEvents, and for SageMaker DescribeLogStreams, on the log group"
 
     def streams(self, group: str, prefix: str) -> list[str]:
-        """Names that begin so, sorted; none where there is no such group."""
+        """Return the names that begin so, sorted; none if there is no such group."""
         request: Request = {"logGroupName": group, "logStreamNamePrefix": prefix}
         answer = self.call(f"listing logs {group} {prefix}", "describe_log_streams", accepted=is_missing, **request)
         return sorted(str(one["logStreamName"]) for one in answer.get("logStreams", ()))
 
     def lines(self, group: str, stream: str) -> Iterator[str]:
-        """All lines of a stream, oldest first. Raises ConfigError when there is none."""
+        """Yield all lines of a stream, oldest first. Raises ConfigError if there is no stream."""
         request: Request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
         while True:
             answer = self.call(f"reading log {group} {stream}", "get_log_events", accepted=is_missing, **request)

@@ -15,21 +15,21 @@ _NAMES = ("name", "type", "hostPath", "targetNodes")
 
 
 def registered_definition(client: BatchClient, request: Request) -> Detail | None:
-    """The newest active revision with the content of this request; None when there is none."""
+    """Return the newest active revision with the content of this request, None if there is none."""
     content = request["tags"]["content"]
     revisions = client.active_definitions(request["jobDefinitionName"])
     return _newest(one for one in revisions if one.get("tags", {}).get("content") == content)
 
 
 def ensure_definition(client: BatchClient, request: Request) -> str:
-    """`name:revision` of this content, registered if need be. (Two at once may register it twice: both serve.)"""
+    """Return `name:revision` of this content, registered if needed. (Two at once may register it twice: both serve.)"""
     found = registered_definition(client, request)
     found = found or client.call("registering a job definition", "register_job_definition", **request)
     return f"{found['jobDefinitionName']}:{found['revision']}"
 
 
 def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
-    """What a submission would do with each definition of the plan, with every place that differs; registers nothing."""
+    """Yield what a submission would do with each definition of the plan, with every place that differs."""
     requests = {job.name: definition_request(plan, job) for job in plan.jobs}
     users: dict[str, list[str]] = {}
     for name, request in requests.items():
@@ -49,13 +49,10 @@ def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
 
 
 def differences(planned: Detail, described: Detail) -> dict[str, tuple[Any, Any]]:
-    """(registered, planned) by place, such as `timeout.attemptDurationSeconds`; None where a side has nothing.
-
-    The content tag is a fingerprint of the rest.
-    """
+    """Return (registered, planned) by place, such as `timeout.attemptDurationSeconds`; None if a side has nothing."""
     ours = dict(_leaves({key: value for key, value in planned.items() if key in _OURS}))
     theirs = dict(_leaves({key: value for key, value in described.items() if key in _OURS}))
-    paths = sorted((ours.keys() | theirs.keys()) - {"tags.content"})
+    paths = sorted((ours.keys() | theirs.keys()) - {"tags.content"})  # a fingerprint of the rest
     return {path: (theirs.get(path), ours.get(path)) for path in paths if ours.get(path) != theirs.get(path)}
 
 
@@ -64,7 +61,7 @@ def _newest(revisions: Iterable[Detail]) -> Detail | None:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of what is set. Empty lists, empty words, zero and False are what AWS Batch fills in or omits."""
+    """Yield (path, value) of what is set. AWS Batch fills in or omits empty lists and words, zero and False."""
     if isinstance(value, Mapping):
         for key, one in value.items():
             yield from _leaves(one, f"{path}.{key}" if path else str(key))

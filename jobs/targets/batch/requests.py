@@ -125,14 +125,13 @@ def check_plan(plan: Plan) -> None:
 
 
 def plan_problems(plan: Plan) -> Iterator[str]:
-    """One line each. What the settings of `[jobs]` cannot say, such as eleven attempts, is not looked for again."""
+    """Yield one line each. What the settings of `[jobs]` cannot say, such as eleven attempts, is not checked again."""
     for job in plan.jobs:
-        for problem in (*_words(plan, job), *_sizes(plan, job)):
+        for problem in _problems(plan, job):
             yield f"{job.name}: {problem}"
 
 
-def _words(plan: Plan, job: JobSpec) -> Iterator[str]:
-    """Names, command, dependencies, environment and machine."""
+def _problems(plan: Plan, job: JobSpec) -> Iterator[str]:
     name, where = f"{plan.pipeline}-{plan.cycle}-{job.name}", placement_of(plan, job)
     if not _NAME.match(name):
         yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
@@ -155,9 +154,6 @@ def _words(plan: Plan, job: JobSpec) -> Iterator[str]:
             f"{needs.vcpus} vCPU and {needs.memory_mib:,} MiB a node; {needs.instance_type} can give {node.vcpus} and "
             f"{node.memory_mib:,}: it would never start"
         )
-
-
-def _sizes(plan: Plan, job: JobSpec) -> Iterator[str]:
     definition = len(json.dumps(definition_request(plan, job)))
     if definition > MAX_DEFINITION_BYTES:
         yield f"a job definition of {definition:,} bytes; expected at most {MAX_DEFINITION_BYTES:,}"

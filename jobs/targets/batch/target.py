@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Submission
@@ -13,62 +14,12 @@ from jobs.targets.batch.account import preflight
 from jobs.targets.batch.blocked import NEVER_STARTS, block_line, blocked_sightings
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.definitions import ensure_definition
-from jobs.targets.batch.requests import Request, definition_request, job_name, submit_request
+from jobs.targets.batch.requests import definition_request, job_name, submit_request
 from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 
-# Jobs that exist already, found by their names: of a driver that died before it could record them.
-
 PLAN_TAG = "plan"
-CLOCK_SKEW_S = 300.0
-
-
-@dataclass(frozen=True)
-class Finder:
-    """Finds the jobs of one plan. `since`: seconds since 1970; what is older belongs to an earlier life of the cycle
-    (the workspace was emptied and the same plan submitted again)."""
-
-    client: BatchClient
-    plan_id: str
-    since: float
-
-    def live(self, queue: str, name: str) -> list[Detail]:
-        """Jobs of this name that have not failed and are not being ended, the oldest first.
-
-        Another workspace may use the same names in the same queue: the tag tells whose a job is. Raises
-        UnknownOutcome while AWS Batch lists a job that it does not describe yet.
-        """
-        since_ms = 1000 * (self.since - CLOCK_SKEW_S)
-        named = [one for one in self.client.jobs_named(queue, name) if one["status"] != JobState.FAILED]
-        listed = [one for one in named if float(one["createdAt"]) >= since_ms]
-        described = self.client.describe_jobs([one["jobId"] for one in listed])
-        unknown = [one["jobId"] for one in listed if one["jobId"] not in described]
-        if unknown:
-            raise UnknownOutcome(
-                f"job {unknown[0]} ({name}) is listed and not described", next_command="trnjobs submit, in a minute"
-            )
-        ours = [one for one in described.values() if one.get("tags", {}).get(PLAN_TAG) == self.plan_id]
-        ours = [one for one in ours if not (one.get("isTerminated") or one.get("isCancelled"))]  # run on for 30 s
-        return sorted(ours, key=lambda one: (one["createdAt"], one["jobId"]))
-
-    def adopt_or_submit(self, request: Request) -> str:
-        """The id of the one job of this name. It asks before every SubmitJob, since one cannot be told from two."""
-
-        def find_or_submit() -> str:
-            found = self.live(request["jobQueue"], request["jobName"])
-            return str(found[0]["jobId"]) if found else self.client.submit_job(request)
-
-        return self.client.repeat(find_or_submit, doing=f"submitting {request['jobName']}", retryable=_is_unknown)
-
-    def live_ids(self, queue: str, name: str) -> list[str]:
-        found = self.client.repeat(lambda: self.live(queue, name), doing=f"looking for {name}", retryable=_is_unknown)
-        return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
-
-
-def _is_unknown(error: BaseException) -> bool:
-    return isinstance(error, UnknownOutcome)
-
-
+CLOCK_SKEW_S, DWELL_S = 300.0, 900.0
 KEPT_S = 7 * 86_400.0
 """AWS Batch describes a job for at least so long after its end."""
 MAX_NAME_CHARACTERS = 128
@@ -102,22 +53,21 @@ class BatchTarget(Target):
                     expected=f"at most {MAX_NAME_CHARACTERS}",
                     next_command="a shorter jobs.name or --cycle",
                 )
-        finder = self._finder(plan)
-        self._end_unrecorded(finder, plan, range(1, round_), {job.name for job in missing})
+        self._end_unrecorded(plan, range(1, round_), {job.name for job in missing})
         for job in missing:
             # Without jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them.
             waits_for = tuple(one for one in job.depends_on if one.job in jobs)
             spec = job.model_copy(update={"depends_on": waits_for})
-            ids[job.name] = self._hand_over(finder, plan, round_, spec, ids)
-        self._end_unrecorded(finder, plan, [round_, round_ + 1], ids)  # the next: of a retry that died at its first job
+            ids[job.name] = self._hand_over(plan, round_, spec, ids)
+        self._end_unrecorded(plan, [round_, round_ + 1], ids)  # the next: of a retry that died at its first job
 
     def check(self, plan: Plan) -> None:
-        """Ask the account; changes nothing. Raises ConfigError, and TransientError while a queue is changing."""
+        """Ask the account. Raises ConfigError, and TransientError while a queue is changing."""
         for warning in preflight(self.client, plan):
             self.warn(warning)
 
     def records(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """The newest submission of each job; of jobs that AWS Batch has forgotten, what was last recorded."""
+        """Return the newest submission of each job; of jobs that AWS Batch has forgotten, what was last recorded."""
         current = self.store.current()
         known = {one.id: one for one in self.store.records()}
         described = self.client.describe_jobs([one.id for one in current.values()])
@@ -126,17 +76,15 @@ class BatchTarget(Target):
         return in_our_words(plan, found, read_cancels(self.store))
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """The records, after jobs were ended that are of no use any more."""
-        records = self.records(plan)
-        ids = {record.name: record.id for record in records}
-        leaves = [Leaf(plan.job(name)) for name in ids]
-        for name, reason in unneeded_jobs(leaves, {record.name: record for record in records}).items():
-            keep_cancels(self.store, {ids[name]: Cancel(reason=reason, at=self.store.clock())})
-            self.client.terminate_job(ids[name], reason)
-        return records
+        """Return the records, after jobs were ended that are of no use any more."""
+        found = {record.name: record for record in self.records(plan)}
+        for name, reason in unneeded_jobs([Leaf(plan.job(name)) for name in found], found).items():
+            keep_cancels(self.store, {found[name].id: Cancel(reason=reason, at=self.store.clock())})
+            self.client.terminate_job(found[name].id, reason)
+        return tuple(found.values())
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        """Lines of one try (from 1) on one node, from CloudWatch. Raises ConfigError when there is no such log."""
+        """Yield the lines from CloudWatch. Raises ConfigError when there is no such log."""
         stream, plan = log_stream(record, attempt, node), self.store.plan()
         if not stream or plan is None:
             raise no_log(record, attempt, node)
@@ -149,33 +97,40 @@ class BatchTarget(Target):
         TerminateJob works in every state; Batch sends SIGTERM, and SIGKILL after 30 s.
         """
         # And one more: a retry may have died between its first job and the record of it.
-        finder, rounds = self._finder(plan), range(1, max(self.store.rounds(), default=0) + 2)
+        rounds = range(1, max(self.store.rounds(), default=0) + 2)
         running = {one.name: one.id for one in self.records(plan) if not one.state.is_final}
         keep_cancels(self.store, dict.fromkeys(running.values(), Cancel(reason=reason, at=self.store.clock())))
         for job in reversed(plan.jobs):
-            queue = placement_of(plan, job).queue
-            named = [one for round_ in rounds for one in finder.live_ids(queue, job_name(plan, job, round_))]
+            named = [job_id for round_ in rounds for job_id in self._live_ids(plan, job, round_)]
             for job_id in sorted({*named, *([running[job.name]] if job.name in running else [])}):
                 self.client.terminate_job(job_id, reason)
 
-    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
-        """Why jobs cannot start, in words. Ends those that never will, once that was seen for `dwell_s`."""
+    def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
+        """Return why jobs cannot start. End those that never will, once that was seen for a quarter of an hour."""
         now = self.store.clock()
         sightings = blocked_sightings(records, self.store.sightings(), now)
         self.store.save_sightings(sightings)
         for one in sightings:
-            if one.reason.startswith(NEVER_STARTS) and now - one.since >= dwell_s:
+            if one.reason.startswith(NEVER_STARTS) and now - one.since >= DWELL_S:
                 reason = f"blocked for {now - one.since:.0f} s: {one.reason}"
                 self.client.terminate_job(one.id.partition(":")[0], reason)
         return tuple(block_line(one, now) for one in sightings)
 
-    def _hand_over(self, finder: Finder, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
+    def _hand_over(self, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
         definition = ensure_definition(self.client, definition_request(plan, job))
         request = submit_request(plan, job, definition=definition, ids=ids, round_=round_)
         request["tags"] |= {PLAN_TAG: plan.plan_id, "round": str(round_)}
         self.renew()  # nobody else may have taken over when the job is made
-        job_id = finder.adopt_or_submit(request)
+
+        def find_or_submit() -> str:
+            """Ask before every SubmitJob, since jobs of one name cannot be told apart."""
+            found = self._live(plan, request["jobQueue"], request["jobName"])
+            return str(found[0]["jobId"]) if found else self.client.submit_job(request)
+
+        job_id = self.client.repeat(
+            find_or_submit, doing=f"submitting {request['jobName']}", retryable=lambda e: isinstance(e, UnknownOutcome)
+        )
         submission = Submission(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
         try:
             self.store.save_submission(round_, submission)
@@ -186,39 +141,56 @@ class BatchTarget(Target):
             raise
         return job_id
 
-    def _end_unrecorded(self, finder: Finder, plan: Plan, rounds: Iterable[int], jobs: Collection[str]) -> None:
+    def _end_unrecorded(self, plan: Plan, rounds: Iterable[int], jobs: Collection[str]) -> None:
         """End jobs of these rounds that are not on record: of a driver that died in an earlier round, or twins of
         recorded ones, which appear when AWS Batch lists a new job late or two drivers met."""
         recorded = {one.id for round_ in self.store.rounds() for one in self.store.submitted(round_).values()}
-        for round_ in rounds:
-            for job in plan.jobs:
-                if job.name not in jobs:
-                    continue
-                for job_id in finder.live_ids(placement_of(plan, job).queue, job_name(plan, job, round_)):
-                    if job_id not in recorded:
-                        self.renew()
-                        self.client.terminate_job(
-                            job_id, f"{job.name} was submitted twice, and this copy is not the recorded one"
-                        )
+        for round_, job in product(rounds, [job for job in plan.jobs if job.name in jobs]):
+            for job_id in self._live_ids(plan, job, round_):
+                if job_id not in recorded:
+                    self.renew()
+                    reason = f"{job.name} was submitted twice, and this copy is not the recorded one"
+                    self.client.terminate_job(job_id, reason)
 
-    def _finder(self, plan: Plan) -> Finder:
+    def _live_ids(self, plan: Plan, job: JobSpec, round_: int) -> list[str]:
+        queue, name = placement_of(plan, job).queue, job_name(plan, job, round_)
+        found = self.client.repeat(
+            lambda: self._live(plan, queue, name),
+            doing=f"looking for {name}",
+            retryable=lambda error: isinstance(error, UnknownOutcome),
+        )
+        return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
+
+    def _live(self, plan: Plan, queue: str, name: str) -> list[Detail]:
+        """Return jobs of this name that have not failed and are not being ended, the oldest first.
+
+        Jobs made before the claim belong to an earlier life of the cycle: its workspace was emptied and the same plan
+        submitted again. Another workspace may use the same names in the same queue: the tag tells whose a job is.
+        Raises UnknownOutcome while AWS Batch lists a job that it does not describe yet.
+        """
         claim = self.store.claim()
-        return Finder(self.client, plan.plan_id, since=claim.claimed_at if claim else 0.0)
+        since_ms = 1000 * ((claim.claimed_at if claim else 0.0) - CLOCK_SKEW_S)
+        named = [one for one in self.client.jobs_named(queue, name) if one["status"] != JobState.FAILED]
+        listed = [one["jobId"] for one in named if float(one["createdAt"]) >= since_ms]
+        described = self.client.describe_jobs(listed)
+        if unknown := [job_id for job_id in listed if job_id not in described]:
+            raise UnknownOutcome(
+                f"job {unknown[0]} ({name}) is listed and not described", next_command="trnjobs submit, in a minute"
+            )
+        ours = [one for one in described.values() if one.get("tags", {}).get(PLAN_TAG) == plan.plan_id]
+        ours = [one for one in ours if not (one.get("isTerminated") or one.get("isCancelled"))]  # run on for 30 s
+        return sorted(ours, key=lambda one: (one["createdAt"], one["jobId"]))
 
     def _record(
         self, submission: Submission, described: Mapping[str, Detail], known: Mapping[str, JobRecord]
     ) -> JobRecord:
-        detail = described.get(submission.id)
-        if detail is not None:
+        if detail := described.get(submission.id):
             return _job_record(submission.job, detail, described)
-        last = known.get(submission.id)
-        if last is not None and last.state.is_final:
-            return last
-        forgotten = self.store.clock() - submission.submitted_at > KEPT_S
-        seen = last or JobRecord(
+        seen = known.get(submission.id) or JobRecord(
             name=submission.job, id=submission.id, state=JobState.SUBMITTED, created_at=submission.submitted_at
         )
-        if not forgotten:  # a new job is described some seconds after SubmitJob
+        # A new job is described some seconds after SubmitJob.
+        if seen.state.is_final or self.store.clock() - submission.submitted_at <= KEPT_S:
             return seen
         reason = "AWS Batch no longer knows this job, and its end was never recorded"
         return seen.model_copy(update={"state": JobState.FAILED, "status_reason": reason})
@@ -228,7 +200,7 @@ class BatchTarget(Target):
 
 
 def _parts(detail: Detail) -> list[str]:
-    """Ids of what a job consists of: the children of an array, the nodes of a group."""
+    """Return the ids of the children of an array, or of the nodes of a group."""
     job_id = detail["jobId"]
     size = int(detail.get("arrayProperties", {}).get("size", 0))
     num_nodes = int(detail.get("nodeProperties", {}).get("numNodes", 0))
@@ -236,7 +208,7 @@ def _parts(detail: Detail) -> list[str]:
 
 
 def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> JobRecord:
-    """One job. `described`: also its children or nodes, by id; those that are not there yet are left out."""
+    """Return one job. `described`: also its children or nodes, by id; those that are not there yet are left out."""
     ids = _parts(detail)
     nodes = [described.get(one, {}) for one in ids if "#" in one]
     children = [
@@ -266,7 +238,7 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
 
 
 def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptRecord:
-    """The one of this `index`, from 0. A node or single container that has no log (yet) has an empty stream."""
+    """Return the one of this `index`, from 0. A node or single container without a log has an empty stream."""
     container = detail.get("container") or {}
     code, streams = container.get("exitCode"), []
     for node in nodes:

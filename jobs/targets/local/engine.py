@@ -8,7 +8,7 @@ attempt is started by a later tick alone.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,11 +24,9 @@ from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,
     NodeEnd,
-    NodeView,
     Phase,
     Processes,
     Signal,
-    StoppedBy,
     local_command,
     node_environment,
 )
@@ -39,18 +37,21 @@ from pipeline.io.storage import translate_os_error
 from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S
 
-# What of a machine is free: virtual CPUs, memory, and the places for node groups.
+DISK_PATIENCE_S = 300.0
+TOUCH_S = 5.0
+START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
+SIGKILL_CODE = 137  # 128 + 9, as a container reports it
 
 
 class Slots(Record):
-    """An amount of resources: of a machine, or of what runs on it."""
+    """Resources of a machine, or of what runs on it."""
 
     vcpus: int = 0
     memory_mib: int = 0
     groups: int = Field(0, description="Multi-node jobs at once")
 
     def plus(self, job: JobSpec) -> "Slots":
-        """With one leaf of a job: all its nodes, or one child of an array."""
+        """Add one leaf of a job: all its nodes, or one child of an array."""
         nodes, needs = max(1, job.num_nodes), job.resources
         return Slots(
             vcpus=self.vcpus + needs.vcpus * nodes,
@@ -67,7 +68,7 @@ class Slots(Record):
 
 
 def startable_jobs(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots) -> list[Leaf]:
-    """Who may start now, from the head of the queue on. Nobody overtakes a job that does not fit, as in AWS Batch."""
+    """Return what may start now. Nothing overtakes a job that does not fit, as in AWS Batch."""
     used = Slots()
     for leaf in active:
         used = used.plus(leaf.spec)
@@ -92,40 +93,8 @@ def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
         )
 
 
-# The nodes of one attempt, as AWS Batch runs them; a job of one container is its main node alone.
-#
-# The main node starts first, the others when it runs. When it ends the others are stopped, and its end is that of the
-# attempt. The end of another node changes nothing. Source: the user guide of AWS Batch, multi-node parallel jobs.
-
-SIGKILL_CODE = 137  # 128 + 9, as a container reports it
-ALIVE = (Phase.STARTING, Phase.RUNNING)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What to do with the nodes of an attempt now, by index."""
-
-    start: tuple[int, ...] = ()
-    stop: tuple[int, ...] = ()
-    exclude: tuple[int, ...] = ()
-    """Have not started, and never may."""
-    is_over: bool = False
-
-
-def next_step(nodes: Sequence[NodeView], *, stopping: bool) -> Step:
-    """`stopping`: the attempt is to end before its time."""
-    main = nodes[0].phase
-    absent = tuple(index for index, node in enumerate(nodes) if node.phase is Phase.ABSENT)
-    if main is Phase.ENDED or stopping:
-        alive = tuple(index for index, node in enumerate(nodes) if node.phase in ALIVE)
-        return Step(stop=alive, exclude=absent, is_over=all(node.phase is Phase.ENDED for node in nodes))
-    if main is Phase.ABSENT:
-        return Step(start=(0,))
-    return Step(start=absent if main is Phase.RUNNING else ())
-
-
 def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
-    """The end of an attempt in the words of AWS Batch.
+    """Return the end of an attempt in the words of AWS Batch.
 
     `cancelled`: why it was to end before its time. `interrupted`: the engine is being stopped. A SIGKILL that is
     neither ours nor for want of memory did not come from the code: it counts as a lost machine.
@@ -148,16 +117,11 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
     return AttemptEnd(code, job_states.EXITED)
 
 
-DISK_PATIENCE_S = 300.0
-TOUCH_S = 5.0
-START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
-
-
 @dataclass
 class Engine:
-    """`records`: of all leaves by name; `rounds`: in which each was submitted. `say` gets a line a change of state.
+    """`records`: of all leaves by name; `rounds`: in which each was submitted. `say` gets a line per change of state.
 
-    `grace_s`: from SIGTERM to SIGKILL, which is what keepers do; what one of them leaves undone, the engine does.
+    `grace_s`: from SIGTERM to SIGKILL, which keepers enforce, and the engine where a keeper hangs or is suspended.
     `clock`: seconds since 1970, for what is written down; how long something takes is measured by `monotonic`, which
     neither a correction of the clock nor a suspended machine moves.
     """
@@ -182,7 +146,7 @@ class Engine:
     """When a node was first seen to start, began to run, or was asked to end; by `monotonic`."""
 
     def run(self) -> None:
-        """To the end of the last job. When stopped, what runs is ended, does not count, and Preempted is raised.
+        """Run to the end of the last job. When stopped, end what runs, which does not count, and raise Preempted.
 
         Raises TransientError when its files cannot be written for five minutes; the jobs go on without it.
         """
@@ -212,7 +176,7 @@ class Engine:
         return not left and not self._unsaved
 
     def tick(self) -> bool:
-        """One look at everything; whether anything changed. OSError passes through: the next tick goes on."""
+        """Look at everything once; return whether anything changed. After an OSError the next tick goes on."""
         self._save()
         cancelled = self.files.cancelled()  # by id of job; that of a child of an array is <id of job>:<index>
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in self.records.items()}
@@ -238,49 +202,51 @@ class Engine:
         return changed_any
 
     def _drive(self, leaf: Leaf, cancelled: str) -> None:
+        """Move the nodes of an attempt as AWS Batch does; a job of one container is its main node alone.
+
+        The main node starts first, the others when it runs. When it ends the others are stopped, and its end is that
+        of the attempt. The end of another node changes nothing. Source: user guide, multi-node parallel jobs.
+        """
         leaf_id, attempt = self.records[leaf.name].id, len(self.records[leaf.name].attempts)
         folders = [self.files.node(leaf_id, attempt, node) for node in range(max(1, leaf.spec.num_nodes))]
         views = [self.nodes.look(folder) for folder in folders]
         main = views[0]
-        if main.started_at is not None and self.records[leaf.name].state is JobState.STARTING:
-            self._update({leaf.name: job_states.running_record(self.records[leaf.name], main.started_at)})
-        step = next_step(views, stopping=bool(cancelled) or self.stop.is_set())
-        for node in step.exclude:
-            self.nodes.exclude(folders[node])
-        by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
-        for node in step.stop:
-            self.nodes.stop(folders[node], by)
-        # The time-out is that of the attempt: it runs from the start of the main node on.
-        ran_s = 0.0
-        if main.started_at is not None:  # the wall clock tells how long it ran before this engine first saw it
+        ran_s = 0.0  # the time-out is that of the attempt: it runs from the start of the main node on
+        if main.started_at is not None:
+            if self.records[leaf.name].state is JobState.STARTING:
+                self._update({leaf.name: job_states.running_record(self.records[leaf.name], main.started_at)})
+            # The wall clock tells how long it ran before this engine first saw it.
             ran_s = self._waited_s(folders[0] / "run", max(0.0, self.clock() - main.started_at))
-        for node, cause in self._late(leaf, folders, views, step, by, ran_s):
-            self.nodes.kill(folders[node], cause)
-        for node in step.start:
-            environment = node_environment(
-                os.environ, self.plan, leaf, leaf_id, attempt, node, _address(), round_=self.rounds[leaf.name]
-            )
-            command, left_s = local_command(leaf.spec.command), max(0.0, leaf.spec.timeout_s - ran_s)
-            self.nodes.start(folders[node], command, environment, left_s)
-        if step.is_over and main.end is not None:
+        is_stopping = main.phase is Phase.ENDED or bool(cancelled) or self.stop.is_set()
+        by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
+        to_end_s = self.grace_s + MARGIN_S
+        is_late = main.phase is Phase.RUNNING and ran_s > leaf.spec.timeout_s + to_end_s
+        for node, (folder, phase) in enumerate(zip(folders, [view.phase for view in views], strict=True)):
+            if phase is Phase.ABSENT and is_stopping:
+                self.nodes.exclude(folder)
+            elif phase is Phase.ABSENT and (node == 0 or main.phase is Phase.RUNNING):
+                environment = node_environment(
+                    os.environ, self.plan, leaf, leaf_id, attempt, node, _address(), round_=self.rounds[leaf.name]
+                )
+                command, left_s = local_command(leaf.spec.command), max(0.0, leaf.spec.timeout_s - ran_s)
+                self.nodes.start(folder, command, environment, left_s)
+            elif phase in (Phase.STARTING, Phase.RUNNING):
+                if is_stopping:
+                    self.nodes.stop(folder, by)
+                if is_late:
+                    self.nodes.kill(folder, "timeout")
+                elif is_stopping and self._waited_s(folder / "stop") > to_end_s:
+                    self.nodes.kill(folder, by)
+                elif node == 0 and phase is Phase.STARTING and self._waited_s(folder / "start") > START_PATIENCE_S:
+                    self.nodes.kill(folder, "")
+        if main.end is not None and all(view.phase is Phase.ENDED for view in views):
             end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
             at = self.clock() if main.end.at is None else main.end.at
             record = job_states.record_after_attempt(self.records[leaf.name], leaf.spec.retry, end, at)
             self._update({leaf.name: record})
 
-    def _late(
-        self, leaf: Leaf, folders: Sequence[Path], views: Sequence[NodeView], step: Step, by: Signal, ran_s: float
-    ) -> Iterator[tuple[int, StoppedBy]]:
-        """Nodes that their keepers should have ended by now, and why: a keeper may be suspended, or hang."""
-        main, to_end_s = views[0], self.grace_s + MARGIN_S
-        if main.phase is Phase.RUNNING and ran_s > leaf.spec.timeout_s + to_end_s:
-            yield from ((node, "timeout") for node, view in enumerate(views) if view.phase in ALIVE)
-        if main.phase is Phase.STARTING and self._waited_s(folders[0] / "start") > START_PATIENCE_S:
-            yield 0, ""
-        yield from ((node, by) for node in step.stop if self._waited_s(folders[node] / "stop") > to_end_s)
-
     def _waited_s(self, what: Path, before_s: float = 0.0) -> float:
-        """Since the first call for `what`, and `before_s` of that call."""
+        """Return the time since the first call for `what`, and `before_s` of that call."""
         now = self.monotonic()
         return now - self._since.setdefault(what, now - before_s)
 
@@ -303,7 +269,7 @@ class Engine:
 
 @cache
 def _address() -> str:
-    """Of this machine; all nodes are here."""
+    """Return the address of this machine; all nodes are here."""
     try:
         return own_address()
     except ConfigError:  # no network but the loopback

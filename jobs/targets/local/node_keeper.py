@@ -38,18 +38,17 @@ def main(argv: list[str]) -> int:
     told = list[str]()
     pause = _pauses_that_signals_end(told)
     lock = _when_there_is_room(lambda: take(folder, os.getpid()), pause, told)
-    if lock is None:
-        return 0
-    end = keep(command, timeout_s, grace_s, told, pause)
-    _when_there_is_room(lambda: publish_end(folder, end), pause, [])
-    os.close(lock)
+    if lock is not None:
+        end = keep(command, timeout_s, grace_s, told, pause)
+        _when_there_is_room(lambda: publish_end(folder, end), pause, [])
+        os.close(lock)
     return 0
 
 
 def keep(
     command: list[str], timeout_s: float, grace_s: float, told: list[str], pause: Callable[[float], None]
 ) -> dict[str, object]:
-    """Run the command to its end and kill what it left. What ended.json says: see nodes.NodeEnd."""
+    """Run the command to its end and kill what it left; return the content of ended.json (nodes.NodeEnd)."""
     deadline, kill_at, stopped_by = time.monotonic() + timeout_s, float("inf"), ""
     is_ours, kills = os.environ[MARK].__eq__, kills_for_memory(OF_MACHINE) or 0
     try:
@@ -79,7 +78,7 @@ def keep(
 
 
 def take(folder: str, pid: int) -> int | None:
-    """Create started.json, locked from its first moment; the descriptor that holds the lock, None when it exists."""
+    """Create started.json, locked from its first moment; return the descriptor of the lock, None if it exists."""
     descriptor, temp = _written(folder, {"pid": pid, "at": time.time()})
     try:
         os.link(temp, os.path.join(folder, STARTED))
@@ -102,7 +101,7 @@ def publish_end(folder: str, end: dict[str, object]) -> bool:
 
 
 def _written(folder: str, content: dict[str, object]) -> tuple[int, str]:
-    """A new file in the folder, locked and flushed; its descriptor and path."""
+    """Write a new file into the folder, locked and flushed; return its descriptor and path."""
     temp = os.path.join(folder, f".trnpipe-tmp-{os.getpid()}")
     descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -123,7 +122,7 @@ def _flush(folder: str) -> None:
 
 
 def _when_there_is_room(write: Callable[[], int | None], pause: Callable[[float], None], told: list[str]) -> int | None:
-    """Try until the disk is not full; None when told to stop before that."""
+    """Retry while the disk is full; return None when told to stop before that."""
     while not told:
         try:
             return write()
@@ -135,7 +134,7 @@ def _when_there_is_room(write: Callable[[], int | None], pause: Callable[[float]
 
 
 def _pauses_that_signals_end(told: list[str]) -> Callable[[float], None]:
-    """A sleep that any signal ends; SIGTERM and SIGINT are noted by name."""
+    """Return a sleep that any signal ends. SIGTERM and SIGINT are noted by name in `told`."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)

@@ -44,8 +44,7 @@ Signal = Literal["SIGTERM", "SIGINT"]
 
 class Phase(StrEnum):
     ABSENT = "absent"
-    STARTING = "starting"
-    """Under way, its command has not begun."""
+    STARTING = "starting"  # its command has not begun
     RUNNING = "running"
     ENDED = "ended"
 
@@ -56,16 +55,17 @@ StoppedBy = Literal["", "timeout", "SIGTERM", "SIGINT"]
 
 @dataclass(frozen=True)
 class NodeEnd:
-    """How the command of one node ended. `at`: seconds since 1970; None: nobody knows."""
+    """How the command of one node ended. `at`: seconds since 1970, None if unknown. `lost`: its keeper died.
+
+    `error`: why it could not be started.
+    """
 
     at: float | None = None
     exit_code: int | None = None
     stopped_by: StoppedBy = ""
     out_of_memory: bool = False
     lost: bool = False
-    """Its keeper died, so nobody knows."""
     error: str = ""
-    """Why it could not be started."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class _Started:
     at: float
 
 
-_STARTED = TypeAdapter(_Started)
-_END = TypeAdapter(NodeEnd)
-_KILLED_BY = TypeAdapter(StoppedBy)
+_STARTED, _END = TypeAdapter(_Started), TypeAdapter(NodeEnd)
+_KILLED_BY: TypeAdapter[StoppedBy] = TypeAdapter(StoppedBy)
+_STATE, _REASONS = TypeAdapter(tuple[JobRecord, ...]), TypeAdapter(dict[str, str])
 KILLED = "killed.json"
 _NEVER = 0  # the process id of a node that was excluded
 
@@ -96,7 +96,7 @@ class Processes:
     _own: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, folder: Path, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> None:
-        """`timeout_s`: from the start of the command."""
+        """Start a keeper. `timeout_s`: from the start of the command."""
         make_dirs(folder)
         with (folder / "log.txt").open("ab") as log:
             self._own[folder] = subprocess.Popen(  # noqa: S603 - a list, no shell
@@ -134,8 +134,8 @@ class Processes:
         return NodeView(Phase.ENDED, started.at, lost)
 
     def stop(self, folder: Path, by: Signal) -> None:
-        """Tell the keeper to end its command. A second Ctrl-C ends engine and keepers at once: the reason is written
-        first, for an engine that finds the node lost."""
+        """Tell the keeper to end its command. The reason is written first: a second Ctrl-C ends engine and keepers at
+        once, and the next engine finds the node lost."""
         started = _read(folder / node_keeper.STARTED, _STARTED)
         own = self._own.get(folder)
         with suppress(ProcessLookupError):  # ended meanwhile
@@ -152,6 +152,7 @@ class Processes:
         kill_marked(node_keeper.MARK, _mark(folder).__eq__)
 
     def exclude(self, folder: Path) -> None:
+        """Keep a node that has not started from ever starting."""
         make_dirs(folder)
         lock = node_keeper.take(str(folder), _NEVER)
         if lock is not None:
@@ -159,30 +160,29 @@ class Processes:
 
 
 def end_leftovers(attempts: Mapping[str, int]) -> int:
-    """Kill what is left of attempts; how many processes. `attempts`: the last that is over, by id of leaf."""
+    """Kill what is left of attempts; return how many processes. `attempts`: the last that is over, by id of leaf."""
+    over = {leaf_id.replace(":", "_"): number for leaf_id, number in attempts.items()}
 
     def is_over(mark: str) -> bool:
-        leaf, _, rest = mark.partition("/")
-        attempt = rest.partition("/")[0]
+        leaf, attempt, *_ = *mark.split("/"), ""
         return leaf in over and attempt.isdecimal() and int(attempt) <= over[leaf]
 
-    over = {leaf_id.replace(":", "_"): number for leaf_id, number in attempts.items()}
     return kill_marked(node_keeper.MARK, is_over)[0]
 
 
 def _note_reason(folder: Path, by: StoppedBy) -> None:
-    """The first one stays."""
+    """Write down why a node is ended; the first reason stays."""
     if not (folder / KILLED).exists():
         write_bytes_atomic(folder / KILLED, _KILLED_BY.dump_json(by))
 
 
 def _mark(folder: Path) -> str:
-    """The id of the job, the attempt and the node: the same whatever the path to the workspace."""
+    """Return id of the job, attempt and node: the same whatever the path to the workspace."""
     return "/".join(folder.parts[-3:])
 
 
 def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
-    """None when there is no such file."""
+    """Return None when there is no such file."""
     try:
         return adapter.validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -195,11 +195,9 @@ def _read(path: Path, adapter: TypeAdapter[T]) -> T | None:
         ) from error
 
 
-# The environment of a node; what this process inherited of jobs and ranks is left out.
-
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those the kernel hands out to clients
-# Ours, of a job around this one, and of torchrun.
+# Inherited variables of a job around this one and of torchrun, which a node does not see.
 LEFT_OUT = ("TRNPIPE_", "TRNJOBS_", "AWS_BATCH_", "TORCHELASTIC_")
 LEFT_OUT_NAMES = frozenset(
     [f"{of}{what}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")]
@@ -219,7 +217,10 @@ def node_environment(
     *,
     round_: int = 1,
 ) -> dict[str, str]:
-    """`base`: of this process. `leaf_id`: of an array's child `id:index`. `address`: of the main node."""
+    """Return the environment of a node. `base`: of this process. `leaf_id`: of a child of an array `id:index`.
+
+    `address`: of the main node.
+    """
     spec = leaf.spec
     environment = {
         name: value for name, value in base.items() if not name.startswith(LEFT_OUT) and name not in LEFT_OUT_NAMES
@@ -231,11 +232,8 @@ def node_environment(
     if leaf.index is not None:
         environment[ARRAY_INDEX] = str(leaf.index)
     if spec.num_nodes:
-        environment |= {
-            NUM_NODES: str(spec.num_nodes),
-            NODE: str(node),
-            "MASTER_PORT": str(group_port(leaf_id, attempt)),
-        }
+        port = str(group_port(leaf_id, attempt))
+        environment |= {NUM_NODES: str(spec.num_nodes), NODE: str(node), "MASTER_PORT": port}
         if address == LOOPBACK:  # the main node would look in vain for another one of its own
             environment["MASTER_ADDR"] = address
         if node:
@@ -244,29 +242,23 @@ def node_environment(
 
 
 def group_port(leaf_id: str, attempt: int) -> int:
-    """The port at which the nodes of one attempt meet (and the one after it): an even number, the same whoever asks.
+    """Return the even port at which the nodes of one attempt meet; they also use the next one.
 
-    Other node groups of this machine, and what an earlier attempt left, use others.
+    It differs from that of other node groups of this machine and of earlier attempts.
     """
     digest = hashlib.sha256(f"{leaf_id}/{attempt}".encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % (NUM_PORTS // 2) * 2
 
 
 def local_command(words: Sequence[str]) -> list[str]:
-    """Our own commands run with this interpreter, whatever is on the path."""
+    """Run our own commands with this interpreter, whatever is on the path."""
     module = _MODULES.get(words[0])
     return [sys.executable, "-m", module, *words[1:]] if module else list(words)
 
 
-# What the engine keeps on disk.
-
-_STATE = TypeAdapter(tuple[JobRecord, ...])
-_REASONS = TypeAdapter(dict[str, str])
-
-
 @dataclass(frozen=True)
 class LocalFiles:
-    """`workspace`: log streams within it are named relative to it."""
+    """What the engine keeps on disk. `workspace`: log streams within it are named relative to it."""
 
     folder: Path
     workspace: Path | None = None
@@ -276,28 +268,26 @@ class LocalFiles:
         return self.folder / "engine.lock"
 
     def touch(self) -> None:
-        """Show that the engine lives, by the time of its lock."""
+        """Set the time of the lock, which shows that the engine lives."""
         with suppress(OSError):  # the jobs go on with a full disk
             os.utime(self.engine_lock)
 
     def state(self, round_: int) -> tuple[JobRecord, ...]:
-        """Empty before anything was written."""
         return _read(self.folder / f"round-{round_}" / "state.json", _STATE) or ()
 
     def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
-        """OSError passes through: the state is as it was."""
         write_bytes_atomic(self.folder / f"round-{round_}" / "state.json", _STATE.dump_json(records, indent=1))
 
     def cancelled(self) -> dict[str, str]:
         return _read(self.folder / "cancel.json", _REASONS) or {}
 
     def cancel(self, ids: list[str], reason: str) -> None:
-        """Ask whoever runs these jobs to end them. The first reason stays."""
+        """Ask the engine of these jobs to end them. The first reason stays."""
         asked = dict.fromkeys(ids, reason) | self.cancelled()
         write_bytes_atomic(self.folder / "cancel.json", _REASONS.dump_json(asked))
 
     def node(self, leaf_id: str, attempt: int, node: int) -> Path:
-        """Of one node of one try (from 1)."""
+        """Return the folder of one node of one attempt, from 1."""
         return self.folder / "attempts" / leaf_id.replace(":", "_") / str(attempt) / f"node-{node}"
 
     def log_stream(self, leaf_id: str, attempt: int, node: int) -> str:
@@ -306,7 +296,7 @@ class LocalFiles:
 
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
-    """In a local workspace beside the jobs of the cycle; else in a scratch folder, which workspaces may share."""
+    """Return those of a cycle: in a local workspace beside its jobs, else in a scratch folder that workspaces share."""
     workspace = storage.local_path("")
     if workspace is not None:
         return LocalFiles(workspace / "cycles" / cycle / "jobs" / "local", workspace)
@@ -314,7 +304,7 @@ def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock of a file; False when there is none."""
+    """Return whether a living process holds the lock of a file; False when there is no file."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -13,7 +13,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
 from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
-from jobs.targets.base import Target, job_id_of, latest_records, log_stream, no_log
+from jobs.targets.base import Target, latest_records, log_stream, no_log
 from jobs.targets.local.engine import Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
 from pipeline.core.errors import ConfigError
@@ -26,7 +26,7 @@ MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
 
 
 def this_machine() -> Slots:
-    """All of it, one node group at a time."""
+    """Return all its resources, for one node group at a time."""
     return Slots(vcpus=psutil.cpu_count() or 1, memory_mib=psutil.virtual_memory().total // 2**20, groups=1)
 
 
@@ -34,8 +34,7 @@ def this_machine() -> Slots:
 class LocalTarget(Target):
     """`machine`: what the jobs may use at once. `scratch`: for a workspace elsewhere.
 
-    Stopped, it ends what runs, which takes up to `grace_s` and a moment: whoever sets `stop` at a signal must not end
-    this process before.
+    When `stop` is set it ends what runs, for which this process must live `grace_s` and a moment longer.
     """
 
     name = "local"
@@ -62,15 +61,13 @@ class LocalTarget(Target):
             check_fits(unfinished, self.machine)
             done = self.store.submitted(round_)
             new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
-            for earlier in (one for one in self.store.rounds() if one < round_):
-                ids = {one.id for name, one in self.store.submitted(earlier).items() if name in new}
-                for record in self.files.state(earlier):  # what may still run must not run twice
-                    if job_id_of(record) in ids and not record.state.is_final:
-                        raise ConfigError(
-                            f"{record.name} is {record.state} in round {earlier}",
-                            expected="a job that has ended",
-                            next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
-                        )
+            for name, record in known.records.items():  # what may still run must not run twice
+                if name.partition(":")[0] in new and not record.state.is_final:
+                    raise ConfigError(
+                        f"{name} is {record.state} in round {known.rounds[name]}",
+                        expected="a job that has ended",
+                        next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
+                    )
             for name in new:
                 submission = Submission(job=name, id=self.new_id(), submitted_at=self.store.clock())
                 self.store.save_submission(round_, submission)
@@ -81,7 +78,7 @@ class LocalTarget(Target):
         return known.by_job(plan, known.records)
 
     def under_way(self, records: Sequence[JobRecord]) -> str:
-        """Jobs that no process runs can be ended here, those of an interrupted submission too."""
+        """Return why not; jobs of an interrupted submission, which no process runs, can be ended here."""
         if is_locked(self.files.engine_lock):
             return "another process runs its jobs"
         unseen = self.files.workspace is None and self.store.rounds() and not self._saved()
@@ -96,15 +93,14 @@ class LocalTarget(Target):
                     expected="a script on this machine",
                     next_command="run the same command in the folder of the script, or name it by its whole path",
                 )
-            if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):
+            if any(len(word.encode()) >= MAX_WORD_BYTES for word in job.command):  # no process can be started with it
+                seen = f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long"
                 raise ConfigError(
-                    f"{job.name}: a command argument is {max(map(len, job.command)):,} characters long",
-                    expected=f"less than {MAX_WORD_BYTES:,} bytes, which is what the kernel takes",
-                    next_command="put it into a file",
+                    seen, expected=f"less than {MAX_WORD_BYTES:,} bytes", next_command="put it into a file"
                 )
 
     def interrupted_at(self) -> float | None:
-        """By the lock of the engine, which the kernel frees when it dies, and the time at which it last touched it."""
+        """Return the time of the engine's lock, if the kernel has freed it: the engine has died."""
         lock = self.files.engine_lock
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
@@ -117,15 +113,13 @@ class LocalTarget(Target):
             yield from (line.rstrip("\n") for line in lines)
 
     def cancel(self, plan: Plan, reason: str) -> None:
-        """Returns when all is final: the engine that runs does it, or this process in its place."""
-        ids = [record.id for record in self.records(plan) if not record.state.is_final]
-        if not ids:
-            return
-        make_dirs(self.files.folder)
-        with os_errors("writing", str(self.files.folder)):
-            self.files.cancel(ids, reason)
-        with self._only_engine():
-            self._run(plan)
+        """Return when all is final: the running engine ends the jobs, or this process in its place."""
+        if ids := [record.id for record in self.records(plan) if not record.state.is_final]:
+            make_dirs(self.files.folder)
+            with os_errors("writing", str(self.files.folder)):
+                self.files.cancel(ids, reason)
+            with self._only_engine():
+                self._run(plan)
 
     def _run(self, plan: Plan) -> None:
         # What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones.
@@ -150,12 +144,12 @@ class LocalTarget(Target):
         ).run()
 
     def _saved(self) -> list[JobRecord]:
-        """Of all leaves in all rounds."""
+        """Return the records of all leaves in all rounds."""
         return [record for round_ in self.store.rounds() for record in self.files.state(round_)]
 
     @contextmanager
     def _only_engine(self) -> Iterator[None]:
-        """Wait for the engine of this cycle, if there is one; its lock dies with it."""
+        """Hold the lock of the cycle's engine, once any other engine has ended."""
         lock = self.files.engine_lock
         make_dirs(lock.parent)
         if is_locked(lock):

@@ -18,8 +18,6 @@ from jobs.targets.base import seconds_of
 from pipeline.core.errors import EXIT_BUG, Preempted
 
 Detail = Mapping[str, Any]
-"""One training job as SageMaker describes it."""
-
 _BEFORE_THE_CODE = frozenset(
     {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading", "DownloadingTrainingImage"}
 )
@@ -53,7 +51,7 @@ class Seen:
 
 
 def host_prefixes(training_job: str, num_nodes: int) -> tuple[str, ...]:
-    """By node: hosts are numbered from 1, and nodes follow the order of their names as text (jobs/node/sagemaker.py).
+    """Return one by node: hosts are numbered from 1, and nodes follow the order of their names as text.
 
     Source: SageMaker developer guide, log groups and streams: `<training job>/algo-<number>-<seconds>`.
     """
@@ -61,7 +59,7 @@ def host_prefixes(training_job: str, num_nodes: int) -> tuple[str, ...]:
 
 
 def seen_of(detail: Detail, streams: tuple[str, ...] = ()) -> Seen:
-    """Times are seconds since 1970."""
+    """Read a training job; times are seconds since 1970."""
     status, secondary = str(detail["TrainingJobStatus"]), str(detail.get("SecondaryStatus", ""))
     is_over = status in ("Completed", "Failed", "Stopped")
     started = _seconds(detail.get("TrainingStartTime"))
@@ -79,23 +77,22 @@ def seen_of(detail: Detail, streams: tuple[str, ...] = ()) -> Seen:
 
 
 def end_of(status: str, secondary: str, failure: str) -> AttemptEnd:
-    words = " ".join(failure.split())[:MAX_WORDS]
+    """Return the end of a training job in the words of our records."""
     if status == "Completed":
         return AttemptEnd(0, EXITED)
-    if status == "Stopped":
-        if secondary == "MaxRuntimeExceeded":
-            return AttemptEnd(Preempted.exit_code, TIMED_OUT)
-        if secondary == "MaxWaitTimeExceeded":
-            return AttemptEnd(
-                None, TASK_NOT_STARTED, "no capacity within the time to wait for it (MaxWaitTimeExceeded)"
-            )
-        return AttemptEnd(Preempted.exit_code, EXITED, "stopped from outside")
-    return failure_end(failure, words)
+    if status != "Stopped":
+        return failure_end(failure)
+    if secondary == "MaxRuntimeExceeded":
+        return AttemptEnd(Preempted.exit_code, TIMED_OUT)
+    if secondary == "MaxWaitTimeExceeded":
+        return AttemptEnd(None, TASK_NOT_STARTED, "no capacity within the time to wait for it (MaxWaitTimeExceeded)")
+    return AttemptEnd(Preempted.exit_code, EXITED, "stopped from outside")
 
 
-def failure_end(failure: str, words: str) -> AttemptEnd:
-    """From the failure reason of SageMaker. The exit code of the entry begins its failure file; without the file there
-    is the one that docker saw, at the end."""
+def failure_end(failure: str) -> AttemptEnd:
+    """Read SageMaker's failure reason. The exit code of the entry begins its failure file; without the file there is
+    the one that docker saw, at the end."""
+    words = " ".join(failure.split())[:MAX_WORDS]
     if found := _OUR_CODE.match(failure) or _DOCKERS_CODE.search(failure):
         return AttemptEnd(int(found[1]), EXITED, words)
     if failure.startswith("InternalServerError"):
@@ -112,7 +109,7 @@ def _seconds(at: datetime | float | None) -> float | None:
 
 
 def tries_of(detail: Detail) -> list[Detail]:
-    """Of a service job, in order. A training job that found no capacity is none: Batch drops it and waits again."""
+    """Return those of a service job. A training job without capacity is none: Batch drops it and waits again."""
     told, status = [*detail.get("attempts", ())], str(detail["status"])
     latest = detail.get("latestAttempt", {})
     own = training_job_of(latest)
@@ -123,12 +120,12 @@ def tries_of(detail: Detail) -> list[Detail]:
 
 
 def training_job_of(attempt: Detail) -> str:
-    """From the end of its ARN, which may be in small letters; empty while it has none."""
+    """Return its name, from the ARN, which may be in small letters; empty while it has none."""
     return str(attempt.get("serviceResourceId", {}).get("value", "")).rpartition("/")[2]
 
 
 def queued(detail: Detail) -> Seen:
-    """A service job between two tries, before the first, or one that ended without any."""
+    """Read a service job between two tries, before the first, or one that ended without any."""
     reason = str(detail.get("statusReason") or "")
     if detail["status"] in _OVER:
         why = reason.removeprefix(RECEIVED) or "ended before it had a machine"
@@ -138,8 +135,7 @@ def queued(detail: Detail) -> Seen:
 
 
 def seen_of_try(service_job: Detail, number: int, training: Detail | None, *, num_nodes: int) -> Seen:
-    """`number`: of the try, from 1. `training`: its training job, as SageMaker describes it; None where it does not
-    (yet, or no more)."""
+    """Read one try, from 1. `training`: its training job, None if SageMaker does not describe it (yet, or no more)."""
     told, status = tries_of(service_job), str(service_job["status"])
     one, is_last = told[number - 1], number == len(told)
     name = str(training["TrainingJobName"]) if training else training_job_of(one)
@@ -156,6 +152,6 @@ def seen_of_try(service_job: Detail, number: int, training: Detail | None, *, nu
     elif is_batchs and end and end.exit_code != 0:  # Batch has ended it
         end = AttemptEnd(end.exit_code, reason, end.reason)
     elif end is None:
-        end = AttemptEnd(None, said) if is_batchs else failure_end(said, said)
+        end = AttemptEnd(None, said) if is_batchs else failure_end(said)
     ended_at = seen.ended_at if seen.end else seconds_of(one.get("stoppedAt"))
     return replace(seen, end=end, ended_at=ended_at, note="", again=not (is_last and status in _OVER))

@@ -80,7 +80,7 @@ def _dashed(text: str) -> str:
 def training_job_request(
     cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | None, starts: str = "", round_: int = 1
 ) -> Request:
-    """CreateTrainingJob. `attempt`: from 1; None: the nodes count it. `starts`: where they count."""
+    """Return CreateTrainingJob. `attempt`: from 1; None: the nodes count it. `starts`: where they count."""
     plan, job, where = cycle.plan, leaf.spec, sagemaker_placement_of(cycle.plan, leaf.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
@@ -121,21 +121,17 @@ def training_job_request(
 
 
 def direct_request(cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Request:
-    """CreateTrainingJob of one attempt. With Spot capacity SageMaker starts it again by itself."""
+    """Return CreateTrainingJob of one attempt. With Spot capacity SageMaker starts it again by itself."""
     starts = cycle.leaf_id(leaf, round_) if sagemaker_placement_of(cycle.plan, leaf.spec).spot_wait_s else ""
     name = cycle.training_job(leaf, round_, attempt)
     return training_job_request(cycle, leaf, name=name, attempt=attempt, starts=starts, round_=round_)
 
 
 def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
-    """SubmitServiceJob. The same token for the same job: Batch makes it once.
-
-    The time limit of an attempt is in the payload, and so SageMaker's, as without a queue.
-    """
+    """Return SubmitServiceJob. The same token for the same job: Batch makes it once."""
     plan, job, name = cycle.plan, leaf.spec, cycle.leaf_id(leaf, round_)
     of_batch = placement_of(plan, job)
-    # What Batch makes names of training jobs of: it needs 40 of their characters for itself.
-    payload_name = _name([job.name], [name], MAX_PAYLOAD_NAME)
+    payload_name = _name([job.name], [name], MAX_PAYLOAD_NAME)  # Batch adds 40 characters for each training job
     payload = training_job_request(cycle, leaf, name=payload_name, attempt=None, starts=name, round_=round_)
     return {
         "jobName": name,
@@ -162,7 +158,7 @@ def sagemaker_requests(plan: Plan) -> list[Request]:
 
 
 def retry_rules(retry: Retry) -> list[Request]:
-    """The first that matches decides; without a match Batch would try again, so the last matches everything."""
+    """Return the rules; the first match decides. Without one Batch would try again, so the last matches everything."""
     causes = [*(f"AlgorithmError: exit {code} " for code in retry.exit_codes), "InternalServerError", "CapacityError"]
     again = [{"action": "RETRY", "onStatusReason": f"{RECEIVED}{cause}*"} for cause in causes]
     return [*again, {"action": "EXIT", "onStatusReason": "*"}]
@@ -172,11 +168,8 @@ def tags(plan: Plan, leaf: Leaf) -> dict[str, str]:
     return {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": leaf.name}
 
 
-# What would be refused, or taken and never run.
-
-
 def check_plan(plan: Plan) -> None:
-    """Raises ConfigError with every problem of every job."""
+    """Raises ConfigError with everything that would be refused, or taken and never run."""
     problems = (
         f"{job.name}: {one}" for job in plan.jobs for one in [*_job_problems(plan, job)] or _request_problems(plan, job)
     )
@@ -184,7 +177,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
-    """Machine, workspace, role, shape, command and environment."""
+    """Check machine, workspace, role, shape, command and environment."""
     where, machine = sagemaker_placement_of(plan, job), ml_machine(job.resources)
     if not machine:
         yield f"{job.resources.vcpus} vCPU and {job.resources.memory_mib:,} MiB a node; expected an instance (jobs.*)"
@@ -199,11 +192,8 @@ def _job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
     if bool(where.subnets) != bool(where.security_groups):
         yield "subnets or security groups alone; expected both (jobs.sagemaker), or neither"
     if len(job.command) > MAX_WORDS or any(len(word) > MAX_WORD or "\n" in word for word in job.command):
-        longest = max(map(len, job.command))
-        yield (
-            f"a command of {len(job.command)} words, the longest of {longest:,} characters; expected at most"
-            f" {MAX_WORDS} of {MAX_WORD}, each on one line"
-        )
+        seen = f"a command of {len(job.command)} words, the longest of {max(map(len, job.command)):,} characters"
+        yield f"{seen}; expected at most {MAX_WORDS} of {MAX_WORD}, each on one line"
     for name, value in job.environment.items():
         if len(value) > MAX_VALUE:
             yield f"environment variable {name} of {len(value):,} characters; expected at most {MAX_VALUE}"

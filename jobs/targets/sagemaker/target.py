@@ -70,7 +70,7 @@ class SageMakerTarget(Target):
             self.stop.raise_if_set("following training jobs, which run on; trnjobs submit follows them again")
 
     def record_submissions(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
-        """From then on anybody may see these jobs through."""
+        """Put the jobs on record; from then on any process can follow them."""
         done, cycle = self.store.submitted(round_), self._cycle(plan)
         for job in plan.jobs:
             if job.name in jobs and job.name not in done:
@@ -78,7 +78,7 @@ class SageMakerTarget(Target):
                 self.store.save_submission(round_, one)
 
     def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
-        """Make what may start now and end what is to end; the records after it, which are saved."""
+        """Make what may start now and end what is to end; return and save the records after it."""
         known, cycle = self._known(plan), self._cycle(plan)
         first = self._look(cycle, known)
         made = dict(first.records)
@@ -103,12 +103,12 @@ class SageMakerTarget(Target):
         return known.by_job(plan, self._look(self._cycle(plan), known).records)
 
     def check(self, plan: Plan) -> None:
-        """Without a queue the account is not asked: SageMaker refuses a request that does not fit it."""
+        """Check the plan. Without a queue the account is not asked: SageMaker refuses what does not fit it."""
         check_plan(plan)
         self.queue.check(plan)
 
-    def check_blocked(self, records: Sequence[JobRecord], *, dwell_s: float) -> tuple[str, ...]:
-        """Quotas and capacity: both may come, so no job is ended for them."""
+    def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
+        """Return lines about quotas and capacity. Both may come, so no job is ended for them."""
         lines = []
         for leaf in (leaf for record in records for leaf in record.leaves()):
             if leaf.state is JobState.RUNNABLE and leaf.status_reason.startswith(QUOTA):
@@ -123,7 +123,7 @@ class SageMakerTarget(Target):
         return tuple(lines)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        """Lines of one try (from 1) on one node; where SageMaker started it again in place, of all its starts."""
+        """Yield the lines; where SageMaker started an attempt again in place, of all its starts."""
         prefix = log_stream(record, attempt, node)
         streams = self.logs_client.streams(LOG_GROUP, prefix) if prefix else []
         if not streams:
@@ -171,9 +171,9 @@ LAG_S = 600.0
 
 @dataclass(frozen=True)
 class Look:
-    """The records of all leaves as they are now, by name; which may be made, and which are to end, and why.
+    """The records of all leaves by name; which may be made, and which are to end, and why.
 
-    Of a leaf that is active and may be made, its last attempt has vanished.
+    An active leaf that may be made is one whose last attempt has vanished.
     """
 
     records: Mapping[str, JobRecord]
@@ -189,7 +189,7 @@ def looked(
     cancelled: Mapping[str, Cancel],
     at: float,
 ) -> Look:
-    """Ask for every attempt that may exist, until nothing new comes of it.
+    """Look at every attempt that may exist, until nothing new comes of it.
 
     `look` returns None for an attempt that does not exist. `cancelled`: by users, by name of leaf.
     """
@@ -200,7 +200,15 @@ def looked(
         for name, reason in job_states.unneeded_jobs(leaves, now).items():
             ends.setdefault(name, Cancel(reason=reason, at=ended_at))
         for leaf in leaves:
-            now[leaf.name] = _observed(leaf, now[leaf.name], look, ends.get(leaf.name), at)
+            record, cancel = now[leaf.name], ends.get(leaf.name)
+            number = attempt_of(record)
+            if number and (one := look(leaf, number)):
+                now[leaf.name] = observed_record(leaf, record, one, cancel, at)
+            elif number and cancel:
+                # Never made; or made and deleted. What was handed over to a queue may be listed late.
+                is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
+                if is_new or at - cancel.at > LAG_S:
+                    now[leaf.name] = job_states.failed_record(record, cancel.reason, at)
         failed = {leaf.spec.name for leaf in leaves if now[leaf.name].state.is_failure}
         waiting = [leaf for leaf in leaves if leaf.name in ends and now[leaf.name].state is JobState.PENDING]
         for leaf in waiting:
@@ -225,14 +233,14 @@ def looked(
 
 
 def attempt_of(record: JobRecord) -> int | None:
-    """The attempt that is under way, or may be made; None for a leaf that waits for others or has ended."""
+    """Return the attempt that is under way or may be made; None for a leaf that waits for others or has ended."""
     if record.state.is_active:
         return len(record.attempts)
     return len(record.attempts) + 1 if record.state is JobState.RUNNABLE else None
 
 
 def observed_record(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel | None, at: float) -> JobRecord:
-    """The record with what was seen of the attempt that is under way, or may be made."""
+    """Return the record with what was seen of the attempt that is under way, or may be made."""
     is_runnable = record.state is JobState.RUNNABLE
     if one.is_queued and is_runnable and one.end is not None:
         reason = cancelled.reason if cancelled else one.end.status_reason
@@ -252,22 +260,3 @@ def observed_record(leaf: Leaf, record: JobRecord, one: Seen, cancelled: Cancel 
         end = AttemptEnd(end.exit_code, cancelled.reason, end.reason)
     record = job_states.record_after_attempt(record, leaf.spec.retry, end, one.ended_at or at, again=one.again)
     return job_states.with_last_attempt(record, billable_s=one.billable_s)
-
-
-def _observed(
-    leaf: Leaf,
-    record: JobRecord,
-    look: Callable[[Leaf, int], Seen | None],
-    cancelled: Cancel | None,
-    at: float,
-) -> JobRecord:
-    number = attempt_of(record)
-    one = look(leaf, number) if number else None
-    if one is not None:
-        return observed_record(leaf, record, one, cancelled, at)
-    if number is None or cancelled is None:
-        return record
-    # Never made; or made and deleted. What was handed over to a queue may be listed late.
-    is_new = record.state is JobState.RUNNABLE and not record.status_reason.startswith(QUEUED)
-    is_gone = is_new or at - cancelled.at > LAG_S
-    return job_states.failed_record(record, cancelled.reason, at) if is_gone else record

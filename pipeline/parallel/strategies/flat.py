@@ -66,14 +66,14 @@ class FlatLayout:
         return sum(chunk.size for chunk in self.chunks)
 
     def pack(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        """Named tensors to flat ones, fp32 on CPU."""
+        """Turn named tensors into flat ones, fp32 on CPU."""
         return [
             torch.cat([_flatten(state[name].detach().to("cpu", torch.float32)) for name in chunk.names])
             for chunk in self.chunks
         ]
 
     def unpack(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Flat tensors to named views, differentiable: the gradient comes back as one concatenation a chunk."""
+        """Turn flat tensors into named views, differentiable: the gradient comes back as one concatenation a chunk."""
         named: dict[str, Tensor] = {}
         for chunk, flat in zip(self.chunks, flats, strict=True):
             views: tuple[Tensor, ...] = _Views.apply(flat, chunk.shapes)  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ Parameter = tuple[str, torch.Size]
 
 
 def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Parameter]]:
-    """Runs of at least `target` elements (the last one may be shorter), cut at multiples of ALIGNED elements only.
+    """Yield runs of `target` elements or more (the last may be shorter), cut at multiples of ALIGNED elements only.
 
     PyTorch's fused AdamW computes what is left over of a vector register with other instructions, and so other last
     bits (aten/src/ATen/native/cpu/FusedAdamKernel.cpp): a cut elsewhere would change them.
@@ -107,7 +107,7 @@ def _segments(group: Sequence[Parameter], target: int) -> Iterator[list[Paramete
 
 
 def _runs(segments: Iterable[list[Parameter]], limit: int) -> Iterator[list[list[Parameter]]]:
-    """Runs of whole segments of at most `limit` elements, or one."""
+    """Yield runs of whole segments of at most `limit` elements, or one."""
     run: list[list[Parameter]] = []
     for segment in segments:
         if run and sum(map(_size, run)) + _size(segment) > limit:
@@ -139,9 +139,9 @@ class _Views(torch.autograd.Function):
 
 
 def _is_transposed(shape: Sequence[int]) -> bool:
-    """A layer that widens, [out, in] with out > in, has its gradient computed 1.4x faster as [in, out] on XLA:CPU.
+    """Return whether a matrix lies transposed: a layer that widens, [out, in] with out > in.
 
-    Embedding tables are read by row and stay as they are.
+    Its gradient is computed 1.4x faster as [in, out] on XLA:CPU. Embedding tables are read by row and stay as they are.
     """
     return len(shape) == 2 and shape[1] < shape[0] <= _WIDEST * shape[1]
 
@@ -162,7 +162,7 @@ def flat_forward(
     backend: Backend,
     precision: Precision,
 ) -> RelevanceOutputs:
-    """Scores and embeddings of one batch on the device. `model` lends its structure, `flats` are the weights."""
+    """Compute scores and embeddings of one batch. `model` lends its structure, `flats` are the weights."""
     # Views of what is updated in place are replayed for every view; views of a copy, which XLA elides, are not.
     if precision == "bf16":
         flats = [flat.to(torch.bfloat16, copy=backend.is_lazy) for flat in flats]
@@ -175,7 +175,7 @@ def flat_forward(
 
 
 def structure(model: RelevanceModel, backend: Backend) -> RelevanceModel:
-    """The model itself, its parameters on the meta device. Buffers, which a module of a factory may have, are kept."""
+    """Return the model itself, its parameters on the meta device; buffers, which a factory's module may have, stay."""
     buffers = [
         (child, name, buffer.to(backend.device))
         for child in model.modules()
@@ -206,7 +206,7 @@ class FlatStrategy(Strategy):
         host_mean: HostMean,
         host_gather: HostGather = list,
     ) -> None:
-        """Takes the model over. `chunk_mib`, `has_one_rate`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
+        """Take the model over. `chunk_mib`, `has_one_rate`: see FlatLayout; `host_*`: over ranks, of CPU tensors.
 
         `recompute`: of the encoder's layers only the inputs are kept for backward.
         """
@@ -229,7 +229,7 @@ class FlatStrategy(Strategy):
             self.model.encoder.run_layer = partial(recomputed, backend)
 
     def _placed(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(weights, masters) on the device."""
+        """Return (weights, masters) on the device."""
         masters = [flat.to(self.backend.device).requires_grad_() for flat in flats]
         return masters, masters
 
@@ -239,7 +239,7 @@ class FlatStrategy(Strategy):
         )
 
     def gradient(self, loss: Tensor, *, is_last: bool) -> list[Tensor]:
-        """By weight, in the form that is reduced: anything later is a graph more."""
+        """Return that of each weight, in the form that is reduced: anything later is a graph more."""
         del is_last
         with torch.autograd.set_multithreading_enabled(False):  # the engine's thread keeps gradients a little longer
             return list(torch.autograd.grad(loss, self.weights, materialize_grads=True))
@@ -248,7 +248,7 @@ class FlatStrategy(Strategy):
         return self.backend.gather(tensors, self._host_gather) if self.world_size > 1 else tensors
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Mean over ranks, in place, of a gradient by master and the loss after it.
+        """Take means over ranks, in place, of a gradient by master and the loss after it.
 
         In the graph it is one collective for each vector, the loss with the last; through the host one for all.
         """
@@ -264,7 +264,7 @@ class FlatStrategy(Strategy):
         return torch.sqrt(self.layout.sum_of_squares(grads, traced=self.backend.is_lazy))
 
     def publish(self) -> None:
-        """The weights are the masters."""
+        """Do nothing: the weights are the masters."""
 
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copy with one synchronisation."""
@@ -287,12 +287,12 @@ class FlatStrategy(Strategy):
         return list(zip(self.weights, flats, strict=True))
 
     def _held(self, name: str, whole: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What this rank's `tensors` hold of a vector of a checkpoint. Raises CheckpointError for another size."""
+        """Return what `tensors` hold of a vector of a checkpoint. Raises CheckpointError for another size."""
         return split_saved(name, whole, [tensor.numel() for tensor in tensors])
 
 
 def split_saved(name: str, whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """A vector of a checkpoint in parts. Raises CheckpointError for another size."""
+    """Split a vector of a checkpoint. Raises CheckpointError for another size."""
     if list(whole.shape) != [sum(sizes)]:
         raise CheckpointError(f"{name} has {list(whole.shape)} elements", expected=f"[{sum(sizes)}] for this model")
     return torch.split(whole, list(sizes))

@@ -46,12 +46,12 @@ class Bucket:
         return self.stop - self.start
 
     def cut(self, flat: Tensor, ranks: RankGroup) -> Tensor:
-        """This rank's slice of its elements."""
+        """Return this rank's slice of its elements."""
         return F.pad(flat, (0, self.padding)).view(ranks.size, -1)[ranks.index].clone()
 
 
 def buckets_of(layout: FlatLayout, shards: int, largest_bytes: int) -> tuple[Bucket, ...]:
-    """As few as can be of each chunk, in order, none larger in fp32 and with its padding."""
+    """Cut each chunk, in order, into as few as can be, none larger in fp32 and with its padding."""
     unit = ALIGNED * shards
     limit = max(1, largest_bytes // 4 // unit) * unit
     found = []
@@ -81,7 +81,7 @@ class Zero1Strategy(FlatStrategy):
         host_gather: HostGather = list,
         largest_bytes: int = 0,
     ) -> None:
-        """Takes the model over. `replicas`: the ranks with the same slices. `largest_bytes`: of a bucket; 0: by
+        """Take the model over. `replicas`: the ranks with the same slices. `largest_bytes`: of a bucket; 0: by
         precision.
         """
         self._shards, self._replicas = shards, replicas
@@ -104,19 +104,19 @@ class Zero1Strategy(FlatStrategy):
         )
 
     def _placed(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Slices are cut on the host: in a graph the place of a slice would make it another one on every rank."""
+        """Cut slices on the host: in a graph the place of a slice would make it another one on every rank."""
         self.buckets = buckets_of(self.layout, self._shards.size, self._largest_bytes)
         self.parts = [self.layout.chunks[bucket.chunk] for bucket in self.buckets]
         weights = [flat.to(self._copied_as).to(self.backend.device).requires_grad_() for flat in flats]
         return weights, [slice_.to(self.backend.device) for slice_ in self._slices(flats)]
 
     def _slices(self, flats: Sequence[Tensor]) -> Iterator[Tensor]:
-        """This rank's of whole chunks, by master."""
+        """Yield this rank's of whole chunks, by master."""
         for one in self.buckets:
             yield one.cut(flats[one.chunk][one.start : one.stop], self._shards)
 
     def _joined(self, wholes: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Chunks, of padded buckets."""
+        """Join padded buckets to chunks."""
         pairs = zip(self.buckets, wholes, strict=True)
         for index in range(len(self.layout.chunks)):
             count = sum(bucket.chunk == index for bucket in self.buckets)
@@ -127,7 +127,7 @@ class Zero1Strategy(FlatStrategy):
         return [grad.float() for grad in super().gradient(loss, is_last=is_last)]
 
     def reduce(self, sums: list[Tensor]) -> list[Tensor]:
-        """Mean over ranks: this rank's slices of the gradient, by master, and the loss.
+        """Return means over ranks: this rank's slices of the gradient, by master, and the loss.
 
         One reduce-scatter a bucket over shards, then one all-reduce of its slice over replicas, where there are any.
         """
@@ -142,7 +142,7 @@ class Zero1Strategy(FlatStrategy):
             return [*slices, self.backend.all_reduce(loss, self._shards)]
 
     def norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """From the sums of squares of all slices."""
+        """Return the norm from the sums of squares of all slices."""
         slices = self.backend.to_host(grads) if self._through_host else grads
         square = torch.stack([(part * part).sum() for part in slices]).sum()
         with self._exchange("summing squares of the gradient"):
@@ -161,11 +161,11 @@ class Zero1Strategy(FlatStrategy):
             weight.copy_(whole)
 
     def _exchange(self, doing: str) -> AbstractContextManager[None]:
-        """Errors of gloo are those of peers; what a device says is judged by its own (pipeline/health/device.py)."""
+        """Take errors of gloo for those of peers; a device's are judged elsewhere (pipeline/health/device.py)."""
         return collective_errors(doing) if self.backend.shares_host_memory else nullcontext()
 
     def snapshot(self, state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(named weights fp32, optimizer state) in the memory of rank 0's host, out of the slices of its shard group;
+        """Copy (named weights fp32, optimizer state) to host memory of rank 0, out of the slices of its shard group;
         nothing on other ranks. Through the host: no memory of the device, and no graph of its own.
         """
         source = self.weights if self._copied_as == torch.float32 else self.masters
@@ -187,13 +187,13 @@ class Zero1Strategy(FlatStrategy):
         return weights, {name: torch.cat(tensors) for name, tensors in parts.items()}
 
     def _collected(self, part: Tensor) -> Tensor:
-        """Slices of the shard group one after the other, on rank 0."""
+        """Collect the slices of the shard group one after the other, on rank 0."""
         found = [torch.empty_like(part) for _ in range(self._shards.size)] if self._shards.rank == 0 else []
         dist.gather(part.contiguous(), found or None, dst=0, group=self._shards.process_group)
         return torch.cat(found) if found else part
 
     def _buckets(self, name: str) -> list[Bucket]:
-        """Behind the tensors of a vector in a checkpoint; none where these are no slices."""
+        """Return those behind the tensors of a vector in a checkpoint; none where these are no slices."""
         decayed = KINDS.get(name.rpartition(".")[2])
         return [one for one, part in zip(self.buckets, self.parts, strict=True) if part.decayed == decayed]
 

@@ -56,15 +56,6 @@ def test_all_well(group: Callable[..., Group]) -> None:
     assert (one.main.settled, one.code()) == (True, 0)
 
 
-def test_a_silent_node_is_lost_and_named(group: Callable[..., Group]) -> None:
-    one = group()
-    one.main._nodes[1].heard = 25.0
-    assert (one.at(30.0), one.at(30.1)) == ("", "node 2 is lost: no heartbeat for 30s")
-    for node in (0, 1):
-        one.tell(PREEMPTED, node)  # told to stop
-    assert (one.main.settled, one.code()) == (True, RETRY)
-
-
 @pytest.mark.parametrize("code", [65, 70, 74, 78, 80])
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_a_code_that_must_not_be_retried_goes_before_all(group: Callable[..., Group], node: int, code: int) -> None:
@@ -83,23 +74,6 @@ def test_a_bug_counts_when_it_came_first(group: Callable[..., Group]) -> None:
     after.main.lose(1, "gone")
     after.tell(1, 0)  # it fails because its peer has vanished
     assert after.code() == RETRY
-
-
-def test_stopped_from_outside(group: Callable[..., Group]) -> None:
-    one = group(2)
-    for node in (0, 1):
-        one.tell(PREEMPTED, node)
-    assert (one.code(stopped=True), one.code()) == (PREEMPTED, RETRY)
-
-
-def test_nodes_that_never_came(group: Callable[..., Group]) -> None:
-    one = group(4, (2,))
-    one.main._nodes[2].heard = 900.0
-    assert one.at(900.1) == "node 1, 3 of 4 has not come within 15m00s"
-    one.tell(RETRY, 0)
-    one.tell(PREEMPTED, 2)
-    assert (one.main.settled, one.code()) == (True, RETRY)
-    assert [(row.heard_s_ago, row.lost) for row in one.main.seen()[1:3]] == [(None, "never came"), (0.1, "")]
 
 
 def test_after_trouble_latecomers_are_not_waited_for(group: Callable[..., Group]) -> None:

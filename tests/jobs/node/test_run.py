@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.node.command import Command
+from jobs.node.command import Command, exit_code_of_return
 from tests.jobs.node.entries import READY, clean_env, entry, job_env, post_mortem, python, read_until
 from tests.jobs.targets.local.waiting import is_alive, until
 
@@ -162,3 +162,17 @@ time.sleep(100)
         [init] = psutil.Process(unshare.pid).children()
         init.terminate()
         assert unshare.wait(timeout=300) == 143
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ((signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT), 75),
+        ((signal.SIGTERM, signal.SIGINT), 143),
+        ((signal.SIGILL, signal.SIGUSR1), 1),
+    ],
+)
+def test_codes_pass_and_signals_become_codes(signals: tuple[signal.Signals, ...], code: int) -> None:
+    assert [exit_code_of_return(-signum) for signum in signals] == [code] * len(signals)
+    codes = [0, 1, 65, 70, 74, 75, 78, 80, 143]
+    assert [exit_code_of_return(one) for one in codes] == codes

@@ -9,8 +9,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
 from jobs.cycle.job_states import outcome_of
 from jobs.cycle.tables import NO_LOG, failure_lines
-from jobs.targets.base import no_log
-from jobs.targets.failures import NOTHING, with_errors
+from jobs.targets.base import NOTHING, no_log, with_errors
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan

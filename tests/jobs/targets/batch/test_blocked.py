@@ -1,9 +1,7 @@
 """Blocked queues: the reason in words, and since when. What is done about it: test_records.py."""
 
-import pytest
-
 from jobs.cycle.job_records import JobRecord, JobState
-from jobs.targets.batch.blocked import block_line, blocked_sightings
+from jobs.targets.batch.blocked import blocked_sightings
 
 RESOURCES = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT"
 CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
@@ -11,25 +9,6 @@ CAPACITY = "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"
 
 def record(reason: str, state: JobState = JobState.RUNNABLE, job_id: str = "1") -> JobRecord:
     return JobRecord(name="train", id=job_id, state=state, status_reason=reason, created_at=0.0)
-
-
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        (CAPACITY, ["no capacity"]),
-        ("MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE", ["maxvCpus"]),
-        (f"{RESOURCES} - The job needs 129 vCPU", ["no instance type"]),
-        ("MISCONFIGURATION:SOMETHING_NEW", ["set up wrongly"]),
-        ("UNDETERMINED - Batch job is blocked, root cause is undetermined.", ["does not know"]),
-        (f"Canceled by JobStateTimeLimit action due to reason: {CAPACITY}", ["no capacity"]),
-        ("", []),
-        ("Host EC2 (instance i-0) terminated.", []),
-    ],
-)
-def test_reasons_in_words(reason: str, words: list[str]) -> None:
-    lines = [block_line(one, 3600.0) for one in blocked_sightings([record(reason)], [], 0.0)]
-    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
-    assert all("for 1h00m); next: " in line for line in lines)
 
 
 def test_first_sight_is_kept_while_the_same_job_has_the_same_reason() -> None:

@@ -54,16 +54,3 @@ def test_what_changed_is_named(fields: dict[str, Any], paths: list[str]) -> None
     client = BatchClient(FakeBatch(Clock()), policy=FAST)
     register_all(client, plan(job("train")))
     assert [*changed_places(client, plan(job("train", **fields)))] == paths
-
-
-def test_lines_for_new_equal_and_changed_definitions() -> None:
-    client = BatchClient(FakeBatch(Clock()), policy=FAST)
-    of = cycle()
-    assert next(change_lines(client, of)) == ("+ relevance-train:1 (train) would be registered, the first of its name")
-    register_all(client, of)
-    assert [*change_lines(client, of)][2] == "= relevance-verify:1 (verify) is registered"
-    changed = plan(job("verify", timeout_s=60))
-    assert [*change_lines(client, changed)] == [
-        "~ relevance-verify (verify) would be registered anew; against revision 1:",
-        "    timeout.attemptDurationSeconds: 3600 -> 60",
-    ]

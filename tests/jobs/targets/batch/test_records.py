@@ -59,12 +59,6 @@ def test_the_attempt_under_way_is_the_last(setting: Setting) -> None:
     assert child.attempts[1].log_streams == (f"stream/{embed}:3/1",)
 
 
-def test_a_job_that_is_not_described_yet_was_submitted(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, lag=40)
-    setting.drive()
-    assert {one.state for one in setting.target().records(setting.plan)} == {JobState.SUBMITTED}
-
-
 def test_jobs_that_aws_has_forgotten_are_as_last_recorded(setting: Setting) -> None:
     train, verify = ids(setting)["train"], ids(setting)["verify"]
     setting.batch.start(train)
@@ -214,16 +208,7 @@ def test_a_blocked_job_is_ended_after_the_dwell_time_only(setting: Setting) -> N
     for minutes, state in ((0, "RUNNABLE"), (14, "RUNNABLE"), (15, "FAILED")):
         setting.clock.now = 1_763_700_000.0 + 60 * minutes
         target = setting.target()
-        (line,) = target.check_blocked(target.records(setting.plan), dwell_s=900.0)
+        (line,) = target.check_blocked(target.records(setting.plan))
         assert line.startswith("train cannot start: no instance type")
         assert train["status"] == state
     assert train["statusReason"].startswith("blocked for 900 s: MISCONFIGURATION")
-
-
-def test_a_blocked_child_ends_its_array(setting: Setting) -> None:
-    embed = ids(setting)["embed"]
-    setting.batch.jobs[f"{embed}:2"] |= {"status": "RUNNABLE", "statusReason": "MISCONFIGURATION:NEW"}
-    for _ in range(2):
-        setting.target().check_blocked(setting.target().records(setting.plan), dwell_s=900.0)
-        setting.clock.now += 901
-    assert {one["status"] for name, one in setting.batch.jobs.items() if name.startswith(embed)} == {"FAILED"}

@@ -8,7 +8,6 @@ from jobs.cycle.job_states import (
     EXITED,
     HOST_TERMINATED,
     TASK_NOT_STARTED,
-    TIMED_OUT,
     AttemptEnd,
     is_tried_again,
 )
@@ -66,9 +65,3 @@ def test_every_exit_code_is_retried_as_the_table_says(rule: object) -> None:
 def test_the_failures_batch_reports(end: AttemptEnd, again: bool) -> None:
     assert (is_tried_again(OURS, 1, end), of_batch(end)) == (again, "RETRY" if again else "EXIT")
     assert not is_tried_again(OURS, 3, end)
-
-
-@pytest.mark.parametrize("reason", [TIMED_OUT, "not run: a failed", "cancelled: by a user"])
-def test_what_was_ended_from_outside_is_not_tried_again(reason: str) -> None:
-    """AWS Batch asks no rule then."""
-    assert not is_tried_again(OURS, 1, AttemptEnd(75, reason))

@@ -47,15 +47,6 @@ def test_a_cycle_is_one_dag_in_the_plan_s_order(tmp_path: Path) -> None:
     assert setting.warnings == []
 
 
-def test_submitted_twice_it_makes_nothing_twice(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
-    setting.drive()
-    before = {**setting.batch.jobs}
-    setting.drive(owner="another")
-    assert setting.batch.jobs == before
-    assert len(setting.batch.definitions) == 3
-
-
 @pytest.mark.parametrize(("lag", "owner", "step"), [(0, "driver", 1), (3, "another", 4)])
 def test_killed_after_any_call_and_run_again_it_converges(tmp_path: Path, lag: int, owner: str, step: int) -> None:
     """Dying before a call is dying after the one before it."""
@@ -103,36 +94,6 @@ def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
     ended = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
     assert [one["jobName"] for one in ended] == ["relevance-2026-11-20-train"]
     assert ended[0]["statusReason"] == "train was submitted twice, and this copy is not the recorded one"
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_driver_that_slept_through_its_lease_ends_what_it_made(tmp_path: Path, number: int) -> None:
-    """It has found no job of that name, sleeps, and submits; another driver has done the work meanwhile."""
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
-
-    def another() -> None:
-        setting.clock.now += LEASE_S + 1
-        setting.drive(owner="another")
-
-    with pytest.raises(TransientError, match="another process submitted this job"):
-        setting.drive(Faults(meanwhile={position(calls, "SubmitJob", number): another}))
-    assert len(setting.batch.submitted) == 4
-    setting.assert_one_dag()
-
-
-def test_a_driver_that_lost_its_lease_makes_nothing_more(tmp_path: Path) -> None:
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
-
-    def another() -> None:
-        setting.clock.now += LEASE_S + 1
-        setting.drive(owner="another")
-
-    with pytest.raises(TransientError, match="another process took the cycle over"):
-        setting.drive(Faults(meanwhile={position(calls, "RegisterJobDefinition", 2): another}))
-    assert len(setting.batch.submitted) == 3
-    setting.assert_one_dag()
 
 
 def test_jobs_of_another_workspace_with_the_same_names_are_left_alone(tmp_path: Path) -> None:
@@ -214,3 +175,27 @@ def test_a_name_that_a_later_round_makes_too_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of 129 characters"):
         setting.drive(round_=2)
     assert len(setting.batch.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "match", "made"),
+    [
+        # It has found no job of that name, sleeps, and submits; another driver has done the work meanwhile.
+        *(("SubmitJob", number, "another process submitted this job", 4) for number in (1, 2, 3)),
+        ("RegisterJobDefinition", 2, "another process took the cycle over", 3),
+    ],
+)
+def test_a_driver_that_slept_through_its_lease_leaves_no_job_of_its_own(
+    tmp_path: Path, call: str, number: int, match: str, made: int
+) -> None:
+    calls = number_of_calls(tmp_path / "count")
+    setting = Setting(tmp_path / "run")
+
+    def another() -> None:
+        setting.clock.now += LEASE_S + 1
+        setting.drive(owner="another")
+
+    with pytest.raises(TransientError, match=match):
+        setting.drive(Faults(meanwhile={position(calls, call, number): another}))
+    assert len(setting.batch.submitted) == made
+    setting.assert_one_dag()

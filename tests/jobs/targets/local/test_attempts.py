@@ -1,40 +1,10 @@
-"""What happens to the nodes of an attempt, and how its end reads, one row each."""
+"""How the end of an attempt reads, one row each."""
 
 import pytest
 
 from jobs.cycle.job_states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd
-from jobs.targets.local.engine import Step, attempt_end, next_step
-from jobs.targets.local.nodes import NodeEnd, NodeView, Phase
-
-A, S, R, E = Phase.ABSENT, Phase.STARTING, Phase.RUNNING, Phase.ENDED
-
-
-@pytest.mark.parametrize(
-    ("phases", "stopping", "expected"),
-    [
-        ([A], False, Step(start=(0,))),
-        ([S], False, Step()),
-        ([R], False, Step()),
-        ([E], False, Step(is_over=True)),
-        ([A, A, A], False, Step(start=(0,))),  # the main node first
-        ([S, A, A], False, Step()),
-        ([R, A, A], False, Step(start=(1, 2))),  # the others when it runs
-        ([R, S, A], False, Step(start=(2,))),
-        ([R, E, R], False, Step()),  # the death of another node changes nothing
-        ([R, E, E], False, Step()),
-        ([E, R, S], False, Step(stop=(1, 2))),  # the main node's end stops the others
-        ([E, E, R], False, Step(stop=(2,))),
-        ([E, A, E], False, Step(exclude=(1,))),
-        ([E, E, E], False, Step(is_over=True)),
-        ([R, R, A], True, Step(stop=(0, 1), exclude=(2,))),
-        ([S], True, Step(stop=(0,))),
-        ([A], True, Step(exclude=(0,))),
-        ([E, E], True, Step(is_over=True)),
-    ],
-)
-def test_the_next_step(phases: list[Phase], stopping: bool, expected: Step) -> None:
-    assert next_step([NodeView(phase) for phase in phases], stopping=stopping) == expected
-
+from jobs.targets.local.engine import attempt_end
+from jobs.targets.local.nodes import NodeEnd
 
 OOM = "OutOfMemoryError: Container killed due to memory usage"
 

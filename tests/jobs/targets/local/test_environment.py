@@ -42,13 +42,6 @@ def test_all_nodes_of_an_attempt_meet_at_one_place() -> None:
     assert found[0] == found[1] == ["--master-addr=10.0.0.7", f"--master-port={group_port('id', 2)}"]
 
 
-def test_without_a_network_they_meet_on_the_loopback() -> None:
-    spec = job("g", num_nodes=2)
-    for node in range(2):
-        found = node_environment({}, plan(spec), Leaf(spec), "id", 1, node, "127.0.0.1")
-        assert "--master-addr=127.0.0.1" in torchrun_arguments(1, found, own=lambda: "nowhere")
-
-
 def test_a_job_sees_its_own_settings_and_nothing_of_what_is_around_the_engine() -> None:
     around = {
         "HOME": "/home/x",

@@ -79,13 +79,6 @@ def test_the_timeout_kills_what_does_not_listen_with_all_it_started(folder: Path
     assert not is_alive(number_in(Path("grandchild")))
 
 
-def test_what_a_command_left_behind_ends_with_it(folder: Path) -> None:
-    nodes = Processes(grace_s=5)
-    start(nodes, folder, GRANDCHILD)
-    assert ended(nodes, folder).exit_code == 0
-    assert not is_alive(number_in(Path("grandchild")))
-
-
 def test_a_node_started_twice_runs_once(folder: Path) -> None:
     one, other = Processes(grace_s=5), Processes(grace_s=5)
     code = "open('runs','a').write('x')"

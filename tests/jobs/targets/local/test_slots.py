@@ -10,12 +10,6 @@ from tests.jobs.cycle.cases import job
 MACHINE = Slots(vcpus=4, memory_mib=16_384, groups=1)  # jobs of the cases take 2 vCPU and 4,096 MiB a node
 
 
-def test_a_gang_takes_all_its_nodes_and_a_child_itself() -> None:
-    assert Slots().plus(job("g", num_nodes=2)) == Slots(vcpus=4, memory_mib=8192, groups=1)
-    assert Slots().plus(job("a", array_size=8)) == Slots(vcpus=2, memory_mib=4096)
-    assert Slots().plus(job("j")) == Slots(vcpus=2, memory_mib=4096)
-
-
 @pytest.mark.parametrize(
     ("queue", "active", "expected"),
     [

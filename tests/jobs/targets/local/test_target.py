@@ -226,23 +226,6 @@ def test_cancelled_from_another_process_while_the_engine_runs(place: Path) -> No
     assert to.records(plan)[0].status_reason == "not today"
 
 
-def test_two_engines_at_once_run_every_attempt_once(place: Path) -> None:
-    plan = plan_of(work("a", code="while not os.path.exists('go'): pass"), work("b", "a"))
-    engine = FORK.Process(target=lambda: submit(target(place), plan))
-    engine.start()
-    until(journal, "the first job")
-
-    def say(line: str) -> None:
-        if "waiting" in line:
-            Path("go").touch()
-
-    found = submit(target(place, say=say), plan)
-    engine.join()
-    assert engine.exitcode == 0
-    assert {record.state for record in found.values()} == {SUCCEEDED}
-    assert sorted(line.split()[0] for line in journal()) == ["begin", "begin", "end", "end"]
-
-
 def test_a_job_that_may_still_run_is_not_submitted_again(place: Path) -> None:
     plan = plan_of(sleeps("a"))
     engine = FORK.Process(target=lambda: submit(target(place), plan))

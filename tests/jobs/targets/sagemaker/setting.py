@@ -10,7 +10,7 @@ from jobs.cycle.job_records import JobRecord, JobState
 from jobs.plan.dag import Plan
 from jobs.plan.spec import JobSpec
 from jobs.targets.batch.client import LogsClient
-from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute, SageMakerClient, ServiceJobClient
+from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from jobs.targets.sagemaker.target import SageMakerTarget
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -71,11 +71,10 @@ class Setting:
         return CycleStore(faulty(open_storage(str(self.folder)), faults or Faults()), self.plan.cycle, self.clock)
 
     def target(self, store: CycleStore | None = None, stop: StopSignal | None = None) -> SageMakerTarget:
-        client = SageMakerClient(self.ml, policy=FAST)
-        queue = QueueRoute(ServiceJobClient(self.batch, policy=FAST), client, self.said.append)
-        logs = LogsClient(self.logs, policy=FAST)
+        direct, logs = DirectRoute(self.ml, policy=FAST), LogsClient(self.logs, policy=FAST)
+        queue = QueueRoute(self.batch, direct, self.said.append, policy=FAST)
         return SageMakerTarget(
-            DirectRoute(client), queue, logs, store or self.store(), self.said.append, stop or StopSignal(), poll_s=1e-6
+            direct, queue, logs, store or self.store(), self.said.append, stop or StopSignal(), poll_s=1e-6
         )
 
     def claim(self) -> None:

@@ -15,6 +15,7 @@ from jobs.cycle.job_records import JobState
 from jobs.cycle.job_states import leaves_of
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import NodeEnd
+from tests.jobs.cycle import cases
 from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.local.cases import Fate, of_no_use, world
 from tests.jobs.targets.local.test_engine import dags
@@ -237,3 +238,17 @@ def test_killed_after_each_call_the_next_driver_makes_every_job_once(
         assert sorted(made) == sorted(leaves)
         assert all(end == ("SUCCEEDED", [0]) for end in of_sagemaker(at).values())
     assert calls > 40
+
+
+@ROUTES
+@pytest.mark.parametrize("rejects", [True, False])
+def test_two_drivers_at_once_make_one_job(tmp_path: Path, placement: Mapping[str, Any], rejects: bool) -> None:
+    at = Setting(tmp_path, plan=ml_plan(cases.job("train"), **placement))
+    at.claim()
+    at.begin()
+    at.batch.rejects_twins = rejects
+    other = at.target()
+    at.ml.faults = Faults(meanwhile={2: lambda: other.advance(at.plan)})  # between look and creation of the first
+    at.target().advance(at.plan)
+    assert len({*at.ml.faults.calls} & {"CreateTrainingJob", "SubmitServiceJob"}) == 1
+    assert len(at.batch.submitted or at.ml.created) == 1

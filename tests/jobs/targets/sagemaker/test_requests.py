@@ -1,6 +1,5 @@
 """Requests and names; what is refused before anything is sent; what it costs."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +146,6 @@ def test_what_is_refused_before_anything_is_sent(
     assert cli.main([*RUN, *more, "--name=mine", "--", *command]) == 78
     said = capsys.readouterr()
     assert seen in said.err and "Traceback" not in said.err
-
-
-def test_the_plan_as_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--json", "--target=sagemaker", *RUN[2:], "--cycle=2026-11-20"]
-    assert cli.main(words) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert {one["CreateTrainingJob"]["Environment"]["TRNJOBS_JOB"] for one in shown} >= {"train", "embed", "verify"}
 
 
 def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:

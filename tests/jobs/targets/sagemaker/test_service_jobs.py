@@ -17,7 +17,6 @@ from jobs.targets.sagemaker.requests import (
 )
 from pipeline.core.errors import EXIT_TABLE, ConfigError
 from tests.jobs.cycle.cases import TRN1, job
-from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.sagemaker.fake_service_jobs import FakeServiceJobs
 from tests.jobs.targets.sagemaker.setting import QUEUE, ROLE, Setting, ml_plan
 from tests.jobs.targets.sagemaker.test_target import FakeLogs
@@ -67,14 +66,6 @@ def test_the_request_of_a_gang() -> None:
     assert [*request_problems("sagemaker", "CreateTrainingJob", payload)] == []
 
 
-def test_the_longest_names_fit() -> None:
-    long = ml_plan(job("e" * 40, array_size=2), sagemaker=QUEUE).model_copy(update={"pipeline": "p_" * 30})
-    for index in (0, 1):
-        request = service_job_request(Cycle(long, 0.0), Leaf(long.jobs[0], index), 12)
-        assert len(request["jobName"]) <= 128 and len(request["clientToken"]) <= 64
-        assert len("AWSBatch" + json.loads(request["serviceRequestPayload"])["TrainingJobName"]) + 32 <= 63
-
-
 FAILURES = [
     *(f"AlgorithmError: exit {code} {name}: words, exit code: {code}" for code, name in
       [(rule.exit_code, rule.name) for rule in EXIT_TABLE if rule.exit_code]),
@@ -96,7 +87,7 @@ def test_the_rules_fire_for_what_the_direct_way_tries_again_and_for_nothing_else
     retry = Retry.of(3)
     strategy = {"attempts": 3, "evaluateOnExit": retry_rules(retry)}
     fires = FakeServiceJobs.tries_again({"retryStrategy": strategy, "attempts": []}, RECEIVED + failure)
-    assert fires == is_tried_again(retry, 1, failure_end(failure, failure))
+    assert fires == is_tried_again(retry, 1, failure_end(failure))
 
 
 def test_a_payload_over_its_limit_is_refused_by_its_size(tmp_path: Path) -> None:
@@ -172,7 +163,7 @@ def test_taken_back_for_want_of_capacity_costs_no_try(one: Setting) -> None:
     one.batch.fall_back(train)
     record = one.tick()["train"]
     assert (record.state, len(record.attempts)) == (STARTING, 1)
-    (line,) = one.target().check_blocked([record], dwell_s=0.0)
+    (line,) = one.target().check_blocked([record])
     assert line.startswith("train waits for machines of SageMaker: in queue ml: CAPACITY:INSUFFICIENT")
     second = one.batch.dispatch(train)
     assert one.tick()["train"].attempts[0].log_streams == (f"{second}/algo-1-",)
@@ -212,16 +203,4 @@ def test_cancelled_wherever_it_is_nothing_of_it_goes_on(one: Setting, where: str
     record = one.tick()["train"]
     assert (record.state, record.status_reason) == (CANCELLED_STATE, CANCELLED + "why")
     assert (train["status"], train["statusReason"]) == ("FAILED", CANCELLED + "why")
-    assert len(one.batch.submitted) == 1
-
-
-@pytest.mark.parametrize("rejects", [True, False])
-def test_two_drivers_at_once_make_one_service_job(one: Setting, rejects: bool) -> None:
-    one.claim()
-    one.begin()
-    one.batch.rejects_twins = rejects
-    other = one.target()
-    one.ml.faults = Faults(meanwhile={2: lambda: other.advance(one.plan)})  # between look and submission of the first
-    assert one.target().advance(one.plan)[0].status_reason == "in queue ml"
-    assert one.ml.faults.calls.count("SubmitServiceJob") == 2
     assert len(one.batch.submitted) == 1

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, outcome_of
+from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, is_tried_again, outcome_of
+from jobs.plan.spec import Retry
 from jobs.targets.sagemaker.describe import end_of
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
@@ -23,16 +24,6 @@ def one(tmp_path: Path) -> Setting:
     return Setting(tmp_path, plan=ml_plan(job("train")))
 
 
-def test_trap_5_of_two_drivers_at_once_one_makes_the_job(one: Setting) -> None:
-    one.claim()
-    one.begin()
-    other = one.target()
-    one.ml.faults = Faults(meanwhile={2: lambda: other.advance(one.plan)})  # between look and create of the first
-    assert one.target().advance(one.plan)[0].state is STARTING
-    assert one.ml.faults.calls.count("CreateTrainingJob") == 2
-    assert len(one.ml.created) == 1
-
-
 def test_a_name_that_belongs_to_somebody_else_is_not_adopted(one: Setting) -> None:
     one.tick()
     one.ml.jobs[one.name("train")]["Environment"] = {}
@@ -41,19 +32,6 @@ def test_a_name_that_belongs_to_somebody_else_is_not_adopted(one: Setting) -> No
     one.ml.faults = Faults(meanwhile={3: lambda: one.ml.jobs[one.name("train")].update(_visible=0)})
     with pytest.raises(ConfigError, match="belongs to no plan of trnjobs"):
         one.target().advance(one.plan)
-
-
-def test_trap_6_an_unknown_secondary_status_is_a_job_that_runs(one: Setting) -> None:
-    one.tick()
-    one.ml.jobs[one.name("train")]["SecondaryStatus"] = "Pondering"
-    assert one.tick()["train"].state is RUNNING
-
-
-@pytest.mark.parametrize("cut", range(6))
-def test_trap_7_a_failure_reason_that_is_cut_still_has_its_code(cut: int) -> None:
-    whole = "AlgorithmError: exit 75 TransientError: " + "é" * 1000 + ", exit code: 75"
-    end = end_of("Failed", "Failed", whole.encode()[: 1024 - cut].decode(errors="replace"))
-    assert end.exit_code == 75
 
 
 def test_trap_8_a_refusal_by_the_gate_is_failed_there_and_refused_here(one: Setting) -> None:
@@ -68,7 +46,7 @@ def test_trap_11_without_quota_a_job_stays_runnable_and_says_why(one: Setting) -
     one.ml.quota = 0
     record = one.tick()["train"]
     assert (record.state, record.attempts) == (RUNNABLE, ())
-    (line,) = one.target().check_blocked([record], dwell_s=0.0)
+    (line,) = one.target().check_blocked([record])
     assert line.startswith("train cannot start: ResourceLimitExceeded: The account-level service limit")
     one.ml.quota = 1
     assert one.tick()["train"].state is STARTING
@@ -115,32 +93,10 @@ def test_spot_capacity_that_is_taken_costs_no_try(one: Setting) -> None:
     one.ml.interrupt(name)
     record = one.tick()["train"]
     assert (record.state, record.status_reason, len(record.attempts)) == (RUNNING, "Interrupted", 1)
-    assert one.target().check_blocked([record], dwell_s=0.0) == ("train waits for machines of SageMaker: Interrupted",)
+    assert one.target().check_blocked([record]) == ("train waits for machines of SageMaker: Interrupted",)
     one.ml.finish(name, 0)
     assert one.tick()["train"].state is SUCCEEDED
     assert len(one.ml.created) == 1
-
-
-@pytest.mark.parametrize(
-    ("reason", "code", "again"),
-    [
-        ("InternalServerError: We encountered an internal error. Please try again.", None, True),
-        ("CapacityError: Unable to provision requested ML compute capacity.", None, True),
-        ("ClientError: Artifact upload failed: access denied", None, False),
-        ("AlgorithmError: , exit code: 1", 1, False),
-        ("AlgorithmError: exit 143 Preempted, exit code: 143", 143, True),
-        ("AlgorithmError: exit 1 error: no exit 75 here, exit code: 1", 1, False),
-        ("AlgorithmError: ", 1, False),
-        ("", None, False),
-    ],
-)
-def test_every_kind_of_failure(one: Setting, reason: str, code: int | None, again: bool) -> None:
-    one.tick()
-    one.ml.fail(one.name("train"), reason)
-    record = one.tick()["train"]
-    assert record.attempts[0].exit_code == code
-    assert record.attempts[0].status_reason != HOST_TERMINATED
-    assert (record.state is STARTING, len(one.ml.created)) == (again, 2 if again else 1)
 
 
 def test_a_driver_that_is_told_to_stop_leaves_the_jobs_alone(one: Setting) -> None:
@@ -153,30 +109,39 @@ def test_a_driver_that_is_told_to_stop_leaves_the_jobs_alone(one: Setting) -> No
     assert (len(one.ml.live()), one.ml.stopped) == (1, [])
 
 
-def test_an_outage_is_waited_out_for_a_quarter_of_an_hour(one: Setting) -> None:
+@pytest.mark.parametrize(
+    ("reason", "code", "again"),
+    [
+        *(
+            (f"AlgorithmError: exit 75 TransientError: {'é' * 1000}, exit code: 75".encode()[: 1024 - cut], 75, True)
+            for cut in range(2)
+        ),
+        (b"InternalServerError: We encountered an internal error. Please try again.", None, True),
+        (b"CapacityError: Unable to provision requested ML compute capacity.", None, True),
+        (b"ClientError: Artifact upload failed: access denied", None, False),
+        (b"AlgorithmError: , exit code: 1", 1, False),
+        (b"AlgorithmError: exit 143 Preempted, exit code: 143", 143, True),
+        (b"AlgorithmError: exit 1 error: no exit 75 here, exit code: 1", 1, False),
+        (b"AlgorithmError: ", 1, False),
+        (b"", None, False),
+    ],
+)
+def test_every_kind_of_failure_though_its_reason_is_cut(reason: bytes, code: int | None, again: bool) -> None:
+    end = end_of("Failed", "Failed", reason.decode(errors="replace"))
+    assert (end.exit_code, is_tried_again(Retry.of(3), 1, end)) == (code, again)
+    assert end.status_reason != HOST_TERMINATED
+
+
+def test_an_outage_is_waited_out_for_a_quarter_of_an_hour(one: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     one.claim()
-    one.begin()
-    real, ended = one.ml.describe_training_job, False
 
     def outage(**request: str) -> dict[str, object]:
         raise TransientError("nobody answers")
 
     def meanwhile() -> None:
-        nonlocal ended
         one.clock.now += 600
-        if one.clock.now > begun + 700 and not ended:
-            one.ml.describe_training_job = real  # type: ignore[method-assign]
-            if one.ml.live():
-                one.ml.finish(one.name("train"), 0)
-                ended = True
 
-    begun = one.clock.now
-    one.ml.describe_training_job = outage  # type: ignore[method-assign]
-    one.drive(meanwhile)
-    assert one.states() == {"train": SUCCEEDED}
-    assert one.said.count("not reached: nobody answers") == 2
-    one.store().save_records(())
-    one.ml.describe_training_job = outage  # type: ignore[method-assign]
-    begun = 10**12
+    monkeypatch.setattr(one.ml, "describe_training_job", outage)
     with pytest.raises(TransientError, match="nobody answers"):
         one.drive(meanwhile)
+    assert one.said.count("not reached: nobody answers") == 3
