@@ -178,7 +178,7 @@ def _write_sentence_transformers(
     if not isinstance(model.encoder, FactoryEncoder):
         prefix = FAMILIES[config.architecture].prefix
         (folder / CONFIG).write_text(hf_config(config, state.inputs))
-    elif hasattr(model.encoder.module, "save_pretrained"):
+    elif hasattr(getattr(model.encoder.module, "config", None), "save_pretrained"):
         cast(Any, model.encoder.module).config.save_pretrained(folder)
     else:
         raise ConfigError(
