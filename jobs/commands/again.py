@@ -1,5 +1,6 @@
 """A cycle that was submitted before, submitted again: what differs, and whether it can start from the beginning."""
 
+import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.job_states import CANCELLED
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
 from jobs.plan.dag import Plan
-from jobs.plan.script import RUN_PREFIX
+from jobs.plan.script import RUN_PREFIX, script_of
 from jobs.settings import differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, submitter
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
@@ -171,9 +172,28 @@ def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
 # A cycle that has ended.
 
 
-def ended_line(cycle: OpenCycle, closed: Closed) -> str:
-    """Return the message for a cycle that is submitted again after its end."""
-    name, at = cycle.name, f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
+def script_digest(plan: Plan, target: str) -> str:
+    """Return the SHA-256 of the file that a `trnjobs run` on this machine runs; empty if there is none to look at."""
+    script = Path(script_of(plan.jobs[0])) if len(plan.jobs) == 1 else Path()
+    if target != "local" or not script.is_file():
+        return ""
+    return hashlib.sha256(script.read_bytes()).hexdigest()
+
+
+def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str:
+    """Return the message for a cycle that is submitted again after its end.
+
+    Raises ConfigError for a script whose file is not the one that has run.
+    """
+    claim, name = cycle.store.claim(), cycle.name
+    at = f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
+    digest = script_digest(plan, target) if is_run(cycle) else ""
+    if digest and claim is not None and claim.script not in ("", digest):
+        raise ConfigError(
+            f"nothing ran: {script_of(plan.jobs[0])} is not the file that {name} ran, which ended {at}: {closed.text}",
+            expected="the same file",
+            next_command="the same command with --again runs it as it is now",
+        )
     said = {
         "succeeded": f"cycle {name} already succeeded, {at}: nothing ran",
         "failed": f"cycle {name} failed, {at}: {closed.reason}; nothing ran",
@@ -181,7 +201,8 @@ def ended_line(cycle: OpenCycle, closed: Closed) -> str:
         "cancelled": f"cycle {name} was cancelled, {at}: {closed.reason}; nothing ran",
     }[closed.outcome]
     if is_run(cycle):
-        return f"{said}; to run it again: the same command with --again"
+        compared = f"{script_of(plan.jobs[0])} is the same file (what it imports is not compared); " if digest else ""
+        return f"{said}; {compared}to run it again: the same command with --again"
     if closed.outcome in ("succeeded", "refused"):
         return f"{said}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
     return f"{said}; to go on with its settings: {cycle.command('retry')}"

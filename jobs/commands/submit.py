@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from jobs.commands.again import begin_again, ended_line, refuse_other, unused_settings
+from jobs.commands.again import begin_again, ended_line, is_run, refuse_other, script_digest, unused_settings
 from jobs.commands.notify import send_messages
 from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
@@ -78,7 +78,7 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool =
     if not again:
         refuse_other(cycle, plan, target_name)
         if (closed := store.closed()) is not None:
-            cycle.say(ended_line(cycle, closed))
+            cycle.say(ended_line(cycle, plan, target_name, closed))
             if closed.outcome == "succeeded":
                 send_messages(cycle)
                 return EXIT_OK
@@ -144,7 +144,8 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
     store = cycle.store
-    with store.submitting(plan, target_name, submitter()) as renew:
+    script = script_digest(plan, target_name) if is_run(cycle) else ""
+    with store.submitting(plan, target_name, submitter(), script) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
         store.reopen()
         target = open_target(cycle, target_name, renew)

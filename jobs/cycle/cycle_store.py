@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -39,13 +39,15 @@ T = TypeVar("T")
 class Claim(Record):
     """Whose cycle it is. A lease that ran out may be taken over."""
 
-    retired: ClassVar[Mapping[str, Any]] = {"script": ...}
     plan_id: str
     target: str
     claimed_at: float
     owner: str = Field(description="Who submits; empty when nobody does")
     lease_until: float = 0.0
     first_round: int = Field(1, description="Rounds before this one are of submissions that it has replaced (--fresh)")
+    script: str = Field(
+        "", description="SHA-256 of the file that trnjobs run has run on this machine; empty: not known"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ class CycleStore:
         return f"cycles/{self.cycle}/jobs/{name}"
 
     @contextmanager
-    def submitting(self, plan: Plan, target: str, owner: str) -> Iterator[Callable[[], None]]:
+    def submitting(self, plan: Plan, target: str, owner: str, script: str = "") -> Iterator[Callable[[], None]]:
         """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
+
+        `script`: digest of the file that is to run; empty: the one on record stays.
 
         A new claim is withdrawn when the plan is refused before any job was submitted, so that another can be claimed.
         One without plan.json counts as new: whoever made it died before it could submit anything. Raises ConfigError
@@ -69,7 +73,7 @@ class CycleStore:
         lease over meanwhile).
         """
         is_new = self._has_no_plan()
-        mine, etag = self._take(plan, target, owner)
+        mine, etag = self._take(plan, target, owner, script)
 
         def renew() -> None:
             nonlocal mine, etag
@@ -244,10 +248,11 @@ class CycleStore:
                 next_command="run the same command again then",
             )
 
-    def _take(self, plan: Plan, target: str, owner: str) -> tuple[Claim, str]:
+    def _take(self, plan: Plan, target: str, owner: str, script: str) -> tuple[Claim, str]:
         """Return the claim of this process, and its etag."""
         now, is_other = self.clock(), False
         mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
+        mine = mine.model_copy(update={"script": script})
         if not self.storage.write_if_absent(self.key("claim.json"), mine.model_dump_json(indent=1).encode()):
             etag, theirs = self._etag(), self.claim()
             if theirs is None:
@@ -260,7 +265,8 @@ class CycleStore:
                     next_command="the same command again: it names what differs",
                 )
             self._check_lease(theirs, owner)
-            mine = mine.model_copy(update={"claimed_at": theirs.claimed_at, "first_round": theirs.first_round})
+            kept = {"claimed_at": theirs.claimed_at, "first_round": theirs.first_round}
+            mine = mine.model_copy(update=kept | {"script": script or theirs.script})
             self._replace(mine, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
         write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())

@@ -100,7 +100,7 @@ def test_a_command_and_its_retries(place: Path, capsys: pytest.CaptureFixture[st
 def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Arguments of a script are settings."""
+    """What ran is compared with the file as it is now; arguments are settings."""
 
     def run(*more: str) -> tuple[int, str, int]:
         code = cli.main([*words(place, *more[:-1]), "--", "./script.sh", *more[-1].split()])
@@ -114,8 +114,10 @@ def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
     write(3)
     assert run("")[::2] == (3, 1)
     code, text, ran = run("")
-    assert (code, ran, "run-mine failed" in text, "--again" in text) == (3, 1, True, True)
+    assert (code, ran, "run-mine failed" in text, "script.sh is the same file" in text) == (3, 1, True, True)
     write(0)
+    code, text, ran = run("")
+    assert (code, ran, "nothing ran: ./script.sh is not the file" in text, "--again" in text) == (78, 1, True, True)
     assert run("--again", "")[::2] == (0, 2)
     code, text, ran = run("")
     assert (code, ran, "already succeeded" in text, "SUCCEEDED" in text) == (0, 2, True, False)
@@ -142,7 +144,7 @@ def test_a_script_that_has_ended_runs_again_when_it_is_asked_to(
         ((), ("aws", "s3", "a\0b"), "command"),
         ((), ("", "s3"), "command"),
         (("--instance=none",), ("aws", "s3"), "unknown instance"),
-        ((), ("aws", "x" * 200_000), "kernel"),
+        ((), ("aws", "x" * 200_000), "argument is 200,000"),
         (("--target=batch",), ("aws", "s3"), "no queue"),
     ],
 )
