@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.command_line import CommandParser, Program, show
+from pipeline.command_line import CommandParser, run_program, show
 from pipeline.core.errors import EXIT_OK
 
 # A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. It finds the
@@ -39,7 +39,7 @@ MODULES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of pipeline/core/errors.py; only bugs show a traceback."""
-    return Program("trnjobs", COMMANDS, _run)(argv)
+    return run_program("trnjobs", COMMANDS, _run, argv)
 
 
 def _run(name: str, words: list[str]) -> int:

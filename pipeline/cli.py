@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import HELP, CommandParser, Program, hint, rows, show
+from pipeline.command_line import HELP, CommandParser, hint, rows, run_program, show
 from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # an overview needs no settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
     show_stacks_when_asked()
-    code = Program("trnpipe", COMMANDS, _run)(argv)
+    code = run_program("trnpipe", COMMANDS, _run, argv)
     note_exit_code(code)
     return code
 
@@ -44,45 +44,42 @@ def _run(name: str, words: list[str]) -> int:
         allow_open_files()
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
     end = words.index("--") if tool.command and "--" in words else len(words)
-    words, command = words[:end], tuple(words[end + 1 :])
     action = _action(name, tool, words)
-    # the flags of a stage's tool belong to its actions
-    read = _parser(name, action, tool, is_tool=action != "" or name not in STAGES).read(
-        words[1:] if action else words, Settings
-    )
+    asked = tool.actions[action] if action else tool
+    read = _parser(name, action, tool).read(words[bool(action) : end], Settings)
     if read is None:
         return EXIT_OK
-    asked, resolved = read
-    settings = resolved.settings
+    given, settings = vars(read[0]), read[1].settings
     if name == "config":
-        return show(as_json(resolved) if vars(asked)["--json"] else table_text(resolved))
-    if name in TOOLS and (action or name not in STAGES):
-        given = vars(asked)
+        return show(as_json(read[1]) if given["--json"] else table_text(read[1]))
+    if action or (name in TOOLS and name not in STAGES):
         call = ToolCall(
             action,
-            tuple(given[word] for word in tool.arguments.get(action, ()) if given[word] is not None),
-            frozenset(switch for switch in tool.switches if given[switch]),
-            {option: given[option] for option in tool.options if given[option] is not None},
-            command,
+            tuple(given[word] for word in asked.arguments if given[word] is not None),
+            frozenset(switch for switch in asked.switches if given[switch]),
+            {option: given[option] for option in asked.options if given[option] is not None},
+            tuple(words[end + 1 :]),
         )
-        return run_tool(tool.module or name, settings, call)
+        return run_tool(name, settings, call)
     if name in PARALLEL:
-        from pipeline.compile.neuron import use_neuron_cache
+        from pipeline.compile.neuron import drives_tool, use_neuron_cache
 
         warning = use_neuron_cache(settings.compile, settings.workspace, settings.backend, os.environ)
         if warning:
             print(f"trnpipe {name}: warning: {warning}", file=sys.stderr)
-        if needs_ranks(name, settings):
+        # A driven compile starts the ranks in its trial run.
+        driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
+        if not driven and needs_launch(settings.launch.processes, os.environ):
             return _launch_ranks(name, [name, *words], settings)
     return run_stage(name, settings, [name, *words])
 
 
 def _action(name: str, tool: Tool, words: Sequence[str]) -> str:
-    """The action that stands first; empty where there is none. Raises ConfigError for a missing or unknown one."""
+    """Return the action that stands first, or '' if there is none. Raises ConfigError if it is missing or unknown."""
     given = words[0] if words and not words[0].startswith("-") else ""
-    if not tool.actions or given in tool.actions:
-        return given if tool.actions else ""
-    if "" in tool.arguments or (not given and (name in STAGES or HELP & set(words))):
+    if given in tool.actions:
+        return given
+    if not tool.actions or tool.arguments or (not given and (name in STAGES or HELP & set(words))):
         return ""
     seen = f"trnpipe {name} has no action {given!r}{hint(given, tool.actions)}" if given else "no action is given"
     raise ConfigError(
@@ -90,25 +87,19 @@ def _action(name: str, tool: Tool, words: Sequence[str]) -> str:
     )
 
 
-def _parser(name: str, action: str, tool: Tool, *, is_tool: bool) -> CommandParser:
-    arguments = tool.arguments.get(action, ())
-    actions = {" ".join([one, *tool.arguments.get(one, ())]): text for one, text in tool.actions.items()}
-    choice = (
-        ""
-        if action or not actions
-        else f"<{'|'.join(tool.actions)}>"
-        if is_tool and "" not in tool.arguments
-        else f"[{'|'.join(tool.actions)}]"
-    )
-    prog = " ".join(word for word in ("trnpipe", name, action, choice) if word)
-    parser = CommandParser(prog, "\n".join([COMMANDS[name], "", *rows(actions)]).rstrip(), tool.command)
-    if not is_tool:
-        return parser
-    for word in arguments:
+def _parser(name: str, action: str, tool: Tool) -> CommandParser:
+    asked, prog, lines = tool.actions[action] if action else tool, f"trnpipe {name} {action}".strip(), list[str]()
+    if asked.actions:
+        choice = "|".join(asked.actions)
+        prog += f" [{choice}]" if asked.arguments or name in STAGES else f" <{choice}>"
+        lines = ["", *rows({" ".join([one, *it.arguments]): it.text for one, it in asked.actions.items()})]
+        lines.append(f"The flags of an action: trnpipe {name} {next(iter(asked.actions))} --help")
+    parser = CommandParser(prog, "\n".join([asked.text or COMMANDS[name], *lines]), tool.command)
+    for word in asked.arguments:
         parser.add_argument(word, metavar=word.strip("[]"), nargs="?" if word.startswith("[") else None)
-    for switch in sorted(tool.switches):
+    for switch in sorted(asked.switches):
         parser.add_argument(switch, dest=switch, action="store_true")
-    for option, text in tool.options.items():
+    for option, text in asked.options.items():
         metavar, _, about = text.partition("  ")
         parser.add_argument(option, dest=option, metavar=metavar, help=about)
     return parser
@@ -125,14 +116,6 @@ def _launch_ranks(name: str, words: list[str], settings: "Settings") -> int:
     # The cycle is named once: ranks may start around midnight.
     with stop_on_signals(stop, grace_s=LAUNCHER_S), shared_compile_cache(settings, stop, say):
         return launch([*words, "--cycle", cycle_name(settings)], settings.launch.processes, stop)
-
-
-def needs_ranks(name: str, settings: "Settings") -> bool:
-    """True where this process is to start the ranks of a stage; a driven compile starts them in its trial run."""
-    from pipeline.compile.neuron import drives_tool
-
-    driven = name == "compile" and drives_tool(settings.compile, settings.backend, os.environ)
-    return not driven and needs_launch(settings.launch.processes, os.environ)
 
 
 def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int:
@@ -176,7 +159,9 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
     return EXIT_OK
 
 
-def run_tool(module: str, settings: "Settings", call: ToolCall) -> int:
-    stop = StopSignal()
+def run_tool(name: str, settings: "Settings", call: ToolCall) -> int:
+    """Run one tool under the signal handlers."""
+    tool, stop = TOOLS[name], StopSignal()
     with stop_on_signals(stop, grace_s=LAUNCHER_S if call.command else RANK_S):
-        return int(import_module(f"pipeline.commands.{module}").run(settings, stop, show, call))
+        module = import_module(f"pipeline.commands.{tool.module or name}")
+        return int(getattr(module, tool.function)(settings, stop, show, call))

@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,45 +20,34 @@ Order: defaults < --config files < environment < flags. --train.max-steps is TRN
 environment and max_steps under [train] in a file. Lists: a,b or JSON; no value: null; booleans also as --no-key."""
 
 
-@dataclass(frozen=True)
-class Program:
-    """One table of commands, and one place where errors become the exit codes of core/errors.py."""
-
-    name: str
-    commands: Mapping[str, str]
-    run: Callable[[str, list[str]], int]
-    """Carries out a command of the table with the words behind it."""
-
-    def __call__(self, argv: Sequence[str] | None = None) -> int:
-        words = list(sys.argv[1:] if argv is None else argv)
-        try:
-            return self._command(words)
-        except (TrnpipeError, KeyboardInterrupt) as error:
-            print(f"{' '.join([self.name, *words[:1]])}: {type(error).__name__}: {error}", file=sys.stderr)
-            return exit_code_of(error)
-        except Exception as error:  # a bug: traceback and exit code 1, from one place
-            traceback.print_exc()
-            return exit_code_of(error)
-
-    def _command(self, words: list[str]) -> int:
-        if not words or words[0] in {*HELP, "help"}:
-            return show(self._overview())
-        if words[0] == "--version":
+def run_program(
+    name: str, commands: Mapping[str, str], run: Callable[[str, list[str]], int], argv: Sequence[str] | None
+) -> int:
+    """Run one command of a table with the words behind it. Errors become the exit codes of core/errors.py here."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = words[0] if words else "help"
+    try:
+        if command in {*HELP, "help"}:
+            usage = f"usage: {name} <command> [--config FILE.toml ...] [--section.key value ...]"
+            version, more = f"       {name} --version", f"{name} <command> --help lists every setting."
+            return show("\n".join([usage, version, "", *rows(commands), "", _SETTINGS, "", more]))
+        if command == "--version":
             from pipeline.telemetry.events import code_version
 
-            return show(f"{self.name} {code_version()}")
-        if words[0] not in self.commands:
+            return show(f"{name} {code_version()}")
+        if command not in commands:
             raise ConfigError(
-                f"no command {words[0]!r}{hint(words[0], self.commands)}",
-                expected=f"one of {', '.join(self.commands)}",
-                next_command=f"{self.name} --help",
+                f"no command {command!r}{hint(command, commands)}",
+                expected=f"one of {', '.join(commands)}",
+                next_command=f"{name} --help",
             )
-        return self.run(words[0], words[1:])
-
-    def _overview(self) -> str:
-        usage = f"usage: {self.name} <command> [--config FILE.toml ...] [--section.key value ...]"
-        version, more = f"       {self.name} --version", f"{self.name} <command> --help lists every setting."
-        return "\n".join([usage, version, "", *rows(self.commands), "", _SETTINGS, "", more])
+        return run(command, words[1:])
+    except (TrnpipeError, KeyboardInterrupt) as error:
+        print(f"{' '.join([name, *words[:1]])}: {type(error).__name__}: {error}", file=sys.stderr)
+        return exit_code_of(error)
+    except Exception as error:  # a bug: traceback and exit code 1, from one place
+        traceback.print_exc()
+        return exit_code_of(error)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -17,16 +17,17 @@ class Tool:
     """
 
     text: str
-    actions: Mapping[str, str] = field(default_factory=dict)
-    """One of them must be typed, where there are any; unless `arguments` tells of words without one."""
-    arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Words by action ('' without actions), as shown in the usage; those in brackets may be left out."""
+    arguments: tuple[str, ...] = ()
+    """Words, as shown in the usage; those in brackets may be left out."""
     switches: frozenset[str] = frozenset()
-    """Flags of the tool itself without a value, such as --json."""
+    """Flags of its own without a value, such as --json."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Flags of the tool itself with a value, and a line of help for each."""
+    """Flags of its own with a value; the name of the value and a line of help for each."""
+    actions: Mapping[str, "Tool"] = field(default_factory=dict)
+    """If there are any, one must be typed, unless the tool has arguments without one."""
     module: str = ""
-    """When it is not the name."""
+    """If it is not the name of the tool."""
+    function: str = "run"
     command: str = ""
     """Of a tool that runs another command, given behind `--`: how the usage shows it."""
 
@@ -42,12 +43,11 @@ class ToolCall:
     command: tuple[str, ...] = ()
     """What stood behind `--`."""
 
-    def number(self, option: str, default: int, most: int = 2**63) -> int:
-        """A whole number from 1 to `most` among the options. Raises ConfigError."""
+    def number(self, option: str, default: int, most: int) -> int:
+        """Return a whole number from 1 to `most` among the options. Raises ConfigError."""
         text = self.options.get(option, str(default))
         if not text.isdecimal() or not 0 < int(text) <= most:
-            limit = f"a number from 1 to {most}" if most < 2**63 else "a number above 0"
-            raise ConfigError(f"{option} {text!r}", expected=limit)
+            raise ConfigError(f"{option} {text!r}", expected=f"a number from 1 to {most}")
         return int(text)
 
 
@@ -61,9 +61,10 @@ STAGES: dict[str, str] = {
     "evaluate": "compare the new model with the one in production; promote it, or refuse it with exit 80",
     "embed": "embed the whole catalogue, part by part; unchanged vectors of an earlier cycle are reused",
 }
-PARALLEL = frozenset(
-    {"mine", "compile", "train", "evaluate", "embed"}
-)  # stages that --launch.processes runs in several ranks
+PARALLEL = frozenset({"mine", "compile", "train", "evaluate", "embed"})
+"""Stages that --launch.processes runs in several ranks."""
+_JSON = frozenset({"--json"})
+_REASON = {"--reason": "TEXT  why; recorded"}
 TOOLS: dict[str, Tool] = {
     "doctor": Tool(
         "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
@@ -72,61 +73,74 @@ TOOLS: dict[str, Tool] = {
     "cache": Tool(
         "the compiled graphs of this machine: status, repair, sync",
         actions={
-            "status": "list what is in the cache, how old and how large, and warn of what will be compiled again",
-            "repair": "remove stale locks, remembered failures, half entries",
-            "sync": "exchange finished entries with --compile.sync-url, both ways",
+            "status": Tool("list what is in the cache, how old and how large, and warn of what will be compiled again"),
+            "repair": Tool("remove stale locks, remembered failures, half entries"),
+            "sync": Tool("exchange finished entries with --compile.sync-url, both ways"),
         },
     ),
     "registry": Tool(
         "which checkpoint is in production: list, show, promote, rollback",
         actions={
-            "list": "every model and its checkpoint in production",
-            "show": "production, or one checkpoint: its lineage back to the root, and the history",
-            "promote": "promote a checkpoint that passed the gate against production; else exit 80",
-            "rollback": "restore the previous production checkpoint, or a named one, verified first; what is served"
-            " follows, unless --without-vectors",
-        },
-        arguments={"show": ("[CHECKPOINT]",), "promote": ("CHECKPOINT",), "rollback": ("[TO]",)},
-        switches=frozenset({"--json", "--without-vectors"}),
-        options={
-            "--force": "REASON  promote: overrule the gate; the reason is recorded",
-            "--reason": "TEXT  rollback: why; recorded",
+            "list": Tool("every model and its checkpoint in production", switches=_JSON),
+            "show": Tool(
+                "production, or one checkpoint: its lineage back to the root, and the history",
+                arguments=("[CHECKPOINT]",),
+                switches=_JSON,
+            ),
+            "promote": Tool(
+                "promote a checkpoint that passed the gate against production; else exit 80",
+                arguments=("CHECKPOINT",),
+                options={"--force": "REASON  overrule the gate; the reason is recorded"},
+            ),
+            "rollback": Tool(
+                "restore the previous production checkpoint, or a named one, verified first; what is served follows,"
+                " unless --without-vectors",
+                arguments=("[TO]",),
+                switches=frozenset({"--without-vectors"}),
+                options=_REASON,
+            ),
         },
     ),
     "serving": Tool(
         "the model and the vectors that are served together: show, rollback",
         actions={
-            "show": "the pair that is served, and earlier pairs",
-            "rollback": "serve the vectors before of the same model, or those of a cycle; production stays",
+            "show": Tool("the pair that is served, and earlier pairs", switches=_JSON),
+            "rollback": Tool(
+                "serve the vectors before of the same model, or those of a cycle; production stays",
+                arguments=("[CYCLE]",),
+                options=_REASON,
+            ),
         },
-        arguments={"rollback": ("[CYCLE]",)},
-        switches=frozenset({"--json"}),
-        options={"--reason": "TEXT  rollback: why; recorded"},
+        module="registry",
+        function="run_serving",
     ),
     "parity": Tool(
         "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"
         " far from A",
-        arguments={"": ("A", "[B]")},
+        arguments=("A", "[B]"),
         options={"--to": "FOLDER or URI  with A alone: where to record it, to be compared elsewhere"},
     ),
     "import": Tool(
         "make a checkpoint from a Hugging Face or sentence-transformers folder, or a file of weights",
-        arguments={"": ("PATH",)},
+        arguments=("PATH",),
         module="import_model",
     ),
     "export": Tool(
         "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: as one matrix",
-        actions={
-            "vectors": "export the served vectors, or those of a cycle, as one memory-mappable matrix with its ids"
-        },
-        arguments={"": ("[CHECKPOINT]",), "vectors": ("[CYCLE]",)},
+        arguments=("[CHECKPOINT]",),
         options={
-            "--out": "DIR  folder or URI to write; new, empty, or an earlier export. vectors: a local folder",
+            "--out": "DIR  folder or URI to write; new, empty, or an earlier export",
             "--format": "NAME  sentence-transformers (default; transformers opens it too), safetensors, torchscript",
-            "--family": "NAME  whose names the encoder has: bert, roberta, xlm-roberta, camembert (default: its own)",
             "--max-tokens": "N  longest text the folder tells others to read (default: what the model was trained on)",
             "--bucket": "16x32  torchscript: tokens of a query and of a product (default: the data's longest)",
             "--batch-size": "N  torchscript: pairs of one call (default: 1)",
+        },
+        actions={
+            "vectors": Tool(
+                "export the served vectors, or those of a cycle, as one memory-mappable matrix with its ids",
+                arguments=("[CYCLE]",),
+                options={"--out": "DIR  local folder to write"},
+            )
         },
     ),
     "launch": Tool(
@@ -136,10 +150,12 @@ TOOLS: dict[str, Tool] = {
     "embed": Tool(
         STAGES["embed"],
         actions={
-            "verify": "read every byte of the vectors: ids, numbers, catalogue, a recomputed sample; exit 65 if wrong"
+            "verify": Tool(
+                "read every byte of the vectors: ids, numbers, catalogue, a recomputed sample; exit 65 if wrong",
+                switches=_JSON,
+            )
         },
-        switches=frozenset({"--json"}),
     ),
 }
-CONFIG = Tool("print every setting with its value and source; --json for machines", switches=frozenset({"--json"}))
+CONFIG = Tool("print every setting with its value and source; --json for machines", switches=_JSON)
 COMMANDS: dict[str, str] = {name: tool.text for name, tool in TOOLS.items()} | STAGES | {"config": CONFIG.text}

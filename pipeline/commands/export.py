@@ -4,14 +4,13 @@ What is exported without a name is what is in production, or served.
 """
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
-from pipeline.commands.registry import check_flags, readable_model
+from pipeline.commands.registry import readable_model
 from pipeline.context import StageContext, open_context
-from pipeline.convert.exporting import ExportPlan, check_plan, destination, write_export
+from pipeline.convert.exporting import ExportPlan, destination, write_export
 from pipeline.convert.source import Format
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
@@ -22,15 +21,13 @@ from pipeline.data.token_sets import read_token_sets
 from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
-from pipeline.model.hf import FAMILIES
 from pipeline.registry.checkpoints import lineage, locate
 from pipeline.registry.records import read_pointer
 from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 
-OUT, FORMAT, BUCKET, BATCH_SIZE, FAMILY = "--out", "--format", "--bucket", "--batch-size", "--family"
-FORMATS: tuple[Format, ...] = get_args(Format)
+OUT, FORMAT, TOKENS, BUCKET, BATCH_SIZE = "--out", "--format", "--max-tokens", "--bucket", "--batch-size"
 MOST = 65_536
 """Tokens of a text, and texts of a batch."""
 
@@ -39,36 +36,24 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Export one checkpoint, or vectors. Raises ConfigError, CheckpointError, DataError, TransientError, Preempted."""
     if call.action == "vectors":
         return _export_vectors(settings, stop, say, call)
-    check_flags(call, "export", frozenset({OUT, FORMAT, "--max-tokens", BUCKET, BATCH_SIZE, FAMILY}))
-    out, asked, family = call.options.get(OUT, ""), call.options.get(FORMAT, FORMATS[0]), call.options.get(FAMILY)
-    if not out:
+    format_, formats = call.options.get(FORMAT, "sentence-transformers"), get_args(Format)
+    seen = "" if call.options.get(OUT) else f"no folder to export to: {OUT} is not given"
+    if format_ not in formats:
+        seen = f"{FORMAT} {format_}"
+    elif format_ != "torchscript" and (idle := sorted({BUCKET, BATCH_SIZE} & call.options.keys())):
+        seen = f"{idle[0]} does not apply to format {format_}"
+    if seen:
         raise ConfigError(
-            "no folder to export to is given", expected=f"{OUT} DIR", next_command="trnpipe export --help"
-        )
-    format_ = next((known for known in FORMATS if known == asked), None)
-    if format_ is None:
-        raise ConfigError(
-            f"{FORMAT} {asked}", expected=f"one of {', '.join(FORMATS)}", next_command=f"give another {FORMAT}"
-        )
-    if family is not None and (family not in FAMILIES or format_ != FORMATS[0]):
-        raise ConfigError(
-            f"family {family!r} in format {format_}",
-            expected=f"one of {', '.join(FAMILIES)}, for format {FORMATS[0]}",
-            next_command=f"give another {FAMILY}, or leave it out",
-        )
-    idle = [name for name in (BUCKET, BATCH_SIZE) if name in call.options and format_ != "torchscript"]
-    if idle:
-        raise ConfigError(
-            f"{idle[0]} does not apply to format {format_}",
-            expected="it with torchscript",
-            next_command=f"leave {idle[0]} out",
+            seen,
+            expected=f"{OUT} DIR, and {FORMAT} {', '.join(formats)}; {BUCKET} and {BATCH_SIZE} with the last",
+            next_command="trnpipe export --help",
         )
     with open_context(settings, stop) as ctx, atomic.staging_dir(ctx.scratch) as scratch:
-        checkpoint, prefix = _checkpoint(settings, ctx, call, ctx.scratch / "exported")
-        plan = _plan(settings, ctx, checkpoint, prefix, format_, call)
-        check_plan(checkpoint, plan)
+        checkpoint, prefix = _checkpoint(settings, ctx, call)
+        plan = _plan(settings, ctx, checkpoint, prefix, call)
         fields = {"checkpoint": checkpoint.uri, "digest": checkpoint.digest, "format": format_}
-        with destination(out, retry=settings.storage, stop=stop, scratch=scratch, fields=dict(fields)) as new:
+        retry, out = settings.storage, call.options[OUT]
+        with destination(out, retry=retry, stop=stop, scratch=scratch, fields=dict(fields)) as new:
             record = write_export(checkpoint, plan, new, stop)
             size_bytes = sum(path.stat().st_size for path in new.rglob("*") if path.is_file())
         say(f"export: {checkpoint.uri} as {format_}, texts to {record.max_tokens} tokens")
@@ -76,11 +61,12 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     return EXIT_OK
 
 
-def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir: Path) -> tuple[Checkpoint, str]:
-    """The one named, else the promoted one; and its prefix in the workspace, '' for one of another place.
+def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[Checkpoint, str]:
+    """Return the named checkpoint, else the promoted one, and its prefix in the workspace, '' if it lies elsewhere.
 
-    Raises ConfigError where nothing is promoted, CheckpointError.
+    Raises ConfigError if nothing is promoted, CheckpointError.
     """
+    cache_dir = ctx.scratch / "exported"
     if call.arguments:
         storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
         return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
@@ -92,36 +78,34 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall, cache_dir
             expected="a model in production, or a checkpoint by name",
             next_command="trnpipe export checkpoints/<cycle>/step-<n> --out DIR",
         )
-    pointer, _ = found
-    checkpoint = open_checkpoint(ctx.workspace, pointer.checkpoint, cache_dir)
-    if checkpoint.digest != pointer.digest:
+    checkpoint = open_checkpoint(ctx.workspace, found[0].checkpoint, cache_dir)
+    _check_digest(checkpoint.uri, checkpoint.digest, found[0].digest, "registry")
+    return checkpoint, found[0].checkpoint
+
+
+def _check_digest(uri: str, digest: str, expected: str, tool: str) -> None:
+    if digest != expected:
         raise CheckpointError(
-            f"{checkpoint.uri} has digest {checkpoint.digest}",
-            expected=f"{pointer.digest}, as it was promoted",
-            next_command="trnpipe registry rollback --reason TEXT",
+            f"{uri} has digest {digest}",
+            expected=f"{expected}, as the registry has it",
+            next_command=f"trnpipe {tool} rollback --reason TEXT",
         )
-    return checkpoint, pointer.checkpoint
 
 
-def _plan(
-    settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, format_: Format, call: ToolCall
-) -> ExportPlan:
+def _plan(settings: Settings, ctx: StageContext, checkpoint: Checkpoint, prefix: str, call: ToolCall) -> ExportPlan:
     state = checkpoint.state
     # Those of the data that the checkpoint was trained on, while it is there; else of the settings.
-    prepared = find_prepared(replace(ctx, cycle=state.cycle))
-    if prepared is None:
-        buckets = settings.data.bucket_shapes
-    else:
-        token_sets = read_token_sets(ctx.workspace, prepared.token_sets)
-        buckets = tuple(Bucket.parse(text) for text in token_sets[0].info.buckets)
+    buckets = settings.data.bucket_shapes
+    if prepared := find_prepared(replace(ctx, cycle=state.cycle)):
+        info = read_token_sets(ctx.workspace, prepared.token_sets)[0].info
+        buckets = tuple(map(Bucket.parse, info.buckets))
     longest = max(buckets, key=lambda bucket: (bucket.product_tokens, bucket.query_tokens))
     known = state.max_tokens or min(max(longest.query_tokens, longest.product_tokens), state.model.max_positions)
     return ExportPlan(
-        format=format_,
-        max_tokens=call.number("--max-tokens", known, MOST),
+        format=cast(Format, call.options.get(FORMAT, "sentence-transformers")),
+        max_tokens=call.number(TOKENS, known, MOST),
         model_name=settings.model_name,
         ancestors=lineage(ctx.workspace, prefix) if prefix else (),  # those of another workspace are there
-        family=cast(Any, call.options.get(FAMILY, state.model.architecture)),  # run() has looked at it
         bucket=Bucket.parse(call.options[BUCKET]) if BUCKET in call.options else longest,
         batch_size=call.number(BATCH_SIZE, 1, MOST),
     )
@@ -129,7 +113,6 @@ def _plan(
 
 def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Write the served vectors, or those of a cycle, as one matrix with the ids beside it."""
-    check_flags(call, "export", frozenset({OUT}))
     out = call.options.get(OUT, "")
     if not out or "://" in out:
         raise ConfigError(
@@ -138,21 +121,17 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
             next_command=f"{OUT} DIR, and copy it from there",
         )
     with open_context(settings, stop) as ctx:
-        cycle = call.arguments[0] if call.arguments else ""
-        served = None if cycle else read_pair(ctx.workspace, readable_model(settings, ctx.workspace))
-        if not cycle and served is None:
+        served = None if call.arguments else read_pair(ctx.workspace, readable_model(settings, ctx.workspace))
+        if not call.arguments and served is None:
             raise ConfigError(
                 f"nothing is served of {settings.model_name} in {ctx.workspace.root}",
                 expected="a pair that trnpipe embed verify has let be served, or a cycle by name",
                 next_command=f"trnpipe export vectors CYCLE {OUT} DIR",
             )
-        vectors = find_vectors(ctx.workspace, served[0].vectors.cycle if served else cycle)
-        if served and vectors.manifest.digest != served[0].vectors.digest:
-            raise CheckpointError(
-                f"{ctx.workspace.uri(vectors.prefix)} has digest {vectors.manifest.digest}",
-                expected=f"{served[0].vectors.digest}, which is served",
-                next_command="trnpipe serving rollback --reason TEXT",
-            )
+        vectors = find_vectors(ctx.workspace, served[0].vectors.cycle if served else call.arguments[0])
+        if served:
+            uri, digest = ctx.workspace.uri(vectors.prefix), served[0].vectors.digest
+            _check_digest(uri, vectors.manifest.digest, digest, "serving")
         done = write_matrix(vectors, user_path(out), stop)
     say(f"export: {vectors.info.rows:,} vectors of cycle {vectors.info.cycle}, made with {vectors.info.model.place}")
     say(f"committed: {out}, {format_bytes(done.size_bytes)}; open it with trnpipe.open_vectors")

@@ -1,4 +1,4 @@
-"""`trnpipe registry`: what is in production, how it came there, and changing it by hand."""
+"""`trnpipe registry` and `trnpipe serving`: what is in production, what is served, and changing both by hand."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,13 +19,6 @@ from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import code_version
 
 JSON, FORCE, REASON, WITHOUT_VECTORS = "--json", "--force", "--reason", "--without-vectors"
-# Which of the flags an action takes.
-FLAGS: Mapping[str, frozenset[str]] = {
-    "list": frozenset({JSON}),
-    "show": frozenset({JSON}),
-    "promote": frozenset({FORCE}),
-    "rollback": frozenset({REASON, WITHOUT_VECTORS}),
-}
 SHOWN_ENTRIES = 10
 SHOWN_PARTITIONS = 5
 VERBS: Mapping[str, str] = {
@@ -38,9 +31,8 @@ VERBS: Mapping[str, str] = {
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Do one action on the registry of the workspace. Return the exit code. Raises TrnpipeError."""
-    check_flags(call, "registry", FLAGS[call.action])
     as_json = JSON in call.switches
-    registry = open_registry(settings, stop, reads=call.action == "show")
+    registry = _open_registry(settings, stop, reads=call.action == "show")
     if call.action == "list":
         return _list(registry.workspace, say, as_json=as_json)
     named = prefix_in(registry.workspace, call.arguments[0]) if call.arguments else ""
@@ -60,26 +52,34 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     return EXIT_OK
 
 
-def check_flags(call: ToolCall, tool: str, fitting: frozenset[str]) -> None:
-    """Raise ConfigError for a flag that the action does not take."""
-    if wrong := sorted((call.switches | call.options.keys()) - fitting):
-        asked = f"trnpipe {tool} {call.action}".strip()
-        raise ConfigError(
-            f"{wrong[0]} does not apply to {asked}",
-            expected=f"{', '.join(sorted(fitting))} and settings",
-            next_command=f"trnpipe {tool} --help",
-        )
+def run_serving(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Show or roll back what is served of the model. Raises ConfigError, CheckpointError, TransientError."""
+    registry = _open_registry(settings, stop, reads=call.action == "show")
+    model = registry.model
+    if call.action == "rollback":
+        pair = registry.rollback_vectors("".join(call.arguments), reason=call.options.get(REASON, ""))
+        say(f"{model}: {served_line(pair)}")
+        return EXIT_OK
+    pairs, served = registry.pairs(), registry.serving()
+    if JSON in call.switches:
+        document = {"model": model, "serving": _dump(served), "pairs": [_dump(pair) for pair in pairs]}
+        say(json.dumps(document, indent=1))
+        return EXIT_OK
+    say(f"{model} | {served_line(served) if served else 'nothing is served: trnpipe embed, trnpipe embed verify'}")
+    for pair in reversed(pairs):
+        if pair != served:
+            say(f"  before: {served_line(pair)}")
+    return EXIT_OK
 
 
-def open_registry(settings: Settings, stop: StopSignal, *, reads: bool = False) -> Registry:
-    """Open the registry of the model that the settings name; changes are recorded with them. Raises ConfigError.
+def _open_registry(settings: Settings, stop: StopSignal, *, reads: bool) -> Registry:
+    """Open the registry of the model that the settings name; if nothing is changed, without a name the only one there.
 
-    `reads`: nothing is changed, so without a name the only model there will do.
+    Raises ConfigError.
     """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     author = Author(by=who(), settings_hash=settings_hash(settings), code_version=code_version())
-    name = readable_model(settings, workspace) if reads else settings.model_name
-    return Registry(workspace, name, author=author)
+    return Registry(workspace, readable_model(settings, workspace) if reads else settings.model_name, author=author)
 
 
 def readable_model(settings: Settings, workspace: Storage) -> str:
@@ -101,24 +101,18 @@ def readable_model(settings: Settings, workspace: Storage) -> str:
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
     """List all models; a damaged pointer does not hide the others, but is the exit code."""
-    found: dict[str, Pointer | None] = {}
-    damaged: dict[str, str] = {}
+    rows, lines = list[dict[str, Any]](), list[str]()
     for model in list_models(workspace):
         try:
-            found[model] = Registry(workspace, model).production()
+            pointer = Registry(workspace, model).production()
+            rows.append({"model": model, "production": _dump(pointer)})
+            lines.append(f"{model} | {_production_line(pointer)}")
         except CheckpointError as error:
-            damaged[model] = error.seen
-    if as_json:
-        rows = [{"model": model, "production": _dump(pointer)} for model, pointer in found.items()]
-        say(json.dumps([*rows, *({"model": model, "damaged": seen} for model, seen in damaged.items())], indent=1))
-    else:
-        for model, pointer in found.items():
-            say(f"{model} | {_production_line(pointer)}")
-        for model, seen in damaged.items():
-            say(f"{model} | damaged: {seen}")
-        if not found and not damaged:
-            say("no models yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT")
-    return CheckpointError.exit_code if damaged else EXIT_OK
+            rows.append({"model": model, "damaged": error.seen})
+            lines.append(f"{model} | damaged: {error.seen}")
+    nothing = "no models yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT"
+    say(json.dumps(rows, indent=1) if as_json else "\n".join(lines) or nothing)
+    return CheckpointError.exit_code if any("damaged" in row for row in rows) else EXIT_OK
 
 
 def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
@@ -126,15 +120,13 @@ def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
     pointer, entries = registry.production(), registry.history()
     prefix = named or (pointer.checkpoint if pointer else "")
     # A checkpoint of production that is gone must not hide the history that leads back to a good one.
-    ancestors: tuple[Ancestor, ...] = ()
-    lost = ""
-    if prefix:
-        try:
-            ancestors = registry.lineage(prefix)
-        except CheckpointError as error:
-            lost = error.seen
-    if lost and named:
-        raise CheckpointError(lost, expected="a committed checkpoint", next_command="trnpipe registry show")
+    ancestors, lost = tuple[Ancestor, ...](), ""
+    try:
+        ancestors = registry.lineage(prefix) if prefix else ()
+    except CheckpointError as error:
+        if named:
+            raise
+        lost = error.seen
     if named:
         entries = tuple(entry for entry in entries if entry.digest == ancestors[0].digest)
     if as_json:
@@ -158,7 +150,7 @@ def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
     return CheckpointError.exit_code if lost else EXIT_OK
 
 
-def _dump(entry: Entry | None) -> dict[str, Any] | None:
+def _dump(entry: Entry | Pair | None) -> dict[str, Any] | None:
     return None if entry is None else entry.model_dump(mode="json")
 
 

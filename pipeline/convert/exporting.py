@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -30,7 +30,7 @@ from pipeline.convert.hugging_face import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from pipeline.convert.source import EXPORT, EXPORT_FILE, ExportRecord, Family, Format
+from pipeline.convert.source import EXPORT, EXPORT_FILE, ExportRecord, Format
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
@@ -42,7 +42,7 @@ from pipeline.io.storage import join_key, os_errors, place_of
 from pipeline.model.config import InputSpec
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
-from pipeline.model.hf import CONFIG, FAMILIES, from_bert, from_hf, hf_config
+from pipeline.model.hf import CONFIG, FAMILIES, from_hf, hf_config
 from pipeline.model.ops import choose_forms, unit
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel, build_model
 from pipeline.registry.checkpoints import Ancestor
@@ -51,7 +51,8 @@ from pipeline.registry.records import one_line
 WEIGHTS, HEAD, CARD = "model.safetensors", "relevance_head.safetensors", "README.md"
 TOLERANCE = 1e-5
 SHORTEST = 3  # [CLS], a token, [SEP]
-_POOLING = "1_Pooling"
+CLAIM = ".trnpipe-export"
+"""Marks a folder as ours from before its first file until its manifest is written."""
 
 
 @dataclass(frozen=True)
@@ -63,45 +64,10 @@ class ExportPlan:
     model_name: str
     ancestors: tuple[Ancestor, ...]
     """The checkpoint first, the root of its lineage last."""
-    family: Family
-    """Whose names the encoder gets in a sentence-transformers folder (model/families.py)."""
     bucket: Bucket
     """Of a TorchScript program: tokens of a query and of a product."""
     batch_size: int
     """Of a TorchScript program."""
-
-
-def check_plan(checkpoint: Checkpoint, plan: ExportPlan) -> None:
-    """Raise ConfigError for a family of another encoder, and for texts longer than it has positions for."""
-    state = checkpoint.state
-    architecture, positions = state.model.architecture, state.model.max_positions
-    if state.model.factory is not None and plan.format == "sentence-transformers":
-        module = build_model(state.model, state.inputs, seed=0).encoder.module
-        if plan.family != architecture or "PreTrainedModel" not in {one.__name__ for one in type(module).__mro__}:
-            raise ConfigError(
-                f"--format {plan.format} of a {type(module).__name__} that {state.model.factory} builds",
-                expected="a model of transformers, which its AutoModel opens, and no --family",
-                next_command="--format safetensors, in which names begin with encoder.module., or --format torchscript",
-            )
-    if state.model.factory is None and FAMILIES[plan.family].architecture != architecture:
-        fitting = ", ".join(name for name, family in FAMILIES.items() if family.architecture == architecture)
-        raise ConfigError(
-            f"family {plan.family} of a checkpoint whose encoder is {architecture}",
-            expected=f"one of {fitting}",
-            next_command="give another --family, or leave it out",
-        )
-    sides = (plan.bucket.query_tokens, plan.bucket.product_tokens) if plan.format == "torchscript" else ()
-    for tokens in (plan.max_tokens, *sides):
-        if not SHORTEST <= tokens <= positions:
-            raise ConfigError(
-                f"texts of {tokens} tokens",
-                expected=f"{SHORTEST} to {positions}, which the model has positions for",
-                next_command="--bucket 16x32" if sides else "give --max-tokens",
-            )
-
-
-CLAIM = ".trnpipe-export"
-"""Marks a folder as ours from before its first file until its manifest is written."""
 
 
 @contextmanager
@@ -114,30 +80,25 @@ def destination(
     Preempted.
     """
     storage, name = place_of(text, retry=retry, stop=stop, follow_links=True)
-    uri, claim = storage.uri(name), join_key(name, CLAIM)
 
     def check_free() -> None:
-        if storage.stat(name) is not None:
-            raise ConfigError(
-                f"{uri} is a file", expected="a folder to export to", next_command="name another with --out"
-            )
         found = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}
         try:
             manifest = read_manifest(storage, name) if MANIFEST_NAME in found else None
         except DataError:  # of another program, or damaged
             manifest = None
-        is_export = manifest is not None and manifest.kind == EXPORT
-        ours = {CLAIM, MANIFEST_NAME, *manifest.files} if manifest is not None and is_export else set()
-        foreign = sorted(found - ours)
-        if foreign and not (manifest is None and CLAIM in found):
+        ours = {CLAIM, MANIFEST_NAME, *manifest.files} if manifest and manifest.kind == EXPORT else set()
+        foreign = set() if manifest is None and CLAIM in found else found - ours
+        if foreign or storage.stat(name) is not None:
+            uri = storage.uri(name)
             raise ConfigError(
-                f"{uri} holds {foreign[0]}, which trnpipe export did not write",
+                f"{uri} holds {min(foreign)}, which trnpipe export did not write" if foreign else f"{uri} is a file",
                 expected="a new or empty folder, or an earlier export",
                 next_command="name another with --out, or move that file away",
             )
 
     check_free()
-    folder = scratch / "export"
+    folder, claim = scratch / "export", join_key(name, CLAIM)
     with os_errors("writing", f"file://{folder}"):
         folder.mkdir(parents=True)
         yield folder
@@ -149,8 +110,19 @@ def destination(
 
 
 def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: StopSignal) -> ExportRecord:
-    """Fill an empty folder. Raises CheckpointError, DataError, OSError, Preempted."""
-    state = checkpoint.state
+    """Fill an empty folder.
+
+    Raises ConfigError for texts longer than the model has positions for, and for a module that transformers cannot
+    open, CheckpointError, DataError, OSError, Preempted.
+    """
+    state, bucket = checkpoint.state, plan.bucket
+    lengths = [plan.max_tokens, *((bucket.query_tokens, bucket.product_tokens) if plan.format == "torchscript" else ())]
+    if not SHORTEST <= min(lengths) <= max(lengths) <= state.model.max_positions:
+        raise ConfigError(
+            f"texts of {' and '.join(map(str, lengths))} tokens",
+            expected=f"{SHORTEST} to {state.model.max_positions}, which the model has positions for",
+            next_command="give --max-tokens, or --bucket of a TorchScript program",
+        )
     tokenizer = TextTokenizer(checkpoint.tokenizer(), f"{checkpoint.uri}/tokenizer.json")
     has_types = state.model.architecture == "bert" and state.model.factory is None
     write_tokenizer(folder, tokenizer, plan.max_tokens, has_types=has_types)
@@ -159,30 +131,24 @@ def write_export(checkpoint: Checkpoint, plan: ExportPlan, folder: Path, stop: S
     model = build_model(state.model, state.inputs, seed=0)
     model.load_state_dict(from_hf(weights, model.state_dict(), source=checkpoint.uri))  # every tensor, in its shape
     files: tuple[str, ...] = ()
-    if plan.format == "safetensors":
+    if plan.format == "torchscript":
+        write_program(folder / program_name(plan.bucket), model, state.inputs, plan)
+    elif plan.format == "safetensors":
         files = (WEIGHTS,)
         write_weights(folder / WEIGHTS, weights)
-    elif plan.format == "torchscript":
-        write_program(folder / program_name(plan.bucket), model, state.inputs, plan)
     else:
         files = (WEIGHTS, HEAD)
         _write_sentence_transformers(plan, weights, state, folder, model)
+    carried = ("model", "inputs", "tokenizer_fingerprint", "watermark", "partitions", "also_seen", "trained_head")
+    fields: dict[str, Any] = {name: getattr(state, name) for name in (*carried, "published", "settings_hash")}
     record = ExportRecord(
+        **fields,
         format=plan.format,
         checkpoint=Parent(uri=checkpoint.uri, digest=checkpoint.digest, cycle=state.cycle, step=state.step),
-        model=state.model,
-        inputs=state.inputs,
         max_tokens=plan.max_tokens,
-        tokenizer_fingerprint=state.tokenizer_fingerprint,
-        watermark=state.watermark,
-        partitions=state.partitions,
-        also_seen=state.also_seen,
-        trained_head=state.trained_head,
-        published=state.published,
-        settings_hash=state.settings_hash,
         code_version=state.code_version,
         weights=files,
-        family=plan.family,
+        family=state.model.architecture,
     )
     (folder / CARD).write_text(_card(record, plan), encoding="utf-8")
     (folder / EXPORT_FILE).write_bytes(record.model_dump_json(indent=1).encode() + b"\n")
@@ -208,43 +174,57 @@ def _write_sentence_transformers(
 
     The names are those up to release 5.3, which later ones read too. transformers opens the same folder.
     """
-    module = model.encoder.module if isinstance(model.encoder, FactoryEncoder) else None
-    prefix = FAMILIES[state.model.architecture].prefix if module is None else FACTORY_PREFIX
-    encoder = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)})
-    if module is None:
-        encoder = from_bert(encoder, plan.family, state.inputs.pad_id)
-        (folder / CONFIG).write_text(hf_config(state.model, state.inputs, plan.family))
+    config, prefix = state.model, FACTORY_PREFIX
+    if not isinstance(model.encoder, FactoryEncoder):
+        prefix = FAMILIES[config.architecture].prefix
+        (folder / CONFIG).write_text(hf_config(config, state.inputs))
+    elif hasattr(getattr(model.encoder.module, "config", None), "save_pretrained"):
+        cast(Any, model.encoder.module).config.save_pretrained(folder)
     else:
-        cast(Any, module).config.save_pretrained(folder)  # check_plan has looked at it
+        raise ConfigError(
+            f"--format {plan.format} of a {type(model.encoder.module).__name__} that {config.factory} builds",
+            expected="a model of transformers, which its AutoModel opens",
+            next_command="--format safetensors, in which names begin with encoder.module., or --format torchscript",
+        )
+    encoder = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     write_weights(folder / WEIGHTS, encoder)
-    named = (("Transformer", ""), ("Pooling", _POOLING), ("Normalize", "2_Normalize"))
+    write_weights(folder / HEAD, {name: tensor for name, tensor in weights.items() if not name.startswith(prefix)})
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for index, (name, path) in enumerate(named)
+        for index, (name, path) in enumerate(paths.items())
     ]
     _write_json(folder / MODULES, modules)
     _write_json(folder / SENTENCE, {"max_seq_length": plan.max_tokens, "do_lower_case": False})
-    (folder / _POOLING).mkdir()
-    modes = {key: POOLINGS.get(mode) == state.model.pooling for key, mode in LEGACY.items()}
-    _write_json(folder / _POOLING / CONFIG, {"word_embedding_dimension": state.model.encoder.hidden_size, **modes})
-    prefixes = ((QUERY[0], state.inputs.query_prefix), (PRODUCT[0], state.inputs.product_prefix))
-    prompts = {name: text for name, text in prefixes if text}
+    modes = {key: POOLINGS.get(mode) == config.pooling for key, mode in LEGACY.items()}
+    (folder / "1_Pooling").mkdir()
+    _write_json(folder / "1_Pooling" / CONFIG, {"word_embedding_dimension": config.encoder.hidden_size, **modes})
+    prefixes = {QUERY[0]: state.inputs.query_prefix, PRODUCT[0]: state.inputs.product_prefix}
+    prompts = {name: text for name, text in prefixes.items() if text}
     _write_json(folder / MODEL, {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"})
 
 
 def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, has_types: bool = True) -> None:
-    """Write tokenizer.json and what AutoTokenizer needs to read it as it is.
+    """Write tokenizer.json, with [CLS] and [SEP] around a text, and what AutoTokenizer needs to read it as it is.
 
     `has_types`: the encoder takes token types.
     """
-    parsed = tokenizers.Tokenizer.from_str(tokenizer.data.decode())
+    parsed, data = tokenizers.Tokenizer.from_str(tokenizer.data.decode()), tokenizer.data
     ids = {"cls": tokenizer.cls_id, "pad": tokenizer.pad_id, "sep": tokenizer.sep_id, "unk": tokenizer.unk_id}
     special = {f"{name}_token": parsed.id_to_token(number) for name, number in ids.items()}
     if parsed.token_to_id("[MASK]") is not None:
         special["mask_token"] = "[MASK]"  # noqa: S105 - a token of text
-    (folder / TOKENIZER).write_bytes(_framed(parsed, tokenizer))
-    _write_json(folder / "special_tokens_map.json", special)
+    parsed.no_truncation()
+    parsed.no_padding()
+    if parsed.encode("a").ids != tokenizer.encode(["a"]).ids.tolist():
+        cls, sep = special["cls_token"], special["sep_token"]
+        parsed.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, tokenizer.cls_id), (sep, tokenizer.sep_id)],
+        )
+        data = parsed.to_str().encode()
+    (folder / TOKENIZER).write_bytes(data)
     _write_json(
         folder / TOKENIZER_CONFIG,
         {
@@ -257,21 +237,6 @@ def write_tokenizer(folder: Path, tokenizer: TextTokenizer, max_tokens: int, *, 
             **special,
         },
     )
-
-
-def _framed(parsed: tokenizers.Tokenizer, tokenizer: TextTokenizer) -> bytes:
-    """Return the file as it is, or with [CLS] and [SEP] around a text if it does not put them there."""
-    parsed.no_truncation()
-    parsed.no_padding()
-    if parsed.encode("a").ids == tokenizer.encode(["a"]).ids.tolist():
-        return tokenizer.data
-    cls, sep = parsed.id_to_token(tokenizer.cls_id), parsed.id_to_token(tokenizer.sep_id)
-    parsed.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1",
-        special_tokens=[(cls, tokenizer.cls_id), (sep, tokenizer.sep_id)],
-    )
-    return parsed.to_str().encode()
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -293,10 +258,9 @@ class Program(nn.Module):
         """Return logits [B, K] of query int32 [B, Tq], product int32 [B, Tp], numeric fp32 [B, F], categorical int32
         [B, C]. A kind of feature that the model has none of is no input.
         """
-        rest = list(features)
         none = query.new_zeros((query.shape[0], 0))
-        numeric = rest.pop(0) if self.has_numeric else none.float()
-        categorical = rest.pop(0) if self.has_categorical else none
+        numeric = features[0] if self.has_numeric else none.float()
+        categorical = features[-1] if self.has_categorical else none
         logits: Tensor = self.model(RelevanceInputs(query, product, numeric, categorical)).logits
         return logits
 
@@ -318,16 +282,21 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
     """Trace, save, load again and compare. The model's operators are chosen for compilers, so it is used up."""
     # Compilers get attention as plain products: how they treat the fused operator is their decision.
     choose_forms(model, traced=True, sums_by_matmul=False)
-    program = Program(model.eval().requires_grad_(False), spec).eval()
-    query = _sample_tokens(spec, plan.batch_size, plan.bucket.query_tokens)
-    product = _sample_tokens(spec, plan.batch_size, plan.bucket.product_tokens)
+    program, rows = Program(model.eval().requires_grad_(False), spec).eval(), plan.batch_size
+    generator = torch.Generator().manual_seed(0)
+
+    def sample_tokens(length: int) -> Tensor:
+        """Return random texts, the later ones shorter, so that a program is traced and compared with padding in it."""
+        ids = torch.randint(0, spec.vocab_size, (rows, length), generator=generator, dtype=torch.int32)
+        ends = length - 1 - torch.arange(rows)[:, None] % (length - 1)
+        return torch.where(torch.arange(length) < ends.clamp(min=1), ids, spec.pad_id)
+
+    query, product = sample_tokens(plan.bucket.query_tokens), sample_tokens(plan.bucket.product_tokens)
     features = []
     if spec.numeric:
-        count = plan.batch_size * len(spec.numeric)
-        features.append(torch.linspace(-3.0, 3.0, count).reshape(plan.batch_size, -1))
+        features.append(torch.randn((rows, len(spec.numeric)), generator=generator))
     if spec.categorical_ids:
-        columns = [torch.arange(plan.batch_size, dtype=torch.int32) % ids for ids in spec.categorical_ids]
-        features.append(torch.stack(columns, dim=1))
+        features.append(torch.zeros((rows, len(spec.categorical_ids)), dtype=torch.int32))
     inputs = {"forward": (query, product, *features), "embed_query": (query,), "embed_product": (product,)}
     buffer = BytesIO()  # torch reports a full disk as a RuntimeError; the file is written here
     with warnings.catch_warnings():
@@ -342,76 +311,49 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
             raise RuntimeError(f"{name} of {path.name} differs by {difference:g} from the model it was made of")
 
 
-def _sample_tokens(spec: InputSpec, rows: int, length: int) -> Tensor:
-    """Return random texts, the later ones shorter, so that a program is traced and compared with padding in it."""
-    generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(0, spec.vocab_size, (rows, length), generator=generator, dtype=torch.int32)
-    tokens[tokens == spec.pad_id] = spec.vocab_size - 1 if spec.pad_id != spec.vocab_size - 1 else 0
-    ends = length - torch.arange(rows, dtype=torch.int32) % (length - 1) - 1
-    return torch.where(torch.arange(length) < ends[:, None].clamp(min=1), tokens, spec.pad_id)
-
-
 # README.md for people, with the front matter that Hugging Face tools read.
 
 
 def _card(record: ExportRecord, plan: ExportPlan) -> str:
-    spec, source = record.inputs, record.checkpoint
-    gains = ", ".join(f"{_text(label)}: {gain:.6g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
-    numbers, categories = ", ".join(map(_text, spec.numeric)) or "no numbers", len(spec.categorical_ids)
-    use = {
-        "sentence-transformers": 'vectors = SentenceTransformer("PATH").encode(["red running shoes"])',
-        "safetensors": 'weights = safetensors.torch.load_file("PATH/model.safetensors")',
-        "torchscript": f'program = torch.jit.load("PATH/{program_name(plan.bucket)}")  # embed_query, embed_product',
+    spec, model, rows = record.inputs, record.model, plan.batch_size
+    inputs = [
+        f"query int32 [{rows}, {plan.bucket.query_tokens}]",
+        f"product int32 [{rows}, {plan.bucket.product_tokens}]",
+    ]
+    inputs += [f"numeric float32 [{rows}, {len(spec.numeric)}]"] if spec.numeric else []
+    inputs += [f"categorical int32 [{rows}, {len(spec.categorical_ids)}]"] if spec.categorical_ids else []
+    library, use = {
+        "sentence-transformers": (plan.format, 'vectors = SentenceTransformer("PATH").encode(["red running shoes"])'),
+        "safetensors": (plan.format, 'weights = safetensors.torch.load_file("PATH/model.safetensors")'),
+        "torchscript": (
+            "pytorch",
+            f'program = torch.jit.load("PATH/{program_name(plan.bucket)}")\n# program({", ".join(inputs)}),'
+            " program.embed_query(query), program.embed_product(product)",
+        ),
     }[plan.format]
+    gains = ", ".join(f"{_text(label)}: {gain:.6g}" for label, gain in zip(spec.labels, spec.label_gains, strict=True))
+    features = f"{', '.join(map(_text, spec.numeric)) or 'no numbers'} and {len(spec.categorical_ids)} categories"
+    figures = plan.ancestors[0].figures if plan.ancestors else {}
     lines = [
-        f'---\nlibrary_name: "{"pytorch" if plan.format == "torchscript" else plan.format}"',
-        'pipeline_tag: "sentence-similarity"\n---\n',
+        f'---\nlibrary_name: "{library}"\npipeline_tag: "sentence-similarity"\n---\n',
         f"# {_text(plan.model_name)}\n",
-        f"{_encoder(record)}; {record.model.pooling} pooling over real tokens, vectors of length one. A head grades how"
-        f" well a product fits a query; a score is the softmax of its logits times the gains ({gains}). It also reads"
-        f" {numbers} and {categories} hashed categories.\n",
+        f"A text encoder ({_text(model.factory or model.architecture)}, width {model.encoder.hidden_size},"
+        f" {model.pooling} pooling, vectors of length one) for queries and products, and a head that grades how well a"
+        f" product fits a query: the softmax of its logits times the gains ({gains}). It also reads {features}.\n",
         f"```python\n{use}\n```\n",
         f"Texts are `[CLS] ... [SEP]` of `tokenizer.json`, cut to {record.max_tokens} tokens; padding {spec.pad_id}.",
-        *_program_lines(spec, plan),
         *(["`trnpipe import` of this folder gives the whole model back, bit for bit."] if record.weights else []),
-        "\n| metric | value |\n|---|---|",
-        *(
-            f"| {_text(name)} | {value:.6g} |"
-            for one in plan.ancestors[:1]
-            for name, value in sorted(one.figures.items())
-        ),
-        "\n| checkpoint | cycle | step | data to | settings | code | digest |\n|---|---|---|---|---|---|---|",
-        *_lineage(plan.ancestors),
-        *([f"\nIt began from {_text(record.published.text)}."] if record.published else []),
-        *(f"\nThe lineage ends here: {_text(one.note)}." for one in plan.ancestors if one.note),
-        f"\nMade from `{one_line(source.uri)}`, step {source.step} of cycle {_text(source.cycle)}, manifest",
-        f"sha256 `{source.digest}`, code `{one_line(record.code_version)}`.",
+        "",
+        *(f"- {_text(name)}: {value:.6g}" for name, value in sorted(figures.items())),
+        f"\nMade from `{one_line(record.checkpoint.uri)}`, digest `{record.checkpoint.digest}`. Its lineage:\n",
     ]
+    for one in plan.ancestors:
+        parts = [one.checkpoint, f"data to {one.watermark or '-'}", f"digest {one.digest}", one.note]
+        lines.append(f"- {', '.join(_text(part) for part in parts if part)}")
+    lines += [f"- {_text(record.published.text)}"] if record.published else []
     return "\n".join(lines) + "\n"
 
 
-def _encoder(record: ExportRecord) -> str:
-    model, size = record.model, record.model.encoder
-    if model.factory is not None:
-        return f"Text encoder of {_text(model.factory)} for queries and product texts, of width {size.hidden_size}"
-    return f"{record.family} text encoder for queries and product texts, {size.num_layers} layers of {size.hidden_size}"
-
-
-def _program_lines(spec: InputSpec, plan: ExportPlan) -> Iterator[str]:
-    """Yield the inputs of a program: shapes are static."""
-    if plan.format == "torchscript":
-        rows, bucket = plan.batch_size, plan.bucket
-        yield f"\nInputs: query int32 [{rows}, {bucket.query_tokens}], product int32 [{rows}, {bucket.product_tokens}]"
-        yield f", numeric float32 [{rows}, {len(spec.numeric)}]" if spec.numeric else ""
-        yield f", categorical int32 [{rows}, {len(spec.categorical_ids)}]" if spec.categorical_ids else ""
-
-
-def _lineage(ancestors: Sequence[Ancestor]) -> Iterator[str]:
-    for one in ancestors:
-        cells = (one.checkpoint, one.cycle, one.step, one.watermark, one.settings_hash, one.code_version, one.digest)
-        yield f"| {' | '.join(_text(str(cell)) or '-' for cell in cells)} |"
-
-
 def _text(value: str) -> str:
-    """Return text from data for a table: one line, and nothing that Markdown would read as markup."""
+    """Return text from data on one line, without anything that Markdown would read as markup."""
     return "".join(f"\\{char}" if char in "\\|`*<>[]#" else char for char in one_line(value))

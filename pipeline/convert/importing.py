@@ -1,30 +1,31 @@
-"""A foreign model as a checkpoint of the workspace, as if a run had saved it at step 0."""
+"""A model of another tool as a checkpoint of the workspace, as if a run had saved it at step 0.
+
+It is read and checked from a Hugging Face folder, an export of trnpipe, or a bare file of weights.
+"""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.store import Checkpoint, Origin, TrainState, open_checkpoint, prefix_of
-from pipeline.convert.hugging_face import TOKENIZER, read_folder_settings, read_tokenizer, settings_of
-from pipeline.convert.source import EXPORT_FILE, JSON_BYTES, SCHEMA_VERSION, TOKENIZER_BYTES, ExportRecord, Source
-from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.convert.hugging_face import TOKENIZER, read_folder_settings, read_tokenizer
+from pipeline.convert.source import EXPORT_FILE, SCHEMA_VERSION, TOKENIZER_BYTES, ExportRecord, Source
+from pipeline.core.errors import CheckpointError, ConfigError, first_line
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage, join_key
-from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.config import PRESETS, InputSpec, ModelConfig
 from pipeline.model.factory import module_weights
 from pipeline.model.hf import CONFIG, HEAD_PARTS, as_bert, encoder_from_hf, hf_config, model_from_hf, read_config, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
 from pipeline.model.weights import find_weights, load_tensors, without_wrappers
-
-# A model of another tool, read and checked: from a Hugging Face folder, our own export, or a bare file of weights.
-
-WORDS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Given:
     seed: int
     """Of a fresh head."""
 
+    def spec_for(self, tokenizer: TextTokenizer, **prefixes: str) -> InputSpec:
+        changes = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id}
+        return self.spec.model_copy(update={**changes, **{name: text for name, text in prefixes.items() if text}})
+
 
 @dataclass(frozen=True)
 class ForeignModel:
@@ -48,9 +53,9 @@ class ForeignModel:
     spec: InputSpec
     weights: Mapping[str, Tensor]
     tokenizer: TextTokenizer
-    max_tokens: int | None
     origin: Origin
-    new_head: int | None
+    max_tokens: int | None = None
+    new_head: int | None = None
     """Seed of interactions and head when they are new; None when they came with it."""
     notes: tuple[str, ...] = ()
     record: ExportRecord | None = None
@@ -78,91 +83,78 @@ def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
 
 def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
     there = read_folder_settings(source, given.model.pooling)
-    folder = there.folder
-    if not source.has(folder + CONFIG):
+    where = source.where(there.folder + CONFIG)
+    if not source.has(there.folder + CONFIG):
         raise ConfigError(
-            f"{source.where(folder)} has no {CONFIG}",
+            f"{source.where(there.folder)} has no {CONFIG}",
             expected="a Hugging Face folder: config.json, tokenizer.json and model.safetensors",
             next_command="name the folder that holds it, or the file with the weights",
         )
-    described = read_config(source.read(folder + CONFIG, JSON_BYTES), source.where(folder + CONFIG))
-    config = settings_of(described, given.model, source.where(folder + CONFIG), pooling=there.pooling)
-    found = read_tokenizer(source, folder, lowercase=there.lowercase)
-    notes = [*found.notes, *there.notes]
-    spec = _spec(given.spec, found.tokenizer)
-    if there.query_prefix or there.product_prefix:
-        prefixes = {"query_prefix": there.query_prefix, "product_prefix": there.product_prefix}
-        spec = spec.model_copy(update=prefixes)
-    if spec.vocab_size > described.vocab_size:
-        raise ConfigError(
-            f"{source.where(folder + TOKENIZER)} has {spec.vocab_size} tokens",
-            expected=f"at most {described.vocab_size}, for which the model has embeddings",
-            next_command="copy the tokenizer that belongs to the model",
-        )
-    name = folder + find_weights(source.storage, join_key(source.folder, folder).strip("/"))
+    described = read_config(source.read(there.folder + CONFIG), where)
+    size = described.size.model_dump()
+    preset = next((name for name, known in PRESETS.items() if known == described.size), "")
+    sizes = {"preset": preset, **dict.fromkeys(size)} if preset else size
+    fields: dict[str, Any] = given.model.model_dump() | sizes | described.fields()
+    try:
+        config = ModelConfig.model_validate({**fields, "init_from": None, "pooling": there.pooling})
+    except (ValidationError, ConfigError) as error:
+        raise ConfigError(f"{where}: {first_line(error)}", expected="the sizes of an encoder") from error
+    tokenizer, longest, notes = read_tokenizer(source, there.folder, lowercase=there.lowercase)
+    spec = given.spec_for(tokenizer, query_prefix=there.query_prefix, product_prefix=there.product_prefix)
     if described.model_type != "bert" and spec.pad_id != described.pad_token_id:
         raise ConfigError(
-            f"{source.where(folder + CONFIG)} has pad_token_id {described.pad_token_id}, its tokenizer {spec.pad_id}",
+            f"{where} has pad_token_id {described.pad_token_id}, its tokenizer {spec.pad_id}",
             expected="one number: positions of the model count from it",
             next_command="copy the tokenizer that belongs to the model",
         )
+    name = there.folder + find_weights(source.storage, join_key(source.folder, there.folder).strip("/"))
     loaded = without_wrappers(load_tensors(source.local(name, scratch), source.where(name)))
     loaded = as_bert(loaded, described.model_type, described.pad_token_id, source=source.where(name))
-    if spec.vocab_size < described.vocab_size:
-        # Tables are often filled up to a round number. One of another size than config.json says stays, and is refused.
-        loaded = {
-            name: tensor[: spec.vocab_size]
-            if name.endswith(WORDS) and tensor.shape[:1] == (described.vocab_size,)
-            else tensor
-            for name, tensor in loaded.items()
-        }
-        notes.append(f"{described.vocab_size - spec.vocab_size} embeddings that no token has are left out")
-    weights = _with_new_head(loaded, config, spec, given.seed, source.where(name))
-    longest = there.max_tokens or found.max_tokens or config.max_positions
+    # Tables are often filled up to a round number. One that is larger than config.json says is refused.
+    spare = described.vocab_size - spec.vocab_size
+    if spare > 0:
+        notes.append(f"{spare} embeddings that no token has are left out")
     return ForeignModel(
         config=config,
         spec=spec,
-        weights=weights,
-        tokenizer=found.tokenizer,
-        max_tokens=min(longest, config.max_positions),
+        weights=_with_new_head(loaded, config, spec, given.seed, source.where(name), has_spare_words=spare > 0),
+        tokenizer=tokenizer,
+        max_tokens=min(there.max_tokens or longest or config.max_positions, config.max_positions),
         origin=Origin(uri=source.uri, format=there.format, fingerprint=source.fingerprint),
         new_head=given.seed,
-        notes=tuple(notes),
+        notes=(*notes, *there.notes),
     )
 
 
 def _own_export(source: Source, scratch: Path) -> ForeignModel:
-    record = source.json(EXPORT_FILE, ExportRecord)
+    record, where = source.json(EXPORT_FILE, ExportRecord), source.where(EXPORT_FILE)
+
+    def refused(seen: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            seen, expected=expected, next_command="export the checkpoint again with --format safetensors"
+        )
+
     if record.schema_version != SCHEMA_VERSION or not record.weights:
         seen = f"schema {record.schema_version}" if record.weights else f"program only ({record.format})"
-        raise CheckpointError(
-            f"{source.where(EXPORT_FILE)}: {seen}",
-            expected=f"weights, in schema {SCHEMA_VERSION}",
-            next_command="export the checkpoint again with --format safetensors",
-        )
+        raise refused(f"{where}: {seen}", f"weights, in schema {SCHEMA_VERSION}")
     tokenizer = TextTokenizer(source.read(TOKENIZER, TOKENIZER_BYTES), source.where(TOKENIZER))
     if tokenizer.vocab_size != record.inputs.vocab_size:
-        raise CheckpointError(
+        raise refused(
             f"{source.where(TOKENIZER)} has {tokenizer.vocab_size} tokens",
-            expected=f"{record.inputs.vocab_size}, as the model was trained with",
-            next_command="export the model again",
+            f"{record.inputs.vocab_size}, as the model was trained with",
         )
     weights: dict[str, Tensor] = {}
     for name in record.weights:
         found = load_tensors(source.local(name, scratch), source.where(name))
         if twice := sorted(found.keys() & weights.keys()):
-            raise CheckpointError(f"{source.where(name)}: {twice[0]} is in another file too", expected="it once")
+            raise refused(f"{source.where(name)}: {twice[0]} is in another file too", "every tensor once")
         weights |= found
     weights = as_bert(weights, record.family, record.inputs.pad_id, source=source.uri)
     config = record.model.model_copy(update={"init_from": None})
     # Every layer has a tensor at least. A record of a million layers must not be built to find that out.
     sizes = (config.mlp_sizes, config.feature_sizes, record.inputs.categorical_ids)
     if (layers := config.encoder.num_layers + sum(map(len, sizes))) > len(weights):
-        raise CheckpointError(
-            f"{source.where(EXPORT_FILE)} tells of {layers} layers, its files of {len(weights)} tensors",
-            expected="the files that belong to it",
-            next_command="export the model again",
-        )
+        raise refused(f"{where} tells of {layers} layers, its files of {len(weights)} tensors", "the files beside it")
     return ForeignModel(
         config=config,
         spec=record.inputs,
@@ -170,53 +162,54 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
         tokenizer=tokenizer,
         max_tokens=record.max_tokens,
         origin=Origin(uri=source.uri, format=f"trnpipe {record.format}", fingerprint=source.fingerprint),
-        new_head=None,
         record=record,
     )
 
 
 def _bare_file(source: Source, given: Given, scratch: Path) -> ForeignModel:
-    """Sizes from the settings; the tensors must fit them to the last."""
+    """Read weights whose sizes are those of the settings; the tensors must fit them to the last."""
     if given.tokenizer is None:
         raise ConfigError(
             f"{source.uri} has no tokenizer",
             expected="the tokenizer.json that belongs to the weights",
             next_command="--data.tokenizer.path FILE, or prepare the cycle's data with it first",
         )
-    spec = _spec(given.spec, given.tokenizer)
-    config = given.model.model_copy(update={"init_from": None})
+    spec, config = given.spec_for(given.tokenizer), given.model.model_copy(update={"init_from": None})
     loaded = without_wrappers(load_tensors(source.local(source.file, scratch), source.uri))
-    has_head = any(name.startswith(HEAD_PARTS) for name in loaded)
-    if has_head:
-        weights = model_from_hf(loaded, _template(config, spec), source=source.uri)
-    else:
-        weights = _with_new_head(loaded, config, spec, given.seed, source.uri)
-    return ForeignModel(
+    foreign = ForeignModel(
         config=config,
         spec=spec,
-        weights=weights,
+        weights={},
         tokenizer=given.tokenizer,
-        max_tokens=None,
         origin=Origin(uri=source.uri, format="file of weights", fingerprint=source.fingerprint),
-        new_head=None if has_head else given.seed,
         notes=("sizes and pooling are those of the model settings",),
     )
+    if any(name.startswith(HEAD_PARTS) for name in loaded):
+        return replace(foreign, weights=model_from_hf(loaded, _template(config, spec), source=source.uri))
+    weights = _with_new_head(loaded, config, spec, given.seed, source.uri)
+    return replace(foreign, weights=weights, new_head=given.seed)
 
 
 def _with_new_head(
-    loaded: Mapping[str, Tensor], config: ModelConfig, spec: InputSpec, seed: int, source: str
+    loaded: Mapping[str, Tensor],
+    config: ModelConfig,
+    spec: InputSpec,
+    seed: int,
+    source: str,
+    *,
+    has_spare_words: bool = False,
 ) -> dict[str, Tensor]:
-    """The encoder that was loaded, and fresh interactions and head."""
+    """Return the encoder that was loaded, and fresh interactions and head."""
     template = _template(config, spec)
     if config.factory is None:
-        encoder = encoder_from_hf(loaded, template, source=source)
+        encoder = encoder_from_hf(loaded, template, source=source, same_vocabulary=has_spare_words)
     else:
         encoder = module_weights(loaded, template, factory=config.factory, source=source)
     return {**build_model(config, spec, seed).state_dict(), **encoder}
 
 
 def _template(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
-    """Names and shapes. What they are held against was read from a file, so a model of that size fits the memory."""
+    """Return names and shapes without content: sizes that a file claims are held against its tensors before use."""
     try:
         with torch.device("meta"):
             return RelevanceModel(config, spec).state_dict()
@@ -228,17 +221,10 @@ def _template(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
         ) from error
 
 
-def _spec(base: InputSpec, tokenizer: TextTokenizer) -> InputSpec:
-    return base.model_copy(update={"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id})
-
-
-STEP = 0
-
-
 def store_import(
     workspace: Storage, model: ForeignModel, *, settings_hash: str, code_version: str, scratch: Path
 ) -> tuple[Checkpoint, bool]:
-    """The verified checkpoint, and whether it was there already. `scratch`: an empty folder of one's own."""
+    """Return the verified checkpoint, and whether it was there already. `scratch`: an empty folder of one's own."""
     parts = {  # what decides the checkpoint, by name
         "origin": fingerprint(model.origin.fingerprint),
         "tokenizer": fingerprint(model.tokenizer.fingerprint),
@@ -250,15 +236,15 @@ def store_import(
     # Stands for a cycle: of the folder or file, and of the content, so that no two imports meet.
     last = re.sub(r"[^A-Za-z0-9_-]+", "-", model.origin.uri.rstrip("/").rpartition("/")[2]).strip("-")
     name = f"import-{last[:40] or 'model'}-{fingerprint(parts)[:8]}"
-    prefix = prefix_of(name, STEP)
+    prefix, record = prefix_of(name, 0), model.record
     try:
         return open_checkpoint(workspace, prefix, scratch / "verified"), True
     except CheckpointError:  # not there, or damaged: it is written (again)
-        record = model.record
+        pass
     state = TrainState(
         cycle=name,
-        step=STEP,
-        max_steps=STEP,
+        step=0,
+        max_steps=0,
         identity=fingerprint(parts),
         identity_parts=parts,
         model=model.config,

@@ -30,7 +30,6 @@ WEIGHT_BYTES = 32 * 2**30  # eight billion parameters in fp32
 EXPORT, EXPORT_FILE = "export", "trnpipe.json"
 """Kind of the manifest of an exported folder, and the file that describes it."""
 SCHEMA_VERSION = 1
-Family = Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"]
 Format = Literal["sentence-transformers", "safetensors", "torchscript"]
 
 Json = TypeVar("Json", bound=BaseModel)
@@ -56,18 +55,20 @@ class ExportRecord(Record):
     settings_hash: str
     code_version: str
     weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: a program only")
-    family: Family = Field("bert", description="Whose names the encoder has (model/families.py)")
+    family: Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"] = Field(
+        "bert", description="Whose names the encoder has; those of RoBERTa were written by earlier versions alone"
+    )
 
 
 @dataclass
 class Source:
-    """What is to be imported. Files of one of our own exports are checked against its manifest."""
+    """What is to be imported. Files of an export of trnpipe are checked against its manifest."""
 
     storage: Storage
     folder: str
-    """Prefix of the folder; of a single file, the empty prefix."""
+    """Prefix of the folder; empty for a single file."""
     file: str = ""
-    """Name, when a single file was given."""
+    """Name of a single file."""
     manifest: Manifest | None = None
     records: dict[str, FileRecord] = field(default_factory=dict)
     """Of every file that was read."""
@@ -88,21 +89,19 @@ class Source:
     def has(self, name: str) -> bool:
         return self.storage.stat(join_key(self.folder, name)) is not None
 
-    def read(self, name: str, limit_bytes: int) -> bytes:
+    def read(self, name: str, limit_bytes: int = JSON_BYTES) -> bytes:
         """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
-        self._check_size(name, limit_bytes)
-        data = self.storage.read_bytes(join_key(self.folder, name))
+        data = self.storage.read_bytes(self._checked_key(name, limit_bytes))
         self._note(name, record_of(BytesIO(data)))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
         """Read a small JSON file. Raises ConfigError naming the field that does not fit."""
-        return parse_json(self.read(name, JSON_BYTES), model, self.where(name))
+        return parse_json(self.read(name), model, self.where(name))
 
     def local(self, name: str, scratch: Path) -> Path:
         """Return a file of weights as a local one, downloaded if needed. Raises as `read` does."""
-        self._check_size(name, WEIGHT_BYTES)
-        key = join_key(self.folder, name)
+        key = self._checked_key(name, WEIGHT_BYTES)
         path = self.storage.local_path(key)
         if path is None:
             path = scratch / name.replace("/", "-")
@@ -116,20 +115,16 @@ class Source:
             self._note(name, record_of(file, self.storage.stop, advance))
         return path
 
-    def _check_size(self, name: str, limit_bytes: int) -> None:
-        stat = self.storage.stat(join_key(self.folder, name))
-        if stat is None:
+    def _checked_key(self, name: str, limit_bytes: int) -> str:
+        key = join_key(self.folder, name)
+        stat = self.storage.stat(key)
+        if stat is None or stat.size_bytes > limit_bytes:
             raise CheckpointError(
-                f"{self.where(name)} does not exist",
-                expected=f"{name} in the folder of the model",
+                f"{self.where(name)} {f'has {format_bytes(stat.size_bytes)}' if stat else 'does not exist'}",
+                expected=f"a file of at most {format_bytes(limit_bytes)}",
                 next_command="copy the whole folder, or name the file with the weights",
             )
-        if stat.size_bytes > limit_bytes:
-            raise CheckpointError(
-                f"{self.where(name)} has {format_bytes(stat.size_bytes)}",
-                expected=f"at most {format_bytes(limit_bytes)}",
-                next_command="check that it is what its name says",
-            )
+        return key
 
     def _note(self, name: str, record: FileRecord) -> None:
         if self.manifest is not None and name in self.manifest.files:

@@ -2,10 +2,10 @@
 
 RoBERTa, XLM-R and CamemBERT differ from BERT in three tables. Positions begin at `pad_token_id + 1` (rows before that
 belong to padding), there is one token type, and tensors may begin with another word. So such a model is BERT with its
-first rows of positions cut off, to the last bit, and everything here knows one encoder. Checkpoints have the names of
-BERT; an export may have those of the family again. MPNet and ModernBERT are encoders of their own. Encoder tensors
-carry the prefix of their architecture (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names, and a
-module of a factory has its names behind `encoder.module.`.
+first rows of positions cut off, to the last bit, and everything here knows one encoder. Checkpoints and exports have
+the names of BERT. MPNet and ModernBERT are encoders of their own. Encoder tensors carry the prefix of their
+architecture (`bert.`, `mpnet.`, `model.`); interactions and head keep their own names, and a module of a factory has
+its names behind `encoder.module.`.
 
 Source: modeling_roberta.py and modeling_xlm_roberta.py of transformers (create_position_ids_from_input_ids).
 """
@@ -103,16 +103,6 @@ def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, sour
     types = found[_TYPE_TABLE]
     found[_TYPE_TABLE] = torch.cat([types, torch.zeros_like(types[:1])])[:2]  # the second is not asked for
     return found
-
-
-def from_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int) -> dict[str, Tensor]:
-    """Return the weights of a BERT, without prefix, as those of a family."""
-    family, result = FAMILIES[model_type], dict(weights)
-    if family.is_bert_with_offset:
-        table = result[_POSITION_TABLE]
-        result[_POSITION_TABLE] = torch.cat([table.new_zeros(family.offset(pad_id), table.shape[1]), table])
-        result[_TYPE_TABLE] = result[_TYPE_TABLE][:1].contiguous()
-    return result
 
 
 # config.json: which encoders are computed here exactly, as which model settings, and back.
@@ -260,14 +250,14 @@ def read_config(data: bytes, where: str) -> EncoderJson:
     return parse_json(data, EncoderJson, where)
 
 
-def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str:
-    """config.json with which transformers opens a checkpoint folder, or an export of another family (`model_type`).
+def hf_config(config: ModelConfig, spec: InputSpec) -> str:
+    """config.json with which transformers opens a checkpoint folder or an export.
 
     Of a module that a factory builds it says by which, and nothing that transformers would open.
     """
     if config.factory is not None:
         return json.dumps({"model_type": "trnpipe-factory", **config.shape()}, indent=1)
-    family = FAMILIES[model_type or config.architecture]
+    family = FAMILIES[config.architecture]
     size, offset = config.encoder, family.offset(spec.pad_id)
     found: dict[str, Any] = {
         "architectures": [family.class_name],
@@ -300,7 +290,7 @@ def hf_config(config: ModelConfig, spec: InputSpec, model_type: str = "") -> str
             "attention_probs_dropout_prob": 0.0,
         }
     if config.architecture == "bert":
-        found["type_vocab_size"] = 1 if family.has_offset else 2
+        found["type_vocab_size"] = 2
     return json.dumps(found, indent=1)
 
 

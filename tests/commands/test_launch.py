@@ -35,21 +35,14 @@ def test_what_is_no_script_is_refused(words: list[str], match: str) -> None:
         script_words(words)
 
 
-def test_the_words_behind_the_dashes_are_the_script_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_words_behind_the_dashes_are_the_script_s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They may look like ours; a plan in the environment is not taken for a setting."""
-    called: list[object] = []
-
-    def fake_launch(words: list[str], processes: int, stop: object) -> int:
-        called.extend([words, processes])
-        return 7
-
-    monkeypatch.setattr(command, "launch_script", fake_launch)
+    monkeypatch.setattr(command, "launch_script", lambda words, processes, stop: print(words, processes) or 7)
     monkeypatch.setenv("TRNPIPE_PARALLEL", '{"shard_degree": 2}')
-    words = ["launch", "--launch.processes", "4", "--", "-m", "a", "--help", "--", "--train.seed", "x"]
-    assert cli.main(words) == 7
-    assert called == [["-m", "a", "--help", "--", "--train.seed", "x"], 4]
-
-
-def test_without_dashes_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "a", "--help", "--", "--train.seed", "x"]
+    assert cli.main(["launch", "--launch.processes", "4", "--", *words]) == 7
+    assert capsys.readouterr().out == f"{words} 4\n"
     assert cli.main(["launch", "x.py"]) == 78
     assert "-- [python] SCRIPT.py|-m MODULE [ARGUMENT ...]" in capsys.readouterr().err

@@ -1,18 +1,18 @@
-"""`trnpipe registry` as people and machines use it."""
+"""`trnpipe registry` and `trnpipe serving` as people and machines use them."""
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipeline import cli, commands
+from pipeline import cli
 from pipeline.checkpoint.store import WEIGHTS
-from pipeline.commands import registry
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Place, StoredVerdict, pointer_key, store_verdict
+from pipeline.registry.serving import serve_verified_pair
 from tests.registry.cases import (
     AUTHOR,
     MODEL,
@@ -25,6 +25,10 @@ from tests.registry.cases import (
     production,
     put,
 )
+from tests.registry.test_serving import embedded, in_production
+
+Ask = Callable[..., str]
+Family = tuple[str, str, str]
 
 
 @pytest.fixture
@@ -33,20 +37,20 @@ def workspace(tmp_path: Path) -> Storage:
 
 
 @pytest.fixture
-def asked(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run the command on the workspace: exit code, stdout, stderr."""
+def ask(workspace: Storage, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Run one command in the workspace, assert the exit code, and return what it printed."""
 
-    def ask(*words: str) -> tuple[int, str, str]:
-        root = workspace.root.removeprefix("file://")
-        code = cli.main(["registry", *words, "--workspace", root])
-        said = capsys.readouterr()
-        return code, said.out, said.err
+    def asked(*words: str, code: int = 0) -> str:
+        found = cli.main([*words, "--workspace", workspace.root.removeprefix("file://")])
+        printed = "".join(capsys.readouterr())
+        assert found == code and "Traceback" not in printed, printed
+        return printed
 
-    return ask
+    return asked
 
 
 @pytest.fixture
-def family(workspace: Storage, tmp_path: Path) -> tuple[str, str, str]:
+def family(workspace: Storage, tmp_path: Path) -> Family:
     """A root, which is in production, its child, and a grandchild."""
     root = make_checkpoint(workspace, tmp_path, "c1")
     child = make_checkpoint(workspace, tmp_path, "c2", **child_of(workspace, root))
@@ -57,7 +61,7 @@ def family(workspace: Storage, tmp_path: Path) -> tuple[str, str, str]:
 
 
 def judge(workspace: Storage, place: str, *, passes: bool = True, cycle: str = "") -> None:
-    """What evaluate leaves behind, made against production as it is."""
+    """Store what evaluate leaves behind, made against production as it is."""
     now = production(workspace)
     verdict = StoredVerdict(
         model=MODEL,
@@ -74,212 +78,195 @@ def judge(workspace: Storage, place: str, *, passes: bool = True, cycle: str = "
     store_verdict(workspace, verdict)
 
 
-def test_the_command_line_offers_what_there_is() -> None:
-    tool = commands.TOOLS["registry"]
-    assert tool.actions.keys() == registry.FLAGS.keys()
-    assert tool.switches | tool.options.keys() == frozenset().union(*registry.FLAGS.values())
-    assert registry.VERBS.keys() == {"promoted", "forced", "rolled_back", "refused"}
-
-
-def test_what_only_reads_finds_the_only_model(
-    workspace: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_reads_finds_the_only_model(workspace: Storage, tmp_path: Path, ask: Ask) -> None:
     place = make_checkpoint(workspace, tmp_path, "c1")
-    root = workspace.root.removeprefix("file://")
-
-    def ask(*words: str) -> tuple[int, str]:
-        code = cli.main([*words, "--workspace", root])
-        said = capsys.readouterr()
-        return code, said.out + said.err
 
     def put_as(model: str) -> None:
         promote(workspace, model, place, expected=None, decision=passed(workspace, place), author=AUTHOR)
 
     put_as("other")
-    assert ask("registry", "show")[1].startswith(f"other | {place}")
-    assert ask("serving", "show")[1].startswith("other | nothing is served")
-    assert ask("registry", "rollback", "--reason", "x")[0] == 78, "what changes something needs the name"
-    code, text = ask("registry", "show", "--model-name", "third")
-    assert code == 78 and "has no model third" in text and "one of other" in text
+    assert ask("registry", "show").startswith(f"other | {place}")
+    assert ask("serving", "show").startswith("other | nothing is served")
+    ask("registry", "rollback", "--reason", "x", code=78)  # what changes something needs the name
+    assert "one of other" in ask("registry", "show", "--model-name", "third", code=78)
     put_as("again")
-    for words in (("registry", "show"), ("serving", "show"), ("export", "--out", f"{root}/out")):
-        code, text = ask(*words)
-        assert code == 78 and "one of again, other" in text
+    for words in (("registry", "show"), ("serving", "show"), ("export", "--out", f"{tmp_path}/out")):
+        assert "one of again, other" in ask(*words, code=78)
 
 
-def test_an_empty_workspace(asked: Any) -> None:
-    assert asked("list") == (0, "no models yet: trnpipe evaluate, or trnpipe registry promote CHECKPOINT\n", "")
-    assert asked("list", "--json")[1] == "[]\n"
-    assert asked("show") == (0, "relevance | nothing is in production\n", "")
-    document = json.loads(asked("show", "--json")[1])
+def test_an_empty_workspace(ask: Ask) -> None:
+    assert ask("registry", "list").startswith("no models yet: ")
+    assert ask("registry", "list", "--json") == "[]\n"
+    assert ask("registry", "show") == "relevance | nothing is in production\n"
+    document = json.loads(ask("registry", "show", "--json"))
     assert (document["checkpoint"], document["lineage"], document["history"]) == (None, [], [])
-    assert asked("rollback", "--reason", "x")[0] == 78
+    ask("registry", "rollback", "--reason", "x", code=78)
 
 
-def test_list_and_show(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
+def test_list_and_show(ask: Ask, workspace: Storage, family: Family) -> None:
     put(workspace, family[2], figures={"ndcg@10": 0.8})
-    code, out, _ = asked("list")
-    assert code == 0 and out.startswith(f"relevance | {family[2]} | generation 2 | promoted 20")
-    assert out.endswith("by tester@host\n")
-    (row,) = json.loads(asked("list", "--json")[1])
+    out = ask("registry", "list")
+    assert out.startswith(f"relevance | {family[2]} | generation 2 | promoted 20") and out.endswith("by tester@host\n")
+    (row,) = json.loads(ask("registry", "list", "--json"))
     assert (row["model"], row["production"]["checkpoint"]) == (MODEL, family[2])
 
-    lines = asked("show")[1].splitlines()
-    assert lines[1] == "lineage, back to the root:"
+    lines = ask("registry", "show").splitlines()
     assert [line.split(" | ")[0].strip() for line in lines[2:7:2]] == list(reversed(family))
     assert lines[2].endswith("data to 2026-01-02 | new dt=2026-01-02 | settings settings-c3 | code 1.0")
     assert lines[3] == "    valid_ndcg 0.5000"
-    assert lines[7] == "history, the newest first:"
     assert f"promoted {family[2]} | by tester@host" in lines[8] and lines[9] == "    better"
-    document = json.loads(asked("show", "--json")[1])
+    document = json.loads(ask("registry", "show", "--json"))
     assert document["in_production"] and document["production"]["generation"] == 2
     assert [ancestor["checkpoint"] for ancestor in document["lineage"]] == list(reversed(family))
     assert [entry["checkpoint"] for entry in document["history"]] == [family[0], family[2]]
 
+    path = workspace.local_path(family[1])
+    names = (family[1], f"{family[1]}/", workspace.uri(family[1]), str(path))
+    (answer,) = {ask("registry", "show", name, "--json") for name in names}
+    document = json.loads(answer)
+    assert (document["checkpoint"], document["in_production"], document["history"]) == (family[1], False, [])
+    assert len(document["lineage"]) == 2
+
 
 @pytest.mark.fault
-def test_a_lineage_that_is_lost_says_so(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
+def test_a_lineage_that_is_lost_says_so(ask: Ask, workspace: Storage, family: Family) -> None:
     workspace.delete_prefix(family[1])
-    lines = asked("show", family[2])[1].splitlines()
+    lines = ask("registry", "show", family[2]).splitlines()
     assert "seen dt=2026-01-01, dt=2026-01-02" in lines[2]
     assert lines[4].startswith(f"  {workspace.uri(family[1])} | ") and "the lineage ends here: it is gone" in lines[4]
 
 
-def test_show_one_checkpoint_however_it_is_named(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
-    path = workspace.local_path(family[1])
-    names = (family[1], f"{family[1]}/", workspace.uri(family[1]), str(path))
-    answers = {asked("show", name, "--json")[1] for name in names}
-    assert len(answers) == 1
-    document = json.loads(answers.pop())
-    assert (document["checkpoint"], document["in_production"], document["history"]) == (family[1], False, [])
-    assert len(document["lineage"]) == 2
-    assert json.loads(asked("show", family[0], "--json")[1])["in_production"]
-
-
 @pytest.mark.parametrize("name", ["s3://other/checkpoints/c1/step-1", "../x", "/etc", "checkpoints/c1/../../x"])
-def test_a_checkpoint_elsewhere_is_refused(asked: Any, family: tuple[str, str, str], name: str) -> None:
-    for action in (("show",), ("promote",), ("rollback", "--reason", "x")):
-        code, _, err = asked(action[0], name, *action[1:])
-        assert code == 78 and "Traceback" not in err
+def test_a_checkpoint_elsewhere_is_refused(ask: Ask, family: Family, name: str) -> None:
+    for action, *words in (("show",), ("promote",), ("rollback", "--reason", "x")):
+        ask("registry", action, name, *words, code=78)
 
 
-def test_promote_by_a_verdict(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
-    judge(workspace, family[1])
-    code, out, _ = asked("promote", family[1])
-    assert code == 0
-    assert out == f"relevance: promoted {family[1]}, in place of {family[0]} | every byte verified\n"
+def test_promote_by_a_verdict(ask: Ask, workspace: Storage, family: Family) -> None:
+    judge(workspace, family[1], cycle="again")
+    ask("registry", "promote", family[1], code=80)  # the verdict of another cycle must be named
+    words = ("registry", "promote", family[1], "--cycle", "again")
+    assert ask(*words) == f"relevance: promoted {family[1]}, in place of {family[0]} | every byte verified\n"
     pointer = consistent(workspace).pointer
     assert pointer is not None and pointer.figures == {"ndcg@10": 0.8}
-    assert pointer.verdict == "cycles/c2/evaluate/verdict.json" and pointer.author.settings_hash
+    assert pointer.verdict == "cycles/again/evaluate/verdict.json" and pointer.author.settings_hash
     assert "@" in pointer.author.by and pointer.reasons == ("ndcg@10 +0.0120 [+0.0040, +0.0200]",)
-    code, out, _ = asked("promote", family[1])
-    assert code == 0 and f"unchanged, production already is {family[1]}" in out
+    assert f"unchanged, production already is {family[1]}" in ask(*words)
     assert consistent(workspace).pointer == pointer
 
 
-def test_the_verdict_of_another_cycle_is_found_when_it_is_named(
-    asked: Any, workspace: Storage, family: tuple[str, str, str]
-) -> None:
-    judge(workspace, family[1], cycle="again")
-    assert asked("promote", family[1])[0] == 80
-    assert asked("promote", family[1], "--cycle", "again")[0] == 0
-
-
-def test_without_a_passing_verdict_it_is_refused_and_recorded(
-    asked: Any, workspace: Storage, family: tuple[str, str, str]
-) -> None:
-    code, _, err = asked("promote", family[1])
-    assert code == 80 and "no verdict of checkpoints/c2/step-1 is stored" in err
-    assert "trnpipe evaluate --cycle c2" in err and "--force REASON" in err
+def test_without_a_passing_verdict_it_is_refused_and_recorded(ask: Ask, workspace: Storage, family: Family) -> None:
+    text = ask("registry", "promote", family[1], code=80)
+    assert "no verdict of checkpoints/c2/step-1 is stored" in text
+    assert "trnpipe evaluate --cycle c2" in text and "--force REASON" in text
     judge(workspace, family[1], passes=False)
-    code, _, err = asked("promote", family[1])
-    assert code == 80 and "ndcg@10 -0.0300" in err
+    assert "ndcg@10 -0.0300" in ask("registry", "promote", family[1], code=80)
     judge(workspace, family[1])
     put(workspace, family[2])
-    code, _, err = asked("promote", family[1])
-    assert (
-        code == 80 and "judged against checkpoints/c1/step-1 in production, which is checkpoints/c3/step-1 now" in err
-    )
-    told = consistent(workspace)
-    assert [action for action, _ in told.actions] == ["promoted", "refused", "refused", "promoted", "refused"]
-    assert told.pointer is not None and told.pointer.checkpoint == family[2]
-    assert f"refused {family[1]}" in asked("show")[1]
+    assert "judged against checkpoints/c1/step-1" in ask("registry", "promote", family[1], code=80)
+    actions = [action for action, _ in consistent(workspace).actions]
+    assert actions == ["promoted", "refused", "refused", "promoted", "refused"]
+    assert f"refused {family[1]}" in ask("registry", "show")
 
 
-def test_force(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
+def test_force(ask: Ask, workspace: Storage, family: Family) -> None:
     judge(workspace, family[1], passes=False)
     for empty in ("--force=", "--force= ", "--force"):
-        assert asked("promote", family[1], empty)[0] == 78
+        ask("registry", "promote", family[1], empty, code=78)
     assert len(consistent(workspace).history) == 1
-    code, out, _ = asked("promote", family[1], "--force", "the holdout is broken")
-    assert code == 0 and f"promoted by force {family[1]}" in out
+    assert f"promoted by force {family[1]}" in ask("registry", "promote", family[1], "--force", "the holdout is broken")
     pointer = consistent(workspace).pointer
     assert pointer is not None
     assert (pointer.action, pointer.reasons) == ("forced", ("forced: the holdout is broken", "ndcg@10 -0.0300"))
+    workspace.write_bytes(f"{family[2]}/{WEIGHTS}", b"other weights 1")
+    assert "model.safetensors" in ask("registry", "promote", family[2], "--force", "now", code=74)
+    ask("registry", "promote", prefix("none"), "--force", "now", code=74)
 
 
-@pytest.mark.fault
-def test_force_does_not_promote_what_is_damaged(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
-    workspace.write_bytes(f"{family[1]}/{WEIGHTS}", b"other weights 1")
-    code, _, err = asked("promote", family[1], "--force", "now")
-    assert code == 74 and "model.safetensors" in err and "Traceback" not in err
-    assert asked("promote", prefix("none"), "--force", "now")[0] == 74
-
-
-def test_rollback(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
+def test_rollback(ask: Ask, workspace: Storage, family: Family) -> None:
     put(workspace, family[1])
     put(workspace, family[2])
-    code, _, err = asked("rollback")
-    assert code == 78 and "no reason is given" in err
-    code, out, _ = asked("rollback", "--reason", "clicks fell")
-    assert (code, out) == (
-        0,
-        f"relevance: rolled back to {family[1]}, in place of {family[2]} | every byte verified\n",
-    )
-    assert asked("rollback", family[2], "--reason", "it was the index")[0] == 0
-    code, out, _ = asked("rollback", family[2], "--reason", "again")
-    assert code == 0 and "unchanged, production already is" in out
+    assert "no reason is given" in ask("registry", "rollback", code=78)
+    out = ask("registry", "rollback", "--reason", "clicks fell")
+    assert out == f"relevance: rolled back to {family[1]}, in place of {family[2]} | every byte verified\n"
+    ask("registry", "rollback", family[2], "--reason", "it was the index")
+    assert "unchanged, production already is" in ask("registry", "rollback", family[2], "--reason", "again")
     actions = [action for action, _ in consistent(workspace).actions]
     assert actions == ["promoted"] * 3 + ["rolled_back"] * 2
-    assert "clicks fell" in asked("show")[1]
+    assert "clicks fell" in ask("registry", "show")
 
 
 @pytest.mark.parametrize(
     "words",
-    [("list", "--force", "x"), ("show", "--reason", "x"), ("promote", "c", "--json"), ("rollback", "--force", "x")],
+    [
+        ("registry", "list", "--force", "x"),
+        ("registry", "show", "--reason", "x"),
+        ("registry", "promote", "c", "--json"),
+        ("registry", "promote", "c", "--without-vectors"),
+        ("registry", "rollback", "--force", "x"),
+        ("serving", "rollback"),
+        ("serving", "rollback", "c9", "--reason=x"),
+        ("serving", "rollback", "--reason=x", "--json"),
+        ("serving", "show", "--reason=x"),
+        ("serving", "rollback", "--reason=x", "--model-name=other"),
+    ],
 )
-def test_a_flag_of_another_action_is_refused(asked: Any, words: tuple[str, ...]) -> None:
-    code, _, err = asked(*words)
-    assert code == 78 and "does not apply to trnpipe registry" in err
+def test_what_cannot_be_is_refused(ask: Ask, words: tuple[str, ...]) -> None:
+    ask(*words, code=78)
 
 
-def test_other_models_have_their_own(asked: Any, workspace: Storage, family: tuple[str, str, str]) -> None:
-    assert asked("promote", family[1], "--model-name", "second", "--force", "new")[0] == 0
-    assert [row["model"] for row in json.loads(asked("list", "--json")[1])] == [MODEL, "second"]
+def test_other_models_have_their_own(ask: Ask, workspace: Storage, family: Family) -> None:
+    ask("registry", "promote", family[1], "--model-name", "second", "--force", "new")
+    assert [row["model"] for row in json.loads(ask("registry", "list", "--json"))] == [MODEL, "second"]
     pointer = production(workspace)
     assert pointer is not None and pointer.checkpoint == family[0]
 
 
 @pytest.mark.fault
-def test_a_damaged_pointer_does_not_hide_other_models(
-    asked: Any, workspace: Storage, family: tuple[str, str, str]
-) -> None:
+def test_a_damaged_pointer_does_not_hide_other_models(ask: Ask, workspace: Storage, family: Family) -> None:
     workspace.write_bytes(pointer_key("second"), b"{}")
-    code, out, _ = asked("list")
-    assert code == 74 and f"relevance | {family[0]}" in out and "second | damaged" in out
-    code, out, _ = asked("list", "--json")
-    assert code == 74 and json.loads(out)[1]["model"] == "second"
-    code, _, err = asked("show", "--model-name", "second")
-    assert code == 74 and "is no pointer to a checkpoint" in err
+    out = ask("registry", "list", code=74)
+    assert f"relevance | {family[0]}" in out and "second | damaged" in out
+    assert json.loads(ask("registry", "list", "--json", code=74))[1]["model"] == "second"
+    assert "is no pointer to a checkpoint" in ask("registry", "show", "--model-name", "second", code=74)
 
 
 @pytest.mark.fault
-def test_production_that_is_gone_still_shows_the_way_back(
-    asked: Any, workspace: Storage, family: tuple[str, str, str]
-) -> None:
+def test_production_that_is_gone_still_shows_the_way_back(ask: Ask, workspace: Storage, family: Family) -> None:
     put(workspace, family[1])
     workspace.delete_prefix(family[1])
-    code, out, _ = asked("show")
-    assert code == 74 and "damaged: " in out and f"promoted {family[0]}" in out
-    assert asked("show", family[1])[0] == 74
-    assert asked("rollback", "--reason", "it is gone")[0] == 0
+    out = ask("registry", "show", code=74)
+    assert "damaged: " in out and f"promoted {family[0]}" in out
+    ask("registry", "show", family[1], code=74)
+    ask("registry", "rollback", "--reason", "it is gone")
+
+
+@pytest.fixture
+def served(workspace: Storage, tmp_path: Path) -> None:
+    """Two cycles that were served."""
+    for number, cycle in enumerate(("c1", "c2"), 1):
+        place = make_checkpoint(workspace, tmp_path, cycle)
+        in_production(workspace, place)
+        serve_verified_pair(workspace, embedded(workspace, tmp_path, cycle, place, 2 * number))
+
+
+@pytest.mark.usefixtures("served")
+def test_what_is_served_and_rolled_back_with_the_model(ask: Ask) -> None:
+    text = ask("serving", "show")
+    assert "served is checkpoints/c2/step-1 with 1 vectors of cycle c2 | generation 2" in text
+    assert "before: served is checkpoints/c1/step-1" in text
+    found = json.loads(ask("serving", "show", "--json"))
+    assert found["serving"]["vectors"]["cycle"] == "c2"
+    assert [pair["generation"] for pair in found["pairs"]] == [1, 2]
+    assert "served is checkpoints/c2/step-1" in ask("registry", "show")
+    text = ask("registry", "rollback", "--reason=bad")
+    assert "rolled back to checkpoints/c1/step-1" in text and "vectors of cycle c1" in text
+
+
+@pytest.mark.usefixtures("served")
+def test_vectors_roll_back_alone(workspace: Storage, tmp_path: Path, ask: Ask) -> None:
+    serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2b", "checkpoints/c2/step-1", 5))
+    text = ask("serving", "rollback", "--reason=a part was empty")
+    assert "vectors of cycle c2 " in text and "a part was empty" in text
+    assert "vectors of cycle c2b " in ask("serving", "rollback", "c2b", "--reason=good after all")
+    assert "checkpoints/c2/step-1 | generation 2" in ask("registry", "list")

@@ -1,7 +1,7 @@
 """Small foreign models as files, and a process in which the other libraries answer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
+from tests.s3 import MotoServer
 
 RETRY = RetryPolicy()
 TEXT = "the red blue running shoe phone case leather size large small für größe 12 64 gb café ü ö x"
@@ -130,3 +131,9 @@ def given(**changes: Any) -> Given:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path / "model")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[MotoServer]:
+    with MotoServer("tests") as started:
+        yield started

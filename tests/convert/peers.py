@@ -32,9 +32,9 @@ class Peers:
         self._process.kill()
         self._process.wait()
 
-    def make(self, path: Path, *, pooling: str, max_tokens: int, lowercase: bool, modules: bool = True) -> None:
+    def make(self, path: Path, *, pooling: str, max_tokens: int, lowercase: bool) -> None:
         """A random BERT saved by transformers, with the tokenizer.json that lies at `path`."""
-        self._ask(do="make", path=str(path), pooling=pooling, max_tokens=max_tokens, lowercase=lowercase, save=modules)
+        self._ask(do="make", path=str(path), pooling=pooling, max_tokens=max_tokens, lowercase=lowercase)
 
     def sentence_vectors(self, path: Path, texts: list[str]) -> Vectors:
         return np.array(self._ask(do="sentence", path=str(path), texts=texts), dtype=np.float32)
@@ -98,12 +98,11 @@ def _serve() -> None:
         special = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
         settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": words["lowercase"], "model_max_length": 512}
         (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **special}))
-        if words["save"]:
-            from sentence_transformers.sentence_transformer import modules
+        from sentence_transformers.sentence_transformer import modules
 
-            encoder = modules.Transformer(str(folder), max_seq_length=words["max_tokens"])
-            pooling = modules.Pooling(encoder.get_embedding_dimension(), pooling_mode=words["pooling"])
-            SentenceTransformer(modules=[encoder, pooling, modules.Normalize()], device="cpu").save(str(folder))
+        encoder = modules.Transformer(str(folder), max_seq_length=words["max_tokens"])
+        pooling = modules.Pooling(encoder.get_embedding_dimension(), pooling_mode=words["pooling"])
+        SentenceTransformer(modules=[encoder, pooling, modules.Normalize()], device="cpu").save(str(folder))
 
     calls = {"sentence": sentence, "transformers": states, "make": make}
     for line in sys.stdin:

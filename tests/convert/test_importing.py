@@ -1,7 +1,6 @@
 """An imported model is a checkpoint like any other."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,12 +81,6 @@ def test_a_damaged_or_half_written_import_is_written_again(folder: Folder, works
     assert store(workspace, model, folder)[0].digest == checkpoint.digest
     weights = to_hf(model.weights)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in mended.weights().items())
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[MotoServer]:
-    with MotoServer("tests") as started:
-        yield started
 
 
 def test_from_s3_to_s3(folder: Folder, server: MotoServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

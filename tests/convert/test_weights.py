@@ -1,5 +1,6 @@
 """Files of weights: what is read, and what is refused by name. Nothing in a file is ever run."""
 
+import os
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -29,37 +30,31 @@ def refusal(path: Path) -> CheckpointError:
     return caught.value
 
 
-@pytest.mark.parametrize("as_zip", [True, False])
-def test_a_state_dict_comes_back_bit_by_bit(tmp_path: Path, as_zip: bool) -> None:
-    found = load_tensors(saved(tmp_path, OrderedDict(GOOD), as_zip=as_zip), "x")
+@pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
+def test_tensors_come_back_bit_by_bit(tmp_path: Path, form: str) -> None:
+    if form == "safetensors":
+        path = tmp_path / "w.safetensors"
+        save_file(GOOD, path)
+    else:
+        path = saved(tmp_path, OrderedDict(GOOD), as_zip=form == "zip")
+    found = load_tensors(path, "x")
     assert found.keys() == GOOD.keys() and all(torch.equal(found[name], GOOD[name]) for name in GOOD)
 
 
-def test_safetensors_come_back_bit_by_bit(tmp_path: Path) -> None:
-    save_file(GOOD, tmp_path / "w.safetensors")
-    found = load_tensors(tmp_path / "w.safetensors", "x")
-    assert found.keys() == GOOD.keys() and all(torch.equal(found[name], GOOD[name]) for name in GOOD)
-
-
-def test_halves_become_fp32_and_counters_are_left_out(tmp_path: Path) -> None:
+def test_tensors_are_fp32_contiguous_and_in_memory_of_their_own(tmp_path: Path) -> None:
+    matrix = torch.arange(6, dtype=torch.float16).reshape(2, 3)
     content = {
-        "half": torch.tensor([1.5], dtype=torch.float16),
-        "brain": torch.nn.Parameter(torch.tensor([2.5], dtype=torch.bfloat16)),
+        "one": matrix,
+        "tied": matrix,
+        "turned": matrix.t(),
+        "brain": torch.nn.Parameter(matrix.bfloat16()),
         "embeddings.position_ids": torch.arange(4),
     }
     found = load_tensors(saved(tmp_path, content), "x")
-    assert {name: (tensor.item(), tensor.dtype) for name, tensor in found.items()} == {
-        "half": (1.5, torch.float32),
-        "brain": (2.5, torch.float32),
-    }
-    assert not any(tensor.requires_grad for tensor in found.values())
-
-
-def test_tied_and_transposed_tensors_get_memory_of_their_own(tmp_path: Path) -> None:
-    matrix = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    found = load_tensors(saved(tmp_path, {"one": matrix, "other": matrix, "turned": matrix.t()}), "x")
-    assert torch.equal(found["turned"], matrix.t()) and found["turned"].is_contiguous()
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 3
+    assert found.keys() == content.keys() - {"embeddings.position_ids"}
+    assert all(torch.equal(tensor, content[name].float()) for name, tensor in found.items())
+    assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in found.values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 4
 
 
 class Hostile:
@@ -69,23 +64,14 @@ class Hostile:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
-
-
-class HostileSystem(Hostile):
-    def __reduce__(self) -> tuple[Any, ...]:
-        import os
-
         return os.system, (f"touch {self.path}",)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("kind", [Hostile, HostileSystem])
 @pytest.mark.parametrize("form", ["zip", "legacy", "pickle", "within"])
-def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path, kind: type[Hostile], form: str) -> None:
-    mark = tmp_path / "was-run"
-    hostile = kind(mark)
-    path = tmp_path / "model.bin"
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path, form: str) -> None:
+    mark, path = tmp_path / "was-run", tmp_path / "model.bin"
+    hostile = Hostile(mark)
     if form == "pickle":
         path.write_bytes(pickle.dumps({"a.weight": hostile}))
     elif form == "within":
@@ -93,10 +79,9 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path, kin
     else:
         saved(tmp_path, hostile, as_zip=form == "zip")
     error = refusal(path)
-    assert not mark.exists()
-    assert "nothing of it was run" in error.seen
+    assert not mark.exists() and "nothing of it was run" in error.seen
     if form != "pickle":
-        assert ("would run posix.system" if kind is HostileSystem else "would run") in error.seen
+        assert "would run posix.system" in error.seen
     assert "weights_only" not in str(error), "no advice to load it after all"
     with path.open("rb") as file:  # it is as hostile as it claims
         torch.load(file, weights_only=False) if form != "pickle" else pickle.load(file)  # noqa: S301
@@ -158,14 +143,11 @@ def test_damaged_files_are_refused(tmp_path: Path, name: str) -> None:
         refusal(path)
 
 
-def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_state_dict_are_refused(tmp_path: Path) -> None:
     header = b'{"a":{"dtype":"F32","shape":[1000000000],"data_offsets":[0,4]}}'
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
     refusal(path)
-
-
-def test_a_torchscript_archive_is_no_state_dict(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), path)  # type: ignore[no-untyped-call]
-    refusal(path)
+    program = tmp_path / "model.pt"
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), program)  # type: ignore[no-untyped-call]
+    refusal(program)

@@ -1,8 +1,9 @@
-"""A workspace that an earlier revision wrote is read and carried on.
+"""Workspaces that earlier revisions wrote are read and carried on.
 
-`workspace.tar.gz` was written on the cpu backend at revision 6b2e8a1 with `settings.toml`: cycle 2026-11-20 whole
-(`trnjobs submit --target local`), cycle 2026-11-21 as kill -9 leaves it after the checkpoint of step 6. Both train the
-same rows from the same seed, so step 12 of the first is what the second must come to.
+`workspace-<revision>.tar.gz` was written on the cpu backend with `settings.toml` (ebaa50c: without the settings that it
+did not know): cycle 2026-11-20 whole (`trnjobs submit --target local`), cycle 2026-11-21 as kill -9 leaves it after the
+checkpoint of step 6. Both train the same rows from the same seed, so step 12 of the first is what the second must come
+to. ebaa50c trained in another way, so what it had under way is refused, and what it had finished is used.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from jobs.cycle.cycle_store import CycleStore
+from pipeline.core.errors import ConfigError
 from pipeline.io.storage import open_storage
 from tests.zygote import ROOT, Forked
 
@@ -25,27 +27,36 @@ DONE, UNDER_WAY = "2026-11-20", "2026-11-21"
 MODEL = "checkpoints/{}/step-12/model.safetensors"
 
 
+@pytest.fixture(params=["ebaa50c", "70155e46"])
+def revision(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def workspace(tmp_path: Path) -> Path:
-    with tarfile.open(HERE / "workspace.tar.gz") as archive:
+def workspace(tmp_path: Path, revision: str) -> Path:
+    with tarfile.open(HERE / f"workspace-{revision}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path / "ws"
 
 
-def run(program: str, *words: str, workspace: Path) -> str:
-    """What `python -m <program> <words>` printed, both streams."""
+def run(program: str, *words: str, workspace: Path, expected: int = 0) -> str:
+    """Return what `python -m <program> <words>` printed, both streams."""
     given = [*words, "--config", str(HERE / "settings.toml"), "--workspace", str(workspace)]
     with (workspace.parent / "printed").open("w+") as printed:
         process = Forked(program, given, env=os.environ, cwd=ROOT, stdout=printed, stderr=printed)
         code = process.wait()
         printed.seek(0)
         text = printed.read()
-    assert code == 0, text
+    assert code == expected, text
     return text
 
 
 @pytest.mark.stage
-def test_a_run_under_way_continues_at_its_checkpoint(workspace: Path) -> None:
+def test_a_run_under_way_continues_at_its_checkpoint(workspace: Path, revision: str) -> None:
+    if revision == "ebaa50c":
+        shown = run("pipeline", "train", "--cycle", UNDER_WAY, workspace=workspace, expected=ConfigError.exit_code)
+        assert "step-6 was trained with other" in shown and "train.candidates_per_query" in shown
+        return
     shown = run("pipeline", "train", "--cycle", UNDER_WAY, workspace=workspace)
     assert f"continuing from {workspace.as_uri()}/checkpoints/{UNDER_WAY}/step-6" in shown
     mine, theirs = (workspace / MODEL.format(cycle) for cycle in (UNDER_WAY, DONE))
@@ -63,10 +74,13 @@ def test_vectors_are_carried_over(workspace: Path) -> None:
 
 
 @pytest.mark.stage
-def test_what_is_done_is_done_and_history_shows(workspace: Path) -> None:
-    for stage in ("prepare", "train", "evaluate"):
-        assert "already" in run("pipeline", stage, "--cycle", DONE, workspace=workspace)
-    assert f"checkpoints/{DONE}/step-12" in run("pipeline", "registry", "list", workspace=workspace)
+def test_what_is_done_is_done_and_history_shows(workspace: Path, revision: str) -> None:
+    if revision != "ebaa50c":
+        for stage in ("prepare", "train", "evaluate"):
+            assert "already" in run("pipeline", stage, "--cycle", DONE, workspace=workspace)
+    else:
+        assert "is the model in production" in run("pipeline", "evaluate", "--cycle", DONE, workspace=workspace)
+    assert f"checkpoints/{DONE}/step-" in run("pipeline", "registry", "list", workspace=workspace)
     assert DONE in run("jobs", "history", workspace=workspace)
 
 
