@@ -13,7 +13,7 @@ from pipeline.command_line import HELP, CommandParser, hint, rows, run_program, 
 from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
-from pipeline.parallel.launch import launch, needs_launch, note_exit_code
+from pipeline.parallel.launch import launch, needs_launch, note_exit_code, write_whole_lines
 from pipeline.proc.children import LAUNCHER_S, RANK_S
 from pipeline.proc.signals import show_stacks_when_asked, stop_on_signals
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # an overview needs no settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
     show_stacks_when_asked()
+    write_whole_lines()
     code = run_program("trnpipe", COMMANDS, _run, argv)
     note_exit_code(code)
     return code

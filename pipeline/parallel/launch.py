@@ -5,6 +5,7 @@
 """
 
 import atexit
+import ctypes
 import faulthandler
 import io
 import logging
@@ -39,6 +40,8 @@ from pipeline.proc.signals import end_in_time, show_stacks_when_asked
 EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 MODULE = "pipeline.parallel.launch"
 _STANDARD_OUTPUT = 1
+_LINE_BUFFERED = 1  # stdio.h: _IOLBF
+_LINE_BUFFER = ctypes.create_string_buffer(4096)  # the C library's as long as the process lives
 _OUTPUT_S = 5.0  # for the last lines; a process that a rank left behind may hold the pipe open for ever
 _GLOO, _CONNECTED = b"[Gloo] Rank ", b" peer ranks. Expected number of connected peer ranks is : "
 """In a line that gloo writes for each group it makes, in pieces among those of other ranks (torch 2.9)."""
@@ -159,8 +162,20 @@ def run_torchrun(words: Sequence[str]) -> int:
 _PEER_IS_LOST = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "timed out in monitored")
 
 
+def write_whole_lines(env: Mapping[str, str] = os.environ) -> None:
+    """In a rank, make C write whole lines to standard output, as pieces of gloo's would mix with those of other ranks.
+
+    Python makes it unbuffered, as torchrun and PYTHONUNBUFFERED ask it to.
+    """
+    if sys.platform == "linux" and "LOCAL_RANK" in env:
+        libc = ctypes.CDLL(None)
+        stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+        libc.setvbuf(stdout, _LINE_BUFFER, _LINE_BUFFERED, ctypes.c_size_t(len(_LINE_BUFFER)))
+
+
 def run_rank(words: Sequence[str]) -> None:
     """Run the script to its end. Raises SystemExit where it ends with anything but 0."""
+    write_whole_lines()
     show_stacks_when_asked()
     end_in_time()
     # torchrun starts Python unbuffered, where the parts of a line come one by one, among those of other ranks.
@@ -201,7 +216,9 @@ class RankLines(io.TextIOWrapper):
             marked = self._prefix + marked
         if text:
             self._begins_line = text[-1] in "\r\n"
-        super().write(marked)
+        whole, newline, begun = marked.rpartition("\n")
+        for part in (whole + newline, begun):  # the first is flushed: `begun` waits for its end
+            super().write(part)
         return len(text)
 
 
