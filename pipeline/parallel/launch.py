@@ -43,8 +43,8 @@ _STANDARD_OUTPUT = 1
 _LINE_BUFFERED = 1  # stdio.h: _IOLBF
 _LINE_BUFFER = ctypes.create_string_buffer(4096)  # the C library's as long as the process lives
 _OUTPUT_S = 5.0  # for the last lines; a process that a rank left behind may hold the pipe open for ever
-_GLOO, _CONNECTED = b"[Gloo] Rank ", b" peer ranks. Expected number of connected peer ranks is : "
-"""In a line that gloo writes for each group it makes, in pieces among those of other ranks (torch 2.9)."""
+_GLOO = b"[Gloo] Rank "
+"""Begins a line that gloo writes for each group it makes (torch 2.9)."""
 
 
 def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
@@ -88,7 +88,7 @@ def pass_on(source: int, target: int) -> None:
     with suppress(BrokenPipeError):  # nobody reads on: so the ranks will hear of it
         while chunk := os.read(source, 2**16):
             *lines, held = (held + chunk).split(b"\n")
-            passed = b"".join(line + b"\n" for line in lines if not (line.startswith(_GLOO) or _CONNECTED in line))
+            passed = b"".join(line + b"\n" for line in lines if not line.startswith(_GLOO))
             if not _GLOO.startswith(held[: len(_GLOO)]):
                 passed, held = passed + held, b""
             while passed:
