@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pipeline.core.errors import TrnpipeError as TrnpipeError
     from pipeline.core.stop import StopSignal as StopSignal
     from pipeline.embed.vectors import open_vectors as open_vectors
+    from pipeline.inference.model import Model as Model
+    from pipeline.inference.model import load_model as load_model
     from pipeline.parallel.checkpoint import load as load
     from pipeline.parallel.checkpoint import save as save
     from pipeline.parallel.config import Plan as Plan
@@ -51,6 +53,7 @@ _NAMES = {
     "pipeline.core.errors": ("TrnpipeError",),
     "pipeline.core.stop": ("StopSignal",),
     "pipeline.embed.vectors": ("open_vectors",),
+    "pipeline.inference.model": ("Model", "load_model"),
     "pipeline.parallel.checkpoint": ("load", "save"),
     "pipeline.parallel.config": ("Plan",),
     "pipeline.parallel.lightning": ("Environment", "Strategy"),

@@ -114,6 +114,36 @@ TOOLS: dict[str, Tool] = {
         module="registry",
         function="run_serving",
     ),
+    "search": Tool(
+        "search the catalogue with the model that is served, or with that of --cycle: vectors, words (BM25), both",
+        arguments=("QUERY",),
+        options={
+            "--top": "N  products shown (default: 10)",
+            "--by": "NAME  order: vectors (default), words, hybrid",
+            "--beside": "CYCLE  a second model in the next column: a cycle, production, or previous",
+        },
+        switches=_JSON,
+        module="ask",
+        function="run_search",
+    ),
+    "encode": Tool(
+        "print the vectors of texts, one a line of FILE or of standard input, as JSON lines",
+        arguments=("[FILE]",),
+        options={
+            "--kind": "NAME  query (default) or product: the model may put other words before each",
+            "--out": "FILE.npy  write one matrix instead",
+            "--checkpoint": "NAME  checkpoints/<cycle>/step-<n>, or a URI (default: the model that is served)",
+        },
+        module="ask",
+        function="run_encode",
+    ),
+    "score": Tool(
+        "grade pairs of query and product, the rows of a CSV, JSON lines or Parquet file, as JSON lines",
+        arguments=("[FILE]",),
+        options={"--checkpoint": "NAME  checkpoints/<cycle>/step-<n>, or a URI (default: the model that is served)"},
+        module="ask",
+        function="run_score",
+    ),
     "parity": Tool(
         "score and train from one checkpoint on two sides (cpu, cuda:bf16, or a recorded one); exit 80 when B is too"
         " far from A",

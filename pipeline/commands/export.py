@@ -8,7 +8,6 @@ from typing import cast, get_args
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
-from pipeline.commands.registry import readable_model
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, destination, write_export
 from pipeline.convert.source import Format
@@ -22,6 +21,7 @@ from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
 from pipeline.registry.checkpoints import lineage, locate
+from pipeline.registry.model import readable_model
 from pipeline.registry.records import read_pointer
 from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings

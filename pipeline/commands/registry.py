@@ -12,7 +12,7 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, prefix_in
-from pipeline.registry.model import Registry
+from pipeline.registry.model import Registry, readable_model
 from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, who
 from pipeline.registry.serving import Pair
 from pipeline.settings import Settings, settings_hash
@@ -80,23 +80,6 @@ def _open_registry(settings: Settings, stop: StopSignal, *, reads: bool) -> Regi
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     author = Author(by=who(), settings_hash=settings_hash(settings), code_version=code_version())
     return Registry(workspace, readable_model(settings, workspace) if reads else settings.model_name, author=author)
-
-
-def readable_model(settings: Settings, workspace: Storage) -> str:
-    """Return the model that the settings name; if that is the default and does not exist, the only one that exists.
-
-    Raises ConfigError where another one must be named.
-    """
-    known = list_models(workspace)
-    if settings.model_name in known or not known:
-        return settings.model_name
-    if len(known) == 1 and settings.model_name == Settings.model_fields["model_name"].default:
-        return known[0]
-    raise ConfigError(
-        f"{workspace.root} has no model {settings.model_name}",
-        expected=f"one of {', '.join(known)}",
-        next_command=f"--model-name {known[0]}, or the --config of its cycles",
-    )
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from pydantic import Field
 from safetensors.numpy import save
 
-from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.arrays import Bools, Float32s, Int64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
+from pipeline.data.config import DataConfig
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
@@ -92,8 +93,57 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
     Returns the name of the partition, the index of the chunk and the record.
     """
     config, tokenizer = task.rules.config, _tokenizer(tokenizer_json)
-    buckets = config.bucket_shapes
     rows, bad, rows_read = clean(task.chunk, task.rules)
+    encoded = encode_rows(rows, config, tokenizer)
+    shards: dict[Split, ShardInfo] = {}
+    sizes: dict[str, int] = {}
+    reasons = Counter[str]()
+    for row in bad:
+        reasons[row.reason] += row.count
+    with os_errors("writing", f"file://{task.staging.folder}"):
+        for place, split in enumerate(SPLITS):
+            index = np.flatnonzero(rows.split == place)
+            if not len(index):
+                continue
+            name = f"{split}-{task.name}.safetensors"
+            by_bucket = [index[encoded.bucket[index] == number] for number in range(len(config.buckets))]
+            arrays = bucket_arrays(rows, encoded, by_bucket, tokenizer, config.bucket_shapes)
+            data = save(arrays)
+            write_bytes_atomic(task.staging.files / name, data)
+            shards[split], sizes[name] = ShardInfo(file=name, rows=tuple(map(len, by_bucket))), len(data)
+        record = ChunkRecord(
+            file=task.chunk.file,
+            rows_filtered=task.chunk.num_rows - rows_read,
+            rows_read=rows_read,
+            rows_bad=reasons.total(),
+            reasons=dict(sorted(reasons.items())),
+            truncated_rows=int(encoded.truncated.sum()),
+            tokens=int(encoded.num_tokens.sum()),
+            shards=shards,
+            sizes_bytes=sizes,
+            quarantined=quarantined(bad[:QUARANTINE_ROWS]),
+            slices=rows.slices.names,
+            without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
+        )
+        write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
+    return task.rules.partition, task.index, record
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """N rows as tokens and features: the bucket [N] of each, whether it is truncated [N], and its tokens then [N]."""
+
+    queries: Tokens
+    products: Tokens
+    numeric: Float32s
+    bucket: Int64s
+    truncated: Bools
+    num_tokens: Int64s
+
+
+def encode_rows(rows: CleanRows, config: DataConfig, tokenizer: TextTokenizer) -> EncodedRows:
+    """Tokenise usable rows, assign their buckets, and add the lexical features to the numeric ones."""
+    buckets = config.bucket_shapes
     limit = text_characters(buckets)
     queries = tokenizer.encode([config.query_prefix + query[:limit] for query in rows.query])
     products = tokenizer.encode(
@@ -106,45 +156,12 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
     numeric = rows.numeric
     if config.lexical:
         numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
-    shards: dict[Split, ShardInfo] = {}
-    sizes: dict[str, int] = {}
-    reasons = Counter[str]()
-    for row in bad:
-        reasons[row.reason] += row.count
-    with os_errors("writing", f"file://{task.staging.folder}"):
-        for place, split in enumerate(SPLITS):
-            index = np.flatnonzero(rows.split == place)
-            if not len(index):
-                continue
-            name = f"{split}-{task.name}.safetensors"
-            by_bucket = [index[bucket[index] == number] for number in range(len(buckets))]
-            arrays = _shard_arrays(rows, numeric, queries, products, by_bucket, tokenizer, buckets)
-            data = save(arrays)
-            write_bytes_atomic(task.staging.files / name, data)
-            shards[split], sizes[name] = ShardInfo(file=name, rows=tuple(map(len, by_bucket))), len(data)
-        record = ChunkRecord(
-            file=task.chunk.file,
-            rows_filtered=task.chunk.num_rows - rows_read,
-            rows_read=rows_read,
-            rows_bad=reasons.total(),
-            reasons=dict(sorted(reasons.items())),
-            truncated_rows=int(truncated.sum()),
-            tokens=int(num_tokens.sum()),
-            shards=shards,
-            sizes_bytes=sizes,
-            quarantined=quarantined(bad[:QUARANTINE_ROWS]),
-            slices=rows.slices.names,
-            without_category=tuple((rows.categorical == 0).sum(axis=0).tolist()),
-        )
-        write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
-    return task.rules.partition, task.index, record
+    return EncodedRows(queries, products, numeric, bucket, truncated, num_tokens)
 
 
-def _shard_arrays(
+def bucket_arrays(
     rows: CleanRows,
-    numeric: Float32s,
-    queries: Tokens,
-    products: Tokens,
+    encoded: EncodedRows,
     by_bucket: Sequence[Int64s],
     tokenizer: TextTokenizer,
     buckets: Sequence[Bucket],
@@ -153,7 +170,7 @@ def _shard_arrays(
     columns: Arrays = {
         "label": rows.label,
         "gain": rows.gain,
-        "numeric": numeric,
+        "numeric": encoded.numeric,
         "categorical": rows.categorical,
         "sample_id": rows.sample_id,
         "query_id": rows.query_id,
@@ -165,7 +182,10 @@ def _shard_arrays(
     for number, (bucket, chosen) in enumerate(zip(buckets, by_bucket, strict=True)):
         if not len(chosen):
             continue
-        sides = (("query", queries, bucket.query_tokens), ("product", products, bucket.product_tokens))
+        sides = (
+            ("query", encoded.queries, bucket.query_tokens),
+            ("product", encoded.products, bucket.product_tokens),
+        )
         for side, tokens, length in sides:
             arrays[f"b{number}.{side}"] = pack(tokens, chosen, length, pad_id=pad_id, sep_id=sep_id, dtype=dtype)
         arrays |= {f"b{number}.{name}": np.ascontiguousarray(values[chosen]) for name, values in columns.items()}

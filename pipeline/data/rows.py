@@ -205,6 +205,15 @@ def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> Col
     return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
 
 
+def plan_pairs(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
+    """Match the fields of rows without a judgement: query, title, text and features. Raises DataError."""
+    mapping = config.columns
+    pairs = [("query", mapping.query), ("title", mapping.title)]
+    if mapping.text not in (mapping.query, mapping.title):
+        pairs.append(("text", mapping.text))
+    return match_columns([*pairs, *feature_pairs(config)], available, file, _setting, _OPTIONAL)
+
+
 def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
     """Return the fields of features, slices and the filter with their columns."""
     return [

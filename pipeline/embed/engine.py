@@ -417,7 +417,7 @@ class Embedder:
         self, engine: Engine, backend: Backend, *, limit: int, sep_id: int, stop: StopSignal, chunk: int | None = None
     ) -> None:
         self._engine, self._backend, self._stop = engine, backend, stop
-        self._limit, self._sep_id, self._chunk = limit, sep_id, chunk or limit
+        self.limit, self._sep_id, self._chunk = limit, sep_id, chunk or limit
         self.dim = engine.dim
         self.figures = EmbedFigures()
 
@@ -477,7 +477,7 @@ class Embedder:
         self, windows: Iterable[Tokens], open_windows: deque[_Window], given: deque[tuple[_Window, HostBatch]]
     ) -> Iterator[Batch]:
         for tokens in windows:
-            chunks, place = distinct_texts(tokens, self._limit, self._sep_id)
+            chunks, place = distinct_texts(tokens, self.limit, self._sep_id)
             first = None
             if chunks.lengths.max(initial=0) > self._chunk:
                 chunks, first = chunk_tokens(chunks, self._chunk, self._sep_id)

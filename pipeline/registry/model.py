@@ -18,6 +18,7 @@ from pipeline.registry.records import (
     who,
 )
 from pipeline.registry.serving import Pair, past_pairs, read_pair, roll_back_model, roll_back_vectors
+from pipeline.settings import Settings
 from pipeline.telemetry.events import code_version
 
 
@@ -113,3 +114,20 @@ class Registry:
                 next_command="trnpipe registry list",
             )
         return models[0]
+
+
+def readable_model(settings: Settings, workspace: Storage) -> str:
+    """Return the model that the settings name; if that is the default and does not exist, the only one that exists.
+
+    Raises ConfigError where another one must be named.
+    """
+    known = list_models(workspace)
+    if settings.model_name in known or not known:
+        return settings.model_name
+    if len(known) == 1 and settings.model_name == Settings.model_fields["model_name"].default:
+        return known[0]
+    raise ConfigError(
+        f"{workspace.root} has no model {settings.model_name}",
+        expected=f"one of {', '.join(known)}",
+        next_command=f"--model-name {known[0]}, or the --config of its cycles",
+    )

@@ -11,6 +11,7 @@ query at hand.
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -32,6 +33,8 @@ logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
 K1, B = 0.9, 0.4
 WORDS = 2
 """Version of what a word is; 1 was `\\w+`, which tears vowel signs and takes a Japanese title for one word."""
+_COUNT, _PARAMETERS = "items", "params.index.json"
+"""Files of a saved index: the number of items; the second, of bm25s, is missing where no item has a word."""
 MANY_EMPTY = 0.5
 """Share of the queries: a search by words that finds nothing for more of them is no comparison."""
 
@@ -39,15 +42,28 @@ MANY_EMPTY = 0.5
 class Bm25:
     """An index of N item texts, numbered in their order."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, texts: Iterable[str] = (), *, saved: Path | None = None) -> None:
+        """Index texts, or open an index that `save` wrote, its numbers memory-mapped."""
         self._words: dict[str, int] = {}
+        self._index = bm25s.BM25(k1=K1, b=B, method="lucene", dtype="float64", backend="numpy")
+        if saved is not None:
+            self.num_items = int((saved / _COUNT).read_text())
+            if self.num_items and (saved / _PARAMETERS).exists():
+                self._index = bm25s.BM25.load(str(saved), mmap=True, show_progress=False)
+                self._words = self._index.vocab_dict
+            return
         items: list[list[int]] = []
         for text in texts:
             items.append([self._words.setdefault(word, len(self._words)) for word in words_of(text)])
         self.num_items = len(items)
-        self._index = bm25s.BM25(k1=K1, b=B, method="lucene", dtype="float64", backend="numpy")
         if self._words:
             self._index.index((items, self._words), create_empty_token=False, show_progress=False)
+
+    def save(self, folder: Path) -> None:
+        """Write the index into an existing folder."""
+        (folder / _COUNT).write_text(str(self.num_items))
+        if self._words:
+            self._index.save(str(folder), show_progress=False)
 
     def search(
         self, queries: Sequence[str], k: int, each: Callable[[int, Float64s], None] = lambda row, scores: None

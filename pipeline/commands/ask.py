@@ -1,0 +1,248 @@
+"""`trnpipe search`, `encode` and `score`: ask the served model, that of a cycle, or a checkpoint."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast, get_args
+
+import numpy as np
+
+from pipeline.backends import auto_on_host, of_host
+from pipeline.commands import ToolCall
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError
+from pipeline.core.format import aligned
+from pipeline.core.progress import Say
+from pipeline.core.stop import StopSignal
+from pipeline.data.input_files import open_files
+from pipeline.data.rows import BadRow, Chunk, cut_chunks, plan_pairs
+from pipeline.data.validate import CleanRows
+from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_model
+from pipeline.io.atomic import write_atomic
+from pipeline.io.paths import user_path
+from pipeline.io.storage import open_storage, os_errors
+from pipeline.registry.model import Registry, readable_model
+from pipeline.registry.records import one_line
+from pipeline.settings import Settings
+
+TOP, BY, BESIDE, CHECKPOINT, KIND, OUT, JSON = (
+    "--top", "--by", "--beside", "--checkpoint", "--kind", "--out", "--json",
+)  # fmt: skip
+_MOST_HITS = 1000
+_WIDTH = 80
+"""Characters of a line, at least: wider terminals show more of the titles."""
+_CHUNK_ROWS = 10_000
+_PREVIOUS, _PRODUCTION = "previous", "production"
+
+
+def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Print the products that a query finds. Raises ConfigError, CheckpointError, DataError, Preempted."""
+    query, top, by = call.arguments[0], call.number(TOP, 10, _MOST_HITS), call.options.get(BY, "vectors")
+    if not query.strip() or by not in get_args(Order):
+        raise ConfigError(
+            f"{BY} {by!r}" if query.strip() else "the query is empty",
+            expected=f"a query, and {BY} {', '.join(get_args(Order))}",
+            next_command='trnpipe search "red running shoes"',
+        )
+    model = _open(settings, stop, settings.cycle)
+    hits = model.search(query, top, cast(Order, by))
+    other, beside = None, call.options.get(BESIDE)
+    if beside is not None:
+        other = _open(settings, stop, _cycle_of(settings, stop, beside))
+        if _vectors(other) == _vectors(model):
+            raise ConfigError(
+                f"both columns are the vectors of cycle {settings.cycle or beside}",
+                expected=f"two models: {BESIDE} {_PREVIOUS} is the pair that was served before",
+                next_command=f"{BESIDE} {_PREVIOUS}, or --cycle CYCLE for the first column",
+            )
+    if JSON in call.switches:
+        asked = [(model, hits), *([(other, other.search(query, top, cast(Order, by)))] if other else [])]
+        columns = [{"model": one.checkpoint.uri, "hits": [_hit(hit) for hit in found]} for one, found in asked]
+        say(json.dumps({"query": query, "by": by, "columns": columns}, indent=1, ensure_ascii=False))
+        return EXIT_OK
+    width = max(_WIDTH, shutil.get_terminal_size().columns)
+    if other is None:
+        say(f"{one_line(query)} | {model.name}, {len(model.index):,} products, by {by}")
+        lines = _one_column(hits, by)
+    else:
+        lines = _two_columns(hits, other.search(query, top, cast(Order, by)), (model.name, other.name), width)
+    for line in lines:
+        say(line if len(line) <= width else f"{line[: width - 3]}...")
+    if not hits:
+        say(f"nothing shares a word with {one_line(query)!r}")
+    return EXIT_OK
+
+
+def _one_column(hits: Sequence[Hit], by: str) -> list[str]:
+    """Return one line a product, with its place in the other orders."""
+    others = [order for order in get_args(Order) if order != by]
+    rows = [["", "cosine", *others, "product"]]
+    for rank, hit in enumerate(hits, 1):
+        cosine = "-" if hit.cosine is None else f"{hit.cosine:.3f}"
+        places = [str(hit.ranks.get(order, "-")) for order in others]
+        rows.append([str(rank), cosine, *places, f"{one_line(hit.title)}  {one_line(str(hit.id))}"])
+    return aligned(rows, left=(4,))
+
+
+def _two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, str], width: int) -> list[str]:
+    """Return both lists side by side, and how far each product on the left moved from its place on the right."""
+    room = (width - 4 - 2 - 5 - 2) // 2
+    places = {hit.id: rank for rank, hit in enumerate(right, 1)}
+    lines = [f"{'':4}{names[0]:<{room}}  {'':5}  {names[1]}"]
+    for rank in range(max(len(left), len(right))):
+        ours = left[rank] if rank < len(left) else None
+        theirs = right[rank].title if rank < len(right) else ""
+        moved = "" if ours is None else _moved(places.get(ours.id), rank + 1)
+        texts = [one_line(title)[:room] for title in (ours.title if ours else "", theirs)]
+        lines.append(f"{rank + 1:>3} {texts[0]:<{room}}  {moved:>5}  {texts[1]}".rstrip())
+    return lines
+
+
+def _moved(before: int | None, now: int) -> str:
+    if before is None:
+        return "new"
+    return "=" if before == now else f"{before - now:+d}"
+
+
+def _hit(hit: Hit) -> dict[str, object]:
+    return {"id": hit.id, "title": hit.title, "cosine": hit.cosine, "ranks": dict(hit.ranks)}
+
+
+def _open(settings: Settings, stop: StopSignal, cycle: str | None, checkpoint: str = "") -> Model:
+    workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    if auto_on_host(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
+        settings = settings.model_copy(update={"backend": of_host(compiles_graphs=False)})
+    return open_model(settings, workspace, checkpoint, "" if checkpoint else cycle or "", stop)
+
+
+def _vectors(model: Model) -> str:
+    return model.vectors.manifest.digest if model.vectors else ""
+
+
+def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
+    """Return the cycle whose vectors stand in the second column. Raises ConfigError if there is none."""
+    if beside not in (_PREVIOUS, _PRODUCTION):
+        return beside
+    workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
+    registry = Registry(workspace, readable_model(settings, workspace))
+    served = registry.serving()
+    pairs = [pair for pair in registry.pairs() if served and (pair == served) == (beside == _PRODUCTION)]
+    if not pairs:
+        raise ConfigError(
+            f"no {'earlier ' if served else ''}pair of {registry.model} was served",
+            expected="two cycles with vectors",
+            next_command="trnpipe serving show",
+        )
+    return pairs[-1].vectors.cycle
+
+
+def run_encode(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Print the vectors of texts, one a line. Raises ConfigError, CheckpointError, DataError, Preempted."""
+    kind, out = call.options.get(KIND, "query"), call.options.get(OUT, "")
+    if kind not in get_args(Kind) or (out and not out.endswith(".npy")):
+        raise ConfigError(
+            f"{KIND} {kind}" if kind not in get_args(Kind) else f"{OUT} {out}",
+            expected=f"{KIND} {' or '.join(get_args(Kind))}, and {OUT} FILE.npy or none: JSON lines are printed",
+            next_command="trnpipe encode --help",
+        )
+    texts = list(_lines(call.arguments[0] if call.arguments else "-"))
+    vectors = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, "")).encode(texts, cast(Kind, kind))
+    if out:
+        path = user_path(out)
+        with os_errors("writing", path.as_uri()):
+            write_atomic(path, lambda file: np.save(file, vectors, allow_pickle=False))
+        say(f"encode: {len(texts):,} vectors of {vectors.shape[1]} dimensions: {out}")
+        return EXIT_OK
+    for text, vector in zip(texts, vectors, strict=True):
+        values = [float(f"{value:.7g}") for value in vector.tolist()]
+        say(json.dumps({"text": text, "vector": values}, ensure_ascii=False))
+    return EXIT_OK
+
+
+def _lines(source: str) -> Iterator[str]:
+    """Yield the lines of a text file, `-`: of standard input. Raises DataError for one that is empty or not UTF-8."""
+    path = None if source == "-" else user_path(source)
+    with os_errors("reading", path.as_uri() if path else "standard input"):
+        data = path.read_bytes() if path else sys.stdin.buffer.read()
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError:
+            text = ""
+        if not text:
+            raise DataError(
+                f"line {number} of {source} is {'empty' if not line.strip() else 'not UTF-8'}",
+                expected="one text in every line",
+                next_command="remove or repair it: vectors and lines would not match",
+            )
+        yield text
+
+
+def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Print one line of JSON for every row of a file, with its grade or why it has none.
+
+    Raises ConfigError, CheckpointError, DataError, Preempted.
+    """
+    model = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, ""))
+    reasons, scored = Counter[str](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        source = call.arguments[0] if call.arguments else "-"
+        for chunk in _chunks(model, settings, source if source != "-" else _spooled(Path(folder)), stop):
+            rows, scores, bad = model.score_rows(chunk)
+            scored += len(scores)
+            for row in bad:
+                reasons[row.reason] += row.count
+            for line in _score_lines(chunk, rows, scores, bad):
+                say(line)
+    total = scored + reasons.total()
+    print(
+        f"score: {scored:,} of {total:,} rows" + "".join(f" | {n:,} {why}" for why, n in reasons.items()),
+        file=sys.stderr,
+    )
+    if reasons.total() > settings.data.max_bad_fraction * total:
+        raise DataError(
+            f"{reasons.total():,} of {total:,} rows were not scored",
+            expected=f"at most {settings.data.max_bad_fraction:.0%} (data.max_bad_fraction)",
+            next_command="look at the lines with an error",
+        )
+    return EXIT_OK
+
+
+def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[Chunk]:
+    files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
+    for stat, name in files.found:
+        one = type(files)(files.storage, ((stat, name),), ())
+        batches = one.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
+        yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
+
+
+def _spooled(folder: Path) -> str:
+    """Write standard input to a file: JSON lines if it begins with a brace, else CSV."""
+    data = sys.stdin.buffer.read()
+    path = folder / ("stdin.jsonl" if data.lstrip()[:1] == b"{" else "stdin.csv")
+    path.write_bytes(data)
+    return str(path)
+
+
+def _score_lines(chunk: Chunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
+    """Yield the rows of a chunk in their order, each with its scores or its error."""
+    wrong = {row.row for row in bad}
+    usable = [number for number in chunk.rows.tolist() if number not in wrong]
+    lines: dict[int, dict[str, object]] = {row.row: {"row": row.row, "error": row.reason} for row in bad}
+    for place, number in enumerate(usable):
+        rounded = scores.probabilities[place].round(6).tolist()
+        lines[number] = {
+            "row": number,
+            "query": rows.query[place],
+            "title": rows.title[place],
+            "grade": scores.grades[place],
+            "gain": round(float(scores.gains[place]), 6),
+            "probabilities": dict(zip(scores.labels, rounded, strict=True)),
+        }
+    for number in sorted(lines):
+        yield json.dumps(lines[number], ensure_ascii=False)

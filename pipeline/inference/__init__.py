@@ -1,0 +1,1 @@
+"""Answer questions with a trained model: encode texts, score pairs, search the catalogue."""

@@ -1,0 +1,160 @@
+"""The products of committed vectors, ready to be searched: their vectors, titles and words, memory-mapped.
+
+The first search of a set of vectors writes these files into the folder for caches, once for each content:
+vectors.npy and ids.arrow (embed/vectors.py), and below words/ titles.arrow and the index of BM25.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.errors import DataError
+from pipeline.core.progress import progress
+from pipeline.core.stop import StopSignal
+from pipeline.embed.catalogue import read_shard
+from pipeline.embed.plan import pinned_plan
+from pipeline.embed.texts import TextRules, judge_rows
+from pipeline.embed.vectors import MappedVectors, VectorSet, open_vectors
+from pipeline.io.atomic import exclusive, make_dirs, staging_dir
+from pipeline.io.commit import commit_dir, read_manifest
+from pipeline.io.paths import cache_folder
+from pipeline.io.storage import Storage, open_storage, os_errors
+from pipeline.retrieval.bm25 import Bm25
+from pipeline.retrieval.search import Ranked, by_rank, search_vectors
+
+_KIND = "words"
+_TITLES = "titles.arrow"
+_FOLDER = "words"
+BLOCK_ROWS = 65_536
+"""Vectors converted to fp32 and compared at a time: 100 MB at 384 dimensions."""
+DEPTH = 100
+"""Items of each list that hybrid search joins, if not more are asked for."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best items of one query, by the vectors, by words (BM25), and by both (reciprocal rank fusion)."""
+
+    vectors: Ranked
+    words: Ranked
+
+    @cached_property
+    def hybrid(self) -> Int64s:
+        return by_rank(self.vectors, self.words)
+
+
+@dataclass(frozen=True)
+class ProductIndex:
+    """N products: their vectors, and titles and words of the catalogue they were made from."""
+
+    mapped: MappedVectors
+    titles: pa.ChunkedArray
+    words: Bm25
+
+    def __len__(self) -> int:
+        return len(self.mapped)
+
+    @property
+    def dim(self) -> int:
+        return int(self.mapped.vectors.shape[1])
+
+    def search(self, query: str, vector: Float32s, top: int) -> Found:
+        """Search for a query with its unit vector [D], exactly. Memory: one block of vectors, and 8 bytes an item."""
+        depth = min(max(top, DEPTH), max(1, len(self)))
+        vectors = search_vectors(vector[None], self._blocks(), depth)
+        scores, items = self.words.search([query], depth)
+        return Found(vectors, Ranked(items, scores))
+
+    def products(self, items: Int64s) -> list[tuple[Any, str]]:
+        """Return id and title of items [M]."""
+        rows = pa.array(items)
+        ids, titles = self.mapped.ids.take(rows).to_pylist(), self.titles.take(rows).to_pylist()
+        return list(zip(ids, titles, strict=True))
+
+    def _blocks(self) -> Iterator[tuple[int, Float32s]]:
+        for first in range(0, len(self), BLOCK_ROWS):
+            block = np.array(self.mapped.vectors[first : first + BLOCK_ROWS])
+            yield first, torch.from_numpy(block).float().numpy()  # NumPy takes five times as long for fp16
+
+
+def open_index(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> ProductIndex:
+    """Open the index of committed vectors, written first if this machine has none of this content.
+
+    Raises DataError if the catalogue is not what it was when it was embedded, ConfigError, Preempted.
+    """
+    mapped = open_vectors(workspace.uri(vectors.prefix))
+    folder = cache_folder(os.environ) / "vectors" / vectors.manifest.digest / _FOLDER
+    _write_words(workspace, vectors, folder, stop)
+    with os_errors("reading", folder.as_uri()):
+        titles = pa.ipc.open_file(pa.memory_map(str(folder / _TITLES))).read_all()["title"]
+        return ProductIndex(mapped, titles, Bm25(saved=folder))
+
+
+def _write_words(workspace: Storage, vectors: VectorSet, folder: Path, stop: StopSignal) -> None:
+    """Write the titles of all products, in the order of the vectors, and the index of their words."""
+    with os_errors("writing", folder.as_uri()):
+        make_dirs(folder)
+    home = open_storage(str(folder.parent), stop=stop)
+    with os_errors("writing", folder.as_uri()), exclusive(folder, stop):
+        found = read_manifest(home, folder.name)
+        if found is not None and found.kind == _KIND:
+            return
+        with staging_dir(folder) as staged:
+            schema = pa.schema([("title", pa.string())])
+            with pa.OSFile(str(staged / _TITLES), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+
+                def texts() -> Iterator[str]:
+                    for titles, joined in _texts(workspace, vectors, stop):
+                        writer.write_batch(pa.record_batch([pa.array(titles, pa.string())], schema=schema))
+                        yield from joined
+
+                words = Bm25(texts())
+            words.save(staged)
+            commit_dir(home, staged, folder.name, kind=_KIND, fields={"rows": words.num_items})
+
+
+def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield title and whole text of the products, in the order of the vectors. Raises DataError."""
+    info = vectors.info
+    plan = pinned_plan(workspace, info.cycle)
+    if plan is None or plan.fingerprint != info.plan:
+        raise _other_catalogue(f"the plan of the vectors of cycle {info.cycle} is gone")
+    storage = open_storage(plan.catalogue.root, stop=stop) if plan.catalogue.root else workspace
+    rules = TextRules(
+        tokenizer=b"", max_tokens=plan.max_tokens, id_type=plan.layout.id_type,
+        filter=tuple(plan.catalogue.columns.filter.items()),
+    )  # fmt: skip
+    with progress("reading titles", plan.catalogue.rows, "rows") as advance:
+        for shard in plan.shards:
+            ids = (one for batch in vectors.columns(shard.index, ["id"]) for one in batch["id"].to_pylist())
+            expected = next(ids, None)
+            for raw in read_shard(plan.catalogue, storage, shard, plan.window_rows):
+                titles, joined, rows = list[str](), list[str](), judge_rows(rules, raw)
+                given = raw.batch()["title"].to_pylist()
+                for name, row, text in zip(rows.ids.to_pylist(), rows.rows.tolist(), rows.texts, strict=True):
+                    if name != expected:  # an id that came before
+                        continue
+                    title = given[row - raw.first_row]
+                    titles.append(title.decode().strip() if title else text)
+                    joined.append(text)
+                    expected = next(ids, None)
+                advance(len(given))
+                yield titles, joined
+            if expected is not None:
+                raise _other_catalogue(f"part {shard.index} has a vector of {expected!r}, the catalogue no such row")
+
+
+def _other_catalogue(seen: str) -> DataError:
+    return DataError(
+        seen,
+        expected="the catalogue as it was embedded",
+        next_command="embed the catalogue again in a new cycle",
+    )

@@ -1,0 +1,212 @@
+"""Ask a tiny model: search beside exact search, encode beside the vectors of embed, score beside evaluate."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import trnpipe
+from pipeline import cli
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.fingerprint import hash63
+from pipeline.embed.vectors import find_vectors
+from pipeline.evaluate.scores import load_scores
+from pipeline.io.storage import Storage, open_storage
+from pipeline.retrieval.bm25 import Bm25
+from tests.embed.catalogues import KINDS, products, title, write_catalogue
+from tests.embed.checkpoints import make_checkpoint
+from tests.fault.harness import MODEL, TRAIN
+
+pytestmark = pytest.mark.stage
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Storage:
+    """A workspace with 100 products in three parts, embedded by two models one after the other, and served."""
+    folder = tmp_path_factory.mktemp("served")
+    storage = open_storage(str(folder / "workspace"))
+    twice = pa.table({"product_id": ["p3", "p100"], "title": ["another title", "camera\x1b[31m model 7"]})
+    write_catalogue(folder / "in", [products(range(60)), pa.concat_tables([products(range(60, 100)), twice])])
+    for cycle, seed in (("c0", 1), ("c1", 2)):
+        make_checkpoint(storage, folder, cycle, seed)
+        for action in ([], ["verify"]):
+            flags = [f"--workspace={folder}/workspace", f"--cycle={cycle}", "--backend=cpu", "--data.num-workers=1"]
+            flags += [f"--embed.catalogue.path={folder}/in", "--embed.output.rows-per-part=45"]
+            flags += ["--embed.catalogue.max-bad-fraction=0.1"]
+            assert cli.main(["embed", *action, *flags]) == 0
+    return storage
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def ask(storage: Storage, *words: str) -> int:
+    return cli.main([words[0], f"--workspace={storage.local_path('')}", "--backend=cpu", *words[1:]])
+
+
+def test_search_equals_exact_search_over_the_committed_vectors(served: Storage) -> None:
+    model = trnpipe.load_model(workspace=str(served.local_path("")))
+    assert model.name == "c1/step-1"
+    vectors = find_vectors(served, "c1")
+    blocks = [block for part in range(len(vectors.info.parts)) for block in vectors.blocks(part)]
+    ids = [name for batch, _ in blocks for name in batch["id"].to_pylist()]
+    every = np.concatenate([values for _, values in blocks]).astype(np.float64)
+    assert len(ids) == len(set(ids)) == 101
+    texts = [title(int(name[1:])) if name != "p100" else "camera\x1b[31m model 7" for name in ids]
+    words = Bm25(texts)
+    for query in ("phone model 8 black edition", "kettle", "nothing that is there"):
+        cosines = every @ model.encode(query).astype(np.float64)
+        best = np.argsort(-cosines, kind="stable")[:7]
+        hits = model.search(query, top=7)
+        assert [hit.cosine for hit in hits] == pytest.approx(cosines[best], abs=1e-6)
+        assert {hit.id for hit in hits} == {ids[item] for item in best}
+        assert [hit.title for hit in hits] == [texts[ids.index(hit.id)] for hit in hits]
+        found = [ids[item] for item in words.search([query], 7)[1][0] if item >= 0]
+        assert [hit.id for hit in model.search(query, top=7, by="words")] == found
+    both = model.search("phone model 8 black edition", top=5, by="hybrid")
+    assert [hit.ranks["hybrid"] for hit in both] == [1, 2, 3, 4, 5]
+    gains = [sum(1 / (60 + rank) for order, rank in hit.ranks.items() if order != "hybrid") for hit in both]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_the_index_is_written_once_and_read_by_the_next_process(served: Storage, cache: Path) -> None:
+    hits = trnpipe.load_model(workspace=str(served.local_path(""))).search("drill", by="words")
+    written = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
+    assert hits and written
+    assert trnpipe.load_model(workspace=str(served.local_path(""))).search("drill", by="words") == hits
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == written
+
+
+def test_encode_makes_the_vectors_that_embed_stored(served: Storage) -> None:
+    model = trnpipe.load_model(workspace=str(served.local_path("")), cycle="c0")
+    vectors = find_vectors(served, "c0")
+    batch, stored = next(vectors.blocks(0))
+    texts = [title(int(name[1:])) for name in batch["id"].to_pylist()]
+    assert np.abs(model.encode(texts, kind="product") - stored).max() < 1e-3  # fp16
+    one = model.encode(texts[0], kind="product")
+    assert np.allclose(one, model.encode(texts[:1], kind="product")[0])
+    assert model.similarity(one, model.encode(texts, "product")).shape == (1, len(texts))
+    assert model.encode([]).shape == (0, 16)
+
+
+def test_search_on_the_command_line(served: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask(served, "search", "camera model", "--top", "5", "--by", "words") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "c1/step-1, 101 products" in lines[0] and len(lines) == 7
+    assert all(len(line) <= 80 and line.isprintable() for line in lines)
+    assert ask(served, "search", "camera model", "--beside", "previous", "--top", "5") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["c1/step-1", "c0/step-1"] and len(lines) == 6
+    assert all(len(line) <= 80 for line in lines)
+    assert ask(served, "search", "camera model", "--beside", "production", "--cycle=c0", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [column["model"].rpartition("checkpoints/")[2] for column in answer["columns"]] == ["c0/step-1", "c1/step-1"]
+    assert len(answer["columns"][0]["hits"]) == 10
+    for words in (["camera", "--beside", "production"], ["camera", "--by", "magic"], [" "], ["x", "--top", "0"]):
+        assert ask(served, "search", *words) == ConfigError.exit_code
+    assert ask(served, "search", "camera", "--cycle=c9") == DataError.exit_code
+
+
+def test_a_catalogue_that_was_changed_is_refused(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "workspace"))
+    make_checkpoint(storage, tmp_path)
+    write_catalogue(tmp_path / "in", [products(range(30))])
+    flags = [f"--workspace={tmp_path}/workspace", "--cycle=c0", "--backend=cpu", "--data.num-workers=1"]
+    assert cli.main(["embed", *flags, f"--embed.catalogue.path={tmp_path}/in"]) == 0
+    pq.write_table(products(range(31)), tmp_path / "in" / "file-0.parquet")
+    with pytest.raises(DataError, match="changed"):
+        trnpipe.load_model(workspace=f"{tmp_path}/workspace", cycle="c0").search("drill")
+
+
+def test_encode_on_the_command_line(
+    served: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "texts.txt").write_text("﻿phone\nkettle model\n", encoding="utf-8")
+    assert ask(served, "encode", str(tmp_path / "texts.txt")) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["text"] for row in rows] == ["phone", "kettle model"]
+    assert ask(served, "encode", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "v.npy")) == 0
+    matrix = np.load(tmp_path / "v.npy")
+    assert np.allclose(matrix, [row["vector"] for row in rows], atol=1e-6)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"phone\n\xff\n")))
+    capsys.readouterr()
+    assert ask(served, "encode") == DataError.exit_code
+    assert "line 2 of - is not UTF-8" in capsys.readouterr().err
+    assert ask(served, "encode", str(tmp_path / "gone.txt")) == DataError.exit_code
+    assert ask(served, "encode", "--kind", "title") == ConfigError.exit_code
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Path]:
+    """A workspace with a model trained on a CSV file with a numeric and a categorical column, and evaluated."""
+    folder = tmp_path_factory.mktemp("judged")
+    random = np.random.default_rng(5)
+    rows = []
+    for query in range(60):
+        for place in range(6):
+            kind = KINDS[(query + (place > 2)) % 8]
+            price = random.uniform(1, 100)
+            rows.append(f"{KINDS[query % 8]} {query},{kind} model {place},{place <= 2:d},{price:.2f},brand{place % 3}")
+    path = folder / "pairs.csv"
+    path.write_text("query,title,label,price,brand\n" + "\n".join(rows) + "\n")
+    flags = [f"--workspace={folder}/workspace", f"--data.path={path}", "--cycle=c1", "--backend=cpu", *MODEL, *TRAIN]
+    flags += ["--data.numeric=price", "--data.categorical=brand", "--data.labels=0,1", "--data.test-fraction=0.4"]
+    flags += ["--data.buckets=8x8,16x32", "--data.tokenizer.vocab-size=300", "--data.num-workers=1"]
+    flags += ["--train.max-steps=10", "--train.evaluate-every=0", "--no-evaluate.baselines.boosting"]
+    assert cli.main(["prepare", *flags]) == 0
+    assert cli.main(["train", *flags]) == 0
+    assert cli.main(["evaluate", *flags]) in (0, 80)
+    return open_storage(str(folder / "workspace")), path
+
+
+def test_score_equals_the_scores_of_evaluate(
+    judged: tuple[Storage, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage, path = judged
+    (folder,) = (name for name in storage.list_dirs("cycles/c1/evaluate/scores/") if name.startswith("test-"))
+    expected = load_scores(storage, f"cycles/c1/evaluate/scores/{folder}", tmp_path)
+    probabilities = dict(zip(expected.arrays["sample_id"].tolist(), expected.rows.probabilities, strict=True))
+    checkpoint = f"checkpoints/c1/{storage.list_dirs('checkpoints/c1/')[-1]}"
+    assert ask(storage, "score", str(path), "--checkpoint", checkpoint) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["row"] for line in lines] == list(range(360))
+    compared = 0
+    for line in lines:
+        sample = hash63(f"flat|{path.name}|{line['row']}")
+        if sample in probabilities:
+            compared += 1
+            assert list(line["probabilities"].values()) == pytest.approx(probabilities[sample], abs=2e-6)
+            assert line["gain"] == pytest.approx(probabilities[sample] @ [0, 1], abs=2e-6)
+    assert compared == len(probabilities) > 50
+    model = trnpipe.load_model(storage.uri(checkpoint))
+    first = {"query": "phone 0", "title": "phone model 0", "price": 20.5, "brand": "brand0"}
+    scores = model.score([first, first | {"price": 99.0}])
+    assert scores.labels == ("0", "1") and len(scores) == 2 and scores.grades[0] in scores.labels
+    assert scores.gains[0] != scores.gains[1]
+    assert len(model.score([])) == 0
+    with pytest.raises(DataError, match="price"):
+        model.score([("phone 0", "phone model 0")])
+    with pytest.raises(DataError, match="pair 1: feature price"):
+        model.score([first, first | {"price": None}])
+
+
+def test_score_names_the_rows_that_it_cannot_score(
+    judged: tuple[Storage, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, _ = judged
+    checkpoint = f"checkpoints/c1/{storage.list_dirs('checkpoints/c1/')[-1]}"
+    table = "query,title,price,brand\nphone,phone 1,2,brand1\n,phone 2,2,brand1\nphone,phone 3,much,\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(table.encode())))
+    assert ask(storage, "score", "--checkpoint", checkpoint) == DataError.exit_code
+    captured = capsys.readouterr()
+    lines = [json.loads(line) for line in captured.out.splitlines()]
+    assert [line.get("error") for line in lines] == [None, "empty query", "feature price is not a finite number"]
+    assert "score: 1 of 3 rows" in captured.err
