@@ -15,9 +15,10 @@ DATA      ?=
 NAME      := $(if $(DATA),$(basename $(notdir $(patsubst %/,%,$(DATA)))),quickstart)
 WORKSPACE ?= workspace/$(NAME)
 CYCLE     ?= first
-CONFIG    ?= configs/quickstart.toml
+# None where trnpipe.toml says it all (trnpipe init).
+CONFIG    ?= $(if $(DATA),configs/quickstart.toml,$(if $(wildcard trnpipe.toml),,configs/quickstart.toml))
 ARGS      ?=
-FLAGS      = --config $(CONFIG) --workspace $(WORKSPACE) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
+FLAGS      = $(if $(CONFIG),--config $(CONFIG) --workspace $(WORKSPACE)) --cycle $(CYCLE) $(if $(DATA),--data.path $(DATA) --data.name $(NAME)) $(ARGS)
 export PJRT_DEVICE ?= CPU
 
 # Tests start hundreds of processes, each of which would compile all of our modules where no bytecode may be written.

@@ -66,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
             add_help=False,
         )
         self.add_argument("-h", "--help", action="store_true", help="this text")
-        files = "settings from a file; may be repeated, later files win"
+        files = "settings from a file; may be repeated, later files win (default: trnpipe.toml here or above)"
         self.add_argument("--config", type=Path, action="append", default=[], metavar="FILE.toml", help=files)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -78,7 +78,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, words: Sequence[str], model: "type[S]") -> "tuple[argparse.Namespace, Resolved[S]] | None":
         """What the command was asked, with the flags of settings in `flags`, and the settings; None: help was shown."""
-        from pipeline.settings import FlagSource, resolve
+        from pipeline.settings import FlagSource, project_files, resolve
 
         if HELP & set(words):
             self.usage = self._words()  # without every flag of the settings
@@ -87,7 +87,8 @@ class CommandParser(argparse.ArgumentParser):
             return None
         own, flags = self._split(words)
         asked = self.parse_args(own, argparse.Namespace(flags=flags))
-        return asked, resolve(asked.config, os.environ, flags, model, other_flags=sorted(self._own))
+        files = asked.config or project_files(Path.cwd())
+        return asked, resolve(files, os.environ, flags, model, other_flags=sorted(self._own))
 
     def _words(self) -> str:
         return self.format_usage().removeprefix("usage: ").strip() + f" [--section.key value ...]{self._command}"

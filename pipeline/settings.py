@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import tomllib
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from pipeline.parallel.config import PLAN_VARIABLE
 from pipeline.train.config import CheckpointConfig, TrainConfig
 
 ENV_PREFIX = "TRNPIPE_"
+PROJECT_FILE = "trnpipe.toml"
+"""Settings of a project: read where no --config is given, from the current folder or the nearest one above it."""
 DEFAULT = "default"
 
 
@@ -299,6 +302,44 @@ def resolve(
     return Resolved(settings, {name: found[name].source if name in found else DEFAULT for name in leaves(model)})
 
 
+_PATHS = (
+    "workspace",
+    "scratch",
+    "data.path",
+    "data.tokenizer.path",
+    "model.init_from",
+    "embed.catalogue.path",
+    "evaluate.retrieval.catalogue",
+)
+"""Settings that name a file or folder: in a project file relative to its folder."""
+
+
+def project_files(folder: Path) -> list[Path]:
+    """Return the project file of a folder, the nearest one at or above it, after the files that its `config` names.
+
+    Raises ConfigError if it is not TOML.
+    """
+    found = next((path for one in (folder, *folder.parents) if (path := one / PROJECT_FILE).is_file()), None)
+    if found is None:
+        return []
+    try:
+        named = tomllib.loads(found.read_text(encoding="utf-8")).get("config", [])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{found} is not TOML: {error}", next_command=f"edit {found}") from None
+    return [*(found.parent / one for one in ([named] if isinstance(named, str) else named)), found]
+
+
+def _of_project(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the settings of a project file without its `config`, relative paths against its folder."""
+    found = {name: value for name, value in tree.items() if name != "config"}
+    for name in _PATHS:
+        *sections, last = name.split(".")
+        table: Any = reduce(lambda table, section: table.get(section, {}), sections, found)
+        if isinstance(value := table.get(last), str) and value and "://" not in value and value[0] != "~":
+            table[last] = str(folder / value)
+    return found
+
+
 class Given(NamedTuple):
     """A value somebody set, and where."""
 
@@ -320,9 +361,8 @@ def _of_file(model: type[Settings], path: Path) -> Layer:
         raise ConfigError(f"{path} is not {kind}: {error}", next_command=f"edit {path}") from None
     except TypeError:
         raise ConfigError(f"{path} holds no table", expected="sections and keys", next_command=f"edit {path}") from None
-    return _of_tree(
-        model, {name: value for name, value in source().items() if name not in model.other_programs}, str(path)
-    )
+    tree = {name: value for name, value in source().items() if name not in model.other_programs}
+    return _of_tree(model, _of_project(tree, path.parent) if path.name == PROJECT_FILE else tree, str(path))
 
 
 def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:

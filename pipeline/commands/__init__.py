@@ -66,6 +66,10 @@ PARALLEL = frozenset({"mine", "compile", "train", "evaluate", "embed"})
 _JSON = frozenset({"--json"})
 _REASON = {"--reason": "TEXT  why; recorded"}
 TOOLS: dict[str, Tool] = {
+    "init": Tool(
+        "look at a file of judgements: guess its columns, labels and features, and write trnpipe.toml",
+        arguments=("FILE",),
+    ),
     "doctor": Tool(
         "estimate memory and time on a Trainium core; --hlo: also lint every graph for what neuronx-cc refuses",
         switches=frozenset({"--hlo"}),

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +37,7 @@ from pipeline.parallel.gang import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
 from pipeline.registry.model import Registry, readable_model
-from pipeline.settings import Settings, resolve
+from pipeline.settings import Settings, project_files, resolve
 
 Kind = Literal["query", "product"]
 Order = Literal["vectors", "words", "hybrid"]
@@ -310,7 +311,9 @@ def load_model(model: str = "", *, workspace: str = "", cycle: str = "", backend
     if is_checkpoint and not workspace:
         workspace = model.rpartition(f"/{CHECKPOINTS}")[0]
     flags = {"--workspace": workspace, "--model-name": "" if is_checkpoint else model, "--backend": backend}
-    settings = resolve((), os.environ, [(flag, value) for flag, value in flags.items() if value]).settings
+    settings = resolve(
+        project_files(Path.cwd()), os.environ, [(flag, value) for flag, value in flags.items() if value]
+    ).settings
     stop = StopSignal()
     opened = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     return open_model(settings, opened, model if is_checkpoint else "", cycle, stop)

@@ -1,0 +1,302 @@
+"""`trnpipe init`: look at a file of judgements, and write a trnpipe.toml that says what its columns are."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pipeline.backends import auto_on_host
+from pipeline.commands import ToolCall
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError
+from pipeline.core.format import aligned
+from pipeline.core.progress import Say
+from pipeline.core.stop import StopSignal
+from pipeline.data.config import DataConfig
+from pipeline.data.input_files import open_files
+from pipeline.data.rows import SLICE, ColumnPlan
+from pipeline.data.survey import known_order
+from pipeline.evaluate.split_size import fraction_for
+from pipeline.io.atomic import create_atomic
+from pipeline.io.storage import os_errors
+from pipeline.settings import PROJECT_FILE, Settings
+
+MAX_ROWS = 200_000
+"""Rows that are looked at."""
+_SHOWN_ROWS, _SHOWN_CHARACTERS = 10, 26
+_BATCH_ROWS = 4096
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "query": ("query", "search_term", "search_query", "query_text", "keyword", "keywords", "search", "term", "q"),
+    "title": ("title", "product_title", "item_name", "product_name", "item_title", "name", "item", "product"),
+    "text": ("text", "description", "product_description", "item_description", "body"),
+    "label": ("label", "relevance", "grade", "esci_label", "judgement", "judgment", "relevance_label", "rating"),
+    "gain": ("gain", "relevance_score", "score"),
+    "query_id": ("query_id", "qid", "search_id"),
+    "product_id": ("product_id", "item_id", "pid", "asin", "sku", "doc_id", "id"),
+    "split": ("split", "fold", "subset"),
+}  # fmt: skip
+"""What columns are often called, by field; the likeliest first."""
+_SPLITS = {"train", "valid", "validation", "val", "dev", "test"}
+_MAX_LABELS, _MAX_CATEGORIES = 20, 1000
+_RARE = 0.005
+"""Share of the rows below which a label that does not fit the others is taken for a mistake."""
+_ROWS_PER_CATEGORY = 5
+_DISTINCT_NUMBERS = 10
+"""A column of fewer different numbers is rather a category."""
+_HALF_WIDTH = 0.5
+"""Half of the 95 % interval of a mean difference in nDCG, times the root of the queries: 1.96 x a spread of 0.25."""
+
+
+@dataclass
+class Column:
+    """What was seen of one column: its values with their counts, and how many rows are empty, or numbers."""
+
+    name: str
+    rows: int = 0
+    empty: int = 0
+    numbers: int = 0
+    characters: int = 0
+    values: Counter[str] = field(default_factory=Counter)
+
+    def add(self, values: Iterable[bytes | None]) -> None:
+        for value in values:
+            text = (value or b"").decode(errors="replace").strip()
+            self.rows += 1
+            self.empty += not text
+            self.characters += len(text)
+            with suppress(ValueError):
+                float(text)
+                self.numbers += 1
+            if text:
+                self.values[text] += 1
+
+    @property
+    def is_number(self) -> bool:
+        return self.numbers == self.rows - self.empty > 0
+
+    @property
+    def is_category(self) -> bool:
+        distinct = len(self.values)
+        return 2 <= distinct <= _MAX_CATEGORIES and distinct * _ROWS_PER_CATEGORY <= self.rows
+
+
+@dataclass
+class Guess:
+    """What the columns of a file are taken for. `notes`: what a person should look at."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """Field to column."""
+    labels: tuple[str, ...] = ()
+    numeric: list[str] = field(default_factory=list)
+    categorical: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
+    """Write trnpipe.toml into this folder. Raises ConfigError if there is one, DataError for an unusable file."""
+    path, target = call.arguments[0], Path(PROJECT_FILE)
+    if target.exists():
+        raise ConfigError(
+            f"{target.absolute()} exists",
+            expected="a folder without one: what you wrote there would be lost",
+            next_command=f"edit it, or move it away: mv {PROJECT_FILE} {PROJECT_FILE}.old",
+        )
+    columns, rows = look_at(path, settings.data, stop)
+    guess = guess_columns(columns)
+    for line in _preview(guess, rows):
+        say(line)
+    queries = len(columns[guess.columns.get("query_id", guess.columns["query"])].values)
+    fraction, split_lines = _split(guess, columns, queries, settings)
+    text = project_text(path, guess, fraction)
+    for line in (*split_lines, *guess.notes, _machine(settings)):
+        say(f"- {line}")
+    with os_errors("writing", target.absolute().as_uri()):
+        create_atomic(target, text.encode())
+    say(
+        f"wrote {PROJECT_FILE}; next: look at it, then: trnpipe prepare, or a whole cycle: trnjobs submit --cycle first"
+    )
+    return EXIT_OK
+
+
+def look_at(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, Column], list[dict[str, str]]]:
+    """Read up to MAX_ROWS rows. Return the columns, and the first rows by column. Raises DataError without any row."""
+    wanted = "auto" if config.format == "esci" else config.format
+    files = open_files(path, wanted, stop, "FILE")
+    columns, first, seen = dict[str, Column](), list[dict[str, str]](), 0
+
+    def everything(names: Sequence[str]) -> ColumnPlan:
+        return ColumnPlan(tuple((SLICE + name, name) for name in dict.fromkeys(names)))
+
+    for batch in files.read(lambda uri: everything, _BATCH_ROWS, "looking at the file"):
+        table = batch.columns
+        names = [name.removeprefix(SLICE) for name in table.schema.names]
+        for name, values in zip(names, table.columns, strict=True):
+            columns.setdefault(name, Column(name)).add(values.to_pylist())
+        for row in islice(range(table.num_rows), _SHOWN_ROWS - len(first)):
+            cells = [(values[row].as_py() or b"").decode(errors="replace") for values in table.columns]
+            first.append(dict(zip(names, cells, strict=True)))
+        seen += table.num_rows
+        if seen >= MAX_ROWS:
+            break
+    if not seen:
+        raise DataError(f"{path} has no row that can be read", expected="rows of judgements: query, title, label")
+    return columns, first
+
+
+def guess_columns(columns: Mapping[str, Column]) -> Guess:
+    """Take columns for fields, by name and by content. Raises DataError if there is no query, title or judgement."""
+    guess, left = Guess(), dict(columns)
+    spelled = {re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"): name for name in reversed(list(columns))}
+    for wanted, names in _NAMES.items():
+        found = next((spelled[name] for name in names if spelled.get(name) in left), None)
+        if found is not None and _fits(wanted, left[found]):
+            guess.columns[wanted] = left.pop(found).name
+    texts = [one for one in left.values() if not one.is_number and one.characters > 3 * one.rows]
+    texts.sort(key=lambda one: len(one.values))  # fewer queries than titles
+    for wanted in ("query", "title"):
+        if wanted not in guess.columns and texts:
+            guess.columns[wanted] = left.pop(texts.pop(0).name).name
+            guess.notes.append(f"column {guess.columns[wanted]!r} is taken for the {wanted}, by its content")
+    if "label" not in guess.columns and "gain" not in guess.columns:
+        grades = [one for one in left.values() if 2 <= len(one.values) <= _MAX_LABELS and known_order([*one.values])]
+        if grades:
+            guess.columns["label"] = left.pop(grades[0].name).name
+            guess.notes.append(f"column {grades[0].name!r} is taken for the label, by its content")
+    missing = [one for one in ("query", "title") if one not in guess.columns]
+    missing += [] if guess.columns.keys() & {"label", "gain"} else ["label"]
+    if missing:
+        raise DataError(
+            f"no column looks like the {' or the '.join(missing)}; columns: {', '.join(columns)}",
+            expected="a query, a product title and a relevance label or gain in each row",
+            next_command="name them: trnpipe prepare --data.path FILE "
+            + " ".join(f"--data.columns.{one} COLUMN" for one in missing),
+        )
+    if "label" in guess.columns:
+        _guess_labels(guess, columns[guess.columns["label"]])
+    for one in left.values():
+        _guess_feature(guess, one)
+    return guess
+
+
+def _fits(wanted: str, column: Column) -> bool:
+    if wanted == "split":
+        return {value.lower() for value in column.values} <= _SPLITS
+    if wanted == "gain":
+        return column.is_number and all(0 <= float(value) <= 1 for value in column.values)
+    return len(column.values) <= _MAX_LABELS if wanted == "label" else True
+
+
+def _guess_labels(guess: Guess, column: Column) -> None:
+    """Put the labels in order, without those that look like mistakes."""
+    counts = column.values
+    names = [*counts]
+    if known_order(names) is None:
+        common = [name for name, count in counts.items() if count >= _RARE * column.rows]
+        if known_order(common) is not None:
+            rare = ", ".join(f"{name} ({counts[name]})" for name in names if name not in common)
+            guess.notes.append(f"labels {rare} do not fit the others: these rows will be bad rows")
+            names = common
+    order = known_order(names)
+    guess.labels = tuple(order or ([] if "gain" in guess.columns else sorted(names)))  # gains put them in order
+    if column.empty:
+        guess.notes.append(f"{column.empty:,} rows have no {column.name}: bad rows")
+    if order is None and "gain" not in guess.columns:
+        guess.notes.append(f"PUT data.labels IN ORDER, the least relevant first: {', '.join(guess.labels)}")
+
+
+def _guess_feature(guess: Guess, column: Column) -> None:
+    if column.is_number and len(column.values) > _DISTINCT_NUMBERS and not column.empty:
+        guess.numeric.append(column.name)
+    elif column.is_category and not column.empty:
+        guess.categorical.append(column.name)
+    else:
+        why = f"{column.empty:,} rows are empty" if column.empty else "its values are too many, or all the same"
+        guess.notes.append(f"column {column.name!r} is not used: {why}")
+
+
+def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the first rows as they will be read, a column for each field."""
+    shown = [*guess.columns.items(), *((name, name) for name in (*guess.numeric, *guess.categorical))]
+    table = [[field for field, _ in shown]]
+    for row in rows:
+        cells = ["".join(c if c.isprintable() else " " for c in row.get(column, "")) for _, column in shown]
+        table.append(
+            [cell if len(cell) <= _SHOWN_CHARACTERS else f"{cell[: _SHOWN_CHARACTERS - 1]}…" for cell in cells]
+        )
+    return aligned(table, left=range(len(shown)))
+
+
+def _split(
+    guess: Guess, columns: Mapping[str, Column], queries: int, settings: Settings
+) -> tuple[float | None, list[str]]:
+    """Return data.test_fraction, None for the default, and what the gate will be able to tell."""
+    needed, rows = settings.gate.min_queries, columns[guess.columns["query"]].rows
+    lines = [f"{rows:,} rows, {queries:,} queries" + (f" in the first {MAX_ROWS:,} rows" if rows >= MAX_ROWS else "")]
+    if "split" in guess.columns:
+        counts = columns[guess.columns["split"]].values
+        return None, [
+            *lines,
+            "splits by column: " + ", ".join(f"{name} {count:,} rows" for name, count in counts.items()),
+        ]
+    fraction = settings.data.test_fraction
+    if fraction * queries < 1.5 * needed:  # not every query bears on a metric
+        fraction = fraction_for(queries, round(1.5 * needed)) or fraction_for(queries, needed) or fraction
+    sizes = {"test": fraction * queries, "valid": settings.data.valid_fraction * queries}
+    sizes = {"train": queries - sum(sizes.values()), **sizes}
+    lines.append("queries by split: " + ", ".join(f"{name} about {count:,.0f}" for name, count in sizes.items()))
+    if sizes["test"] < needed:
+        lines.append(
+            f"THE GATE CANNOT JUDGE by {sizes['test']:.0f} test queries, it needs {needed}: judge more queries, or"
+            " promote a first model unjudged with --gate.first-without-comparison"
+        )
+    else:
+        drop = _HALF_WIDTH / sizes["test"] ** 0.5
+        lines.append(f"the gate will tell differences in nDCG of about {drop:.2g} by {sizes['test']:.0f} test queries")
+    return (fraction if fraction != settings.data.test_fraction else None), lines
+
+
+def _machine(settings: Settings) -> str:
+    if auto_on_host(settings.backend, os.environ):
+        return "no accelerator here: the tiny model, in minutes; a larger one (configs/small.toml) takes hours on a CPU"
+    return "backend auto takes this machine's accelerator; configs/small.toml has a model of MiniLM's size"
+
+
+def project_text(path: str, guess: Guess, test_fraction: float | None) -> str:
+    """Return the content of trnpipe.toml. Pure."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path.rstrip("/")).stem).strip("-_") or "search"
+    data: dict[str, Any] = {"name": stem, "path": path}
+    if guess.labels:
+        data["labels"] = list(guess.labels)
+    data |= {
+        name: values for name, values in (("numeric", guess.numeric), ("categorical", guess.categorical)) if values
+    }
+    data |= {} if test_fraction is None else {"test_fraction": test_fraction}
+    renamed = {name: column for name, column in guess.columns.items() if name != column}
+    sections: dict[str, dict[str, Any]] = {
+        "": {"model_name": stem, "workspace": f"workspace/{stem}"},
+        "data": data,
+        "data.columns": renamed,
+        "model": {"preset": "tiny"},
+        "train": {"epochs": 2.0, "global_batch_size": 64, "micro_batch_size": 64, "metric": "combined"},
+        "train.optimizer": {"learning_rate": 5e-4},
+        "health": {"min_free_gib": 1},
+    }
+    comments = {
+        "data.labels": "the least relevant first",
+        "model.preset": "a few minutes on a CPU; small: MiniLM's size, with model.init_from (configs/small.toml)",
+        "health.min_free_gib": "what a cycle of this model writes",
+    }
+    lines = [
+        "# Written by trnpipe init. Commands in this folder and below read it; trnpipe config prints all settings."
+    ]
+    for section, values in sections.items():
+        lines += ["", f"[{section}]"] if section and values else []
+        for name, value in values.items():
+            comment = comments.get(f"{section}.{name}")
+            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}" + (f"  # {comment}" if comment else ""))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,115 @@
+"""`trnpipe init`: what columns are taken for, and the project file that commands in a folder read."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.commands.init import Column, guess_columns, project_text
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.settings import PROJECT_FILE, project_files, resolve
+
+
+def columns(**values: list[str]) -> dict[str, Column]:
+    found = {name: Column(name) for name in values}
+    for name, cells in values.items():
+        found[name].add(cell.encode() for cell in cells)
+    return found
+
+
+QUERIES = [f"query {number // 4} words" for number in range(400)]
+TITLES = [f"title of product {number}" for number in range(400)]
+GRADES = [str(number % 3) for number in range(400)]
+
+
+def test_columns_are_found_by_their_names() -> None:
+    prices = [f"{number}.5" for number in range(400)]
+    brands = [f"brand{number % 7}" for number in range(400)]
+    guess = guess_columns(
+        columns(search_term=QUERIES, **{"Item Name": TITLES}, Grade=GRADES, price=prices, brand=brands, sku=TITLES)
+    )
+    assert guess.columns == {"query": "search_term", "title": "Item Name", "label": "Grade", "product_id": "sku"}
+    assert guess.labels == ("0", "1", "2")
+    assert (guess.numeric, guess.categorical, guess.notes) == (["price"], ["brand"], [])
+
+
+def test_columns_are_found_by_their_content_and_said() -> None:
+    guess = guess_columns(columns(a=TITLES, b=QUERIES, c=GRADES))
+    assert guess.columns == {"query": "b", "title": "a", "label": "c"}
+    assert len(guess.notes) == 3
+
+
+def test_a_label_that_does_not_fit_is_a_mistake_if_it_is_rare() -> None:
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=[*GRADES[:-1], "n/a"]))
+    assert guess.labels == ("0", "1", "2") and "n/a (1)" in guess.notes[0]
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=["good", "bad"] * 200))
+    assert guess.labels == ("bad", "good") and "IN ORDER" in guess.notes[0]
+
+
+def test_gains_put_labels_in_order_and_empty_features_are_left_out() -> None:
+    guess = guess_columns(
+        columns(
+            query=QUERIES, title=TITLES, label=["good", "bad"] * 200, gain=["1", "0.1"] * 200, price=["", "2"] * 200
+        )
+    )
+    assert guess.labels == () and guess.columns["gain"] == "gain"
+    assert guess.numeric == [] and "200 rows are empty" in guess.notes[0]
+
+
+def test_a_split_column_is_one_only_with_the_names_of_splits() -> None:
+    assert (
+        "split"
+        in guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, split=["train", "test"] * 200)).columns
+    )
+    guess = guess_columns(columns(query=QUERIES, title=TITLES, label=GRADES, split=["a", "b"] * 200))
+    assert "split" not in guess.columns and guess.categorical == ["split"]
+
+
+def test_a_file_without_judgements_is_refused() -> None:
+    with pytest.raises(DataError, match="label"):
+        guess_columns(columns(query=QUERIES, title=TITLES))
+
+
+def test_the_project_file_is_toml_whatever_columns_are_called() -> None:
+    guess = guess_columns(columns(**{'que"ry\\': QUERIES}, title=TITLES, label=GRADES, **{"größe": GRADES[:200] * 2}))
+    parsed = tomllib.loads(project_text("s3://bucket/a b/", guess, 0.2))
+    assert parsed["data"]["columns"] == {"query": 'que"ry\\'}
+    assert (parsed["data"]["path"], parsed["data"]["test_fraction"]) == ("s3://bucket/a b/", 0.2)
+    assert parsed["model_name"] == parsed["data"]["name"] == "a-b"
+
+
+def test_init_writes_a_file_that_prepare_reads_from_a_folder_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{query},{title},{grade}" for query, title, grade in zip(QUERIES, TITLES, GRADES, strict=True)]
+    (tmp_path / "mine.csv").write_text("search_term,item_name,grade\n" + "\n".join(rows) + "\n")
+    below = tmp_path / "below"
+    below.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "mine.csv"]) == 0
+    out = capsys.readouterr().out
+    assert "400 rows, 100 queries" in out and "THE GATE CANNOT JUDGE" in out
+    assert len([line for line in out.splitlines() if line.startswith("query ")]) == 11
+    monkeypatch.chdir(below)
+    assert project_files(below) == [tmp_path / PROJECT_FILE]
+    assert cli.main(["prepare", "--cycle", "c1", "--data.num-workers=1"]) == 0
+    assert (tmp_path / "workspace" / "mine" / "cycles" / "c1" / "prepare" / "result.json").is_file()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "mine.csv"]) == ConfigError.exit_code
+    assert f"{PROJECT_FILE} exists" in capsys.readouterr().err
+    (tmp_path / PROJECT_FILE).unlink()
+    assert cli.main(["init", "gone.csv"]) == DataError.exit_code
+    (tmp_path / "empty.csv").write_text("query,title,label\n")
+    assert cli.main(["init", "empty.csv"]) == DataError.exit_code
+
+
+def test_a_project_file_names_others_and_lies_below_them(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('model_name = "base"\n[train]\nepochs = 7\n')
+    (tmp_path / PROJECT_FILE).write_text('config = "base.toml"\nmodel_name = "mine"\nworkspace = "s3://bucket/w"\n')
+    settings = resolve(project_files(tmp_path / "gone" / "deep"), {}).settings
+    assert (settings.model_name, settings.train.epochs, settings.workspace) == ("mine", 7, "s3://bucket/w")
+    (tmp_path / PROJECT_FILE).write_text("config = [")
+    with pytest.raises(ConfigError, match="not TOML"):
+        project_files(tmp_path)
+    assert project_files(Path("/")) == []
