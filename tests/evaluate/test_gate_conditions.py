@@ -20,10 +20,9 @@ from pipeline.evaluate.gate.compare import (
     judge_overall,
     judge_refusal,
 )
-from pipeline.evaluate.gate.judge import Baseline, judge
+from pipeline.evaluate.gate.judge import Baseline, judge, way_out
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows, SliceColumn, mean_over_queries
-from pipeline.stages.evaluate import way_out
 from tests.evaluate.holdouts import holdout
 
 METRICS = MetricsConfig()
