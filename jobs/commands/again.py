@@ -11,8 +11,8 @@ from typing import Any
 from jobs.cycle.job_records import Closed, JobRecord
 from jobs.cycle.job_states import CANCELLED
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
-from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, script_of
+from jobs.plan.spec import Plan
 from jobs.settings import differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, submitter
 from pipeline.checkpoint.store import CheckpointStore, prefix_of

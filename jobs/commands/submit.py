@@ -15,8 +15,8 @@ from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import cost_lines, status_lines, summary
-from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
+from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.requests import check_plan

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from jobs.cycle.job_records import Closed, JobRecord, Sighting, Submission
-from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
+from jobs.plan.spec import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.record import Record
 from pipeline.io.requests import run_parallel

@@ -21,8 +21,8 @@ from jobs.cycle.ledger import (
     spent_in,
     with_kept_until,
 )
-from jobs.plan.cost import Prices
-from jobs.plan.dag import Plan
+from jobs.plan.resources import Prices
+from jobs.plan.spec import Plan
 from pipeline.telemetry.events import EventName
 from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way

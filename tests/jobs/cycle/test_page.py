@@ -23,7 +23,7 @@ from jobs.cycle.page.publish import (
     report_key,
     write_page,
 )
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
 
