@@ -20,8 +20,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage

@@ -18,8 +18,7 @@ from pydantic import Field
 from jobs.cycle import job_states
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import AttemptEnd, Leaf
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,

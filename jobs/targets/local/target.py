@@ -11,8 +11,8 @@ import psutil
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, Submission
-from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
+from jobs.plan.spec import Plan
 from jobs.targets.base import Target, latest_records, log_stream, no_log
 from jobs.targets.local.engine import Engine, Slots, check_fits
 from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files

@@ -11,7 +11,7 @@ training-job/AWSBatch*; iam:PassRole on the execution roles.
 from typing import Any
 
 from jobs.cycle.job_states import Leaf
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.targets.batch.account import queue_problems, refuse_account, share_warning
 from jobs.targets.batch.client import AwsClient, BatchClient, Detail, is_missing, message_of, name_of
 from jobs.targets.placement import placement_of, sagemaker_placement_of

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec
+from jobs.plan.spec import Dependency, JobSpec, Plan
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import TRN1, cycle, job, plan

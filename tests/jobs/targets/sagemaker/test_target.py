@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jobs.cycle.ledger import ledger_of
-from jobs.plan.cost import prices_of
+from jobs.plan.resources import prices_of
 from jobs.settings import CycleSettings
 from jobs.targets.sagemaker.target import LOG_GROUP
 from pipeline.core.errors import ConfigError
