@@ -12,7 +12,7 @@ from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobRecord
 from jobs.cycle.ledger import expected_seconds
 from jobs.cycle.tables import plan_lines
-from jobs.plan.cost import prices_of
+from jobs.plan.resources import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle

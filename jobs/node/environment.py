@@ -25,8 +25,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, ConfigError, TransientError
 from pipeline.core.format import quotable
 from pipeline.core.record import Record

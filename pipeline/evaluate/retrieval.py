@@ -14,6 +14,7 @@ from pipeline.context import StageContext
 from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s, UInt64s
 from pipeline.core.errors import DataError, NumericError
 from pipeline.core.fingerprint import Json, fingerprint, hash63
+from pipeline.core.record import with_retired
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import Files, open_files
@@ -26,7 +27,7 @@ from pipeline.embed.config import whole_limit
 from pipeline.embed.engine import with_progress
 from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
-from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig, to_json
+from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
@@ -447,14 +448,15 @@ class ModelSearch:
     @cached_property
     def decides(self) -> dict[str, Json]:
         """All that decides queries, items, lists and figures."""
-        config = self.settings.evaluate
+        retrieval = with_retired(self.settings.evaluate.retrieval)
+        del retrieval["catalogue"], retrieval["dimensions"]
         return {
             "data": [token_set.info.fingerprint for token_set in self.sets],
             "holdout": self.holdout.name,
             "valid": self.valid if isinstance(self.valid, str) else self.valid.name,
             "valid_queries": MAX_TUNING,
             "catalogue": self._catalogue.content if self._catalogue else "",
-            "retrieval": to_json(config.retrieval, exclude={"window_rows", "catalogue", "dimensions"}),
+            "retrieval": retrieval,
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
             # Nothing without chunks, as before there were any.
             **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),

@@ -21,7 +21,7 @@ from pipeline.evaluate.digest import (
     query_changes,
 )
 from pipeline.evaluate.gate.compare import Side
-from pipeline.evaluate.gate.judge import judge
+from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_doubts, open_holdout, refuse_leak
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
@@ -29,7 +29,6 @@ from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
 from pipeline.evaluate.scores import ScoreSet
-from pipeline.evaluate.split_size import verdict_advice
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks

@@ -6,7 +6,7 @@ from pipeline.core.fingerprint import hash63
 from pipeline.data.token_sets import JudgedSplit, TokenSetInfo
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.gate.compare import CheckKind, GateCheck, Outcome, Verdict
-from pipeline.evaluate.split_size import FRACTIONS, count_queries, fraction_for, size_advice, verdict_advice
+from pipeline.evaluate.gate.judge import FRACTIONS, count_queries, fraction_for, size_advice, verdict_advice
 
 
 def info(**queries: int) -> TokenSetInfo:

@@ -17,7 +17,7 @@ from jobs.config import JobsConfig, SageMakerConfig
 from jobs.cycle.job_states import has_succeeded, is_tried_again
 from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary
-from jobs.plan.cost import Prices
+from jobs.plan.resources import Prices
 from jobs.plan.spec import Retry
 from jobs.schedule import ScheduleConfig
 from jobs.targets.batch.requests import definition_request

@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.requests import Request, check_plan, definition_request
 from jobs.targets.placement import placement_of

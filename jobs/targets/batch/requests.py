@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jobs.node.environment import job_variables
-from jobs.plan.dag import Plan, refuse
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan, refuse
 from jobs.targets.placement import placement_of
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.machines import NODES

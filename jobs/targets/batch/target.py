@@ -7,8 +7,7 @@ from itertools import product
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Sighting, Submission
 from jobs.cycle.job_states import Leaf, in_our_words, unneeded_jobs
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import Target, keep_cancels, log_stream, no_log, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome

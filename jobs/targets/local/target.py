@@ -22,9 +22,8 @@ from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, JobState, Submission
 from jobs.cycle.job_states import AttemptEnd, Leaf
-from jobs.plan.dag import Plan
 from jobs.plan.script import script_of
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import LatestRecords, Target, latest_records, log_stream, no_log
 from jobs.targets.local.nodes import (
     LOOPBACK,

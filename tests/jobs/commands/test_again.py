@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.commands import again
+from jobs.commands import submit
 from jobs.cycle import cycle_store as cycle
 from jobs.cycle.job_records import JobState
 from jobs.settings import CycleSettings, of_all_jobs, with_values
@@ -137,7 +137,7 @@ def test_what_was_trained_or_judged_stays(key: str, is_refused: bool, trnjobs: T
         is_refused,
     )
     opened = open_cycle(settings_of(trnjobs), lambda _: None)
-    assert bool(again.obstacle(opened)) is is_refused
+    assert bool(submit.obstacle(opened)) is is_refused
     if is_refused:
         assert trnjobs("submit", "--fresh", *RIGHT)[0] == 78
         assert trnjobs.ran() == []
@@ -199,7 +199,7 @@ def test_a_workspace_elsewhere(trnjobs: Trnjobs, s3_uri: str) -> None:
             "data.path: s3://***@b/x -> s3://***@b/y",
         ),
         ({"data.path": "d" * 200 + "1"}, {"data.path": "e"}, "d… -> e"),
-        ({"data.labels": ["0", "1"]}, {"data.labels": ["1", "0"]}, "data.labels: 0,1 -> 1,0"),
+        ({"data.labels": ["0", "1"]}, {"data.labels": ["1", "0"]}, "data.labels: 0 1 -> 1 0"),
         ({"data.filter": {"locale": "us"}}, {"data.filter": {"locale": "jp"}}, "data.filter.locale: us -> jp"),
         ({}, {"backend": "cpu"}, "backend: auto -> cpu"),
         ({}, {"data.query_prefix": "a\x1b[31m"}, 'data.query_prefix: "" -> "a\\u001b[31m"'),
@@ -214,7 +214,7 @@ def test_what_differs_is_short_and_shows_no_secret(
     first = open_cycle(stored, lambda _: None)
     with first.store.submitting(make_plan(stored), "local", "me"):
         first.store.save_settings(of_all_jobs(stored))
-    found = again.changes(open_cycle(given, lambda _: None), make_plan(given), "batch")
+    found = submit.changes(open_cycle(given, lambda _: None), make_plan(given), "batch")
     assert found[0] == "target: local -> batch"
     assert any(shown in one for one in found[1:]), found
     assert not any("hunter" in one or "secretsecret" in one or len(one) > 200 for one in found)
@@ -229,6 +229,4 @@ def test_of_equal_settings_that_another_version_planned(trnjobs: Trnjobs, monkey
 
 def test_a_secret_in_a_command_is_not_shown() -> None:
     words = ["python", "--api-key", "abc", "--token=def", "HF_TOKEN=g", "--max-tokens", "5"]
-    assert again._text("jobs.steps.mine.command", words) == (
-        "python --api-key '***' '--token=***' 'HF_TOKEN=***' --max-tokens 5"
-    )
+    assert submit._text("command", words) == ("python --api-key '***' '--token=***' 'HF_TOKEN=***' --max-tokens 5")

@@ -9,7 +9,7 @@ from jobs import cli
 from jobs.commands import driver
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Closed, JobRecord, JobState
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, open_cycle

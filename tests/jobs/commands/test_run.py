@@ -15,7 +15,7 @@ import torch
 
 from jobs import cli
 from jobs.commands import submit
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.setup import OpenCycle
 from tests.jobs.targets.local.waiting import until_no_keepers
 from tests.ports import free_port

@@ -5,7 +5,7 @@ import re
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import EXITED, HOST_TERMINATED
 from jobs.cycle.tables import cost_lines, plan_lines, ran_seconds, shape_text, status_lines, success_line, total_lines
-from jobs.plan.cost import Prices
+from jobs.plan.resources import Prices
 from tests.jobs.cycle.cases import CPU, TRN1, cycle, job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
 from tests.jobs.cycle.test_ledger import attempt, ledger, record

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
-from jobs.plan.dag import Plan
-from jobs.plan.spec import Retry
+from jobs.plan.spec import Plan, Retry
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError

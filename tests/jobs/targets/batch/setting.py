@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.io.storage import open_storage

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.batch.account import change_lines, ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.requests import definition_request

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from jobs.cycle.job_states import EXITED, HOST_TERMINATED, TASK_NOT_STARTED, AttemptEnd, is_tried_again
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec, Retry
+from jobs.plan.spec import JobSpec, Plan, Retry
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from pipeline.core.errors import EXIT_BUG, EXIT_TABLE, ConfigError
 from tests.jobs.cycle.cases import TRN1, cycle, job, plan

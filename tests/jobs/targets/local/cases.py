@@ -7,8 +7,7 @@ from pathlib import Path
 
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import Leaf, leaves_of, new_record
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import LatestRecords
 from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeView, Phase, Signal, StoppedBy
 from jobs.targets.local.target import Engine, Slots

@@ -7,8 +7,7 @@ from typing import Any
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, JobState
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from jobs.targets.sagemaker.target import SageMakerTarget

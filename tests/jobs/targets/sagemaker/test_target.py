@@ -21,7 +21,7 @@ from jobs.cycle.job_states import (
     starting_record,
 )
 from jobs.cycle.ledger import ledger_of
-from jobs.plan.cost import prices_of
+from jobs.plan.resources import prices_of
 from jobs.plan.spec import JobSpec
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.plan.cost import Prices, job_usd, node_usd_per_hour
+from jobs.plan.resources import Prices, job_usd, node_usd_per_hour
 from jobs.plan.spec import JobSpec, Resources
 from tests.jobs.cycle.cases import TRN1, job
 
