@@ -15,7 +15,7 @@ import pytest
 from pipeline.parallel.world import RANK_REPORTS
 from pipeline.proc.cleanup import MARK_VARIABLE
 from tests.fault.harness import CYCLE, ROOT, Place, Run
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -25,7 +25,7 @@ from pipeline.health.nodes import results_of, with_slow_ranks, write_rank_report
 from pipeline.health.ranks import ALL, RankChecks, check_collectives, report_rank
 from pipeline.parallel.gang import open_world_group
 from pipeline.parallel.world import World
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 QUICK = HealthConfig()
 PATIENT_S, LIMIT_S = 120.0, 5.0

@@ -9,7 +9,7 @@ import pytest
 from jobs.node.sagemaker import MAX_FAILURE_BYTES, sagemaker_variables, write_failure
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.node.entries import entry, python
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 HOSTS = [f"algo-{number}" for number in range(1, 13)]
 
