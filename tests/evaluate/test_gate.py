@@ -257,7 +257,7 @@ def test_when_search_is_compared_and_what_is_said_when_not(
 def test_scores_that_are_not_finite_are_refused(bad: float, side: str) -> None:
     sides = {"candidate": rows(), "incumbent": rows()}
     sides[side] = changed(rows(), np.arange(120) == 7, bad)
-    found = verdict(*sides.values(), drops={"accuracy": 0.1})
+    found = verdict(sides["candidate"], sides["incumbent"], drops={"accuracy": 0.1})
     assert not found.promote and found.reasons == (f"1 of 120 rows have NaN or infinite scores of the {side}",)
 
 

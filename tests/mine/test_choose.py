@@ -73,13 +73,6 @@ def test_against_loops(case: tuple[Candidates, JudgedItems, MineConfig]) -> None
     assert seen == counts
 
 
-def test_a_part_of_the_judgements() -> None:
-    every = JudgedItems(np.array([0, 2, 2, 5]), np.array([3, 7, 0, 4, 9]), np.array([True, False, False, True, True]))
-    part = every.part(1, 3)
-    assert (part.offsets.tolist(), part.items.tolist(), part.query.tolist()) == ([0, 0, 3], [0, 4, 9], [1, 1, 1])
-    assert part.holds(np.array([[0, 4], [9, NONE]])).tolist() == [[False, False], [True, False]]
-
-
 def test_there_must_be_room_for_the_negatives() -> None:
     with pytest.raises(ValidationError, match="depth 7: expected at least negatives_per_query 8"):
         MineConfig(depth=7)

@@ -162,15 +162,6 @@ def test_a_stop_anywhere_goes_on_to_the_same_negatives(tmp_path: Path, at: tuple
     assert not set(rest.asked) & set(vectors.asked[: vectors.asked.index(at)])
 
 
-def test_few_items_are_all_candidates(tmp_path: Path) -> None:
-    few = replace(parts_of(tmp_path)[0], total=3, rows_per_part=2)
-    search = vector_search(few, Vectors().items, Vectors().queries, 20, StopSignal())
-    found = search(0, 5, JudgedItems(np.array([0, 1, 1, 1, 1, 1]), np.array([2]), np.array([True])))
-    assert np.sort(found.items, axis=1).tolist() == [[0, 1, 2]] * 5
-    assert found.best_positive[0] == found.scores[0][found.items[0].tolist().index(2)]
-    assert (found.best_positive[1:] == -np.inf).all()
-
-
 def test_bm25_ranks_by_shared_words() -> None:
     items = ["red shoe size 9", "blue shoe", "red hat", "green scarf", "shoe"]
     queries = ["red shoe", "scarf", "nothing of it"]
