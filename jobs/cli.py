@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "retry": "run failed jobs and those after them again, or go on with an interrupted cycle; with its stored settings",
     "reconcile": "record the state of the jobs of a cycle, or of all open cycles, and close those that have ended",
     "history": "list the cycles of a workspace",
+    "diff": "compare two cycles (default: the newest two): settings, data, metrics",
     "cost": "time and cost of a cycle by stage; --last N: several cycles, with their success rate",
     "report": "write the page of a cycle, reports/<cycle>.html; also written whenever a cycle ends",
     "notify": "send pending notifications; --test: first a test message to every address",
@@ -32,6 +33,7 @@ MODULES = {
     **dict.fromkeys(("plan", "fit"), "plan"),
     **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile"), "submit"),
     **dict.fromkeys(("status", "logs", "history", "cost", "report", "config"), "show"),
+    "diff": "diff",
     "notify": "notify",
     "driver": "driver",
 }
@@ -98,6 +100,8 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("--test", action="store_true", help="first a test message to every address")
         case "cancel":
             add("--reason", default="by hand", help="recorded with the cycle")
+        case "diff":
+            add("cycles", nargs="*", metavar="CYCLE", help="two cycles, the earlier one first")
         case "history":
             add("--last", type=_count, default=20, help="cycles to show")
         case "cost":

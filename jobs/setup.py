@@ -151,6 +151,18 @@ def open_cycle(settings: CycleSettings, say: Say, stop: StopSignal | None = None
     return OpenCycle(settings, CycleStore(storage, cycle_of(settings), time.time), say, stop)
 
 
+def open_newest(settings: CycleSettings, say: Say) -> OpenCycle:
+    """Open the cycle that the settings name; if they name none, the newest with jobs, for commands that only read."""
+    asked = open_cycle(settings, say)
+    newest = [] if settings.cycle else newest_cycles(asked.store)
+    return asked.other(newest[-1]) if newest else asked
+
+
+def newest_cycles(store: CycleStore) -> list[str]:
+    """Return the names of the cycles with jobs in a workspace, the newest last."""
+    return list(claims_by_age(store))
+
+
 @contextmanager
 def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
     """Signals set the stop that is given here; this process then has the time that local jobs need to end."""

@@ -11,7 +11,7 @@ from jobs.cycle.job_states import outcome_of
 from jobs.cycle.ledger import CycleLedger
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
-from jobs.setup import OpenCycle, open_cycle
+from jobs.setup import OpenCycle, open_cycle, open_newest
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
@@ -25,7 +25,7 @@ def run_config(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_status(arguments: argparse.Namespace, say: Say) -> int:
     """Print the jobs as they are now, wherever they run. Raises ConfigError when the cycle has no jobs."""
-    cycle = open_cycle(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
+    cycle = open_newest(arguments.settings, (lambda _: None) if arguments.json else say).with_stored()
     store = cycle.store
     if arguments.watch:
         from jobs.commands.watch import watch  # rich's live display takes a while to import
@@ -46,7 +46,7 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
 
 def run_logs(arguments: argparse.Namespace, say: Say) -> int:
     """Print one log: of a try of a job on one node. Raises ConfigError for a job, a try or a node that is unknown."""
-    cycle = open_cycle(arguments.settings, say)
+    cycle = open_newest(arguments.settings, say)
     for line in log_lines(cycle, arguments.job, attempt=arguments.attempt, node=arguments.node):
         say(line)
     return EXIT_OK
@@ -110,7 +110,7 @@ def run_history(arguments: argparse.Namespace, say: Say) -> int:
 def run_cost(arguments: argparse.Namespace, say: Say) -> int:
     """Print where the time and the money of a cycle, or of the last ones, went. Raises ConfigError without jobs."""
     warn: Say = (lambda _: None) if arguments.json else say
-    asked = open_cycle(arguments.settings, warn)
+    asked = open_newest(arguments.settings, warn)
     if arguments.last:
         ledgers = list(_newest_ledgers(asked, arguments.last, warn))
     else:
@@ -154,7 +154,7 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
 
     Raises ConfigError when there are no jobs.
     """
-    cycle = open_cycle(arguments.settings, say).with_stored()
+    cycle = open_newest(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)
     report = write_page(store, plan, records, cycle.settings.jobs, store.closed() or outcome_of(plan, records))

@@ -21,7 +21,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import SLICE, ColumnPlan
 from pipeline.data.survey import known_order
-from pipeline.evaluate.split_size import fraction_for
+from pipeline.evaluate.gate.judge import fraction_for
 from pipeline.io.atomic import create_atomic
 from pipeline.io.storage import os_errors
 from pipeline.settings import PROJECT_FILE, Settings

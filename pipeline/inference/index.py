@@ -139,7 +139,8 @@ def _texts(workspace: Storage, vectors: VectorSet, stop: StopSignal) -> Iterator
             for raw in read_shard(plan.catalogue, storage, shard, plan.window_rows):
                 titles, joined, rows = list[str](), list[str](), judge_rows(rules, raw)
                 given = raw.batch()["title"].to_pylist()
-                for name, row, text in zip(rows.ids.to_pylist(), rows.rows.tolist(), rows.texts, strict=True):
+                ids_of, numbers = (rows.table[column].to_pylist() for column in ("id", "row"))
+                for name, row, text in zip(ids_of, numbers, rows.texts, strict=True):
                     if name != expected:  # an id that came before
                         continue
                     title = given[row - raw.first_row]

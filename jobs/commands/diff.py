@@ -1,0 +1,88 @@
+"""`trnjobs diff A B`: what differs between two cycles, in their settings, their data and their metrics."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobs.cycle.cycle_store import CycleStore
+from jobs.settings import differences
+from jobs.setup import newest_cycles, open_cycle
+from pipeline.context import Figure, load_result
+from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.format import aligned, format_count
+from pipeline.core.progress import Say
+from pipeline.evaluate.report import EvaluationReport, load_report
+
+_DATA = ("rows", "rows_bad", "queries_train", "queries_valid", "queries_test", "labels", "partitions_prepared")
+"""Figures of prepare that describe the data."""
+_MAIN_METRICS = ("ndcg@10", "retrieval_ndcg@10", "retrieval_recall@100", "macro_f1", "accuracy", "ece")
+_MOST_CHARACTERS = 30
+_SAME = 5e-5
+"""Metrics this near are equal at four decimals."""
+
+
+def run_diff(arguments: argparse.Namespace, say: Say) -> int:
+    """Print the differences of two cycles (default: the newest two). Raises ConfigError if one is not there."""
+    asked = open_cycle(arguments.settings, say)
+    names = arguments.cycles or newest_cycles(asked.store)[-2:]
+    if len(names) != 2:
+        raise ConfigError(
+            f"{len(names)} cycle(s) to compare: {', '.join(names) or 'none'}",
+            expected="two cycles",
+            next_command="trnjobs history, then: trnjobs diff A B",
+        )
+    one, other = (asked.other(name).store for name in names)
+    for store in (one, other):
+        asked.other(store.cycle).plan()  # it was submitted
+    say(f"{one.cycle} -> {other.cycle}")
+    for title, lines in (
+        ("settings", _changed(_settings(one), _settings(other))),
+        ("data", _changed(_data(one), _data(other))),
+        ("metrics", _metrics(*(load_report(store.storage, store.cycle) for store in (one, other)))),
+    ):
+        say(f"{title}:" + ("" if lines else " no difference"))
+        for line in lines:
+            say(f"  {line}")
+    return EXIT_OK
+
+
+def _settings(store: CycleStore) -> Mapping[str, Any]:
+    return store.settings() or {}
+
+
+def _data(store: CycleStore) -> Mapping[str, Figure]:
+    result = load_result(store.storage, store.cycle, "prepare")
+    if result is None:
+        return {}
+    sets = {"partitions": sum(name.startswith("token_set_") for name in result.outputs)}
+    return {name: result.figures[name] for name in _DATA if name in result.figures} | sets
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    rows = [(name, _text(old), "->", _text(new)) for name, old, new in differences(before, now)]
+    return aligned(rows, left=(0, 1, 2, 3)) if rows else []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    text = value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+
+
+def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> list[str]:
+    """Return the main metrics side by side, and whether they are of the same test rows."""
+    if before is None or now is None:
+        return [f"{'the first' if before is None else 'the second'} was not evaluated"]
+    ours, theirs = before.candidate.figures, now.candidate.figures
+    rows: list[Sequence[str]] = [
+        (name, f"{ours[name]:.4f}", "->", f"{theirs[name]:.4f}", f"{theirs[name] - ours[name]:+.4f}")
+        for name in _MAIN_METRICS
+        if name in ours and name in theirs and abs(theirs[name] - ours[name]) > _SAME
+    ]
+    lines = aligned(rows, left=(0, 2)) if rows else []
+    sizes = [f"{format_count(report.holdout.queries)} queries" for report in (before, now)]
+    if lines and before.inputs.get("data") != now.inputs.get("data"):
+        lines.append(f"of different test rows ({sizes[0]}, {sizes[1]}): part of the difference may be the data")
+    return lines
