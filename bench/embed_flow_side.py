@@ -24,7 +24,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.config import CatalogueConfig, OutputConfig
 from pipeline.embed.engine import Embedder, HostBatch, Start, Wait, flat_batches
-from pipeline.embed.flow import Flow, embed_shards, worker_processes
+from pipeline.embed.flow import Flow, embed_shards
 from pipeline.embed.parts import finish
 from pipeline.embed.plan import QUARANTINE_ROWS, WINDOW_ROWS, EmbedPlan, pin_plan
 from pipeline.embed.texts import TextRules
@@ -163,7 +163,7 @@ def embed(folder: Path, num_files: int, workspace: Storage, scratch: Path, worke
         plan = make_plan(catalogue, num_files, workspace)
         planned = time.monotonic()
         rules = TextRules(tokenizer.data, plan.max_tokens, plan.layout.id_type)
-        flow = Flow(plan, catalogue, workspace, rules, worker_processes(workers, stop), None, stop)
+        flow = Flow(plan, catalogue, workspace, rules, workers, None, stop)
         embed_shards(flow, plan.shards, embedder.stream)
         embedded = time.monotonic()
         limit = CatalogueConfig().max_bad_fraction

@@ -14,10 +14,9 @@ from bench.stepper import Stepper, make_program, open_stepper, train_config
 from pipeline.backends.xla import XlaBackend
 from pipeline.core.batch_order import Bucket
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import GroupInputs, RelevanceOutputs, build_model
 from pipeline.train.config import TrainConfig
-from pipeline.train.loss import Contrast
+from pipeline.train.loss import Contrast, Targets, relevance_loss
 from pipeline.train.step import TrainProgram
 
 NAME = "host_share"
@@ -40,6 +39,10 @@ class MeteredXla(XlaBackend):
         super().__init__()
         self.waits = True
         self.boundary_s = 0.0
+
+    def execute_seconds(self) -> float:
+        """Return the seconds the device spent executing so far."""
+        return self._metric("ExecuteTime")[1]
 
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         started = time.monotonic()

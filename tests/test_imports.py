@@ -66,6 +66,7 @@ ONLY_IN = {
         "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
+        "pipeline/commands/doctor.py",
         "pipeline/commands/parity.py",
         "pipeline/retrieval/search.py",
         "pipeline/stages/",

@@ -9,8 +9,8 @@ import torch
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.compile.manifest import GraphWatch
 from pipeline.compile.plan import evaluation_plan, open_part_guard
-from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
