@@ -273,8 +273,3 @@ def test_xla_in_a_process_of_its_own_agrees_with_the_cpu(
     settings = case.settings.model_copy(update={"parity": ParityConfig(steps=12)})
     assert command.run(settings, StopSignal(), said.append, call) == EXIT_OK
     assert "parity of A cpu.fp32 and B xla.fp32" in said[0]
-
-
-def test_the_command_line_reaches_it(tmp_path: Path) -> None:
-    done = zygote.run("pipeline", "parity", "gpu", f"--workspace={tmp_path}")
-    assert done.returncode == 78 and "trnpipe parity: ConfigError: sides gpu" in done.stderr
