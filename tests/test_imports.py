@@ -68,7 +68,7 @@ ONLY_IN = {
         "pipeline/parallel/",
         "pipeline/commands/doctor.py",
         "pipeline/commands/parity.py",
-        "pipeline/retrieval/exact.py",
+        "pipeline/retrieval/search.py",
         "pipeline/stages/",
         "pipeline/telemetry/console.py",
         "pipeline/train/",

@@ -15,7 +15,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, TrainPlan
-from tests.fields import check_named, without_effect
+from tests.kit.fields import check_named, without_effect
 from tests.train.rows import MODEL, SPEC, TRAIN
 
 DEVICE = "xla:NEURON"

@@ -43,8 +43,8 @@ from tests.compile.cache_cases import (
     opened,
     write_entry,
 )
-from tests.counted import counted, watched
-from tests.killing import killed_at, killed_at_byte
+from tests.kit.counted import counted, watched
+from tests.kit.killing import killed_at, killed_at_byte
 
 ROOT = Path(__file__).parents[2]
 
@@ -351,7 +351,7 @@ import itertools, os, signal, sys
 from pathlib import Path
 from pipeline.compile.sync import sync_cache
 from tests.compile.cache_cases import opened
-from tests.counted import watched
+from tests.kit.counted import watched
 
 root, uri, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 storage, numbers = opened(uri), itertools.count(1)

@@ -17,9 +17,9 @@ from pipeline.io import commit as commit_module
 from pipeline.io.commit import commit_dir, fetch_dir, file_record, read_manifest, verify_dir
 from pipeline.io.s3 import S3Storage
 from pipeline.io.storage import DiskFull, KeyNotFound, Storage, open_storage
-from tests.counted import counted
 from tests.io.conftest import FAST, Fault, Proxy
-from tests.killing import FILE_CHANGES, FORK, killed_at, killed_at_byte
+from tests.kit.counted import counted
+from tests.kit.killing import FILE_CHANGES, FORK, killed_at, killed_at_byte
 
 FILES = {"a.bin", "sub/b.txt", "empty"}
 

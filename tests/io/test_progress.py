@@ -11,7 +11,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, fetch_dir, verify_dir
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Storage, open_storage
-from tests.shown import Shown
+from tests.kit.shown import Shown
 
 SIZES = {"a": 100, "b": 17 * 2**20, "c": 0}
 

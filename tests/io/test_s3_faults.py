@@ -17,8 +17,8 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.s3 import S3Storage, TransferSettings
 from pipeline.io.s3_client import S3Client, translate
 from pipeline.io.storage import Storage, open_storage
-from tests.counted import counted
 from tests.io.conftest import BUCKET, FAST, Fault, Proxy
+from tests.kit.counted import counted
 
 pytestmark = pytest.mark.fault
 MIB = 2**20

@@ -17,7 +17,7 @@ from pipeline.parallel import mesh
 from pipeline.parallel.config import Plan
 from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import AXES, check_plan, set_timeouts
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 CASES = "tests.parallel.test_mesh"
 

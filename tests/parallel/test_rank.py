@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.core.errors import EXIT_TABLE, DataError
 from pipeline.parallel.launch import EXIT_DIR_VARIABLE, exit_code, gang_exit_code, note_exit_code
-from tests.zygote import ROOT
+from tests.kit.zygote import ROOT
 
 SEEN = """
 import multiprocessing, pickle, sys

@@ -12,9 +12,9 @@ import pytest
 
 from pipeline.io.storage import DiskFull, Storage, open_storage
 from pipeline.telemetry.events import SEGMENT_BYTES, EventLog, EventName, read_events
-from tests.counted import counted
-from tests.killing import FORK, killed_at
-from tests.s3 import MotoServer, lead_to
+from tests.kit.counted import counted
+from tests.kit.killing import FORK, killed_at
+from tests.kit.s3 import MotoServer, lead_to
 
 KEY = "cycles/c1/events.jsonl"
 
