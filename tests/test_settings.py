@@ -498,9 +498,8 @@ def test_a_retired_setting_is_read_at_its_neutral_value_alone(tmp_path: Path) ->
     path = toml(tmp_path, "[search]\ntrials = 3\n[width]\nhalves = 2\nwhole = 4")
     assert resolve([path], {"TRNPIPE_WIDTH__HALVES": "2"}, [], Earlier).settings.width.whole == 4
     for files, env in (([toml(tmp_path, "[width]\nhalves = 3")], {}), ([], {"TRNPIPE_WIDTH__HALVES": "3"})):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match=r"width\.halves from .*halves = 3: this version has no such setting"):
             resolve(files, env, [], Earlier)
-        assert refused.value.next_command == "remove width.halves"
     with pytest.raises(ValueError, match="halves = 3"):
         Width.model_validate({"halves": 3})
 
