@@ -37,6 +37,10 @@ class MeteredXla(XlaBackend):
         self.waits = True
         self.boundary_s = 0.0
 
+    def execute_seconds(self) -> float:
+        """Return the seconds the device spent executing so far."""
+        return self._metric("ExecuteTime")[1]
+
     def step_boundary(self, computed: Sequence[Tensor]) -> None:
         started = time.monotonic()
         super().step_boundary(computed)

@@ -20,9 +20,8 @@ from bench.results import ROOT, Figure, Result, Target, figure, finish
 from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
-from pipeline.mine.choose import JudgedItems
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import Pieces, Search, all_negatives, mine_share, open_pieces, vector_search
+from pipeline.mine.run import JudgedItems, Pieces, Search, all_negatives, mine_share, open_pieces, vector_search
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 
 WIDTH = 64
@@ -155,7 +154,7 @@ def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
         mine_share(parts, open_search, judged, lambda items: items, config, worker=0, workers=1, stop=stop)
         product, counts = all_negatives(parts, config.negatives_per_query)
         info = NegativesInfo(
-            dataset="made-up", token_sets=(), rows=(num_items,), source="made-up", settings={}, figures=vars(counts)
+            dataset="made-up", token_sets=(), rows=(num_items,), source="made-up", settings={}, figures=dict(counts)
         )
         ids = np.arange(num_queries, dtype=np.int64)
         storage, negatives = parts.parts.storage, Negatives(ids, product)
@@ -167,7 +166,7 @@ def mine_here(place: Path, num_items: int, num_queries: int) -> Passed:
         resident_bytes=memory.resident_bytes,
         start_bytes=start_bytes,
         parts_found=found,
-        negatives=counts.negatives,
+        negatives=counts["negatives"],
         digest=made.digest,
     )
 

@@ -29,10 +29,10 @@ from pipeline.data.token_sets import open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
-from pipeline.model.losses import Targets, contrastive_loss
 from pipeline.model.weights import initial_model
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig
+from pipeline.train.loss import Targets, contrastive_loss
 from pipeline.train.step import TrainProgram
 
 BATCH, MAX_TOKENS = 64, 64

@@ -23,9 +23,9 @@ from pipeline.backends import open_backend
 from pipeline.core.batch_order import Bucket
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.model.config import InputSpec, ModelConfig
-from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.train.config import TrainConfig
+from pipeline.train.loss import Targets, relevance_loss
 from pipeline.train.step import TrainProgram
 
 NAME = "trainer_ratio"

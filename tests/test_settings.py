@@ -440,8 +440,10 @@ def test_a_json_file_says_the_same_as_a_toml_file(tmp_path: Path) -> None:
 
 def test_a_file_or_variable_of_an_earlier_version_may_name_settings_that_are_gone(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
-    path.write_text(json.dumps({"health": {"max_clock_skew_s": 30.0, "nccom_across_nodes": False, "slow_ratio": 2.0}}))
-    assert resolve([path], {"TRNPIPE_EVALUATE__VECTOR_ROWS": "20"}, []).settings.health.slow_ratio == 2.0
+    path.write_text(
+        json.dumps({"health": {"max_clock_skew_s": 30.0, "nccom_across_nodes": False, "check_limit_s": 2.0}})
+    )
+    assert resolve([path], {"TRNPIPE_EVALUATE__VECTOR_ROWS": "20"}, []).settings.health.check_limit_s == 2.0
     with pytest.raises(ConfigError, match=r"unknown setting evaluate\.vector-rows"):
         resolve([], {}, [("--evaluate.vector-rows", "20")])
 

@@ -14,29 +14,27 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.backends.prefetch import prefetched
+from pipeline.backends import prefetched
 from pipeline.context import Figure, StageContext
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.format import format_count, format_duration, format_share
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.catalogue import RawWindow, WorkShard, read_shard
+from pipeline.embed.catalogue import WorkShard, read_shard
 from pipeline.embed.engine import Embed, EmbedFigures
 from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix, too_many_bad
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRules, Window, make_window
+from pipeline.embed.texts import TextRules, make_window
 from pipeline.embed.vectors import VectorSet
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import run_tasks
+from pipeline.retrieval.products import join_tokens
 from pipeline.telemetry.events import EventName
 
 FEED_DEPTH = 2
 """Windows of tokens that wait for the device."""
 BEHIND_DEPTH = 6
 """Windows of vectors, and complete parts, that wait to be converted and written."""
-
-MakeWindows = Callable[[TextRules, Iterator[RawWindow]], Generator[Window, None, None]]
-"""Runs make_window for each, in order."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,10 @@ class Flow:
     catalogue: Storage
     workspace: Storage
     rules: TextRules
-    windows: MakeWindows
+    num_workers: int
+    """Processes that judge and tokenise; 0: one per core."""
     earlier: VectorSet | None
     stop: StopSignal
-
-
-def worker_processes(num_workers: int, stop: StopSignal) -> MakeWindows:
-    """Return what runs make_window in processes, one per core for 0."""
-    return partial(
-        run_tasks, make_window, num_workers=num_workers, stop=stop, doing="reading the catalogue", in_order=True
-    )
 
 
 def embed_shards(
@@ -124,40 +116,30 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete,
 
     Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
     """
-    plan = flow.plan
-    raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, plan.window_rows))
-    with closing(flow.windows(flow.rules, raws)) as windows:
+    plan, limit = flow.plan, flow.plan.window_rows
+    raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, limit))
+    making = run_tasks(
+        make_window,
+        flow.rules,
+        raws,
+        num_workers=flow.num_workers,
+        stop=flow.stop,
+        doing="reading the catalogue",
+        in_order=True,
+    )
+    with closing(making) as windows:
         for shard in shards:
             part = OpenPart(shard.index, plan.layout, shard.rows, plan.quarantine_rows)
-            yield from _texts_of(part, windows, plan.window_rows)
+            tokens, rows, is_last = join_tokens(()), np.zeros(0, dtype=np.int64), False
+            while not is_last:
+                window = next(windows)
+                more, places = part.add(window)
+                tokens, rows, is_last = join_tokens((tokens, more)), np.concatenate([rows, places]), window.rows.is_last
+                while len(rows) >= limit or (is_last and len(rows)):
+                    end = min(limit, len(rows))
+                    yield Texts(tokens.part(0, end), rows[:end], part)
+                    tokens, rows = tokens.part(end, len(rows)), rows[end:]
             yield Complete(part)
-
-
-def _texts_of(part: OpenPart, windows: Iterator[Window], limit: int) -> Iterator[Texts]:
-    """Yield the texts of one part, `limit` at a time."""
-    held: list[tuple[Tokens, Int64s]] = []
-    room = limit
-
-    def joined() -> Texts:
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate([tokens.lengths for tokens, _ in held]))])
-        ids = np.concatenate([tokens.ids for tokens, _ in held])
-        return Texts(Tokens(ids, offsets.astype(np.int64)), np.concatenate([rows for _, rows in held]), part)
-
-    for window in windows:
-        tokens, rows = part.add(window)
-        start = 0
-        while start < len(rows):
-            end = min(len(rows), start + room)
-            held.append((tokens.part(start, end), rows[start:end]))
-            room -= end - start
-            start = end
-            if not room:
-                yield joined()
-                held, room = [], limit
-        if window.rows.is_last:
-            break
-    if held:
-        yield joined()
 
 
 class _PendingWindows:

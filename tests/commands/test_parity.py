@@ -12,13 +12,19 @@ import torch
 
 from pipeline.commands import ToolCall
 from pipeline.commands import parity as command
-from pipeline.commands.parity import RECORD, load_side, make_task, record
+from pipeline.commands.parity import (
+    RECORD,
+    ParityReport,
+    RecordedSide,
+    compare_sides,
+    load_side,
+    make_task,
+    record,
+)
 from pipeline.context import StageResult, open_context, store_result
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError, DataError, GateRefused
 from pipeline.core.stop import StopSignal
-from pipeline.evaluate import parity as comparison
 from pipeline.evaluate.config import ParityConfig
-from pipeline.evaluate.parity import ParityReport, RecordedSide, compare_sides
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.model import encoder, ops
@@ -131,7 +137,7 @@ def test_two_sides_are_compared_and_those_too_far_apart_refused(
     assert not report.failed and said[-1] == f"report {folder.uri(key)}"
     value = report.value("probability")
     assert value is not None and 0 < value < 0.3
-    monkeypatch.setattr(comparison, "REDUCED", comparison.REDUCED._replace(probability=0.0))
+    monkeypatch.setitem(command.BARS, "probability", (0.0, 0.0))
     with pytest.raises(GateRefused, match="largest difference of a probability"):
         run("cpu", "cpu:bf16")
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.convert.folder import Source, open_source
 from pipeline.convert.importing import ForeignModel, Given, read_model
-from pipeline.convert.source import Source, open_source
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer

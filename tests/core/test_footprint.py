@@ -21,8 +21,7 @@ from pipeline.core.footprint import (
 )
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder
-from pipeline.model.interactions import TokenMatch
-from pipeline.model.relevance import GroupInputs, RelevanceModel
+from pipeline.model.relevance import GroupInputs, RelevanceModel, TokenMatch
 from pipeline.parallel.activations import recompute_units
 
 TINY = EncoderSizes(vocab=40, positions=64, layers=2, width=128, heads=2, intermediate=512)

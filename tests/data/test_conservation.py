@@ -78,7 +78,7 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
         for window in read_shard(catalogue, place, shard, window_rows):
             rows = judge_rows(TextRules(b"", 16, "string"), window)
             assert not rows.bad
-            ids += rows.ids.to_pylist()
+            ids += rows.table["id"].to_pylist()
     assert ids == made.ids
 
 

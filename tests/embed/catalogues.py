@@ -1,10 +1,11 @@
 """Small catalogues, and a whole embedding run on them with a model that costs nothing."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +16,11 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
-from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at
+from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.flow import Flow, embed_shards
 from pipeline.embed.parts import finish, parts_of
 from pipeline.embed.plan import EmbedPlan, pin_plan
-from pipeline.embed.texts import TextRules, Window, cut_tokens, make_window
+from pipeline.embed.texts import TextRules, cut_tokens
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
 from pipeline.io.storage import Storage, open_storage
 
@@ -88,9 +89,9 @@ class HashEmbedder:
         return vectors
 
 
-def inline(rules: TextRules, raws: Iterator[RawWindow]) -> Generator[Window, None, None]:
-    """Worker processes without processes."""
-    return (make_window(rules, raw) for raw in raws)
+def inline(function: Callable[[Any, Any], Any], context: Any, tasks: Iterator[Any], **options: Any) -> Iterator[Any]:
+    """Do what run_tasks does, without processes."""
+    return (function(context, task) for task in tasks)
 
 
 @dataclass
@@ -149,8 +150,9 @@ class Case:
         todo = [shard for shard in plan.shards[worker::workers] if shard.index not in done]
         earlier = open_earlier(self.workspace, plan.carry_from) if plan.carry_from else None
         catalogue = open_storage(plan.catalogue.root, stop=self.stop)
-        flow = Flow(plan, catalogue, self.workspace, self.rules(plan), inline, earlier, self.stop)
-        embed_shards(flow, todo, embedder.stream)
+        flow = Flow(plan, catalogue, self.workspace, self.rules(plan), 1, earlier, self.stop)
+        with mock.patch("pipeline.embed.flow.run_tasks", inline):
+            embed_shards(flow, todo, embedder.stream)
         return embedder
 
     def finish(self, plan: EmbedPlan, max_bad_fraction: float = 0.05) -> VectorSet:

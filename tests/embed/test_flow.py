@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.core.errors import DataError, NumericError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.embed.flow import Flow, embed_shards, worker_processes
+from pipeline.embed.flow import Flow, embed_shards
 from pipeline.embed.parts import OpenPart, commit_part, parts_of
 from pipeline.embed.vectors import find_vectors
 from pipeline.io.storage import open_storage
@@ -180,7 +180,7 @@ def test_with_worker_processes(tmp_path: Path, catalogue: Path) -> None:
     plan = case.plan(catalogue)
     stop, before = StopSignal(), psutil.Process().children()
     catalogue_storage = open_storage(plan.catalogue.root, stop=stop)
-    flow = Flow(plan, catalogue_storage, case.workspace, case.rules(plan), worker_processes(2, stop), None, stop)
+    flow = Flow(plan, catalogue_storage, case.workspace, case.rules(plan), 2, None, stop)
     with pytest.raises(TransientError):
         embed_shards(flow, plan.shards, HashEmbedder(fail_at=4, error=TransientError("gone")).stream)
     left = [child for child in psutil.Process().children() if child not in before]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import accuracy_score, f1_score, log_loss
 
-from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import calibration_error
 from pipeline.evaluate.metrics.measure import metric_names, metric_report, slice_reports
@@ -113,12 +112,6 @@ def test_scores_that_are_not_finite_are_named_and_never_a_figure(bad: float) -> 
     report = metric_report(replace(rows, probabilities=broken), MetricsConfig(), 0.5)
     assert report.values == {}
     assert set(report.missing.values()) == {"1 of 3 rows have NaN or infinite scores"}
-
-
-def test_an_empty_holdout_is_an_error() -> None:
-    rows = holdout([1], [1], [[0.5, 0.5]])
-    with pytest.raises(DataError, match="the holdout is empty"):
-        metric_report(rows.select(np.array([False])), MetricsConfig())
 
 
 @given(holdouts(), st.none() | st.floats(0.0, 1.0), st.none() | st.sampled_from([0.1, 0.7, 1.0]))

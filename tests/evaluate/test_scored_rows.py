@@ -1,12 +1,10 @@
 """Scored rows: what does not fit is refused before anything is computed from it."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.core.errors import DataError
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from tests.evaluate.holdouts import holdout
 
@@ -14,26 +12,6 @@ from tests.evaluate.holdouts import holdout
 @pytest.fixture
 def rows() -> ScoredRows:
     return holdout([3, 3, 1], [1, 0, -1], [[0.1, 0.9], [0.8, 0.2], [0.4, 0.6]])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"query_id": np.array([1, 2])},
-        {"label": np.array([0, 1])},
-        {"label": np.array([0, 1, 2])},
-        {"gain": np.array([0.0, 1.0, np.nan])},
-        {"gain": np.array([0.0, 1.0, -0.1])},
-        {"labels": ("a", "b", "c")},
-        {"label_gains": (1.0,)},
-        {"probabilities": np.array([[2.0, -1.0], [0.5, 0.5], [0.5, 0.5]])},
-        {"probabilities": np.array([[0.5, 0.4], [0.5, 0.5], [0.5, 0.5]])},
-        {"slices": {"a": SliceColumn(np.array([0, 0]), ("x",))}},
-    ],
-)
-def test_what_does_not_fit_is_refused(rows: ScoredRows, change: dict[str, Any]) -> None:
-    with pytest.raises(DataError):
-        replace(rows, **change)
 
 
 def test_scores_that_are_not_finite_are_found_not_refused(rows: ScoredRows) -> None:

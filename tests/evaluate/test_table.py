@@ -176,11 +176,3 @@ def test_the_figures_of_all_models_by_name() -> None:
         "boosting_loss": 0.7,
         "boosting_retrieval_mrr": 0.4,
     }
-
-
-def test_what_narrower_vectors_find_is_told() -> None:
-    candidate = report_of(None).candidate.model_copy(update={"ndcg_by_width": {8: 0.2, 4: 0.1}})
-    lines = table_lines(report_of(None).model_copy(update={"candidate": candidate}))
-    assert "search of the candidate with vectors cut to 8 dimensions: nDCG 0.2000" in lines
-    old = {**candidate.model_dump(exclude={"ndcg_by_width"}), "retrieval_by_width": {8: found(mrr=0.2).model_dump()}}
-    assert ModelReport.model_validate(old).ndcg_by_width == {}

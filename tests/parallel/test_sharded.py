@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, RankGroup, open_host
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import GraphWatch
+from pipeline.compile.manifest import GraphWatch
 from pipeline.core.batch_order import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig

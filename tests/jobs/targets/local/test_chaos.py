@@ -14,10 +14,8 @@ import pytest
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobState
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec, Resources, Retry
-from jobs.targets.local.engine import Slots
-from jobs.targets.local.target import LocalTarget
+from jobs.plan.spec import JobSpec, Plan, Resources, Retry
+from jobs.targets.local.target import LocalTarget, Slots
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.core.errors import ConfigError, DataError
-from pipeline.data.shards import Arrays
-from pipeline.evaluate.config import ParityConfig
-from pipeline.evaluate.parity import (
+from pipeline.commands.parity import (
     Curve,
     Evaluation,
     ParityReport,
@@ -19,6 +16,9 @@ from pipeline.evaluate.parity import (
     compare_sides,
     relative_differences,
 )
+from pipeline.core.errors import ConfigError, DataError
+from pipeline.data.shards import Arrays
+from pipeline.evaluate.config import ParityConfig
 
 ROWS = 40
 RNG = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, of sentence-transformers or plain: pooling, prompts and tokenizer as this program uses them.
+"""A model of other tools: a folder or one file on any storage, read within limits. No code of it is ever run.
 
 For a BERT tokenizer, `transformers` takes lower-casing and accents from tokenizer_config.json, whatever tokenizer.json
 says (tokenization_bert.py), and sentence-transformers may lower-case on top of both.
@@ -6,18 +6,166 @@ says (tokenization_bert.py), and sentence-transformers may lower-case on top of 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
 
 import tokenizers
-from pydantic import Field, JsonValue, RootModel
+from pydantic import BaseModel, Field, JsonValue, RootModel
 
-from pipeline.convert.source import TOKENIZER_BYTES, Source
-from pipeline.core.errors import ConfigError
+from pipeline.checkpoint.store import KIND as CHECKPOINT
+from pipeline.checkpoint.store import Parent, PublishedWeights
+from pipeline.core.errors import CheckpointError, ConfigError, DataError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.format import format_bytes
+from pipeline.core.manifest import FileRecord, Manifest
+from pipeline.core.progress import progress
+from pipeline.core.record import Record
+from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.io.storage import folder_key
-from pipeline.model.config import Pooling
-from pipeline.model.hf import Foreign
+from pipeline.io.commit import check_record, read_manifest, record_of
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import Storage, folder_key, join_key, os_errors, place_of
+from pipeline.model.config import InputSpec, ModelConfig, Pooling
+from pipeline.model.hf import Foreign, parse_json
+
+_JSON_BYTES = 4 * 2**20
+TOKENIZER_BYTES = 128 * 2**20
+_WEIGHT_BYTES = 32 * 2**30  # eight billion parameters in fp32
+
+EXPORT, EXPORT_FILE = "export", "trnpipe.json"
+"""Kind of the manifest of an exported folder, and the file that describes it."""
+SCHEMA_VERSION = 1
+Format = Literal["sentence-transformers", "safetensors", "torchscript"]
+
+Json = TypeVar("Json", bound=BaseModel)
+
+
+class ExportRecord(Record):
+    """The checkpoint behind an exported folder, and the files that hold its weights."""
+
+    retired: ClassVar[dict[str, Any]] = {"programs": []}
+
+    schema_version: int = SCHEMA_VERSION
+    format: str = Field(description="A Format, or transformers or torch, which earlier versions wrote")
+    checkpoint: Parent = Field(description="What was exported; the parent of what is imported from here")
+    model: ModelConfig
+    inputs: InputSpec
+    max_tokens: int = Field(ge=3, description="Texts are cut to this, [CLS] and [SEP] included")
+    tokenizer_fingerprint: str
+    watermark: str
+    partitions: dict[str, str]
+    also_seen: dict[str, str] = Field({}, description="As in the state of a checkpoint")
+    trained_head: bool = True
+    published: PublishedWeights | None = Field(None, description="As in the state of a checkpoint")
+    settings_hash: str
+    code_version: str
+    weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: a program only")
+    family: Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"] = Field(
+        "bert", description="Whose names the encoder has; those of RoBERTa were written by earlier versions alone"
+    )
+
+
+@dataclass
+class Source:
+    """What is to be imported. Files of an export of trnpipe are checked against its manifest."""
+
+    storage: Storage
+    folder: str
+    """Prefix of the folder; empty for a single file."""
+    file: str = ""
+    """Name of a single file."""
+    manifest: Manifest | None = None
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """Of every file that was read."""
+
+    @property
+    def uri(self) -> str:
+        return self.where(self.file)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the content of all that was read."""
+        return fingerprint({name: record.xxh3_128 for name, record in self.records.items()})
+
+    def where(self, name: str) -> str:
+        """Return the URI of one file; '' for the folder itself."""
+        return self.storage.uri(join_key(self.folder, name) if name else self.folder)
+
+    def has(self, name: str) -> bool:
+        return self.storage.stat(join_key(self.folder, name)) is not None
+
+    def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
+        """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
+        data = self.storage.read_bytes(self._key_of(name, limit_bytes))
+        self._note(name, record_of(BytesIO(data)))
+        return data
+
+    def json(self, name: str, model: type[Json]) -> Json:
+        """Read a small JSON file. Raises ConfigError naming the field that does not fit."""
+        return parse_json(self.read(name), model, self.where(name))
+
+    def local(self, name: str, scratch: Path) -> Path:
+        """Return a file of weights as a local one, downloaded if needed. Raises as `read` does."""
+        key = self._key_of(name, _WEIGHT_BYTES)
+        path = self.storage.local_path(key)
+        if path is None:
+            path = scratch / name.replace("/", "-")
+            self.storage.download(key, path)
+        with (
+            os_errors("reading", self.where(name)),
+            path.open("rb") as file,
+            progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
+        ):
+            self._note(name, record_of(file, self.storage.stop, advance))
+        return path
+
+    def _key_of(self, name: str, limit_bytes: int) -> str:
+        key = join_key(self.folder, name)
+        stat = self.storage.stat(key)
+        if stat is None or stat.size_bytes > limit_bytes:
+            raise CheckpointError(
+                f"{self.where(name)} {f'has {format_bytes(stat.size_bytes)}' if stat else 'does not exist'}",
+                expected=f"a file of at most {format_bytes(limit_bytes)}",
+                next_command="copy the whole folder, or name the file with the weights",
+            )
+        return key
+
+    def _note(self, name: str, record: FileRecord) -> None:
+        self.records[name] = record
+        if self.manifest is not None and name in self.manifest.files:
+            try:
+                check_record(self.where(name), self.manifest.files[name], record)
+            except DataError as error:
+                raise CheckpointError(error.seen, expected=error.expected, next_command="export it again") from error
+
+
+def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
+    """Open the folder or file at a path or URI. Raises ConfigError if nothing is there, or a checkpoint of ours."""
+    storage, name = place_of(text, retry=retry, stop=stop)
+    if storage.stat(name) is not None:
+        return Source(storage, "", file=name)
+    if next(iter(storage.list(name)), None) is None:
+        raise ConfigError(
+            f"{storage.uri(name)} does not exist",
+            expected="a Hugging Face folder, a safetensors file or a torch.save file",
+            next_command="check the path",
+        )
+    try:
+        manifest = read_manifest(storage, name)
+    except DataError:  # a MANIFEST.json of another program
+        manifest = None
+    if manifest is not None and manifest.kind == CHECKPOINT:
+        raise ConfigError(
+            f"{storage.uri(name)} is a checkpoint of trnpipe already",
+            expected="a model of other tools, or a folder that trnpipe export wrote",
+            next_command=f"--train.start {storage.uri(name)}",
+        )
+    return Source(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
+
+
+# What sentence-transformers adds to a Hugging Face folder: pooling, prompts, lengths.
 
 MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
 POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
@@ -59,9 +207,9 @@ class FolderSettings:
     """Prefix of the Hugging Face files in the folder, with a slash at its end; mostly ''."""
     max_tokens: int | None = None
     lowercase: bool = False
-    notes: tuple[str, ...] = ()
     query_prefix: str = ""
     product_prefix: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class _Module(Foreign):
@@ -81,7 +229,7 @@ def _refused(where: str, seen: str, expected: str) -> ConfigError:
     return ConfigError(f"{where}: {seen}", expected=expected, next_command="correct that file, or import another model")
 
 
-def _read_keys(source: Source, name: str) -> dict[str, JsonValue]:
+def _read_keys(source: Source, name: str) -> dict[str, Any]:
     """Return the keys that are set, nested ones joined by dots. Raises ConfigError for what has no counterpart here."""
     found: dict[str, JsonValue] = {}
     left = list(source.json(name, _Object).root.items())
@@ -105,16 +253,12 @@ def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSet
     if not source.has(MODULES):
         return FolderSettings("transformers", pooling_of_plain, notes=(f"pooling {pooling_of_plain}, model.pooling",))
     modules = source.json(MODULES, _Modules).root
-    types = [module.type for module in modules]
-    kinds = [type_.rpartition(".")[2] for type_ in types if type_.startswith("sentence_transformers.")]
-    if len(kinds) != len(types) or kinds not in (
-        ["Transformer", "Pooling"],
-        ["Transformer", "Pooling", "Normalize"],
-    ):
+    kinds = [module.type.removeprefix("sentence_transformers.").rpartition(".")[2] for module in modules]
+    is_theirs = all(module.type.startswith("sentence_transformers.") for module in modules)
+    if not is_theirs or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        seen = f"modules {', '.join(module.type for module in modules) or 'none'}"
         raise _refused(
-            source.where(MODULES),
-            f"modules {', '.join(types) or 'none'}",
-            "Transformer, Pooling and perhaps Normalize, of sentence-transformers",
+            source.where(MODULES), seen, "Transformer, Pooling and perhaps Normalize, of sentence-transformers"
         )
     folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
     sentence = _read_keys(source, folder + SENTENCE) if source.has(folder + SENTENCE) else {}
@@ -140,15 +284,15 @@ def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSet
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 3):
         raise _refused(source.where(folder + SENTENCE), f"max_seq_length {max_tokens!r}", "3 or more")
     lowercase = bool(sentence.get("do_lower_case"))
-    return FolderSettings("sentence-transformers", POOLINGS[mode], folder, max_tokens, lowercase, notes, query, product)
+    return FolderSettings("sentence-transformers", POOLINGS[mode], folder, max_tokens, lowercase, query, product, notes)
 
 
-def _prompts(where: str, model: Mapping[str, JsonValue]) -> tuple[str, str, tuple[str, ...]]:
+def _prompts(where: str, model: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
     """Return the prompts of queries and of products, and notes. Raises ConfigError for one before every text."""
     given = model.get("prompts") or {}
     if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values() if text):
         raise _refused(where, f"prompts {given!r}", "texts by name")
-    prompts = {name: str(text) for name, text in given.items() if text}
+    prompts = {name: text for name, text in given.items() if text}
     query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
     notes = []
     if others := sorted(f"{name} {text!r}" for name, text in prompts.items() if text not in (query, product)):

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.compile.manifest import GraphManifest, PlanValue, plan_differences
-from pipeline.compile.watch import Guard, Place, Recorder
+from pipeline.compile.manifest import GraphManifest, Guard, Place, PlanValue, Recorder, plan_differences
 from pipeline.core.errors import ConfigError
 
 PLAN: dict[str, PlanValue] = {
