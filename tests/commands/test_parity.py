@@ -36,7 +36,6 @@ from pipeline.train.build import RunConfig, open_run
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.loop import train
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
-from tests.kit import zygote
 from tests.train.rows import MODEL, TRAIN, write_token_set
 
 pytestmark = pytest.mark.stage
