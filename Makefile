@@ -58,7 +58,7 @@ EXTRAS      := xla hf tensorboard ann baselines lightning dev
 UV_COMPILE  := uv pip compile --quiet --generate-hashes --no-emit-index-url --no-annotate --no-header
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cycle train evaluate embed compile health prepare mine test tests test-native test-thorough test-fast lint style types scan bench image try-lock push terraform bootstrap repository deploy submit outputs destroy lock clean
+.PHONY: help setup cycle train evaluate embed compile health prepare mine test tests test-native test-thorough test-fast lint style types scan docs bench image try-lock push terraform bootstrap repository deploy submit outputs destroy lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -154,6 +154,9 @@ $(SCAN)/.installed: infra/scan.lock
 	$(PYTHON) -m venv $(SCAN)
 	$(SCAN)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r infra/scan.lock
 	touch $@
+
+docs: $(STAMP)  ## write docs/settings.md, the reference of all settings
+	$(BIN)/trnjobs config --markdown > docs/settings.md
 
 bench: $(STAMP)  ## run the default benches (`python -m bench --help` lists all); rewrites docs/benchmarks.md and the table of the README (about half an hour, quiet machine)
 	$(BIN)/python -m bench $(ARGS)

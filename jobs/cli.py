@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.command_line import CommandParser, run_program, show
+from pipeline.command_line import COMPLETION, CommandParser, Usage, completion, run_program, show
 from pipeline.core.errors import EXIT_OK
 
 # A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. It finds the
@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "notify": "send pending notifications; --test: first a test message to every address",
     "driver": "entry point of the scheduler: start the cycle that is due, once",
     "config": "print every setting with its value and source, [jobs] included",
+    "completion": COMPLETION.replace("trnpipe", "trnjobs"),
 }
 TARGETS = ["local", "batch", "sagemaker"]
 MODULES = {
@@ -39,6 +40,34 @@ MODULES = {
 }
 
 
+USAGE: dict[str, Usage] = {
+    "plan": Usage(("--cycle 2026-11-20", "--target batch --json"), common="jobs.target jobs.train.instance jobs.image"),
+    "fit": Usage(("plan.json",)),
+    "submit": Usage(
+        ("--cycle first", "--config configs/small.toml --target batch", "--cycle first --fresh"),
+        common="data.path model.preset model.init_from train.epochs train.start gate.drops jobs.target "
+        "jobs.train.instance jobs.image jobs.queue",
+    ),
+    "run": Usage(
+        ("-- python train.py --lr 1e-3", "--nodes 2 --processes 32 --instance trn1.32xlarge -- python train.py")
+    ),
+    "status": Usage(("", "--watch", "--cycle first --json"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
+    "logs": Usage(("train", "embed:3 --attempt 1", "train -f"), reads="jobs"),
+    "cancel": Usage(('--cycle first --reason "wrong data"',), reads="jobs"),
+    "retry": Usage(("--cycle first",), reads="jobs"),
+    "reconcile": Usage(("", "--cycle first"), reads="jobs"),
+    "history": Usage(("", "--last 50"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
+    "diff": Usage(("", "first second"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
+    "cost": Usage(("", "--last 30"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
+    "report": Usage(("", "--cycle first"), reads="jobs report"),
+    "notify": Usage(("", "--test"), reads="jobs"),
+    "driver": Usage(
+        ("--scheduled-time 2026-11-20T02:00:00Z",), common="jobs.schedule.expression jobs.schedule.timezone"
+    ),
+    "config": Usage(("--config configs/small.toml", "| grep -v default")),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of pipeline/core/errors.py; only bugs show a traceback."""
     return run_program("trnjobs", COMMANDS, _run, argv)
@@ -47,9 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(name: str, words: list[str]) -> int:
     from jobs.settings import CycleSettings
 
+    if name == "completion":
+        return show(completion("trnjobs", COMMANDS, words, CycleSettings))
     module = import_module(f"jobs.commands.{MODULES[name]}")
     end = words.index("--") if name == "run" and "--" in words else len(words)
-    parser = CommandParser(f"trnjobs {name}", COMMANDS[name], "SCRIPT.py [ARGUMENT ...]" if name == "run" else "")
+    parser = CommandParser(
+        f"trnjobs {name}", COMMANDS[name], "SCRIPT.py [ARGUMENT ...]" if name == "run" else "", USAGE[name]
+    )
     add_flags(name, parser)
     read = parser.read(words[:end], CycleSettings)
     if read is None:
@@ -70,6 +103,8 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
     match name:
         case "plan":
             add("--diff", action="store_true", help="show differences from the registered job definitions")
+        case "config":
+            add("--markdown", action="store_true", help="the reference of all settings, docs/settings.md")
         case "fit":
             add("plan", type=Path, metavar="PLAN.json", help="what `terraform show -json` says of a plan")
         case "submit":

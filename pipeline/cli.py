@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pipeline.command_line import HELP, CommandParser, hint, rows, run_program, show
-from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, Tool, ToolCall
+from pipeline.command_line import HELP, CommandParser, completion, hint, rows, run_program, show
+from pipeline.commands import COMMANDS, CONFIG, PARALLEL, STAGES, TOOLS, USAGE, Tool, ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code, write_whole_lines
@@ -41,6 +41,8 @@ def allow_open_files(wanted: int = 65_536) -> None:
 def _run(name: str, words: list[str]) -> int:
     from pipeline.settings import Settings, as_json, table_text
 
+    if name == "completion":
+        return show(completion("trnpipe", COMMANDS, words, Settings))
     if name != "health":  # which checks what a process gets that does not ask for more
         allow_open_files()
     tool = CONFIG if name == "config" else TOOLS.get(name, Tool(""))
@@ -95,7 +97,7 @@ def _parser(name: str, action: str, tool: Tool) -> CommandParser:
         prog += f" [{choice}]" if asked.arguments or name in STAGES else f" <{choice}>"
         lines = ["", *rows({" ".join([one, *it.arguments]): it.text for one, it in asked.actions.items()})]
         lines.append(f"The flags of an action: trnpipe {name} {next(iter(asked.actions))} --help")
-    parser = CommandParser(prog, "\n".join([asked.text or COMMANDS[name], *lines]), tool.command)
+    parser = CommandParser(prog, "\n".join([asked.text or COMMANDS[name], *lines]), tool.command, USAGE[name])
     for word in asked.arguments:
         parser.add_argument(word, metavar=word.strip("[]"), nargs="?" if word.startswith("[") else None)
     for switch in sorted(asked.switches):

@@ -3,20 +3,18 @@
 import difflib
 import json
 import tomllib
-from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic.main import IncEx
 from pydantic_settings import (
     BaseSettings,
-    CliSettingsSource,
     JsonConfigSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -408,24 +406,6 @@ def _of_texts(model: type[Settings], texts: Iterable[tuple[str, str | None, str]
     return found
 
 
-class FlagSource(CliSettingsSource[ArgumentParser]):
-    """The flags of a tree for the help of a parser, one group a section, defaults as one would type them."""
-
-    def __init__(self, model: type[Settings], parser: ArgumentParser) -> None:
-        self._leaves = leaves(model)
-        super().__init__(
-            model,
-            root_parser=parser,
-            cli_use_class_docs_for_groups=True,
-            add_argument_method=self._add_flag,
-        )
-
-    def _add_flag(self, group: Any, *names: str, **options: Any) -> None:
-        if leaf := self._leaves.get(options["dest"]):  # else a whole section as JSON, which is not offered
-            text = f"{leaf.field.description} [{shown(leaf.field.get_default(call_default_factory=True))}]"
-            group.add_argument(*names, dest=leaf.name, metavar=leaf.takes, help=text.replace("%", "%%"))
-
-
 def _flat(tree: Mapping[str, Any], known: Mapping[str, Leaf], parent: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a tree by dotted name, and what is unknown in it."""
     for key, value in tree.items():
@@ -518,6 +498,8 @@ def _spelled(name: str) -> str:
 
 def _type_text(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(args[0])
     if origin is Literal:
         return "|".join(map(str, args))
     if origin is tuple:
@@ -559,3 +541,29 @@ def shown(value: object) -> str:
     if isinstance(value, dict):
         return ",".join(f"{key}={item}" for key, item in value.items())
     return str(value)
+
+
+def reference(model: type[Settings]) -> str:
+    """Return the page of documentation with every setting, its type, default and meaning, by section."""
+    lines = ["# Settings", "", _INTRODUCTION]
+    section = None
+    for name, leaf in leaves(model).items():
+        if name.rpartition(".")[0] != section:
+            section = name.rpartition(".")[0]
+            heading = f"## {section}" if section else "## General"
+            lines += ["", heading, "", "| setting | takes | default | |", "|---|---|---|---|"]
+        default = shown(leaf.field.get_default(call_default_factory=True))
+        cells = [
+            f"`{name.rpartition('.')[2]}`",
+            f"`{leaf.takes}`",
+            f"`{default}`" if default else "",
+            leaf.field.description,
+        ]
+        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+_INTRODUCTION = """\
+Every setting can stand in a TOML file (`--config`, or `trnpipe.toml` in the current folder or above), in the
+environment, or on the command line: `max_steps` under `[train]` is `TRNPIPE_TRAIN__MAX_STEPS` and `--train.max-steps`.
+The last of these wins. `trnpipe config` prints what is set, and where. This page is written by `make docs`."""

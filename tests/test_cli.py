@@ -6,17 +6,24 @@ import resource
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 import pipeline
+from jobs.cli import COMMANDS as JOBS_COMMANDS
+from jobs.cli import USAGE as JOBS_USAGE
+from jobs.cli import main as jobs_main
+from jobs.settings import CycleSettings
 from pipeline import cli, commands
+from pipeline.command_line import Usage
+from pipeline.commands import COMMANDS, USAGE
 from pipeline.context import StageContext, StageResult
 from pipeline.core import errors
-from pipeline.settings import Settings
+from pipeline.core.errors import ConfigError
+from pipeline.settings import Settings, leaves
 from pipeline.telemetry.events import EventName
 
 Run = Callable[[Settings, StageContext], StageResult]
@@ -73,14 +80,66 @@ def test_overview_lists_all_commands(words: list[str], capsys: pytest.CaptureFix
     assert all(f"\n  {name} " in text for name in ("prepare", "train", "cache", "config"))
 
 
-@pytest.mark.parametrize("command", ["prepare", "train", "cache", "config"])
-@pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_lists_flags_with_defaults(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--train.seed", "3", word]) == 0
+def help_of(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 0
     text = capsys.readouterr().out
-    assert f"usage: trnpipe {command} " in text
-    assert any("--train.max-steps int" in line and "[0]" in line for line in text.splitlines())
     assert max(map(len, text.splitlines())) <= 122  # a docstring of 120, set in
+    return text
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+@pytest.mark.parametrize(
+    ("main", "program", "command"),
+    [(cli.main, "trnpipe", one) for one in COMMANDS if one != "completion"]
+    + [(jobs_main, "trnjobs", one) for one in JOBS_COMMANDS if one != "completion"],
+)
+def test_help_has_examples_and_a_dozen_settings(
+    main: Callable[[list[str]], int], program: str, command: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(main, capsys, command, "--train.seed", "3", word)
+    assert f"usage: {program} {command}" in text and f"\n  {program} {command}" in text
+    assert len([line for line in text.splitlines() if line.startswith("  --") and "." in line.split()[0]]) <= 12
+    assert len(text.splitlines()) < 60
+
+
+def test_help_of_a_section_and_of_all_that_a_command_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(cli.main, capsys, "train", "--help", "train.optimizer")
+    flags = {line.split()[0] for line in text.splitlines() if line.startswith("  --") and "." in line.split()[0]}
+    assert flags == {leaf.flag for name, leaf in leaves(Settings).items() if name.startswith("train.optimizer.")}
+    text = help_of(cli.main, capsys, "prepare", "--help-all")
+    assert "--data.columns.query" in text and "--workspace" in text and "--embed.precision" not in text
+    assert "--train.start str" in text and "[incumbent]" in text
+    assert cli.main(["train", "--help", "train.lozz"]) == ConfigError.exit_code
+    assert "did you mean train.loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("usage", "commands", "model"), [(USAGE, COMMANDS, Settings), (JOBS_USAGE, JOBS_COMMANDS, CycleSettings)]
+)
+def test_help_names_settings_that_exist(
+    usage: Mapping[str, Usage], commands: Mapping[str, str], model: type[Settings]
+) -> None:
+    known = leaves(model)
+    assert usage.keys() == commands.keys() - {"completion"}
+    for one in usage.values():
+        assert one.examples and set(one.common.split()) <= known.keys()
+        assert all(any(f"{name}.".startswith(f"{read}.") for name in known) for read in one.reads.split())
+
+
+@pytest.mark.parametrize("program", ["trnpipe", "trnjobs"])
+def test_bash_completes_commands_and_flags(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main = cli.main if program == "trnpipe" else jobs_main
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for typed, expected in ((["co"], "config"), (["config", "--train.max-s"], "--train.max-steps")):
+        words = " ".join([program, *typed])
+        ask = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(typed)}; _{program}; echo ${{COMPREPLY[@]}}"
+        assert (
+            expected in subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+        )
+    assert main(["completion", "zsh"]) == 0
+    assert "bashcompinit" in capsys.readouterr().out
+    assert main(["completion", "tcsh"]) == ConfigError.exit_code
 
 
 def test_config_shows_the_resolved_tree(

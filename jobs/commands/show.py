@@ -11,14 +11,18 @@ from jobs.cycle.job_states import outcome_of
 from jobs.cycle.ledger import CycleLedger
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, status_lines, total_lines
+from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, open_cycle, open_newest
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
-from pipeline.settings import as_json, table_text
+from pipeline.settings import as_json, reference, table_text
 
 
 def run_config(arguments: argparse.Namespace, say: Say) -> int:
+    if arguments.markdown:
+        say(reference(CycleSettings))
+        return EXIT_OK
     say(as_json(arguments.resolved) if arguments.json else table_text(arguments.resolved))
     return EXIT_OK
 

@@ -6,6 +6,7 @@ A module is imported when its tool runs.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipeline.command_line import COMPLETION, Usage
 from pipeline.core.errors import ConfigError
 
 
@@ -192,4 +193,89 @@ TOOLS: dict[str, Tool] = {
     ),
 }
 CONFIG = Tool("print every setting with its value and source; --json for machines", switches=_JSON)
-COMMANDS: dict[str, str] = {name: tool.text for name, tool in TOOLS.items()} | STAGES | {"config": CONFIG.text}
+COMMANDS: dict[str, str] = (
+    {name: tool.text for name, tool in TOOLS.items()} | STAGES | {"config": CONFIG.text, "completion": COMPLETION}
+)
+
+# What `trnpipe <command> --help` shows beside the words of the command.
+
+USAGE: dict[str, Usage] = {
+    "prepare": Usage(
+        ("--data.path judgements.csv", "--data.path s3://bucket/judgements/ --data.columns.title name"),
+        common="data.path data.columns.query data.columns.title data.columns.label data.labels data.numeric "
+        "data.categorical data.test_fraction data.max_bad_fraction data.tokenizer.path",
+        reads="data train.start train.loss evaluate.split gate.min_queries report",
+    ),
+    "health": Usage(("", "--launch.processes 2"), common="launch.processes health.min_free_gib", reads="health"),
+    "mine": Usage(
+        ("--cycle first", "--cycle first --mine.source bm25"),
+        common="mine.source mine.depth mine.negatives_per_query launch.processes",
+        reads="mine data model train.precision train.parallel train.start embed launch compile",
+    ),
+    "compile": Usage(
+        ("--config configs/small.toml", "--config configs/small.toml --compile.sync-url s3://bucket/cache"),
+        common="compile.sync_url model.preset data.buckets train.micro_batch_size train.precision",
+        reads="compile model train data mine embed evaluate launch",
+    ),
+    "train": Usage(
+        (
+            "--cycle first",
+            "--config configs/small.toml --model.init-from FOLDER --data.tokenizer.path FOLDER/tokenizer.json",
+        ),
+        common="train.epochs train.max_steps train.global_batch_size train.micro_batch_size train.precision "
+        "train.optimizer.learning_rate train.start train.evaluate_every model.preset model.init_from "
+        "checkpoint.every_steps launch.processes",
+        reads="train model checkpoint data log launch compile",
+    ),
+    "evaluate": Usage(
+        ("--cycle first", "--cycle first --evaluate.candidate checkpoints/first/step-500 --no-evaluate.promote"),
+        common="gate.drops gate.floors gate.min_queries gate.first_without_comparison evaluate.split "
+        "evaluate.candidate evaluate.promote evaluate.retrieval.catalogue launch.processes",
+        reads="evaluate gate data model train.precision train.parallel embed report launch compile",
+    ),
+    "embed": Usage(
+        ("--cycle first", "--cycle first --embed.catalogue.path products.parquet", "verify --cycle first"),
+        common="embed.catalogue.path embed.catalogue.id embed.catalogue.title embed.output.dtype "
+        "embed.output.dimensions embed.precision embed.checkpoint launch.processes",
+        reads="embed data launch compile",
+    ),
+    "init": Usage(("judgements.csv", "s3://bucket/judgements/"), common="data.format", reads="gate.min_queries data"),
+    "search": Usage(
+        (
+            '"red running shoes"',
+            '"red running shoes" --beside previous',
+            '"red running shoes" --cycle first --by hybrid',
+        ),
+        reads="embed",
+    ),
+    "encode": Usage(("queries.txt > vectors.jsonl", "titles.txt --kind product --out titles.npy"), reads="embed"),
+    "score": Usage(
+        ("pairs.csv > scores.jsonl", "--checkpoint checkpoints/first/step-500 < pairs.jsonl"),
+        common="data.columns.query data.columns.title data.max_bad_fraction",
+        reads="data train.precision",
+    ),
+    "doctor": Usage(
+        ("--config configs/small.toml", "--config configs/small.toml --hlo"),
+        common="model.preset train.micro_batch_size train.precision launch.processes",
+        reads="estimate model train data embed compile launch",
+    ),
+    "cache": Usage(("status", "sync --compile.sync-url s3://bucket/cache"), common="compile.sync_url", reads="compile"),
+    "registry": Usage(
+        (
+            "show",
+            'promote checkpoints/first/step-500 --force "agreed with the team"',
+            'rollback --reason "worse clicks"',
+        ),
+        reads="model_name",
+    ),
+    "serving": Usage(("show", 'rollback --reason "wrong catalogue"'), reads="model_name"),
+    "parity": Usage(
+        ("cpu xla --cycle first", "neuron:bf16 --to s3://bucket/side --cycle first"),
+        common="parity.steps parity.checkpoint",
+        reads="parity evaluate data train model launch compile",
+    ),
+    "import": Usage(("all-MiniLM-L6-v2/",), common="model.preset model.architecture", reads="model data"),
+    "export": Usage(("--out exported/", "vectors --out vectors/"), reads="data.buckets"),
+    "launch": Usage(("--launch.processes 2 -- train.py --lr 1e-3",), common="launch.processes", reads="launch"),
+    "config": Usage(("--config configs/small.toml", "| grep -v default")),
+}
