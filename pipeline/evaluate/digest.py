@@ -88,11 +88,9 @@ def digest_key(cycle: str) -> str:
 
 
 def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
-    """None when there is none. Raises DataError when it cannot be read."""
-    again = f"delete it; trnpipe evaluate --cycle {cycle} writes it when it judges again"
-    return read_record(
-        workspace, digest_key(cycle), ScoreDigest, "a digest of scores", "trnpipe evaluate", next_command=again
-    )
+    """Load the digest of a cycle, None if there is none. Raises DataError if it cannot be read."""
+    writer = f"trnpipe evaluate --cycle {cycle}"
+    return read_record(workspace, digest_key(cycle), ScoreDigest, "a digest of scores", writer)
 
 
 def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
@@ -103,12 +101,10 @@ def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
     num_labels, edges = len(rows.labels), np.linspace(0.0, 1.0, NUM_BINS + 1)
     in_bin = np.searchsorted(edges[1:-1], confidence)
     counts = np.bincount(in_bin, minlength=NUM_BINS)
-    means = (
-        np.bincount(in_bin, weights=values, minlength=NUM_BINS) / np.maximum(counts, 1)
-        for values in (confidence, predicted == label)
-    )
-    lows, highs = np.round(edges[:-1], 4).tolist(), np.round(edges[1:], 4).tolist()
-    bins = zip(lows, highs, counts.tolist(), *(np.round(mean, 6).tolist() for mean in means), strict=True)
+    columns = [np.round(edges[:-1], 4), np.round(edges[1:], 4), counts]
+    for values in (confidence, predicted == label):
+        sums = np.bincount(in_bin, weights=values, minlength=NUM_BINS)
+        columns.append(np.round(sums / np.maximum(counts, 1), 6))
     pairs = np.bincount(label * num_labels + predicted, minlength=num_labels**2).reshape(num_labels, num_labels)
     top = max(rows.label_gains) or 1.0
     score = np.clip((rows.relevance[usable] / top * SCORE_BINS).astype(np.int64), 0, SCORE_BINS - 1)
@@ -119,27 +115,24 @@ def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
         unusable=int((labelled & rows.unusable).sum()),
         reliability=tuple(
             Bin(low=low, high=high, rows=size, confidence=mean if size else None, right=right if size else None)
-            for low, high, size, mean, right in bins
+            for low, high, size, mean, right in zip(*(column.tolist() for column in columns), strict=True)
         ),
-        confusion=_tuples(pairs) if num_labels <= MAX_CLASSES else (),
-        scores=_tuples(table),
+        confusion=tuple(map(tuple, pairs.tolist())) if num_labels <= MAX_CLASSES else (),
+        scores=tuple(map(tuple, table.tolist())),
     )
-
-
-def _tuples(table: Int64s) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(row) for row in table.tolist())
 
 
 def query_changes(ours: PerQuery | None, theirs: PerQuery | None) -> tuple[QueryChanges, ...]:
     """Compare each figure that both have, over the queries for which both are defined."""
     if ours is None or theirs is None or not np.array_equal(ours.query_id, theirs.query_id):
         return ()
-    changes = []
-    for name in (name for name in ours.values if name in theirs.values):
-        change = ours.values[name] - theirs.values[name]
-        better, worse, equal = (int(count.sum()) for count in (change > 0, change < 0, change == 0))
-        changes.append(QueryChanges(metric=name, better=better, equal=equal, worse=worse))
-    return tuple(changes)
+    changes = {name: values - theirs.values[name] for name, values in ours.values.items() if name in theirs.values}
+    return tuple(
+        QueryChanges(
+            metric=name, better=int((change > 0).sum()), equal=int((change == 0).sum()), worse=int((change < 0).sum())
+        )
+        for name, change in changes.items()
+    )
 
 
 def find_examples(
@@ -170,7 +163,11 @@ def find_examples(
         num_lost, num_won = int(lost.sum()), int(won.sum())
         kinds += [("lost", moved, lost, limit), ("won", moved, won, limit // 2)]
     # Three times as many, as data may hold a row several times.
-    chosen = [(kind, numbers[_largest(size, mask, 3 * most)], most) for kind, size, mask, most in kinds]
+    chosen = []
+    for kind, size, mask, most in kinds:
+        indices = np.flatnonzero(mask)
+        largest = indices[np.argsort(-size[indices], kind="stable")[: 3 * most]]
+        chosen.append((kind, numbers[largest], most))
     texts = texts_of(np.unique(np.concatenate([rows for _, rows, _ in chosen])))
     examples = []
     for kind, rows, most in chosen:
@@ -191,9 +188,3 @@ def find_examples(
                 )
             )
     return tuple(examples), num_lost, num_won
-
-
-def _largest(size: Float64s, chosen: Bools, limit: int) -> Int64s:
-    """Return the indices of at most `limit` of those `chosen` [N], with the largest `size` [N] first."""
-    indices = np.flatnonzero(chosen)
-    return indices[np.argsort(-size[indices], kind="stable")[:limit]]

@@ -28,7 +28,7 @@ from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
-from pipeline.evaluate.scores import ScoreSet
+from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks
