@@ -15,7 +15,7 @@ from pipeline.core.errors import TransientError
 from pipeline.io.storage import open_storage
 from tests.jobs.node.entries import Entry, entry, ml_root, python, read_until
 from tests.jobs.targets.faults import Faults, Killed, faulty
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 HOSTS, STEPS = ["127.0.0.1", "127.0.0.2"], 12
