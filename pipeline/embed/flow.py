@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.backends.prefetch import prefetched
+from pipeline.backends import prefetched
 from pipeline.context import Figure, StageContext
 from pipeline.core.arrays import Int64s
 from pipeline.core.format import format_count, format_duration, format_share

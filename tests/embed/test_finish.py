@@ -16,7 +16,7 @@ from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
 from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue
-from tests.killing import killed_at
+from tests.kit.killing import killed_at
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ def test_with_worker_processes(case: Case, plan: EmbedPlan) -> None:
     with pytest.raises(TransientError):
         embed_shards(flow, plan.shards, HashEmbedder({4: failing(TransientError("gone"))}).stream)
     left = [child for child in psutil.Process().children() if child not in before]
-    left = [child for child in left if "tests.zygote" not in child.cmdline()]  # of the tests themselves, kept
+    left = [child for child in left if "tests.kit.zygote" not in child.cmdline()]  # of the tests themselves, kept
     assert not [child for child in left if child.status() != psutil.STATUS_ZOMBIE]
     todo = [shard for shard in plan.shards if shard.index not in parts_of(case.workspace, plan).done()]
     embed_shards(flow, todo, HashEmbedder().stream)

@@ -6,12 +6,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.backends.cpu import CpuBackend
+from pipeline.commands.doctor import contrastive_batch
 from pipeline.core.batch_order import RankShare
 from pipeline.core.footprint import EncoderSizes, Workload, step_flops
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import RelevanceModel, build_model
-from pipeline.stages.estimates import contrastive_batch
 from pipeline.train.config import TrainConfig
 from pipeline.train.step import TrainProgram, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
