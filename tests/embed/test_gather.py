@@ -19,7 +19,7 @@ from pipeline.embed.catalogue import read_shard
 from pipeline.embed.config import CatalogueConfig
 from pipeline.embed.plan import find_catalogue, gather_products
 from pipeline.settings import Settings
-from tests.killing import killed_at
+from tests.kit.killing import killed_at
 
 
 @pytest.fixture
