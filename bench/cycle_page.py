@@ -16,8 +16,7 @@ from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.page.publish import data_key, report_key, write_page
-from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec, Resources
+from jobs.plan.spec import Dependency, JobSpec, Plan, Resources
 from pipeline.context import Figure, StageResult, store_result
 from pipeline.data.token_sets import PartitionDigest, PrepareDigest, QuarantinedRow
 from pipeline.data.token_sets import digest_key as prepared_key

@@ -24,7 +24,7 @@ from bench.chaos.lane import ATTEMPTS, CycleResult, Lane, Shape
 from bench.chaos.processes import Watch
 from bench.chaos.s3 import FailingServer
 from bench.results import Figure, Target, figure, finish
-from tests.s3 import s3_env
+from tests.kit.s3 import s3_env
 
 CYCLES_PER_LANE = 7
 ALONE, NODES, RANKS, BOTH = (1, 1), (2, 1), (1, 2), (2, 2)

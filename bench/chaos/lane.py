@@ -22,7 +22,7 @@ from jobs.targets.local.nodes import LocalFiles, local_files
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.records import read_pointer
-from tests.s3 import s3_env
+from tests.kit.s3 import s3_env
 
 MODEL = "chaos"
 FIRST_DAY = date(2026, 1, 1)

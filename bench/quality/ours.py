@@ -23,9 +23,9 @@ OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
 
 
-def recipe(config: Path = CONFIG, *more: str) -> str:
-    """Names the content of a preset, and what this bench sets beside it."""
-    return fingerprint([tomllib.loads(config.read_text(encoding="utf-8")), *(more or BUCKETS)])
+def recipe() -> str:
+    """Names the content of the preset, and what this bench sets beside it."""
+    return fingerprint([tomllib.loads(CONFIG.read_text(encoding="utf-8")), *BUCKETS])
 
 
 def flags_of(

@@ -9,15 +9,15 @@ import torch
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.compile.manifest import GraphWatch
 from pipeline.compile.plan import evaluation_plan, open_part_guard
-from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.record import with_retired
 from pipeline.data.token_sets import TokenSet, spec_of
 from pipeline.embed.engine import open_embedder
 from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
-from pipeline.evaluate.config import to_json
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Embed, open_catalogue
@@ -61,15 +61,17 @@ class Models:
         path = retrieval.catalogue if retrieval.enabled else None
         states = [one.state for one in (self.candidate, self.compared) if one]
         limit = max(settings.embed.row_limit(state.max_tokens, state.model.max_positions) for state in states)
-        # All but what is done with the verdict.
-        asked = to_json(settings.evaluate, exclude={"promote", "force_reason", "candidate", "save_every_s"})
+        # All but what is done with the verdict; settings that are gone count as before, so that verdicts stand.
+        asked = with_retired(settings.evaluate) | {"vector_rows": 512}
+        asked["retrieval"] |= {"window_rows": 16_384}
+        asked = {name: value for name, value in asked.items() if name not in ("promote", "force_reason", "candidate")}
         # What is as it is by default is left out, so that verdicts of earlier versions stand.
         return {
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
             "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
             "evaluate": fingerprint(asked),
-            "gate": fingerprint(to_json(settings.gate)),
+            "gate": fingerprint(with_retired(settings.gate)),
             "precision": settings.train.precision,
             "code_version": ctx.code_version,
             **({"dimensions": str(dimensions)} if dimensions else {}),

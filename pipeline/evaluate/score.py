@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
-from pipeline.compile.watch import GraphWatch, Place
+from pipeline.compile.manifest import GraphWatch, Place
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.progress import progress

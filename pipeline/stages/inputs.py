@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
-from pipeline.compile.manifest import Plan
+from pipeline.compile.manifest import GraphWatch, Plan
 from pipeline.compile.plan import evaluation_plan, graph_plan
-from pipeline.compile.watch import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError

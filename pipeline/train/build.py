@@ -13,7 +13,7 @@ import torch
 from pipeline.backends import Backend
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
-from pipeline.compile.watch import GraphWatch
+from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
 from pipeline.core.errors import DataError, TransientError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend
-from pipeline.compile.watch import GraphWatch
+from pipeline.compile.manifest import GraphWatch
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, Bucket
 from pipeline.core.stop import StopSignal

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, Batch, RankGroup, is_lazy_host, lazy_device_name, open_backend
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import Recorder
+from pipeline.compile.manifest import Recorder
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches

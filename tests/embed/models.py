@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, open_backend
-from pipeline.compile.watch import GraphWatch
+from pipeline.compile.manifest import GraphWatch
 from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens

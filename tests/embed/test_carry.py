@@ -15,7 +15,7 @@ from pipeline.embed.plan import asked_for, made_with
 from pipeline.embed.vectors import VectorLayout, find_vectors
 from pipeline.model.config import ModelConfig
 from tests.embed.catalogues import Case, expected_vector, products, rows_of, title, write_catalogue
-from tests.fields import check_named, without_effect
+from tests.kit.fields import check_named, without_effect
 from tests.train.rows import checkpoint_of
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"dtype": "int8"}, {"format": "npy", "dtype": "fp16", "dim": 8}]

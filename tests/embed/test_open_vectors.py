@@ -17,8 +17,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.embed.vectors import IDS, MATRIX, MappedVectors, VectorSet, open_vectors, write_matrix
 from pipeline.io.storage import is_temp, open_storage
 from tests.embed.catalogues import Case, products, rows_of, write_catalogue
-from tests.killing import killed_at
-from tests.s3 import MotoServer, lead_to
+from tests.kit.killing import killed_at
+from tests.kit.s3 import MotoServer, lead_to
 
 ODD = ['a"b\\', "tab\there", "two\nlines\r", "é中\u2028\u202e", "<script>", "'; drop table", "\\N", "\\."]
 

@@ -13,7 +13,6 @@ from hypothesis.extra.numpy import arrays
 from pipeline.core.arrays import Float32s
 from pipeline.embed.vectors import (
     ROWS_PER_GROUP,
-    PartRows,
     VectorLayout,
     from_stored,
     metadata_of,
@@ -33,10 +32,12 @@ def layout(dtype: str = "fp16", format: str = "parquet", dim: int = 24) -> Vecto
     return VectorLayout.model_validate({"format": format, "dtype": dtype, "dim": dim, "id_type": "string"})
 
 
-def part(rows: int, of: VectorLayout) -> PartRows:
-    values, scale = to_stored(unit(rows, of.dim), of)
+def files_of(rows: int, of: VectorLayout, metadata: dict[str, str]) -> dict[str, bytes]:
+    """Return the files of a part with p0, p1, and so on."""
     hashes = np.arange(rows, dtype=np.uint64)
-    return PartRows(pa.array([f"p{n}" for n in range(rows)], pa.string()), values, scale, hashes, hashes)
+    ids = pa.array([f"p{n}" for n in range(rows)], pa.string())
+    table = pa.table({"id": ids, "id_hash": hashes, "text_hash": hashes})
+    return part_files(of, "part-00000", table, *to_stored(unit(rows, of.dim), of), metadata)
 
 
 @given(st.integers(0, 40), st.integers(1, 24))
@@ -72,8 +73,8 @@ def test_halves_are_those_of_numpy_bit_by_bit(values: Float32s) -> None:
 @pytest.mark.parametrize("format", ["parquet", "npy"])
 def test_the_same_rows_give_the_same_bytes(rows: int, format: str) -> None:
     of = layout("int8", format)
-    files = part_files(of, "part-00000", part(rows, of), {"b": "2", "a": "1"})
-    assert files == part_files(of, "part-00000", part(rows, of), {"a": "1", "b": "2"})
+    files = files_of(rows, of, {"b": "2", "a": "1"})
+    assert files == files_of(rows, of, {"a": "1", "b": "2"})
     assert tuple(files) == of.names("part-00000")
     table = pq.read_table(io.BytesIO(files[of.names("part-00000")[-1]]))
     assert table["id"].to_pylist() == [f"p{n}" for n in range(rows)]
@@ -87,7 +88,7 @@ def test_the_same_rows_give_the_same_bytes(rows: int, format: str) -> None:
 def test_a_part_says_what_it_is() -> None:
     of = layout("fp16")
     told = {"model": "relevance", "checkpoint_digest": "abc", "tokenizer": "def", "pooling": "mean", "dtype": "fp16"}
-    schema = pq.read_schema(io.BytesIO(part_files(of, "p", part(3, of), told)["p.parquet"]))
+    schema = pq.read_schema(io.BytesIO(files_of(3, of, told)["part-00000.parquet"]))
     assert metadata_of(schema) == told
     assert schema.field("vector").type == pa.list_(pa.float16(), 24)
     assert schema.names == ["id", "vector", "id_hash", "text_hash"]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.embed.engine import batches_by_length, pack_rows
+from pipeline.embed.engine import flat_batches, pack_rows
+from tests.embed.models import texts
 
 ROWS = (16, 40)
 
@@ -64,10 +65,10 @@ def test_a_text_that_fits_no_row_is_refused(length: int) -> None:
         pack_rows(np.array([length]), ROWS, (8, 8))
 
 
-@given(lengths=st.lists(st.integers(1, 50), max_size=100), tokens=st.integers(1, 120))
+@given(lengths=st.lists(st.integers(2, 50), max_size=100), tokens=st.integers(1, 120))
 def test_batches_hold_every_text_once_within_their_budget(lengths: list[int], tokens: int) -> None:
     sizes = np.array(lengths, dtype=np.int64)
-    batches = list(batches_by_length(sizes, tokens))
+    batches = [batch.texts for batch in flat_batches(texts(lengths), tokens, 0)]
     order = [text for batch in batches for text in batch.tolist()]
     assert sorted(order) == list(range(len(lengths)))
     assert sizes[order].tolist() == sorted(lengths, reverse=True)

@@ -1,9 +1,10 @@
 """Every check passes on what was committed, and fails on what is wrong."""
 
 import io
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +16,8 @@ from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed import verify
-from pipeline.embed.catalogue import RawWindow
 from pipeline.embed.digest import Check
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRows, TextRules, judge_again
 from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
     check_catalogue,
@@ -31,7 +30,16 @@ from pipeline.embed.verify import (
 )
 from pipeline.io.commit import hash_bytes
 from pipeline.io.storage import open_storage
-from tests.embed.catalogues import MAX_TOKENS, Case, HashEmbedder, products, title, tokenizer_json, write_catalogue
+from tests.embed.catalogues import (
+    MAX_TOKENS,
+    Case,
+    HashEmbedder,
+    inline,
+    products,
+    title,
+    tokenizer_json,
+    write_catalogue,
+)
 
 STOP = StopSignal()
 PART = "part-00001.parquet"
@@ -55,14 +63,10 @@ def plan_of(case: Case) -> EmbedPlan:
     return case.plan(case.folder / "in")
 
 
-def inline(context: tuple[TextRules, int], raws: Iterator[RawWindow]) -> Generator[TextRows, None, None]:
-    """Worker processes without processes."""
-    return (judge_again(context, raw) for raw in raws)
-
-
 def catalogue_check(case: Case) -> tuple[Check, list[Any]]:
     plan = plan_of(case)
-    return check_catalogue(vectors_of(case), plan, open_storage(plan.catalogue.root), judged=inline)
+    with mock.patch("pipeline.embed.verify.run_tasks", inline):
+        return check_catalogue(vectors_of(case), plan, open_storage(plan.catalogue.root), STOP, num_workers=1)
 
 
 def sample_check(case: Case) -> Check:

@@ -14,7 +14,7 @@ from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import distinct_texts, flat_batches, row_batches, row_shapes
 from tests.embed.models import CLS, SEP, SPEC, texts
-from tests.real_data import real_file
+from tests.kit.real_data import real_file
 
 SHAPES = row_shapes((24, 80), 160)
 

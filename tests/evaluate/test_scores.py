@@ -114,17 +114,6 @@ def test_scores_that_do_not_fit_are_refused(storage: Storage, tmp_path: Path, da
     assert "holds no scores" in caught.value.seen and "run trnpipe evaluate again" in caught.value.next_command
 
 
-def test_arrays_that_exist_stay(storage: Storage, tmp_path: Path) -> None:
-    save_arrays(storage, "baselines/x", "retrieval", ARRAYS, tmp_path / "scratch", {"threshold": 0.25})
-    before = storage.stat("baselines/x/MANIFEST.json")
-    save_arrays(storage, "baselines/x", "retrieval", {"items": np.zeros(1)}, tmp_path / "scratch")
-    assert storage.stat("baselines/x/MANIFEST.json") == before
-    arrays, fields = load_arrays(storage, "baselines/x", "retrieval", tmp_path / "cache")
-    assert arrays.keys() == ARRAYS.keys() and fields == {"threshold": 0.25}
-    for name, values in ARRAYS.items():
-        np.testing.assert_array_equal(arrays[name], values)
-
-
 def test_two_cycles_that_save_at_once_have_each_their_own(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

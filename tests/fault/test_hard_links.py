@@ -28,7 +28,7 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
 from tests.checkpoint.test_checkpoints import snapshot
 from tests.evaluate.test_scores import scores
-from tests.killing import FORK, killed_at_byte
+from tests.kit.killing import FORK, killed_at_byte
 
 pytestmark = pytest.mark.fault
 

@@ -30,10 +30,6 @@ def test_plain_and_file_uris_are_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     assert roots == {f"file://{tmp_path}/ws"}
 
 
-def test_the_root_of_the_file_system() -> None:
-    assert open_storage("/").uri("etc/hosts") == "file:///etc/hosts"
-
-
 def test_a_file_is_no_root(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file"):

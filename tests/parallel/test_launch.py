@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.parallel.launch import pass_on
-from tests.ports import free_port
-from tests.zygote import ROOT, Forked
+from tests.kit.ports import free_port
+from tests.kit.zygote import ROOT, Forked
 
 WAIT_S = 120.0  # generous, machines may be loaded
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import trnpipe
 from pipeline.core.errors import CheckpointError
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 CASES = "tests.parallel.lightning_cases"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, RankGroup, open_host
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import GraphWatch
+from pipeline.compile.manifest import GraphWatch
 from pipeline.core.batch_order import RankShare
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig
@@ -34,7 +34,7 @@ from pipeline.train.config import OptimizerConfig, TrainPlan, batch_share, run_l
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 CASES = "tests.parallel.test_sharded"

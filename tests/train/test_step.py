@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.backends.cpu import CpuBackend
+from pipeline.commands.doctor import contrastive_batch
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.core.footprint import EncoderSizes, Workload, step_flops
@@ -17,7 +18,6 @@ from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
-from pipeline.stages.estimates import contrastive_batch
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.step import FIGURES, TrainProgram, flat_strategy

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import GraphWatch, Place
+from pipeline.compile.manifest import GraphWatch, Place
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches

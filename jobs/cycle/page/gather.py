@@ -13,7 +13,7 @@ from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
 from jobs.cycle.ledger import CycleLedger, Moment, read_moments
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.settings import differences
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused

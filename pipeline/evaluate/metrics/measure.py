@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import Field
 
 from pipeline.core.arrays import Bools, Int64s
-from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.evaluate.config import PRECISION_AT, RECALL_AT, MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import (
@@ -180,13 +179,7 @@ class SliceReport(Record):
 
 
 def metric_report(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> MetricReport:
-    """Every metric of `metric_names`; `threshold` as of `best_threshold`. Raises DataError when there are no rows."""
-    if not rows.num_rows:
-        raise DataError(
-            "the holdout is empty",
-            expected="rows with a query and a label",
-            next_command="raise data.valid_fraction or data.test_fraction, or give a split column",
-        )
+    """Measure every metric of `metric_names`; `threshold` as of `best_threshold`."""
     metrics = RowMetrics(rows, config, threshold)
     return _report(metric_names(rows.labels, config), metrics.measure, rows.num_rows, rows.num_queries)
 
@@ -201,7 +194,7 @@ def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
 
 
 def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> tuple[SliceReport, ...]:
-    """Measure each slice of each column. Rows without a value belong to none. Raises DataError without rows."""
+    """Measure each slice of each column. Rows without a value belong to none."""
     return tuple(
         SliceReport(
             column=name,
