@@ -116,15 +116,6 @@ def test_every_field_of_the_model_is_in_the_plan_of_graphs_but_where_its_weights
     assert set.intersection(*unused) == {"preset", "init_from"}, "its sizes count, not its name"
 
 
-def test_which_groups_share_a_batch_changes_no_graph() -> None:
-    other = TRAIN.model_copy(update={"link_queries": True, "queries_per_topic": 4})
-    plans = [
-        graph_plan(Settings(train=train, model=MODEL), SPEC, (Bucket(4, 6),), RankShare(0, 1), DEVICE)
-        for train in (TRAIN, other)
-    ]
-    assert plans[0] == plans[1]
-
-
 CPU = "xla:CPU"
 TRAINED, ON_CPU = training(8, EmbedConfig()), training(8, EmbedConfig(), device=CPU)
 MANY, FEW = training(128, EmbedConfig()), evaluating(32)
@@ -181,9 +172,3 @@ def test_training_is_held_against_exactly_its_plan(workspace: Storage) -> None:
     with pytest.raises(ConfigError, match="world_size: compiled 8, now 1"):
         alone = training(1, EmbedConfig(), device=CPU)
         open_guard(workspace, alone, NoCounters(), CompileConfig(), Console(quiet=True))
-
-
-def test_settings_that_touch_no_graph_are_no_part_of_the_plan() -> None:
-    other = EmbedConfig.model_validate({"worker": 3, "workers": 7, "compiled": False, "output": {"dtype": "int8"}})
-    assert embedding(other) == embedding(EmbedConfig())
-    assert training(1, other) == training(1, EmbedConfig())
