@@ -15,7 +15,8 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.vectors import IDS, MATRIX, MappedVectors, VectorSet, open_vectors, write_matrix
-from pipeline.io.storage import is_temp, open_storage
+from pipeline.io import atomic
+from pipeline.io.storage import open_storage
 from tests.embed.catalogues import Case, products, rows_of, write_catalogue
 from tests.kit.killing import killed_at
 from tests.kit.s3 import MotoServer, lead_to
@@ -68,7 +69,7 @@ def test_killed_anywhere_it_is_written_anew(vectors: VectorSet, tmp_path: Path) 
     out, number = tmp_path / "out", 1
     while killed_at(number, lambda: write_matrix(vectors, out, StopSignal())) < 0:
         assert write_matrix(vectors, out, StopSignal()).fields["rows"] == 108
-        assert {path.name for path in out.iterdir() if not is_temp(path.name)} == {MATRIX, IDS, "MANIFEST.json"}
+        assert {path.name for path in out.iterdir() if not atomic.is_temp(path.name)} == {MATRIX, IDS, "MANIFEST.json"}
         shutil.rmtree(out)
         number += 1
     assert number > 8
