@@ -46,6 +46,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "pipeline.stages.fake", module)
         monkeypatch.setitem(commands.COMMANDS, "fake", "a stage of the tests")
+        monkeypatch.setitem(commands.USAGE, "fake", Usage())
 
     return add
 
@@ -82,9 +83,7 @@ def test_overview_lists_all_commands(words: list[str], capsys: pytest.CaptureFix
 
 def help_of(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main([*words]) == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 122  # a docstring of 120, set in
-    return text
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])

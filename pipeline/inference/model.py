@@ -27,8 +27,7 @@ from pipeline.data.tokenizer import TextTokenizer, pieces
 from pipeline.data.validate import CleanRows, RowRules, clean
 from pipeline.embed.engine import Embedder, open_embedder
 from pipeline.embed.vectors import VectorSet, find_vectors, shorten_vectors
-from pipeline.evaluate.score import ScoreProgram
-from pipeline.evaluate.scores import to_probabilities
+from pipeline.evaluate.score import ScoreProgram, to_probabilities
 from pipeline.inference.index import ProductIndex, open_index
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.hf import from_hf

@@ -15,7 +15,7 @@ from pipeline import cli
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.embed.vectors import find_vectors
-from pipeline.evaluate.scores import load_scores
+from pipeline.evaluate.score import load_scores
 from pipeline.io.storage import Storage, open_storage
 from pipeline.retrieval.bm25 import Bm25
 from tests.embed.catalogues import KINDS, products, title, write_catalogue
