@@ -12,11 +12,30 @@
 Names are imported when they are first asked for: `import trnpipe` alone imports neither torch nor the settings.
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import __version__ as __version__
-from pipeline.core.optional import REQUIREMENTS, missing_package
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def _import_own(name: str) -> None:
+    """Import a package of trnpipe's, `pipeline` or `jobs`. Raises ImportError if another module has its name."""
+    if name not in sys.modules:
+        sys.path.insert(0, str(_ROOT))  # before a folder of that name beside the script
+        try:
+            import_module(name)
+        finally:
+            sys.path.remove(str(_ROOT))
+    found = getattr(sys.modules[name], "__file__", None)
+    if found is None or Path(found).resolve() != _ROOT / name / "__init__.py":
+        raise ImportError(f"{found or name} was imported as {name!r}, the name of a package of trnpipe: rename it")
+
+
+_import_own("pipeline")
+from pipeline import __version__ as __version__  # noqa: E402
+from pipeline.core.optional import REQUIREMENTS, missing_package  # noqa: E402
 
 if TYPE_CHECKING:
     from jobs.api import Cycle as Cycle
@@ -71,6 +90,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'trnpipe' has no attribute {name!r}")
     try:
+        _import_own(_HOME[name].partition(".")[0])
         module = import_module(_HOME[name])
     except ImportError as error:
         package = (error.name or "").partition(".")[0]

@@ -253,8 +253,9 @@ class Attempt:
             self.env = {**self.env, **start.words}
             self.place = replace(self.place, job_id=start.job_id, attempt=start.attempt)
         words = list(self.words)
-        # `trnpipe ...` or `trnjobs ...`, at any path, or `python -m ...`; other commands stay as they are.
-        is_ours = Path(words[0]).name in ("trnpipe", "trnjobs") or words[1:3] in (["-m", "pipeline"], ["-m", "jobs"])
+        # `trnpipe ...` or `trnjobs ...`, at any path, or `python [-u -P] -m ...`; other commands stay as they are.
+        module = words[words.index("-m") + 1 :][:1] if "-m" in words[1:4] else []
+        is_ours = Path(words[0]).name in ("trnpipe", "trnjobs") or module in (["pipeline"], ["jobs"])
         if self._settings is not None and is_ours:
             file = self.folder / "settings.json"
             file.write_bytes(self._settings)

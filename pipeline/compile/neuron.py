@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +45,7 @@ from pipeline.core.errors import (
     TrnpipeError,
 )
 from pipeline.core.format import format_duration
+from pipeline.core.interpreter import OWN_MODULE
 from pipeline.core.neuron_errors import COMPILER_KILLED
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
@@ -436,7 +436,7 @@ def compile_on_neuron(
         folder.mkdir(parents=True, exist_ok=True)
         traced = folder / "traced.json"
         traced.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pipeline", *ctx.words, "--cycle", ctx.cycle, *flags]
+        command = [*OWN_MODULE, "pipeline", *ctx.words, "--cycle", ctx.cycle, *flags]
         run = NeuronCompile(
             *(command, config, root, folder, ctx.stop), env={**env, TRACE_FILE: str(traced)}, say=say, peers=peers
         )

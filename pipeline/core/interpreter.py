@@ -1,9 +1,12 @@
-"""Words that begin with `python`: what of them a launcher of ranks runs."""
+"""Commands of Python: how a module of ours is started, and what of a user's command a launcher of ranks runs."""
 
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+OWN_MODULE = (sys.executable, "-u", "-P", "-m")
+"""Starts a module of ours, also where the current folder has one by the same name."""
 
 
 def without_interpreter(words: Sequence[str]) -> list[str]:

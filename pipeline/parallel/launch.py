@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -31,6 +32,7 @@ from pipeline.core.errors import (
     TrnpipeError,
     exit_code_of,
 )
+from pipeline.core.interpreter import OWN_MODULE
 from pipeline.core.stop import StopSignal
 from pipeline.io.paths import temporary_folder
 from pipeline.parallel.world import NUM_NODES, torchrun_arguments
@@ -39,6 +41,7 @@ from pipeline.proc.signals import end_in_time, show_stacks_when_asked
 
 EXIT_DIR_VARIABLE = "TRN_EXIT_DIR"  # not TRNPIPE_: those are settings
 MODULE = "pipeline.parallel.launch"
+OWN_PACKAGES = ("pipeline", "jobs", "trnpipe")
 _STANDARD_OUTPUT = 1
 _LINE_BUFFERED = 1  # stdio.h: _IOLBF
 _LINE_BUFFER = ctypes.create_string_buffer(4096)  # the C library's as long as the process lives
@@ -55,8 +58,8 @@ def needs_launch(processes: int, env: Mapping[str, str]) -> bool:
 def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: str = "pipeline") -> int:
     """Run `python -m <module> <words>` in `processes` ranks on this node and return one exit code for all of them."""
     with tempfile.TemporaryDirectory(prefix="trnpipe-exit-", dir=temporary_folder()) as folder:
-        command = [sys.executable, "-m", MODULE, "torchrun", *torchrun_arguments(processes, os.environ)]
-        command += ["-m", module, *words]
+        command = [*OWN_MODULE, MODULE, "torchrun", *torchrun_arguments(processes, os.environ), "--no-python"]
+        command += [*OWN_MODULE, module, *words]
         threads = str(max(1, (os.cpu_count() or 1) // processes))
         env = {"OMP_NUM_THREADS": threads, **os.environ, EXIT_DIR_VARIABLE: folder}
         # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
@@ -224,18 +227,28 @@ class RankLines(io.TextIOWrapper):
 
 def run_script(words: Sequence[str]) -> None:
     """Run it as __main__, with the sys.argv and sys.path of `python script.py ...` or `python -m module ...`."""
+    folder = str(Path.cwd() if words[0] == "-m" else Path(words[0]).resolve().parent)
+    if "PYTHONSAFEPATH" not in os.environ:  # which keeps a script from finding what lies beside it
+        sys.path.insert(0, folder)
+        if any(_is_other_module(name, folder) for name in OWN_PACKAGES):  # the script's own, by our names
+            for name in [one for one in sys.modules if one.partition(".")[0] in OWN_PACKAGES]:
+                del sys.modules[name]
     if words[0] == "-m":
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     path = Path(words[0])
     sys.argv = list(words)
-    if not sys.flags.safe_path:  # else there is no folder of the script, nor ours in its place
-        sys.path[0] = str(path.resolve().parent)
     # Not runpy.run_path: its module is gone before threads and exit handlers, and has no absolute __file__.
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = str(path.absolute())
     exec(compile(path.read_bytes(), module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102
+
+
+def _is_other_module(name: str, folder: str) -> bool:
+    """Return whether a folder has a module or package of that name which is not the imported one."""
+    found, imported = PathFinder.find_spec(name, [folder]), sys.modules.get(name)
+    return found is not None and found.origin not in (None, imported and imported.__file__)
 
 
 def exit_code(error: BaseException) -> int:

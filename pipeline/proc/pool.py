@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TypeVar, cast
 
 from pipeline.core.errors import TransientError, TrnpipeError
+from pipeline.core.interpreter import OWN_MODULE
 from pipeline.core.stop import StopSignal
 
 Task = TypeVar("Task")
@@ -99,7 +100,7 @@ def _start() -> subprocess.Popen[bytes]:
         "PYTHONPATH": os.pathsep.join([_PACKAGE_ROOT, *filter(None, sys.path)]),
     }
     return subprocess.Popen(  # noqa: S603  (our own module)
-        [sys.executable, "-m", "pipeline.proc.pool", str(os.getpid())],
+        [*OWN_MODULE, "pipeline.proc.pool", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

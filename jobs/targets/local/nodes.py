@@ -32,6 +32,7 @@ from jobs.plan.spec import Plan
 from jobs.targets.local import node_keeper
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
+from pipeline.core.interpreter import OWN_MODULE
 from pipeline.io.atomic import make_dirs, write_bytes_atomic
 from pipeline.io.storage import Storage
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, MAIN_ADDRESS, NODE, NUM_NODES
@@ -253,7 +254,7 @@ def group_port(leaf_id: str, attempt: int) -> int:
 def local_command(words: Sequence[str]) -> list[str]:
     """Run our own commands with this interpreter, whatever is on the path."""
     module = _MODULES.get(words[0])
-    return [sys.executable, "-m", module, *words[1:]] if module else list(words)
+    return [*OWN_MODULE, module, *words[1:]] if module else list(words)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 from jobs.cycle.job_states import Leaf
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import group_port, local_command, node_environment
+from pipeline.core.interpreter import OWN_MODULE
 from pipeline.parallel.world import torchrun_arguments
 from tests.jobs.cycle.cases import job, plan
 
@@ -70,8 +71,8 @@ def test_a_job_sees_its_own_settings_and_nothing_of_what_is_around_the_engine() 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("trnjobs-entry", "--", "trnpipe", "train"), [sys.executable, "-m", "jobs.node", "--", "trnpipe", "train"]),
-        (("trnpipe", "train"), [sys.executable, "-m", "pipeline", "train"]),
+        (("trnjobs-entry", "--", "trnpipe", "train"), [*OWN_MODULE, "jobs.node", "--", "trnpipe", "train"]),
+        (("trnpipe", "train"), [*OWN_MODULE, "pipeline", "train"]),
         (("sh", "-c", "trnpipe"), ["sh", "-c", "trnpipe"]),
     ],
 )
