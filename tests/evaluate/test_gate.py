@@ -335,13 +335,6 @@ def test_one_comparison_is_enough(allowed: bool) -> None:
     assert found.lines()[0].startswith("promote: 1 check passed, 2 not applicable (60 queries, 120 rows)")
 
 
-def test_a_refusal_for_another_reason_says_nothing_of_comparisons() -> None:
-    assert "comparison" not in outcomes(verdict(rows(), floors={"accuracy": 1.1}, first_without_comparison=True))
-    broken = replace(rows(), probabilities=np.full((120, 2), np.nan))
-    found = verdict(broken, first_without_comparison=True)
-    assert outcomes(found) == {"scores candidate": "fail"} and not found.without_comparison
-
-
 def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
     found = verdict(rows(), None, boosting(), warnings=("half of it was trained on", "the rest too"))
     assert [one.reason for one in found.checks if one.kind == "holdout"] == [
