@@ -133,6 +133,13 @@ def make_rows(folder: Path, shards: Sequence[Sequence[int]], first_id: int = 1) 
     return TokenRows(files, BUCKETS, PAD)
 
 
+def every_row(rows: TokenRows) -> dict[str, np.ndarray[Any, Any]]:
+    """All arrays of all rows, as long as the largest bucket, in the order of their numbers."""
+    last = len(rows.sizes) - 1
+    parts = [rows.read(np.full(size, bucket), np.arange(size), last) for bucket, size in enumerate(rows.sizes)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
     return GroupedRows.of(
