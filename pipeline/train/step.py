@@ -133,7 +133,7 @@ class TrainProgram:
         self.backend, self.config, self.strategy = backend, config, strategy
         self.has_dropout = strategy.model.encoder.is_random
         self._accumulation = share.accumulation
-        self._loss = GlobalLoss(config, share.accumulation, share.world_size, strategy.gather)
+        self._loss = GlobalLoss(config, share.accumulation * share.world_size, strategy.gather)
         self._has_two_passes = needs_two_passes(config, share, gathers_in_graph=backend.gathers_in_graph)
         is_recomputed = config.parallel.recompute == "units"
         if backend.is_neuron and (self._has_two_passes or is_recomputed) and has_dropout(strategy.model.encoder):
