@@ -35,6 +35,7 @@ from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig
+from tests.kit.states import train_state
 
 CYCLE = "2026-01-01"
 SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("niedrig", "größer"), label_gains=(0.0, 1.0))
@@ -44,21 +45,14 @@ MODEL = ModelConfig(hidden_size=8, num_layers=1, num_heads=2, intermediate_size=
 def state_at(step: int, best: int | None = None, **changes: Any) -> TrainState:
     fields: dict[str, Any] = {
         "cycle": CYCLE,
-        "step": step,
-        "max_steps": 100,
-        "identity": "id",
-        "identity_parts": {"train.seed": "1"},
         "model": MODEL,
         "inputs": SPEC,
-        "tokenizer_fingerprint": "tok",
-        "watermark": "2026-01-01",
+        "watermark": CYCLE,
         "partitions": {"dt=2026-01-01": "abc"},
         "parent": Parent(uri="checkpoints/0/step-9", digest="d", cycle="0", step=9),
         "best": None if best is None else Best(step=best, metric="accuracy", value=0.1 + 0.2),
-        "settings_hash": "h",
-        "code_version": "v",
     }
-    return TrainState(**{**fields, **changes})
+    return train_state(step=step, **fields | changes)
 
 
 def snapshot(step: int, best: int | None = None) -> Snapshot:

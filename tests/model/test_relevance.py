@@ -99,13 +99,6 @@ def test_every_parameter_and_every_input_matters(mode: str) -> None:
         assert not torch.allclose(model(other).logits, outputs.logits, atol=1e-7), field
 
 
-@pytest.mark.parametrize("mode", ["both", "match"])
-def test_samples_do_not_see_each_other(mode: str) -> None:
-    model, inputs = model_of(mode), inputs_of(6, 9)
-    alone = model(RelevanceInputs(*(field[2:3] for field in inputs)))
-    torch.testing.assert_close(alone.logits, model(inputs).logits[2:3], rtol=1e-5, atol=1e-6)
-
-
 def test_mean_pooling_is_over_real_tokens() -> None:
     encoder, tokens = model_of().encoder, torch.tensor([[1, 7, 8, 2, 0, 0], [0, 0, 0, 0, 0, 0]])
     pooled = encoder(tokens)

@@ -17,7 +17,7 @@ from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.step import TrainProgram, flat_strategy, has_dropout
+from pipeline.train.step import TrainProgram, drops_elements, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 from tests.train.test_step import batches_of, control, step
 
@@ -121,9 +121,9 @@ def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
 @pytest.mark.parametrize(("layer", "is_refused"), [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False)])
 def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Module, is_refused: bool) -> None:
     encoder = build_model(MODEL, SPEC, 1).encoder
-    assert not has_dropout(encoder)
+    assert not drops_elements(encoder)
     encoder.add_module("theirs", layer)
-    assert has_dropout(encoder) == is_refused
+    assert drops_elements(encoder) == is_refused
 
 
 class Outputs(CpuBackend):
