@@ -74,7 +74,7 @@ def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: st
         if code == EXIT_OK:
             return EXIT_OK  # of ranks that end by os._exit, too
         codes = [_exit_code(Path(folder), rank) for rank in range(processes)]
-    return gang_exit_code(codes, stopped=stop.is_set())
+    return ranks_exit_code(codes, stopped=stop.is_set())
 
 
 def launch_script(words: Sequence[str], processes: int, stop: StopSignal) -> int:
@@ -111,7 +111,7 @@ def _exit_code(folder: Path, local_rank: int) -> int | None:
     return None
 
 
-def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
+def ranks_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
     """Return one code for all ranks (None: the rank died without one; below 0: of a signal; 128 and above: a shell's).
 
     A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a

@@ -196,7 +196,7 @@ def choose_interface(found: Sequence[Interface], routed: str) -> Interface:
     )
 
 
-def gang_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[str, str]:
+def network_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[str, str]:
     """Return what collectives between machines read. A machine alone must not have it: its interface differs.
 
     CCOM: the bootstrap of Neuron's collectives; GLOO: PyTorch's collectives between processors. EFA as the AWS Neuron
@@ -222,8 +222,8 @@ def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[],
     """Return torchrun's arguments for `processes` ranks on each node.
 
     Ranks of one node meet at 127.0.0.1. Of several every node is told its number and, on all but the main one, the main
-    node's address; the main node is its own address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: gangs
-    on one machine need ports of their own.
+    node's address; the main node is its own address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: node
+    groups on one machine need ports of their own.
     Raises ConfigError when the variables do not fit together.
     """
     ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]

@@ -12,8 +12,8 @@ from pipeline.parallel.world import (
     World,
     check_world,
     choose_interface,
-    gang_variables,
     has_efa,
+    network_variables,
     torchrun_arguments,
     worker_of,
     world_from_env,
@@ -115,10 +115,10 @@ def test_variables_name_the_interface_and_efa_only_where_there_is_some(tmp_path:
     names = {"CCOM_SOCKET_IFNAME": "ens5", "GLOO_SOCKET_IFNAME": "ens5"}
     efa = names | {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     own = Interface("ens5", "10.0.0.5")
-    assert gang_variables(own, has_efa=False, kernel="5.10.1-amzn2") == names
-    assert gang_variables(own, has_efa=True, kernel="6.1.102-111.182.amzn2023.x86_64") == efa
-    assert gang_variables(own, has_efa=True, kernel="5.15.0") == efa
-    assert gang_variables(own, has_efa=True, kernel="5.10.220") == efa | {"FI_EFA_FORK_SAFE": "1"}
+    assert network_variables(own, has_efa=False, kernel="5.10.1-amzn2") == names
+    assert network_variables(own, has_efa=True, kernel="6.1.102-111.182.amzn2023.x86_64") == efa
+    assert network_variables(own, has_efa=True, kernel="5.15.0") == efa
+    assert network_variables(own, has_efa=True, kernel="5.10.220") == efa | {"FI_EFA_FORK_SAFE": "1"}
 
 
 GANG = {"TRNJOBS_NODES": "4", "TRNJOBS_NODE": "2", "TRNJOBS_MAIN": "10.0.0.7"}
