@@ -1,4 +1,4 @@
-"""Vectors of an earlier cycle: which cycle, where its rows lie by the hashes of id and text, and taking them over."""
+"""Vectors of an earlier cycle: which cycle, and where its rows lie by the hashes of id and text."""
 
 import mmap
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ import numpy as np
 from numpy.lib import format as npy
 from pydantic import Field, JsonValue
 
-from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
+from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.format import natural_key
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.embed.vectors import Stored, VectorLayout, VectorSet, find_vectors
+from pipeline.embed.vectors import VectorLayout, VectorSet, find_vectors
 from pipeline.io import atomic
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Storage, os_errors
@@ -143,16 +143,3 @@ class RowIndex:
         place[same] = places[at[same]]
         self._index.base.madvise(mmap.MADV_DONTNEED)
         return place, known
-
-
-def take_over(vectors: VectorSet, place: Int64s) -> tuple[Stored, Float32s | None]:
-    """Return stored vectors [N, dim] and scales [N] of rows by their place in the earlier cycle."""
-    parts, rows = part_and_row(place)
-    values = np.empty((len(place), vectors.layout.dim), dtype=vectors.layout.numpy_dtype)
-    scale = np.empty(len(place), dtype=np.float32) if vectors.layout.has_scale else None
-    for part in np.unique(parts).tolist():
-        chosen = np.flatnonzero(parts == part)
-        values[chosen], found = vectors.stored(part, rows[chosen])
-        if scale is not None and found is not None:
-            scale[chosen] = found
-    return values, scale

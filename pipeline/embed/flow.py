@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.backends import prefetched
 from pipeline.context import Figure, StageContext
-from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.arrays import Int64s
 from pipeline.core.format import format_count, format_duration, format_share
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
@@ -63,7 +63,10 @@ def embed_shards(
 
     `embedded` is called in this thread after each window, `written` with each part in the thread that writes.
     """
-    last = time.monotonic()
+    last, failed, lock = time.monotonic(), False, threading.Lock()
+    # What the device was given and has not answered, in order, with whole parts in between. It is appended to by the
+    # thread in which the embedder asks for windows. Another thread converts vectors and writes parts.
+    waiting, behind = deque[Texts | OpenPart](), deque[Future[None]]()
 
     def write(part: OpenPart) -> None:
         nonlocal last
@@ -72,17 +75,57 @@ def embed_shards(
         seconds, last = time.monotonic() - last, time.monotonic()
         written(commit_part(flow.workspace, flow.plan, part, seconds=seconds))
 
+    def unless_failed(work: Callable[[], None]) -> None:
+        nonlocal failed
+        if not failed:  # nothing is written after what failed
+            try:
+                work()
+            except BaseException:
+                failed = True
+                raise
+
+    def wait_for_all_but(number: int) -> None:
+        """Raise the error of the first that failed. It stays: nothing goes on after it."""
+        while len(behind) > number or (behind and behind[0].done()):
+            behind[0].result()
+            behind.popleft()
+
+    def submit(work: Callable[[], None]) -> None:
+        wait_for_all_but(BEHIND_DEPTH)
+        behind.append(writer.submit(unless_failed, work))
+
+    def write_whole_parts() -> None:
+        """Write the parts that wait for no vectors."""
+        while waiting and isinstance(first := waiting[0], OpenPart):
+            submit(partial(write, first))
+            waiting.popleft()
+
+    def windows(ready: Iterator[Texts | OpenPart]) -> Iterator[Tokens]:
+        for item in ready:
+            flow.stop.raise_if_set("embedding")
+            with lock:
+                waiting.append(item)
+                write_whole_parts()
+            if isinstance(item, Texts):
+                yield item.tokens
+
     items = feed(flow, shards)
     with (
         _closed_after(items),
         ThreadPoolExecutor(1, "part-writer") as writer,  # on leaving, also by an error, what was handed over is written
         prefetched(items, FEED_DEPTH) as ready,
     ):
-        pending = _PendingWindows(ready, write, writer, flow.stop)
-        for vectors in embed(pending.windows()):
-            pending.store_vectors(vectors)
+        for vectors in embed(windows(ready)):
+            with lock:
+                first = waiting.popleft()
+                if not isinstance(first, Texts):
+                    raise RuntimeError("the embedder answered more windows than it was given")
+                submit(partial(first.part.fill, first.rows, vectors))
+                write_whole_parts()
             embedded()
-        pending.finish()
+        wait_for_all_but(0)
+        if waiting:
+            raise RuntimeError("the embedder ended before all windows had their vectors")
 
 
 @contextmanager
@@ -104,15 +147,8 @@ class Texts:
     part: OpenPart
 
 
-@dataclass(frozen=True)
-class Complete:
-    """All rows of a part are read, and its texts have gone before."""
-
-    part: OpenPart
-
-
-def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete, None, None]:
-    """Yield the texts of all shards in order, `plan.window_rows` at a time, and each part as it is complete.
+def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart, None, None]:
+    """Yield the texts of all shards in order, `plan.window_rows` at a time, and each part after its texts.
 
     Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
     """
@@ -139,75 +175,7 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete,
                     end = min(limit, len(rows))
                     yield Texts(tokens.part(0, end), rows[:end], part)
                     tokens, rows = tokens.part(end, len(rows)), rows[end:]
-            yield Complete(part)
-
-
-class _PendingWindows:
-    """What the device was given and has not answered, in order, with complete parts in between.
-
-    Vectors are converted and parts written by one thread behind the one that drives the device. The embedder may ask
-    for windows in a thread of its own.
-    """
-
-    def __init__(
-        self,
-        ready: Iterator[Texts | Complete],
-        write: Callable[[OpenPart], None],
-        writer: ThreadPoolExecutor,
-        stop: StopSignal,
-    ) -> None:
-        self._ready, self._write, self._writer, self._stop = ready, write, writer, stop
-        self._waiting, self._behind = deque[Texts | Complete](), deque[Future[None]]()
-        self._lock, self._failed = threading.Lock(), False
-
-    def windows(self) -> Iterator[Tokens]:
-        """Yield the texts for the device."""
-        for item in self._ready:
-            self._stop.raise_if_set("embedding")
-            with self._lock:
-                self._waiting.append(item)
-                self._flush_completed_parts()
-            if isinstance(item, Texts):
-                yield item.tokens
-
-    def store_vectors(self, vectors: Float32s) -> None:
-        """Convert the vectors of the first texts that wait, behind this thread. Raises the error of an earlier task."""
-        with self._lock:
-            first = self._waiting.popleft()
-            if not isinstance(first, Texts):
-                raise RuntimeError("the embedder answered more windows than it was given")
-            self._submit(partial(first.part.fill, first.rows, vectors))
-            self._flush_completed_parts()
-
-    def finish(self) -> None:
-        """Wait until every part is written."""
-        self._wait_for_all_but(0)
-        if self._waiting:
-            raise RuntimeError("the embedder ended before all windows had their vectors")
-
-    def _flush_completed_parts(self) -> None:
-        """Write the parts that wait for no vectors, behind this thread."""
-        while self._waiting and isinstance(first := self._waiting[0], Complete):
-            self._submit(partial(self._write, first.part))
-            self._waiting.popleft()
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        def unless_failed() -> None:
-            if not self._failed:  # nothing is written after what failed
-                try:
-                    work()
-                except BaseException:
-                    self._failed = True
-                    raise
-
-        self._wait_for_all_but(BEHIND_DEPTH)
-        self._behind.append(self._writer.submit(unless_failed))
-
-    def _wait_for_all_but(self, number: int) -> None:
-        """Raise the error of the first that failed. It stays: nothing goes on after it."""
-        while len(self._behind) > number or (self._behind and self._behind[0].done()):
-            self._behind[0].result()
-            self._behind.popleft()
+            yield part
 
 
 # Progress of one worker: lines, events, figures, and an early end when too much of the catalogue is bad.

@@ -6,7 +6,7 @@ once, or again after a kill: all of them write the same bytes.
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue
 
 from pipeline import __version__
 from pipeline.context import Figure, StageContext, StageResult
-from pipeline.core.arrays import Float32s, Int64s, UInt64s
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError, NumericError, TransientError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -27,7 +27,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.rows import BadRow, quarantine_lines, quarantined
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.carry_over import RowIndex, index_of, open_earlier, part_and_row, place_of, take_over
+from pipeline.embed.carry_over import RowIndex, index_of, open_earlier, part_and_row, place_of
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import DUPLICATE_ID, Window
 from pipeline.embed.vectors import (
@@ -104,9 +104,10 @@ class OpenPart:
 
     def carry(self, earlier: VectorSet) -> None:
         """Take over the vectors that an earlier cycle has."""
-        place = pa.concat_tables(self._tables)["place"].to_numpy()
-        if len(taken := np.flatnonzero(place >= 0)):
-            self._put(taken, *take_over(earlier, place[taken]))
+        parts, rows = part_and_row(pa.concat_tables(self._tables)["place"].to_numpy())
+        for part in np.unique(parts[parts >= 0]).tolist():
+            chosen = np.flatnonzero(parts == part)
+            self._put(chosen, *earlier.stored(part, rows[chosen]))
 
     def files(self, stem: str, metadata: Mapping[str, str]) -> tuple[pa.Array, dict[str, bytes]]:
         """Return ids and files, once every vector is in."""
@@ -205,38 +206,17 @@ def id_range(ids: pa.Array | pa.ChunkedArray) -> tuple[str, str]:
     return tuple("" if found[end].as_py() is None else str(found[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
 
 
-def load_records(storage: Storage, plan: EmbedPlan) -> list[PartRecord]:
-    """Return the records of all parts, in order, with the first `plan.quarantine_rows` bad rows of them all.
-
-    Raises TransientError when a record is missing, DataError when one is damaged.
-    """
-    records: list[PartRecord] = []
-    room = plan.quarantine_rows
-    for record in parts_of(storage, plan).read_all(range(len(plan.shards))):
-        records.append(record.model_copy(update={"quarantined": record.quarantined[:room]}))
-        room -= len(records[-1].quarantined)
-    return records
-
-
-# Ids that are in more than one part. Within a part they are found as rows are read; this is the look over all.
-
-
-def find_duplicates(
-    hashes: Iterable[UInt64s], ids_of: Callable[[int, Int64s], list[Any]], *, limit: int, stop: StopSignal
-) -> dict[int, Int64s]:
+def find_duplicates(vectors: VectorSet, *, limit: int, stop: StopSignal) -> dict[int, Int64s]:
     """Return the rows, by part, whose id is in an earlier part: the first in the order of the catalogue stays.
 
-    Args:
-        hashes: those of the ids of each part, in order.
-        ids_of: the ids of some rows of a part; called only for rows with equal hashes, which alone prove nothing.
-        limit: if more rows have equal hashes, about so many of them are returned.
-    Memory: 40 bytes a row, and the ids of rows with equal hashes.
+    Ids themselves are read of rows with equal hashes alone, which prove nothing yet; `limit`: of about so many.
+    Memory: 40 bytes a row, and these ids.
     """
     every, places = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
-    for part, values in enumerate(hashes):
+    for part in range(len(vectors.info.parts)):
         stop.raise_if_set("looking for ids in several parts")
-        every.append(values)
-        places.append(place_of(part, np.arange(len(values), dtype=np.int64)))
+        every.append(vectors.hashes(part)[0])
+        places.append(place_of(part, np.arange(len(every[-1]), dtype=np.int64)))
     order = np.argsort(np.concatenate(every), kind="stable")
     ordered, place = np.concatenate(every)[order], np.concatenate(places)[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=~ordered[:1]))
@@ -247,7 +227,7 @@ def find_duplicates(
     for part in np.unique(parts).tolist():
         chosen = np.flatnonzero(parts == part)
         chosen = chosen[np.argsort(rows[chosen])]
-        names[chosen] = ids_of(part, rows[chosen])
+        names[chosen] = vectors.ids_at(part, rows[chosen])
     later, seen = np.zeros(len(parts), dtype=np.bool_), set[Any]()
     for number, name in enumerate(names.tolist()):  # by hash, then by place
         later[number] = name in seen
@@ -282,19 +262,15 @@ def _finish(
     workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
 ) -> VectorSet:
     prefix = vectors_prefix(plan.cycle)
-    records = load_records(workspace, plan)
+    records, bad = list[PartRecord](), list(plan.catalogue.unreadable_sample)
+    for record in parts_of(workspace, plan).read_all(range(len(plan.shards))):
+        bad += record.quarantined[: max(0, plan.quarantine_rows - len(bad))]
+        records.append(record.model_copy(update={"quarantined": ()}))
     draft = VectorSet(workspace, prefix, _manifest(plan, records, PartCounts(), {}, None))
     earlier = open_earlier(workspace, plan.carry_from) if plan.carry_from else None
     limit = int(max_bad_fraction * draft.info.counts.read)
-    bad = [*plan.catalogue.unreadable_sample, *(row for record in records for row in record.quarantined)]
     dropped = PartCounts()
-    duplicates = find_duplicates(
-        (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
-        draft.ids_at,
-        limit=limit,
-        stop=stop,
-    )
-    for index, rows in duplicates.items():
+    for index, rows in find_duplicates(draft, limit=limit, stop=stop).items():
         stop.raise_if_set("taking out duplicate ids")
         file, shown = draft.info.parts[index].files[-1], rows[: max(0, plan.quarantine_rows - len(bad))]
         for row, name in zip(shown.tolist(), draft.ids_at(index, shown), strict=True):

@@ -143,8 +143,7 @@ def check_numbers(vectors: VectorSet, stop: StopSignal) -> Check:
 
 def check_unique(vectors: VectorSet, stop: StopSignal) -> Check:
     """Check that no id is in two rows, of one part or of several."""
-    hashes = (vectors.hashes(part)[0] for part in range(len(vectors.info.parts)))
-    found = find_duplicates(hashes, vectors.ids_at, limit=_MAX_DUPLICATES, stop=stop)
+    found = find_duplicates(vectors, limit=_MAX_DUPLICATES, stop=stop)
     problems = [
         f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are there before, such as"
         f" {vectors.ids_at(part, rows[:1])[0]!r}"
