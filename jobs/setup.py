@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Self
 from zoneinfo import ZoneInfo
 
-from jobs.config import StageJob
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.job_records import JobRecord
+from jobs.cycle.job_states import JobRecord
 from jobs.cycle.ledger import CycleLedger, read_ledger
 from jobs.cycle.tables import failure_lines
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.plan.spec import Plan
-from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
+from jobs.settings import CycleSettings, StageJob, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors
 from jobs.targets.placement import with_placements
 from pipeline.backends import may_use_neuron

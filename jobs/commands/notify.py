@@ -18,8 +18,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from jobs.cycle.job_records import Closed, JobRecord
-from jobs.cycle.job_states import failed_leaf, first_failure
+from jobs.cycle.job_states import Closed, JobRecord, failed_leaf, first_failure
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money

@@ -16,16 +16,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from jobs.commands.notify import send_messages
-from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
-from jobs.cycle.job_records import Closed, JobRecord, JobState
-from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
+from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import cost_lines, status_lines, summary
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
 from jobs.plan.script import RUN_PREFIX, script_of
 from jobs.plan.spec import Plan
-from jobs.settings import CycleSettings, differences, of_all_jobs, values_of, with_values
+from jobs.settings import CycleSettings, StageJob, Step, differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs

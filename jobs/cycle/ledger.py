@@ -16,14 +16,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
-from jobs.cycle.job_states import outcome_of
+from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState, Outcome, outcome_of
 from jobs.plan.resources import Prices, node_usd_per_hour, prices_of
 from jobs.plan.script import RUN_PREFIX
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig, cycle_name
+from jobs.settings import JobsConfig
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage

@@ -3,8 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
+from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_leaf, reason_of
 from jobs.cycle.ledger import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
 from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobSpec, Plan

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jobs.config import JobsConfig, StageJob
 from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
+from jobs.settings import JobsConfig, StageJob
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES, Node
 

@@ -13,13 +13,13 @@ import botocore.session
 import pytest
 
 from jobs.commands.driver import TIME_VARIABLE, scheduled_time
-from jobs.config import JobsConfig, SageMakerConfig
 from jobs.cycle.job_states import has_succeeded, is_tried_again
 from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary
 from jobs.plan.resources import Prices
 from jobs.plan.spec import Retry
 from jobs.schedule import ScheduleConfig
+from jobs.settings import JobsConfig, SageMakerConfig
 from jobs.targets.batch.requests import definition_request
 from jobs.targets.sagemaker.describe import RECEIVED, end_of
 from jobs.targets.sagemaker.requests import retry_rules

@@ -16,9 +16,8 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Closed, JobRecord
+from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.ledger import SPENT, Entry, read_ledger
 from jobs.cycle.page import charts
 from jobs.cycle.page.charts import number
@@ -26,6 +25,7 @@ from jobs.cycle.page.gather import HOLDOUT, CycleRow, PageData, gather, main_met
 from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, money
 from jobs.plan.script import RUN_PREFIX
 from jobs.plan.spec import Plan
+from jobs.settings import JobsConfig
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.core.record import Record

@@ -16,8 +16,7 @@ from pathlib import Path
 from pydantic import Field
 
 from jobs.cycle import job_states
-from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import AttemptEnd, Leaf
+from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, Leaf
 from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.local.nodes import (
     LOOPBACK,

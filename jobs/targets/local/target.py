@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobRecord, Submission
+from jobs.cycle.job_states import JobRecord, Submission
 from jobs.plan.script import script_of
 from jobs.plan.spec import Plan
 from jobs.targets.base import Target, latest_records, log_stream, no_log

@@ -9,7 +9,7 @@ import pytest
 
 from jobs.commands import submit
 from jobs.cycle import cycle_store as cycle
-from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import JobState
 from jobs.settings import CycleSettings, of_all_jobs, with_values
 from jobs.setup import make_plan, open_cycle
 from pipeline.core.manifest import MANIFEST_NAME

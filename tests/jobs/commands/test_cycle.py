@@ -16,7 +16,7 @@ import pytest
 
 from jobs import cli
 from jobs.cycle import cycle_store as cycle
-from jobs.cycle.job_records import Submission
+from jobs.cycle.job_states import Submission
 from jobs.plan import cycle as plan
 from tests.jobs.targets.local.waiting import until, until_no_keepers
 from tests.killing import FILE_CHANGES, FORK, killed_at

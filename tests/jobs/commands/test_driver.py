@@ -8,7 +8,7 @@ import pytest
 from jobs import cli
 from jobs.commands import driver
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Closed, JobRecord, JobState
+from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig
 from jobs.settings import CycleSettings

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
+from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.ledger import (
     NEVER,
     SPENT,
@@ -32,7 +31,7 @@ from jobs.cycle.ledger import (
 from jobs.plan.resources import Prices
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig
-from jobs.settings import CycleSettings
+from jobs.settings import CycleSettings, JobsConfig
 from jobs.setup import OpenCycle
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
 from jobs.plan.spec import Plan, Retry
+from jobs.settings import JobsConfig
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 from jobs import setup
 from jobs.commands import driver, submit
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
-from jobs.cycle.job_records import Submission
+from jobs.cycle.job_states import Submission
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, make_plan
 from jobs.targets.batch.client import BatchClient, LogsClient

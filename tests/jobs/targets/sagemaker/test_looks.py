@@ -4,8 +4,18 @@ from collections.abc import Mapping
 
 import pytest
 
-from jobs.cycle.job_records import Cancel, JobRecord, JobState
-from jobs.cycle.job_states import CANCELLED, EXITED, AttemptEnd, Leaf, leaves_of, new_record, running_record
+from jobs.cycle.job_states import (
+    CANCELLED,
+    EXITED,
+    AttemptEnd,
+    Cancel,
+    JobRecord,
+    JobState,
+    Leaf,
+    leaves_of,
+    new_record,
+    running_record,
+)
 from jobs.cycle.job_states import starting_record as started
 from jobs.plan.spec import JobSpec
 from jobs.targets.sagemaker.describe import QUEUED, Seen

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs import cli
-from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import JobState
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle
 from jobs.targets.sagemaker.target import SageMakerTarget

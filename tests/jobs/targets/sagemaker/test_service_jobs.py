@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import CANCELLED, Leaf, is_tried_again
+from jobs.cycle.job_states import CANCELLED, JobState, Leaf, is_tried_again
 from jobs.plan.spec import Retry
 from jobs.targets.sagemaker.describe import RECEIVED, failure_end
 from jobs.targets.sagemaker.requests import (

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, is_tried_again
+from jobs.cycle.job_states import CANCELLED, HOST_TERMINATED, JobState, is_tried_again
 from jobs.plan.spec import Retry
 from jobs.targets.sagemaker.describe import end_of
 from pipeline.core.errors import ConfigError, Preempted, TransientError
