@@ -259,7 +259,7 @@ def test_a_preempted_training_keeps_what_it_saved() -> None:
         at(33, EventName.CHECKPOINT_SAVED, step=10, seconds=3),
         at(34, EventName.STAGE_STOPPED, stage="train"),
     )
-    kept = {K.START_UP: 10, K.PRODUCTIVE: 20, K.CHECKPOINT: 3, K.WASTED: 7}
+    kept = {K.START_UP: 10, K.PRODUCTIVE: 20, K.WASTED: 10}
     assert seconds(train(*moments, stop=40, kept=False, until=10.0)) == kept
     assert seconds(train(*moments[:2], kept=False, until=0.0)) == {K.WASTED: 100}, "it left nothing"
 
