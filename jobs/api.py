@@ -215,12 +215,11 @@ class Cycle:
         return False
 
     def status(self) -> CycleStatus:
-        plan, claim = self._store.plan(), self._store.claim()
-        if plan is None:
+        claim = self._store.claim()
+        if self._store.plan() is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
             return CycleStatus(cycle=self.name, target="", outcome="not submitted", reason="", jobs=jobs)
-        records = self._cycle.records(plan)
-        closed = self._store.closed() or outcome_of(plan, records)
+        plan, records, closed = self._ended()
         return CycleStatus(
             cycle=self.name,
             target=claim.target if claim else "",

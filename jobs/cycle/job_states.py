@@ -274,21 +274,20 @@ def in_our_words(plan: Plan, records: Sequence[JobRecord], cancelled: Mapping[st
     found = dict[str, JobRecord]()
 
     def renamed(record: JobRecord, asked: Cancel | None) -> JobRecord:
-        reason = asked.reason if asked else record.status_reason
         if record.state is not JobState.FAILED:
             return record
-        return record.model_copy(update={"state": failed_state(reason), "status_reason": reason})
+        reason = asked.reason if asked else record.status_reason
+        return _move(record, failed_state(reason), reason=reason)
 
     for record in records:
         asked = cancelled.get(record.id)
-        one = renamed(record, asked)
-        children = [
+        children = (
             renamed(child, asked if asked and (child.stopped_at or asked.at) >= asked.at else None)
-            for child in one.children
-        ]
-        one = one.model_copy(update={"children": tuple(children)})
-        before = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
-        failed = [of for of in before if of.state.is_failure]
+            for child in record.children
+        )
+        one = renamed(record, asked).model_copy(update={"children": tuple(children)})
+        failed = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
+        failed = [of for of in failed if of.state.is_failure]
         if one.state is JobState.FAILED and failed and asked is None and not one.tries():
             one = one.model_copy(update={"status_reason": NOT_RUN + cause_text(failed)})
         found[one.name] = one
@@ -366,16 +365,15 @@ def parent_state(children: Sequence[JobState]) -> JobState:
 
 def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> JobRecord:
     state = parent_state([child.state for child in children])
-    started = [child.started_at for child in children if child.started_at is not None]
+    failures = [child.status_reason for child in children if child.state is state and state.is_failure]
     stopped = [child.stopped_at for child in children if child.stopped_at is not None]
-    failures = [child.status_reason for child in children if child.state is state]
     return JobRecord(
         name=job.name,
         id=job_id,
         state=state,
-        status_reason=failures[0] if failures and state.is_failure else "",
+        status_reason=failures[0] if failures else "",
         created_at=min(child.created_at for child in children),
-        started_at=min(started, default=None),
+        started_at=min((child.started_at for child in children if child.started_at is not None), default=None),
         stopped_at=max(stopped, default=None) if state.is_final else None,
         children=tuple(children),
     )
@@ -399,10 +397,9 @@ def change_line(record: JobRecord) -> str:
     if not record.attempts:
         return "  ".join([*words, record.status_reason]).rstrip()
     last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
-    code = "" if last.exit_code is None else f" with exit code {last.exit_code}"
-    why = last.status_reason if last.status_reason != EXITED or not code else ""
-    said = ", ".join(word for word in (why, last.reason) if word)
-    end = f"{attempt} ended{code}{': ' if said else ''}{said}"
+    end = f"{attempt} ended{'' if last.exit_code is None else f' with exit code {last.exit_code}'}"
+    why = last.status_reason if last.status_reason != EXITED or last.exit_code is None else ""
+    end = ": ".join(filter(None, (end, ", ".join(filter(None, (why, last.reason))))))
     match record.state:
         case JobState.STARTING:
             words.append(attempt)
@@ -477,15 +474,14 @@ def exit_code(record: JobRecord) -> int | None:
 
 def reason_of(record: JobRecord) -> str:
     leaf = next((leaf for leaf in record.leaves() if leaf.state is record.state and leaf.state.is_failure), record)
-    words = [leaf.status_reason or record.status_reason]
+    words, error = [leaf.status_reason or record.status_reason], ""
     if leaf.attempts:
-        code = leaf.attempts[-1].exit_code
-        if code is not None and words == [EXITED]:
-            words = []  # it says less than the code
-        words.append(leaf.attempts[-1].reason)
-        if code is not None:
-            words.append(f"exit code {code}" + (f" ({_MEANINGS[code]})" if code in _MEANINGS else ""))
-    error = headline(leaf.attempts[-1].error.splitlines()) if leaf.attempts else ""
+        last = leaf.attempts[-1]
+        words, error = [*words, last.reason], headline(last.error.splitlines())
+        if last.exit_code is not None:
+            meaning = f" ({_MEANINGS[last.exit_code]})" if last.exit_code in _MEANINGS else ""
+            words = [word for word in words if word != EXITED]  # it says less than the code
+            words.append(f"exit code {last.exit_code}{meaning}")
     said = ", ".join(dict.fromkeys(word for word in words if word)) or "no reason given"
     return f"{said}: {error}" if error and error not in said else said
 

@@ -101,7 +101,7 @@ def ml_machine(needs: Resources) -> str:
 
 def ml_vcpus(needs: Resources) -> int:
     """Return the vCPUs of the machine that a job without an instance type gets."""
-    return _VCPUS.get(ml_machine(needs).rpartition(".")[2], needs.vcpus)
+    return needs.vcpus if needs.instance_type else _VCPUS.get(ml_machine(needs).rpartition(".")[2], needs.vcpus)
 
 
 # What a job costs. A container costs the share of its machine that its vCPUs are, as AWS Batch places it. A node of a
@@ -117,34 +117,31 @@ class Prices:
 
     by_instance: Mapping[str, float]
     vcpu: float | None = None
-    ml_factor: float | None = None
-    """On SageMaker: what a machine costs over EC2, where it has no price of its own. None: not on SageMaker."""
-
-    def of_machine(self, instance_type: str) -> float | None:
-        if self.ml_factor is not None and (own := self.by_instance.get(ml_name(instance_type))) is not None:
-            return own
-        return self.there(self.by_instance.get(instance_type))
-
-    def there(self, price: float | None) -> float | None:
-        return price if price is None or self.ml_factor is None else price * self.ml_factor
+    whole: bool = False
+    """Whether jobs get whole machines, as on SageMaker."""
 
 
 def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
-    factor = SAGEMAKER_PRICE_FACTOR if target == "sagemaker" else None
-    return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour, factor)
+    known, vcpu = jobs.usd_per_hour, jobs.vcpu_usd_per_hour
+    if target != "sagemaker":
+        return Prices(known, vcpu)
+    derived = {ml_name(name): SAGEMAKER_PRICE_FACTOR * usd for name, usd in known.items()}
+    own = {name: usd for name, usd in known.items() if name.startswith(PREFIX)}
+    return Prices(derived | own, None if vcpu is None else SAGEMAKER_PRICE_FACTOR * vcpu, whole=True)
 
 
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     """Return the price of one node or child of an array; None if unknown. SageMaker lends whole machines."""
-    needs, whole = job.resources, prices.ml_factor is not None
-    chosen = whole and not needs.instance_type  # by SageMaker's target, for the size of the job
-    price = prices.of_machine(ml_machine(needs) if chosen else needs.instance_type)
-    if price is not None:
-        # AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
-        known = None if whole or job.num_nodes else NODES.get(needs.instance_type)
-        return price * min(1.0, needs.vcpus / known.vcpus) if known else price
-    vcpu = prices.there(prices.vcpu)
-    return None if vcpu is None else vcpu * (ml_vcpus(needs) if chosen else needs.vcpus)
+    needs = job.resources
+    if prices.whole:
+        price, vcpus = prices.by_instance.get(ml_machine(needs)), ml_vcpus(needs)
+    else:
+        price, vcpus = prices.by_instance.get(needs.instance_type), needs.vcpus
+    if price is None:
+        return None if prices.vcpu is None else prices.vcpu * vcpus
+    # AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
+    known = None if prices.whole or job.num_nodes else NODES.get(needs.instance_type)
+    return price * min(1.0, needs.vcpus / known.vcpus) if known else price
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:
