@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,10 +179,10 @@ class Cycle:
         `timeout_s` or where nobody answers for 15 min, ConfigError when it was not submitted, and what ended its engine
         here.
         """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        until = time.monotonic() + (inf if timeout_s is None else timeout_s)
         plan, target, answered_at = self._cycle.plan(), self._cycle.target(), time.monotonic()
         while True:
-            left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
+            left = min(every_s, max(0.0, until - time.monotonic()))
             if (engine := self._engine) is not None:  # once: another thread may wait too, or cancel
                 wait_for([engine], left)
             is_mine = self._runs_here()
@@ -197,7 +198,7 @@ class Cycle:
             except TransientError:
                 if time.monotonic() - answered_at > PATIENCE_S:
                     raise
-            if until is not None and time.monotonic() >= until:
+            if time.monotonic() >= until:
                 raise TransientError(
                     f"cycle {self.name} has not ended within {timeout_s:g} s",
                     next_command="wait again; status() tells how far it is",
