@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 
 from jobs.schedule import ScheduleConfig
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.machines import PRICES_USD_PER_HOUR
 from pipeline.core.record import Record
 from pipeline.settings import Settings, leaves, resolve
 
@@ -151,11 +150,6 @@ class JobsConfig(Record):
         step = next((step for step in self.steps if step.name == name), None)
         job: StageJob = step or getattr(self, name)
         return job
-
-    @property
-    def usd_per_hour(self) -> Mapping[str, float]:
-        """By instance type."""
-        return PRICES_USD_PER_HOUR | self.prices
 
 
 class CycleSettings(Settings):

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.job_states import JobRecord, JobState, outcome_of
+from jobs.cycle.cycle_store import claims_by_age
+from jobs.cycle.job_states import JobState, outcome_of
 from jobs.cycle.ledger import CycleLedger, expected_seconds
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, plan_lines, status_lines, total_lines
@@ -62,18 +62,14 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
     else:
         seconds: dict[str, float] = {}
         try:
-            seconds = expected_seconds(_earlier_records(open_cycle(settings, say).store))
+            store = open_cycle(settings, say).store
+            names = [name for name in claims_by_age(store) if name != store.cycle][-HISTORY:]
+            seconds = expected_seconds(replace(store, cycle=name).records() for name in names)
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
     return EXIT_OK
-
-
-def _earlier_records(store: CycleStore) -> list[tuple[JobRecord, ...]]:
-    """Return the records of the newest cycles before this one, oldest first."""
-    names = [name for name in claims_by_age(store) if name != store.cycle][-HISTORY:]
-    return [replace(store, cycle=name).records() for name in names]
 
 
 def run_fit(arguments: argparse.Namespace, say: Say) -> int:

@@ -311,6 +311,11 @@ def ledger_of(
         last = max([*stops, *(record.stopped_at or 0.0 for record in every)], default=0.0)  # a job may have had no try
         if 0.0 < last <= deadline_at:
             deadline_at = None  # nobody waits for it any more
+    deadline: Deadline = "none"
+    if deadline_at is not None and ended_at is None:
+        deadline = "open" if now <= deadline_at else "missed"
+    elif deadline_at is not None and ended_at is not None:  # a cycle that failed never is in time
+        deadline = "met" if outcome in ("succeeded", "refused") and ended_at <= deadline_at else "missed"
     return CycleLedger(
         cycle=plan.cycle,
         outcome=outcome or "open",
@@ -320,18 +325,9 @@ def ledger_of(
         failed=sum(leaf.state.is_failure for leaf in leaves),
         began_at=min((record.created_at for record in every), default=None),
         ended_at=ended_at,
-        deadline=deadline_of(deadline_at, ended_at, now, done=outcome in ("succeeded", "refused")),
+        deadline=deadline,
         deadline_at=deadline_at,
     )
-
-
-def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *, done: bool) -> Deadline:
-    """Return whether a cycle was ready in time. One that failed never is."""
-    if deadline_at is None:
-        return "none"
-    if ended_at is None:
-        return "open" if now <= deadline_at else "missed"
-    return "met" if done and ended_at <= deadline_at else "missed"
 
 
 def _entries(

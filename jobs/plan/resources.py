@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
 from jobs.settings import JobsConfig, StageJob
 from pipeline.core.errors import ConfigError
-from pipeline.core.machines import NODES, Node
+from pipeline.core.machines import NODES, PRICES_USD_PER_HOUR, Node
 
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
 OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node holds a connection to each other
@@ -99,11 +99,6 @@ def ml_machine(needs: Resources) -> str:
     return f"{PREFIX}{_FAMILY}.{size}" if size else ""
 
 
-def ml_vcpus(needs: Resources) -> int:
-    """Return the vCPUs of the machine that a job without an instance type gets."""
-    return needs.vcpus if needs.instance_type else _VCPUS.get(ml_machine(needs).rpartition(".")[2], needs.vcpus)
-
-
 # What a job costs. A container costs the share of its machine that its vCPUs are, as AWS Batch places it. A node of a
 # group has a machine of its own. Machines without a price in the table cost by the vCPU if the settings have its price.
 
@@ -122,7 +117,7 @@ class Prices:
 
 
 def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
-    known, vcpu = jobs.usd_per_hour, jobs.vcpu_usd_per_hour
+    known, vcpu = PRICES_USD_PER_HOUR | jobs.prices, jobs.vcpu_usd_per_hour
     if target != "sagemaker":
         return Prices(known, vcpu)
     derived = {ml_name(name): SAGEMAKER_PRICE_FACTOR * usd for name, usd in known.items()}
@@ -134,7 +129,10 @@ def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     """Return the price of one node or child of an array; None if unknown. SageMaker lends whole machines."""
     needs = job.resources
     if prices.whole:
-        price, vcpus = prices.by_instance.get(ml_machine(needs)), ml_vcpus(needs)
+        machine = ml_machine(needs)
+        price, vcpus = prices.by_instance.get(machine), needs.vcpus
+        if not needs.instance_type:
+            vcpus = _VCPUS.get(machine.rpartition(".")[2], vcpus)
     else:
         price, vcpus = prices.by_instance.get(needs.instance_type), needs.vcpus
     if price is None:
