@@ -12,7 +12,7 @@ from typing import Any
 import botocore.session
 import pytest
 
-from jobs.commands.driver import TIME_VARIABLE, scheduled_time
+from jobs.commands.submit import TIME_VARIABLE, scheduled_time
 from jobs.cycle.job_states import has_succeeded, is_tried_again
 from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jobs import setup
-from jobs.commands import driver, submit
+from jobs.commands import submit
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
 from jobs.cycle.job_states import Submission
 from jobs.settings import CycleSettings
@@ -51,8 +51,7 @@ class Commands:
     def __post_init__(self) -> None:
         self.batch = FakeBatch(self.clock)
         self.faults = Faults()
-        for module in (submit, driver):
-            self.monkeypatch.setattr(module, "open_cycle", self.open_cycle)
+        self.monkeypatch.setattr(submit, "open_cycle", self.open_cycle)
         for module in (submit, setup):
             self.monkeypatch.setattr(module, "open_target", self._open_target)
 
@@ -114,10 +113,10 @@ def test_a_cycle_is_submitted_once(commands: Commands) -> None:
 def test_the_driver_sees_that_a_cycle_has_ended(commands: Commands) -> None:
     cycle = commands.open_cycle(commands.settings(cycle="2026-11-20"), commands.said.append)
     assert commands.submit()
-    assert not driver.has_ended(cycle)
+    assert not submit.has_ended(cycle)
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 1000}
-    assert driver.has_ended(cycle)
+    assert submit.has_ended(cycle)
     closed = commands.store().closed()
     assert closed is not None
     assert closed.outcome == "succeeded"
@@ -204,7 +203,7 @@ def test_the_watch_does_not_close_a_cycle_that_is_retried_meanwhile(
     monkeypatch.setattr(submit, step, retried_before)
     assert submit.run_reconcile(arguments, commands.said.append) == 0
     assert commands.store().closed() is None
-    assert not driver.has_ended(commands.open_cycle(commands.settings(cycle="2026-11-20"), commands.said.append))
+    assert not submit.has_ended(commands.open_cycle(commands.settings(cycle="2026-11-20"), commands.said.append))
     for job in commands.batch.jobs.values():
         job |= {"status": "SUCCEEDED", "stoppedAt": 3000}
     assert submit.run_reconcile(Namespace(settings=commands.settings()), commands.said.append) == 0
