@@ -95,7 +95,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
             expected="queues and compute environments that can hold every job",
             next_command="correct [jobs] or the variables of infra/, then make deploy",
         )
-    for warning in dict.fromkeys(account_warnings(plan, planned.account)):
+    for warning in account_warnings(plan, planned.account):
         say(f"warning: {warning}")
     say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
     return EXIT_OK

@@ -21,8 +21,8 @@ from jobs.plan.spec import Retry
 from jobs.schedule import ScheduleConfig
 from jobs.settings import JobsConfig, SageMakerConfig
 from jobs.targets.batch.requests import definition_request
-from jobs.targets.sagemaker.describe import RECEIVED, end_of
-from jobs.targets.sagemaker.requests import retry_rules
+from jobs.targets.sagemaker.requests import RECEIVED, retry_rules
+from jobs.targets.sagemaker.routes import end_of
 from tests.infra.policies import MODULES, SAGEMAKER, Fleet, render
 from tests.jobs.cycle.cases import cycle
 from tests.jobs.cycle.record_cases import good, tried

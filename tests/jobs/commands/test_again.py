@@ -16,8 +16,8 @@ from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.registry.records import verdict_key
 from pipeline.settings import resolve
 from tests.jobs.commands.test_cycle import ALL, CYCLE, ORDER, Trnjobs, submitting, trnjobs
-from tests.killing import FILE_CHANGES, killed_at
-from tests.storages import aws, moto_address, s3_uri
+from tests.kit.killing import FILE_CHANGES, killed_at
+from tests.kit.storages import aws, moto_address, s3_uri
 
 __all__ = ["aws", "moto_address", "s3_uri", "trnjobs"]
 RIGHT = ("--data.columns.query=search_term", "--data.columns.title=item")

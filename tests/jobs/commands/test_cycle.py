@@ -19,7 +19,7 @@ from jobs.cycle import cycle_store as cycle
 from jobs.cycle.job_states import Submission
 from jobs.plan import cycle as plan
 from tests.jobs.targets.local.waiting import until, until_no_keepers
-from tests.killing import FILE_CHANGES, FORK, killed_at
+from tests.kit.killing import FILE_CHANGES, FORK, killed_at
 
 # Notes what runs, in a journal; waits while there is a file hold-<job>; ends with the code of its try in the file
 # exit-<job>[:child], of which the last is that of all later tries. Says what is in the file say-<job>.

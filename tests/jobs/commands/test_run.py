@@ -18,9 +18,9 @@ from jobs.commands import submit
 from jobs.plan.spec import Plan
 from jobs.setup import OpenCycle
 from tests.jobs.targets.local.waiting import until_no_keepers
-from tests.ports import free_port
-from tests.ranks import environments
-from tests.zygote import Forked
+from tests.kit.ports import free_port
+from tests.kit.ranks import environments
+from tests.kit.zygote import Forked
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "ddp_script.py"
