@@ -12,7 +12,6 @@ import pytest
 from pipeline.core.errors import DataError, TransientError
 from pipeline.embed import parts as parts_module
 from pipeline.embed.parts import parts_of, records_prefix
-from pipeline.embed.plan import EmbedPlan, pin_plan, pinned_plan
 from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
 from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
@@ -187,13 +186,6 @@ def test_a_part_that_is_made_again_elsewhere_has_its_own_record(
     verify_dir(case.workspace, "embeddings/c1", deep=True)
     np.testing.assert_allclose(found["p0"], -expected_vector(title(0)), atol=0.02)
     np.testing.assert_allclose(found["p59"], expected_vector(title(59)), atol=0.02)
-
-
-def test_the_first_plan_counts(case: Case, tmp_path: Path) -> None:
-    plan = case.plan(write_catalogue(tmp_path / "in", [products(range(60))]))
-    other = plan.model_copy(update={"rows_per_part": 10})
-    assert pin_plan(case.workspace, other) == plan == pinned_plan(case.workspace, "c1")
-    assert EmbedPlan.model_validate_json(plan.model_dump_json()).fingerprint == plan.fingerprint
 
 
 def test_bad_rows_are_counted_and_the_first_ones_kept(case: Case, tmp_path: Path) -> None:

@@ -105,17 +105,6 @@ def test_rows_outside_the_filter_are_not_counted() -> None:
     )
 
 
-def test_a_text_of_100_kb_is_cut_and_counted() -> None:
-    rules = TextRules(tokenizer_json(), 12, "string")
-    window = make_window(rules, raw(id=[b"a", b"b"], title=[b"phone model " * 8500, b"phone"]))
-    assert window.tokens.lengths.tolist()[0] == 12
-    assert window.rows.table["truncated"].to_pylist() == [True, False]
-    tokenizer = TextTokenizer(tokenizer_json())
-    first = window.tokens.ids[:12]
-    assert (first[0], first[-1]) == (tokenizer.cls_id, tokenizer.sep_id)
-    assert np.array_equal(first[:-1], tokenizer.encode(["phone model " * 20]).ids[:11])
-
-
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), limit=st.integers(3, 70))
 @settings(max_examples=60, deadline=None)
 def test_chunks_hold_every_token_of_a_text_once(lengths: list[int], limit: int) -> None:
@@ -135,17 +124,22 @@ def test_chunks_hold_every_token_of_a_text_once(lengths: list[int], limit: int) 
         assert all(len(part) == limit for part in parts[start : end - 1])
 
 
-def test_what_is_chunked_and_what_is_cut_is_counted() -> None:
-    rules = TextRules(tokenizer_json(), whole_limit(12, 3), "string", chunks=3)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_what_is_chunked_and_what_is_cut_is_counted(chunks: int) -> None:
+    """A text of 100 kB among them."""
+    limit, tokenizer = whole_limit(12, chunks), TextTokenizer(tokenizer_json())
     titles = [b"phone model " * 8500, b"phone " * 6, b"phone"]
-    window = make_window(rules, raw(id=[b"a", b"b", b"c"], title=titles))
-    assert (window.rows.table["truncated"].to_pylist(), window.rows.table["chunked"].to_pylist()) == (
-        [True, False, False],
-        [True, True, False],
+    window = make_window(
+        TextRules(tokenizer_json(), limit, "string", chunks=chunks), raw(id=[b"a", b"b", b"c"], title=titles)
     )
-    assert window.tokens.lengths[0] == 32, "three times ten, [CLS] and [SEP]"
+    found = window.rows.table.select(["truncated", "chunked"]).to_pydict()
+    some = chunks > 1
+    assert found == {"truncated": [True, not some, False], "chunked": [some, some, False]}
+    first = window.tokens.ids[: window.tokens.lengths[0]]
+    assert len(first) == limit and (first[0], first[-1]) == (tokenizer.cls_id, tokenizer.sep_id)
+    assert np.array_equal(first[:-1], tokenizer.encode(["phone model " * 20]).ids[: limit - 1])
     kept = window.keep(np.array([False, True, True]))
-    assert kept.rows.table["chunked"].to_pylist() == [True, False]
+    assert kept.rows.table["chunked"].to_pylist() == [some, False] and len(kept.tokens.lengths) == 2
 
 
 ID_ARRAYS = {

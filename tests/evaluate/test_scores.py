@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
-from pipeline.evaluate import scores as module
-from pipeline.evaluate.scores import (
+from pipeline.evaluate import score as module
+from pipeline.evaluate.score import (
     ARRAYS_FILE,
     FILE,
     KIND,
