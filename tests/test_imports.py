@@ -34,8 +34,8 @@ LAYERS = (
 )
 JOBS_LAYERS = (
     ("schedule",),
-    ("config",),
-    ("plan", "settings"),
+    ("settings",),
+    ("plan",),
     ("cycle", "node"),
     ("targets",),
     ("setup",),
