@@ -174,6 +174,8 @@ def leak_doubts(leak: Leak | None) -> list[str]:
 PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"
 """Slice columns of our own."""
 SPECIAL_TOKENS = 2
+LENGTHS = ("1-4", "5-8", "9-16", "17+")
+"""Names of the slices by query length, the edges of which are QUERY_EDGES."""
 _BLOCK_ROWS = 65_536
 
 
@@ -231,12 +233,13 @@ class Holdout:
         """Slice columns of scored rows: those of the data, the partition, and the length of the query."""
         columns: dict[str, SliceColumn] = {}
         of_data = self.sets[0].info.slice_columns
-        names = merge_names({one.column: one.names for one in token_set.info.slices} for token_set in self.sets)
+        known = merge_names({one.column: one.names for one in token_set.info.slices} for token_set in self.sets)
         for place, column in enumerate(of_data):
-            columns[column] = SliceColumn(codes_of(arrays["slice"][:, place], names[column]), names[column])
+            columns[column] = SliceColumn(codes_of(arrays["slice"][:, place], known[column]), known[column])
         partitions = tuple(token_set.info.partition for token_set in self.sets)
         columns[own_column(PARTITION, of_data)] = SliceColumn(arrays["partition"], partitions)
-        columns[own_column(QUERY_TOKENS, of_data)] = length_column(arrays["query_tokens"], QUERY_EDGES)
+        lengths = np.searchsorted(QUERY_EDGES, arrays["query_tokens"].astype(np.int64) - SPECIAL_TOKENS)
+        columns[own_column(QUERY_TOKENS, of_data)] = SliceColumn(lengths, LENGTHS)
         return columns
 
 
@@ -272,14 +275,6 @@ def read_column(rows: TokenRows, name: str) -> list[Int64s]:
             column = rows.read(np.full(size, bucket, dtype=np.int64), column, bucket, (name,))[name]
         found.append(column)
     return found
-
-
-def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) -> SliceColumn:
-    """Slice queries by their tokens [N], special ones included; `most`: of each slice but the last, without those."""
-    firsts = [1, *(edge + 1 for edge in most)]
-    names = [f"{first}-{last}" if first < last else f"{first}" for first, last in zip(firsts, most, strict=False)]
-    codes = np.searchsorted(np.asarray(most), query_tokens.astype(np.int64) - SPECIAL_TOKENS, side="left")
-    return SliceColumn(codes.astype(np.int64), (*names, f"{firsts[-1]}+"))
 
 
 # The slices of scored rows that are worth judging. Pure.
