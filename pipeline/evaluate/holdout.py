@@ -243,8 +243,18 @@ class Holdout:
         return columns
 
 
-def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, max_rows: int) -> Holdout:
-    """Open a holdout. Raises DataError if the split has no row here, or no whole query in `max_rows` rows."""
+def open_holdout(
+    workspace: Storage,
+    sets: Sequence[TokenSet],
+    split: Split,
+    cache_dir: Path,
+    max_rows: int,
+    setting: str = "evaluate.max_rows",
+) -> Holdout:
+    """Open a holdout. Raises DataError if the split has no row here, or no whole query in `max_rows` rows.
+
+    `setting`: the name of the setting that gives `max_rows`.
+    """
     extra = EXTRA if sets[0].info.slices else ("partition",)
     rows = open_rows(workspace, sets, split, cache_dir, extra)
     if not sum(rows.sizes):
@@ -254,27 +264,19 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
             expected=f"rows in the {split} split",
             next_command=f"raise --data.{split}-fraction or give a split column and prepare again; or --evaluate.split",
         )
-    query_ids = read_column(rows, "query_id")
+    query_ids = [np.zeros(0, dtype=np.int64)] * len(rows.sizes)
+    for bucket, size in ((bucket, size) for bucket, size in enumerate(rows.sizes) if size):
+        numbers = np.arange(size, dtype=np.int64)
+        query_ids[bucket] = rows.read(np.full(size, bucket), numbers, bucket, ("query_id",))["query_id"]
     order = choose_rows(query_ids, max_rows)
     if not order.total:
         largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())
         raise DataError(
-            f"evaluate.max_rows is {max_rows:,}, and the query of split {split} that is chosen first has more rows",
+            f"{setting} is {max_rows:,}, and the query of split {split} that is chosen first has more rows",
             expected=f"room for whole queries, of which the largest has {largest:,} rows; or 0, for all rows",
-            next_command=f"--evaluate.max-rows {largest}, or more",
+            next_command=f"--{setting.replace('_', '-')} {largest}, or more",
         )
     return Holdout(split, sets, rows, order, max_rows)
-
-
-def read_column(rows: TokenRows, name: str) -> list[Int64s]:
-    """One column of all rows, by bucket."""
-    found = []
-    for bucket, size in enumerate(rows.sizes):
-        column = np.arange(size, dtype=np.int64)
-        if size:
-            column = rows.read(np.full(size, bucket, dtype=np.int64), column, bucket, (name,))[name]
-        found.append(column)
-    return found
 
 
 # The slices of scored rows that are worth judging. Pure.
