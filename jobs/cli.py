@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.command_line import CommandParser, run_program, show
+from pipeline.cli import CommandParser, run_program, show
 from pipeline.core.errors import EXIT_OK
 
 # A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. It finds the
@@ -29,11 +29,9 @@ COMMANDS: dict[str, str] = {
 }
 TARGETS = ["local", "batch", "sagemaker"]
 MODULES = {
-    **dict.fromkeys(("plan", "fit"), "plan"),
-    **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile"), "submit"),
-    **dict.fromkeys(("status", "logs", "history", "cost", "report", "config"), "show"),
+    **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile", "driver"), "submit"),
+    **dict.fromkeys(("plan", "fit", "status", "logs", "history", "cost", "report", "config"), "show"),
     "notify": "notify",
-    "driver": "driver",
 }
 
 

@@ -27,15 +27,14 @@ LAYERS = (
     ("evaluate",),
     ("mine",),
     ("train", "convert"),
-    ("command_line",),
     ("stages",),
     ("commands",),
     ("cli", "__main__"),
 )
 JOBS_LAYERS = (
     ("schedule",),
-    ("config",),
-    ("plan", "settings"),
+    ("settings",),
+    ("plan",),
     ("cycle", "node"),
     ("targets",),
     ("setup",),

@@ -12,7 +12,7 @@ from bench.quality.tasks import SEARCH_FLAGS, Task
 from bench.results import ROOT
 from pipeline.core.fingerprint import fingerprint
 from pipeline.evaluate.report import EvaluationReport, load_report
-from pipeline.evaluate.scores import load_arrays
+from pipeline.evaluate.score import load_arrays
 from pipeline.io.storage import open_storage
 
 CONFIG = ROOT / "configs" / "small.toml"

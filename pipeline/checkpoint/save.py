@@ -151,7 +151,9 @@ def commit_snapshot(
 ) -> Manifest:
     """Publish a snapshot as the checkpoint of its cycle and step, by way of a temporary folder in `staging`."""
     state = snapshot.state
-    with atomic.staging_dir(staging) as folder:
+    with atomic.staging_dir(staging) as home:
+        folder = home / f"step-{state.step}"
+        folder.mkdir()
         weights = {name: tensor.contiguous() for name, tensor in snapshot.weights.items()}
         save_file(weights, folder / WEIGHTS, {"format": "pt"})
         save_file(dict(snapshot.optimizer), folder / OPTIMIZER)

@@ -29,8 +29,8 @@ from pipeline.io import atomic
 from pipeline.io.paths import user_path
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.checkpoints import lineage, locate
+from pipeline.registry.model import read_pair
 from pipeline.registry.records import one_line, read_pointer
-from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings
 from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
 

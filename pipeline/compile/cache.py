@@ -23,7 +23,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.storage import Storage, is_temp, os_errors
+from pipeline.io.storage import Storage, os_errors
 
 NEFF_NAME = "model.neff"
 DONE_NAME = "model.done"  # an empty marker, written last
@@ -137,7 +137,7 @@ def _local_files(root: Path, key: str) -> Iterator[tuple[str, int, float | None]
             return
         for path in sorted(root.glob(f"{key}/**/*" if key else "neuronxcc-*/MODULE_*/**/*")):
             with suppress(FileNotFoundError):
-                if path.is_file() and not is_temp(path.name):
+                if path.is_file() and not atomic.is_temp(path.name):
                     stat = path.stat()
                     yield path.relative_to(root).as_posix(), stat.st_size, now_s - stat.st_mtime
 

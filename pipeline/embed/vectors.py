@@ -25,11 +25,12 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import open_parquet
+from pipeline.io import atomic
 from pipeline.io.atomic import exclusive, make_dirs, staging_dir
 from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import Storage, is_temp, join_key, open_storage, os_errors, place_of
+from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
 
 IdType = Literal["int64", "uint64", "string"]
 ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
@@ -417,7 +418,7 @@ def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest
             except DataError:  # a file of it was lost
                 parent.delete([join_key(folder.name, MANIFEST_NAME)])
         # A writer that was killed has left the matrix or the ids.
-        others = {path.name for path in folder.iterdir() if not is_temp(path.name)} - {MATRIX, IDS}
+        others = {path.name for path in folder.iterdir() if not atomic.is_temp(path.name)} - {MATRIX, IDS}
         if others:
             raise ConfigError(
                 f"{folder} holds {min(others)}",

@@ -32,7 +32,7 @@ from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
-from pipeline.evaluate.scores import load_arrays, save_arrays
+from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang

@@ -13,22 +13,15 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
-from pipeline.evaluate.digest import (
-    ScoreDigest,
-    digest_key,
-    find_examples,
-    model_digest,
-    query_changes,
-)
 from pipeline.evaluate.gate.compare import Side
 from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_doubts, open_holdout, refuse_leak
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
-from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, store_digest
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
-from pipeline.evaluate.scores import ScoreSet
+from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks
@@ -292,9 +285,6 @@ class Evaluation:
         )
 
     def _store_digest(self, ours: ScoredModel, theirs: ScoredModel | None) -> None:
-        """Store what pages draw of the scores."""
-        compared = theirs if theirs and not theirs.judged.rows.meaningless else None
-
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
             if not len(numbers):
                 return {}
@@ -303,20 +293,8 @@ class Evaluation:
             pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
-        rows, before = ours.judged.rows, compared.judged.rows if compared else None
-        examples, lost, won = find_examples(rows, before, self.settings.report.examples, texts_of)
-        digest = ScoreDigest(
-            cycle=self.ctx.cycle,
-            labels=rows.labels,
-            top_gain=max(rows.label_gains),
-            candidate=model_digest(ours.checkpoint.digest, rows),
-            incumbent=model_digest(compared.checkpoint.digest, compared.judged.rows) if compared else None,
-            queries=query_changes(ours.judged.retrieval, theirs.judged.retrieval if theirs else None),
-            lost=lost,
-            won=won,
-            examples=examples,
-        )
-        self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
+        models = [(one.checkpoint.digest, one.judged) for one in (ours, theirs) if one]
+        store_digest(self.ctx.workspace, self.ctx.cycle, models, self.settings.report.examples, texts_of)
 
     def _measured(self, model: ScoredModel, scored: list[ScoredBaseline]) -> ModelReport:
         state, metrics, found = model.checkpoint.state, self.settings.evaluate.metrics, model.found

@@ -42,6 +42,8 @@ class Outcome:
     steps_done: int
     late: bool
     holdouts: dict[str, HoldoutFigures]
+    has_scores: bool
+    """Whether the relevance head was trained, so that its scores mean something."""
     groups_new: int
     groups_replayed: int
     """Of earlier partitions; a group is a query with its products."""
@@ -197,6 +199,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         step,
         late,
         holdouts,
+        has_scores=run.config.train.loss.trains_head,
         groups_new=sum(run.pools.new.sizes),
         groups_replayed=sum(run.pools.kept),
     )

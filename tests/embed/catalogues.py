@@ -21,7 +21,8 @@ from pipeline.embed.flow import Flow, embed_shards
 from pipeline.embed.parts import finish, parts_of
 from pipeline.embed.plan import EmbedPlan, pin_plan
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
-from pipeline.io.storage import Storage, is_temp, open_storage
+from pipeline.io import atomic
+from pipeline.io.storage import Storage, open_storage
 
 WIDTH, MAX_TOKENS = 16, 12
 COLUMNS = CatalogueColumns(id="product_id", title="title")
@@ -168,7 +169,7 @@ class Case:
     def files(self, cycle: str = "c1") -> dict[str, bytes]:
         """Everything below embeddings/<cycle>, but for what a killed writer left."""
         folder = self.folder / "workspace" / "embeddings" / cycle
-        return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not is_temp(path.name)}
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not atomic.is_temp(path.name)}
 
 
 def rows_of(vectors: VectorSet) -> dict[Any, Float32s]:

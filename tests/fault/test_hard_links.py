@@ -21,7 +21,7 @@ from pipeline.data import tokenizer as tokenizer_store
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.prepare import prepare
 from pipeline.data.tokenizer import TextTokenizer, store_tokenizer, train_tokenizer
-from pipeline.evaluate.scores import save_arrays, save_scores
+from pipeline.evaluate.score import save_arrays, save_scores
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage

@@ -10,8 +10,7 @@ import pytest
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.local import LocalStorage
-from pipeline.io.storage import DiskFull, Storage, open_storage, translate_os_error
+from pipeline.io.storage import DiskFull, LocalStorage, Storage, open_storage, translate_os_error
 
 
 @pytest.fixture
