@@ -17,9 +17,8 @@ from pipeline.registry.records import verdict_key
 from pipeline.settings import resolve
 from tests.jobs.commands.test_cycle import ALL, CYCLE, ORDER, Trnjobs, submitting, trnjobs
 from tests.kit.killing import FILE_CHANGES, killed_at
-from tests.kit.storages import aws, moto_address, s3_uri
 
-__all__ = ["aws", "moto_address", "s3_uri", "trnjobs"]
+__all__ = ["trnjobs"]
 RIGHT = ("--data.columns.query=search_term", "--data.columns.title=item")
 
 
