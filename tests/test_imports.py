@@ -64,7 +64,6 @@ ONLY_IN = {
         "pipeline/convert/",
         "pipeline/health/device.py",
         "pipeline/inference/",
-        "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
         "pipeline/commands/doctor.py",

@@ -19,9 +19,8 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.embed.catalogue import read_shard
+from pipeline.embed.catalogue import TextRules, judge_rows, read_shard
 from pipeline.embed.plan import pinned_plan
-from pipeline.embed.texts import TextRules, judge_rows
 from pipeline.embed.vectors import MappedVectors, VectorSet, open_vectors
 from pipeline.io.atomic import exclusive, make_dirs, staging_dir
 from pipeline.io.commit import commit_dir, read_manifest
