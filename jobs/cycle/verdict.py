@@ -1,4 +1,4 @@
-"""What became of a cycle, in the few lines that a person wants first: the verdict, the quality, what is served. Pure."""
+"""The verdict on a cycle in a few lines: what became of it, how good the model is, why it was refused. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import EvaluationReport
 
 SEARCH = "retrieval_ndcg@10"
-_NAMES = {SEARCH: "search nDCG@10", "ndcg@10": "nDCG@10", "macro_f1": "macro F1"}
+_NAMES = {SEARCH: "search nDCG@10", "ndcg@10": "nDCG@10", "macro_f1": "macro F1", "bm25": "BM25"}
 _MOST_METRICS, _MOST_REASONS = 4, 3
 
 
@@ -52,11 +52,20 @@ def _quality(evaluation: EvaluationReport) -> list[str]:
     """Return a table of the main metrics: the candidate beside production and baselines, with the difference."""
     production, baselines = evaluation.incumbent, [one for one in evaluation.baselines if one.figures]
     deltas = {check.metric: check for check in evaluation.verdict.checks if check.kind == "delta" and not check.slice}
-    names = [name for name in dict.fromkeys((*deltas, SEARCH)) if name in evaluation.candidate.figures][:_MOST_METRICS]
+    judged = (check.metric for check in evaluation.verdict.checks if check.metric and not check.slice)
+    names = [name for name in dict.fromkeys((*deltas, *judged, SEARCH)) if name in evaluation.candidate.figures]
     if not names:
         return []
-    rows = [["", "candidate", *(["production"] if production else []), *(one.name for one in baselines), ""]]
-    for name in names:
+    rows = [
+        [
+            "",
+            "candidate",
+            *(["production"] if production else []),
+            *(_NAMES.get(one.name, one.name) for one in baselines),
+            "",
+        ]
+    ]
+    for name in names[:_MOST_METRICS]:
         others = [*([production.figures] if production else []), *(one.figures for one in baselines)]
         change, check = "", deltas.get(name)
         if check is not None and check.low is not None and check.high is not None and check.incumbent is not None:
@@ -77,7 +86,7 @@ def _reasons(checks: Sequence[GateCheck]) -> list[str]:
             continue
         where = f"{_NAMES.get(check.metric, check.metric)}{f' of {check.slice}' if check.slice else ''}"
         difference = f"{check.candidate - against:+.3f} [{check.low:+.3f}, {check.high:+.3f}]"
-        who = check.baseline or "production"
+        who = _NAMES.get(check.baseline, check.baseline) or "production"
         lines.append(f"{where}: {who} {_number(against)}, candidate {_number(check.candidate)}, {difference}")
     return [*lines, *([f"and {len(failed) - _MOST_REASONS} more"] if len(failed) > _MOST_REASONS else [])]
 
