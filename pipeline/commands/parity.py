@@ -436,7 +436,7 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
     # The optimizer and the batch of training, so that the graphs are the same.
     one_rate, batch_size = train.optimizer.has_one_rate, min(train.micro_batch_size, train.global_batch_size)
-    program = ScoreProgram(model, backend, train.precision, rows.buckets, has_one_rate=one_rate)
+    program = ScoreProgram(model, backend, train.precision, has_one_rate=one_rate)
     program.load(weights)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

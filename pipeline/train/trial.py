@@ -174,7 +174,7 @@ class Trial:
         model = build_model(self.settings.model, self.spec, train.seed)
         weights = model.state_dict()
         program = ScoreProgram(
-            model, self.backend, train.precision, self.buckets, self.watch, has_one_rate=train.optimizer.has_one_rate
+            model, self.backend, train.precision, self.watch, has_one_rate=train.optimizer.has_one_rate
         )
         program.load(weights)
         self._score(program.outputs)

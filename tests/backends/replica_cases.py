@@ -287,7 +287,7 @@ def test_one_rank_alone_holds_none(rows: TokenRows) -> None:
     recorder = Recorder(backend, {})
     with torch.device("meta"):
         model = build_model(MODEL, SPEC, 1)
-    program = ScoreProgram(model, backend, "fp32", BUCKETS, recorder)
+    program = ScoreProgram(model, backend, "fp32", recorder)
     program.load(build_model(MODEL, SPEC, 1).state_dict())
     program.outputs(pairs_of(rows, backend))
     assert "all-reduce" not in "".join(recorder.texts.values())
