@@ -15,7 +15,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.shards import TokenRows
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
-from pipeline.embed.texts import cut_tokens
+from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.vectors import shorten_vectors
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
