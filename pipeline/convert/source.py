@@ -17,9 +17,8 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import check_record, read_manifest, record_of
-from pipeline.io.downloads import HEAD_BYTES, check_downloaded
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import Storage, join_key, os_errors, place_of
+from pipeline.io.storage import HEAD_BYTES, Storage, check_downloaded, join_key, os_errors, place_of
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import parse_json
 

@@ -70,6 +70,11 @@ class RawBatch:
     def num_rows(self) -> int:
         return len(self.rows) + len(self.bad)
 
+    @property
+    def rows_read(self) -> int:
+        """Good and bad rows, with all lines that a bad one swallowed."""
+        return len(self.rows) + sum(row.count for row in self.bad)
+
 
 @dataclass(frozen=True)
 class Chunk:

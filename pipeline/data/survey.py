@@ -86,10 +86,9 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
     fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
     fields += [FILTER + column for column in config.filter]
     max_bytes = 4 * text_characters(config.bucket_shapes)
-    files = [file for partition in source.partitions for file in partition.files]
     found = Survey()
-    with reading_progress("looking at labels and texts", files) as tell:
-        for number, file in enumerate(files):
+    with reading_progress("looking at labels and texts", source.files) as tell:
+        for number, file in enumerate(source.files):
             found.sample.seen = number
             for raw in source.read(file, fields):
                 stop.raise_if_set(f"reading {file.key}")

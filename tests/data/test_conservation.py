@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.core.stop import StopSignal
 from pipeline.data import prepare as prepare_module
 from pipeline.data import readers
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.csv_records import TEXT_AFTER_QUOTE, UNCLOSED_QUOTE, WRONG_FIELDS
-from pipeline.data.input_files import FLAT, Files, InputFile, Partition
+from pipeline.data.input_files import FLAT, Files, InputFile
 from pipeline.data.prepare import FileCount, _counted
 from pipeline.data.readers import NOT_AN_OBJECT, suffix_format
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
-from pipeline.data.sources import FileSource, open_source
+from pipeline.data.sources import file_reader
 from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
 from pipeline.embed.catalogue import CatalogueColumns, look_at, read_shard
@@ -44,10 +43,10 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
     file = InputFile(made.name, str(suffix_format(made.name)), "content")
     rows_per_chunk = chooser.choice(ROWS_PER_CHUNK)
     config = DataConfig(columns={"query_id": "product_id"}, rows_per_chunk=rows_per_chunk)  # type: ignore[arg-type]
-    source, counts = FileSource(config, storage, (Partition(FLAT, (file,)),)), FileCount()
+    counts = FileCount()
     ids, numbers, bad = list[str](), list[int](), 0
 
-    batches = _counted(source.read(file), counts, lambda batch: None)
+    batches = _counted(file_reader(config, storage)(file, None), counts, lambda batch: None)
     for chunk in cut_chunks(file.key, batches, rows_per_chunk):
         good, bad_rows, judged = clean(chunk, RULES)
         assert judged == chunk.num_rows == len(good.query) + sum(row.count for row in bad_rows)
@@ -143,7 +142,7 @@ def test_every_reader_gives_every_row_of_many_files(tmp_path: Path, monkeypatch:
 def read(path: Path) -> list[RawBatch]:
     config = DataConfig(columns={"query_id": "product_id"})  # type: ignore[arg-type]
     file = InputFile(path.name, str(suffix_format(path.name)), "content")
-    return list(FileSource(config, open_storage(str(path.parent)), ()).read(file))
+    return list(file_reader(config, open_storage(str(path.parent)))(file, None))
 
 
 def json_lines(count: int, extra: str = "") -> str:
@@ -179,15 +178,6 @@ def test_a_column_that_comes_late_is_refused_not_half_read(tmp_path: Path) -> No
         read(path)
     path.write_text(json_lines(1000) + json_lines(3, ', "unused": 1'))
     assert sum(len(batch.rows) for batch in read(path)) == 1003
-
-
-@pytest.mark.parametrize("name", ["a.csv.zst", "a.jsonl.bz2", "b.parquet.xz", "A.CSV.ZIP"])
-def test_a_compression_nobody_reads_is_refused_not_left_out(tmp_path: Path, name: str) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text(json_lines(3))
-    (tmp_path / "in" / name).write_bytes(b"x")
-    with pytest.raises(DataError, match="is compressed with"):
-        open_source(DataConfig(path=str(tmp_path / "in")), scratch=tmp_path, stop=StopSignal())
 
 
 def test_quotes_that_swallow_rows(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import csv_records
 from pipeline.data.csv_records import TEXT_AFTER_QUOTE, UNCLOSED_QUOTE, WRONG_FIELDS, CsvRecords, Malformed
 
 HEADER = "query,title,label"
@@ -34,6 +33,7 @@ def records(text: str, delimiter: str = ",") -> tuple[list[str], list[tuple[int,
         (r'q,"\"",x', '"'),
         (r'q,"C:\\dir \"x\"",x', r'C:\dir "x"'),
         (r'q,"two|lines of \"x\"",x', 'two\nlines of "x"'),
+        (r'\\q,"27\" ""wide""",x', '27" "wide"'),
         (r'q,"C:\",x', "C:\\"),
         (r"q,a\b,x", r"a\b"),
         ('q,24" screen,x', '24" screen'),
@@ -47,7 +47,7 @@ def test_a_row_of_csv(line: str, title: str, end: str) -> None:
     extra = line.count("|")
     assert found == [
         (2, ["p", "t", "y"]),
-        (3, ["q", title.replace("\n", end), "x"]),
+        (3, [line.partition(",")[0], title.replace("\n", end), "x"]),
         (4 + extra, ["p", '17"', "y"]),
         (5 + extra, ["p", "t", "y"]),
     ]
@@ -141,16 +141,11 @@ def test_the_delimiter_of_excel() -> None:
     assert records("sep=;\nquery;title;label\nq;t;x\n") == (["query", "title", "label"], [(3, ["q", "t", "x"])])
 
 
-def test_a_long_text_of_one_line_is_read_and_an_unclosed_quote_is_not_read_on_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    long, limit = "x" * 200_000, csv.field_size_limit()
+def test_a_long_text_of_one_line_is_read_and_an_unclosed_quote_is_not_read_on_for_ever() -> None:
+    long = "x" * 200_000
     _, found = records(f'{HEADER}\nq,"{long}",x\nq,{long},x\nq,"open,x\n' + "q,t,x\n" * 40_000)
     assert [row for _, row in found[:2]] == [["q", long, "x"]] * 2
     assert found[2][1][0] == UNCLOSED_QUOTE and len(found) > 10_000
-    monkeypatch.setattr(csv_records, "_LONGEST_FIELD", 150_000)
-    assert records(f"{HEADER}\nq,{long},x\n")[1] == [(2, (UNCLOSED_QUOTE, 1))]
-    assert csv.field_size_limit() == limit
 
 
 @pytest.mark.parametrize("text", ['query,"title\nq,t\n', 'query,"title" x,label\nq,t,x\n'])

@@ -12,12 +12,12 @@ import pytest
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
-from pipeline.data import sources as sources_module
 from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.input_files import InputFile
 from pipeline.data.shards import map_safetensors
-from pipeline.data.sources import NO_PRODUCT, EsciSource, open_source
+from pipeline.data.sources import NO_PRODUCT, EsciProducts, open_source
 from pipeline.data.token_sets import SPLITS, FileRows
-from pipeline.io.storage import DiskFull
+from pipeline.io.storage import DiskFull, open_storage
 
 LABELS = "ESCI"
 
@@ -94,24 +94,23 @@ def test_a_file_changed_since_it_was_listed_is_not_read(esci: Path, tmp_path: Pa
     assert not list((tmp_path / "scratch").rglob("products.db"))
 
 
-def opened(folder: Path, scratch: Path) -> EsciSource:
-    source = open_source(DataConfig(path=str(folder)), scratch=scratch, stop=StopSignal())
-    assert isinstance(source, EsciSource)
-    return source
+def opened(folder: Path, scratch: Path) -> EsciProducts:
+    storage, key = open_storage(str(folder)), "shopping_queries_dataset_products.parquet"
+    return EsciProducts(storage, InputFile(key, "parquet", "content"), scratch / "esci", 4096)
 
 
 @pytest.mark.stage
 def test_processes_of_a_machine_index_the_products_once(
     esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, plain = list[int](), sources_module._index_products
+    made, plain = list[int](), EsciProducts.write_index
 
-    def slowly(*given: Any) -> None:
+    def slowly(self: EsciProducts, path: Path) -> None:
         made.append(threading.get_ident())
         time.sleep(0.2)
-        plain(*given)
+        plain(self, path)
 
-    monkeypatch.setattr(sources_module, "_index_products", slowly)
+    monkeypatch.setattr(EsciProducts, "write_index", slowly)
     sources = [opened(esci, tmp_path / "scratch") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         all_of = list(pool.map(lambda source: source.index, sources))
