@@ -13,7 +13,6 @@ from pipeline.data import readers
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.csv_records import TEXT_AFTER_QUOTE, UNCLOSED_QUOTE, WRONG_FIELDS
 from pipeline.data.input_files import FLAT, Files, InputFile
-from pipeline.data.prepare import FileCount, _counted
 from pipeline.data.readers import NOT_AN_OBJECT, suffix_format
 from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import file_reader
@@ -43,10 +42,9 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
     file = InputFile(made.name, str(suffix_format(made.name)), "content")
     rows_per_chunk = chooser.choice(ROWS_PER_CHUNK)
     config = DataConfig(columns={"query_id": "product_id"}, rows_per_chunk=rows_per_chunk)  # type: ignore[arg-type]
-    counts = FileCount()
+    batches = list(file_reader(config, storage)(file, None))
     ids, numbers, bad = list[str](), list[int](), 0
 
-    batches = _counted(file_reader(config, storage)(file, None), counts, lambda batch: None)
     for chunk in cut_chunks(file.key, batches, rows_per_chunk):
         good, bad_rows, judged = clean(chunk, RULES)
         assert judged == chunk.num_rows == len(good.query) + sum(row.count for row in bad_rows)
@@ -55,7 +53,8 @@ def check_prepared(storage: Storage, made: Made, chooser: random.Random) -> None
         numbers += chunk.rows.tolist()
         bad += sum(row.count for row in bad_rows)
     assert (ids, bad) == (made.ids, made.malformed)
-    assert (counts.rows, counts.blank) == (made.rows, made.blank)
+    assert sum(batch.rows_read for batch in batches) == made.rows
+    assert sum(batch.blank for batch in batches) == made.blank
     assert numbers == sorted(set(numbers))
 
 
