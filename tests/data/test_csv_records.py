@@ -105,21 +105,8 @@ def test_a_quote_in_a_tsv_is_text_unless_a_program_put_it_there(title: str, read
 @pytest.mark.parametrize("usual", [",", "\t"])
 def test_what_python_and_pandas_write(quoting: int, delimiter: str, usual: str) -> None:
     """Whatever the suffix says: what parts the header parts the rows."""
-    texts = [
-        "plain",
-        'say "hi"',
-        '"',
-        "a,b",
-        "a\tb",
-        "a;b",
-        "a|b",
-        "two\nlines",
-        "two\r\nlines",
-        'x"\n"y',
-        "",
-        " ",
-        "12,5",
-    ]
+    lines = ["two\nlines", "two\r\nlines", 'x"\n"y']
+    texts = ["plain", 'say "hi"', '"', "a,b", "a\tb", "a;b", "a|b", *lines, "", " ", "12,5"]
     table = [["q", text, str(place)] for place, text in enumerate(texts)] + [[text, "t", "x"] for text in texts]
     table += [["q", "t", text] for text in texts if quoting == csv.QUOTE_ALL or "\n" not in text or delimiter != "\t"]
     sink = io.StringIO(newline="")
@@ -135,9 +122,6 @@ def test_what_python_and_pandas_write(quoting: int, delimiter: str, usual: str) 
 def test_a_torn_line_of_a_tsv_costs_itself_alone() -> None:
     _, found = records('query\ttitle\tlabel\nq\t"t\nq\tt\tx\n\nq\tt"\tx\n', "\t")
     assert found == [(2, (WRONG_FIELDS, 1)), (3, ["q", "t", "x"]), (5, ["q", 't"', "x"])]
-
-
-def test_the_delimiter_of_excel() -> None:
     assert records("sep=;\nquery;title;label\nq;t;x\n") == (["query", "title", "label"], [(3, ["q", "t", "x"])])
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
@@ -80,18 +80,6 @@ def test_products_missing_is_one_clear_error(esci: Path, tmp_path: Path) -> None
     with pytest.raises(DataError, match="0 product files") as caught:
         open_source(DataConfig(path=str(esci)), scratch=tmp_path, stop=StopSignal())
     assert "shopping_queries_dataset_products.parquet" in caught.value.expected
-
-
-@pytest.mark.stage
-@pytest.mark.parametrize("name", ["examples", "products"])
-def test_a_file_changed_since_it_was_listed_is_not_read(esci: Path, tmp_path: Path, name: str) -> None:
-    source = open_source(DataConfig(path=str(esci)), scratch=tmp_path / "scratch", stop=StopSignal())
-    (file,) = source.partitions[0].files
-    path = esci / f"shopping_queries_dataset_{name}.parquet"
-    pq.write_table(pq.read_table(path).slice(1), path)
-    with pytest.raises(TransientError, match=f"{name}.parquet was changed while it was read"):
-        list(source.read(file))
-    assert not list((tmp_path / "scratch").rglob("products.db"))
 
 
 def opened(folder: Path, scratch: Path) -> EsciProducts:
@@ -182,12 +170,6 @@ def test_a_query_is_in_one_split_and_a_test_query_stays_one(esci: Path, workplac
     assert {all_ids[one] for one in ids["test"]} == {0, 5, 10}, "what the dataset says, whatever test_fraction is"
     assert ids["valid"] and not ids["valid"] & ids["train"] and not ids["test"] & (ids["valid"] | ids["train"])
     assert ids["train"] | ids["valid"] | ids["test"] == set(all_ids)
-
-
-@pytest.mark.stage
-def test_a_locale_that_does_not_occur_is_one_clear_error(esci: Path, workplace: Any) -> None:
-    with pytest.raises(DataError, match=r"no row of .* has product_locale=uk"):
-        workplace("one").prepare(config_of(esci, filter={"product_locale": "uk"}))
 
 
 @pytest.mark.stage
