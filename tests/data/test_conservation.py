@@ -154,9 +154,8 @@ def json_lines(count: int, extra: str = "") -> str:
 def test_json_lines_after_the_peek(tmp_path: Path, count: int) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json_lines(count))
-    assert [name for batch in read(path) for name in ids_of(batch.columns, "query_id")] == [
-        f"p{number}" for number in range(count)
-    ]
+    found = [name for batch in read(path) for name in ids_of(batch.columns, "query_id")]
+    assert found == [f"p{number}" for number in range(count)]
 
 
 def test_a_reader_that_loses_a_row_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,33 +178,23 @@ def test_a_column_that_comes_late_is_refused_not_half_read(tmp_path: Path) -> No
     assert sum(len(batch.rows) for batch in read(path)) == 1003
 
 
-def test_quotes_that_swallow_rows(tmp_path: Path) -> None:
-    """The quote that is opened in row 1 is closed by the one of row 3; that of p5 is followed by text."""
-    lines = ["p0,q,t,yes", 'p1,q,"t,yes', "p2,q,t,yes", 'p3,q,"t",yes', "p4,q,t,yes", 'p5,q,"24" screen,yes']
-    (tmp_path / "a.csv").write_text("\n".join([",".join(HEADER), *lines]) + "\n")
-    batches = read(tmp_path / "a.csv")
-    assert [name for batch in batches for name in ids_of(batch.columns, "query_id")] == ["p0", "p4"]
-    assert [(row.line, row.count, row.reason) for batch in batches for row in batch.bad] == [
-        (3, 3, UNCLOSED_QUOTE),
-        (7, 1, TEXT_AFTER_QUOTE),
-    ]
-
-
 @pytest.mark.parametrize(
-    "swallowed",
+    ("swallowed", "reason"),
     [
-        ['p1,q,"Deluxe Edition,yes', "p2,q,t, black,yes", 'p3,q,Monitor 27",yes'],
-        ['p1,q,"Deluxe Edition,yes', "p2,q,t,yes", "torn", "p2,q,t,yes", 'p3,q,Monitor 27",yes'],
+        (['p1,q,"t,yes', "p2,q,t,yes", 'p3,q,"t",yes'], UNCLOSED_QUOTE),  # closed by the quote of another row
+        (['p1,q,"24" screen,yes'], TEXT_AFTER_QUOTE),
+        (['p1,q,"Deluxe Edition,yes', "p2,q,t, black,yes", 'p3,q,Monitor 27",yes'], UNCLOSED_QUOTE),
+        (['p1,q,"Deluxe Edition,yes', "p2,q,t,yes", "torn", "p2,q,t,yes", 'p3,q,Monitor 27",yes'], UNCLOSED_QUOTE),
     ],
 )
-def test_a_field_that_holds_rows_is_no_text(tmp_path: Path, swallowed: list[str]) -> None:
+def test_a_field_that_holds_rows_is_no_text(tmp_path: Path, swallowed: list[str], reason: str) -> None:
     """A quote that begins a field and one that ends a later one of its column make one record of the right size."""
     rows = [",".join(HEADER), "p0,q,t,yes", *swallowed, "p4,q,t,yes"]
     (tmp_path / "a.csv").write_text("\n".join(rows) + "\n")
     batches = read(tmp_path / "a.csv")
     assert [one for batch in batches for one in ids_of(batch.columns, "query_id")] == ["p0", "p4"]
     (bad,) = [row for batch in batches for row in batch.bad]
-    assert (bad.row, bad.line, bad.reason, bad.count) == (1, 3, UNCLOSED_QUOTE, len(swallowed))
+    assert (bad.row, bad.line, bad.reason, bad.count) == (1, 3, reason, len(swallowed))
     assert str(bad.content).startswith(swallowed[0])
 
 

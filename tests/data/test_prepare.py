@@ -54,12 +54,6 @@ def write_days(folder: Path, *, days: int = 2, config: SyntheticConfig = SYNTHET
     return folder
 
 
-def info_of(place: Any, prefix: str) -> TokenSetInfo:
-    manifest = read_manifest(place.storage, prefix)
-    assert manifest
-    return TokenSetInfo.model_validate(manifest.fields)
-
-
 @pytest.mark.stage
 def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
     place, shown = workplace("one"), Shown()
@@ -67,37 +61,35 @@ def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
         result = place.prepare(CONFIG)
     assert {"looking at labels and texts", "tokenising"} <= {name for name, _ in shown.works}
     shown.check_complete()
-    assert result.rows == 80 * 12
-    assert result.labels == ("irrelevant", "complement", "substitute", "exact")
+    assert (result.rows, result.labels) == (80 * 12, ("irrelevant", "complement", "substitute", "exact"))
     assert place.names() == [EventName.TOKENIZER_TRAINED, EventName.PARTITION_PREPARED, EventName.PARTITION_PREPARED]
     tokenizer = TextTokenizer(place.storage.read_bytes(f"{result.tokenizer_prefix}/tokenizer.json"))
     sample_ids: list[int] = []
-    for prefix in result.token_set_prefixes:
+    for prefix, info in zip(result.token_set_prefixes, result.infos, strict=True):
+        manifest = read_manifest(place.storage, prefix)
+        assert manifest and TokenSetInfo.model_validate(manifest.fields) == info
         verify_dir(place.storage, prefix, deep=True)
-        info = info_of(place, prefix)
         assert info.label_gains == (0.0, 0.01, 0.1, 1.0)
         assert info.numeric == ("price", *LEXICAL_NAMES)
         assert info.watermark == info.partition.removeprefix("dt=")
         num_tokens = 0
-        for shards in info.splits.values():
-            for shard in shards:
-                arrays = load_file(place.folder / "workspace" / prefix / shard.file)
-                for index, (bucket, rows) in enumerate(zip(CONFIG.bucket_shapes, shard.rows, strict=True)):
-                    if not rows:
-                        assert f"b{index}.query" not in arrays
-                        continue
-                    query, product = arrays[f"b{index}.query"], arrays[f"b{index}.product"]
-                    assert query.shape == (rows, bucket.query_tokens)
-                    assert product.shape == (rows, bucket.product_tokens)
-                    assert query.dtype == product.dtype == np.uint16
-                    assert (query[:, 0] == tokenizer.cls_id).all()
-                    assert (np.sum(query == tokenizer.sep_id, axis=1) == 1).all()
-                    assert arrays[f"b{index}.numeric"].shape == (rows, len(info.numeric))
-                    assert arrays[f"b{index}.categorical"].shape == (rows, 1)
-                    gains = np.array(info.label_gains, dtype=np.float32)[arrays[f"b{index}.label"]]
-                    assert np.array_equal(gains, arrays[f"b{index}.gain"])
-                    num_tokens += int((query != info.pad_id).sum() + (product != info.pad_id).sum())
-                    sample_ids += arrays[f"b{index}.sample_id"].tolist()
+        for shard in (shard for shards in info.splits.values() for shard in shards):
+            arrays = load_file(place.folder / "workspace" / prefix / shard.file)
+            for index, (bucket, rows) in enumerate(zip(CONFIG.bucket_shapes, shard.rows, strict=True)):
+                found = {name.partition(".")[2]: values for name, values in arrays.items() if name[:3] == f"b{index}."}
+                if not rows:
+                    assert not found
+                    continue
+                query, product = found["query"], found["product"]
+                assert (query.shape, product.shape) == ((rows, bucket.query_tokens), (rows, bucket.product_tokens))
+                assert query.dtype == product.dtype == np.uint16
+                assert (query[:, 0] == tokenizer.cls_id).all()
+                assert (np.sum(query == tokenizer.sep_id, axis=1) == 1).all()
+                assert found["numeric"].shape == (rows, len(info.numeric)) and found["categorical"].shape == (rows, 1)
+                gains = np.array(info.label_gains, dtype=np.float32)[found["label"]]
+                assert np.array_equal(gains, found["gain"])
+                num_tokens += int((query != info.pad_id).sum() + (product != info.pad_id).sum())
+                sample_ids += found["sample_id"].tolist()
         assert num_tokens == info.tokens
     assert len(sample_ids) == len(set(sample_ids)) == 960
 

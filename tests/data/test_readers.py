@@ -49,18 +49,6 @@ def write(path: Path) -> Path:
     return path
 
 
-def test_csv_survives_broken_lines_and_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"query,title,label\nq0,t0,good\nq1,t1\n\nq2,\xff\xfe,good\nq3,t3,good,extra\nq4,t4,bad\n")
-    batches = read(path, DataConfig())
-    assert [b for batch in batches for b in batch.columns["title"].to_pylist()] == [b"t0", b"\xff\xfe", b"t4"]
-    bad = [row for batch in batches for row in batch.bad]
-    assert [(row.row, row.reason, row.content) for row in bad] == [
-        (1, WRONG_FIELDS, "q1,t1"),
-        (3, WRONG_FIELDS, "q3,t3,good,extra"),
-    ]
-
-
 @pytest.mark.parametrize(("rows_per_chunk", "num_bytes"), [(5, 10**9), (7, 10**9), (100, 10**9), (1000, 500)])
 def test_chunks_are_bounded_and_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows_per_chunk: int, num_bytes: int

@@ -80,16 +80,15 @@ def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> Non
         alone = rows.read(np.full(size, bucket), np.arange(size), 1)
         by_id |= {int(i): {name: values[n] for name, values in alone.items()} for n, i in enumerate(alone["sample_id"])}
     for slot, (sample, is_row) in enumerate(zip(arrays["sample_id"], arrays["is_row"], strict=True)):
-        wanted = by_id[int(sample)]
-        product = text_of(arrays, slot // SLOTS, 2 + slot % SLOTS)
+        wanted, row = by_id[int(sample)], slot // SLOTS
+        product = text_of(arrays, row, 2 + slot % SLOTS)
         assert product == (wanted["product"][wanted["product"] != 0].tolist() if is_row else [])
         for name in ("label", "gain", "numeric", "categorical"):
             np.testing.assert_array_equal(arrays[name][slot], wanted[name])
-        np.testing.assert_array_equal(arrays["query_key"][slot // SLOTS], wanted["query_id"])
-        first = arrays["sample_id"][slot // SLOTS * SLOTS]
-        asked = by_id[int(first)]["query"]  # rows of a query have the same text, but for those made up here
-        assert text_of(arrays, slot // SLOTS, 1) == asked[asked != 0].tolist()
-        assert is_row or sample == first  # an empty slot repeats the first row
+        first = by_id[int(arrays["sample_id"][row * SLOTS])]
+        assert arrays["query_key"][row] == first["query_id"] == wanted["query_id"]
+        assert text_of(arrays, row, 1) == first["query"][first["query"] != 0].tolist()
+        assert is_row or sample == first["sample_id"]  # an empty slot repeats the first row
     assert_equal_keys_for_equal_texts(arrays, SLOTS)
 
 
@@ -125,21 +124,6 @@ def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
         assert len(seen) == len(visits) * min(extra, available)
         assert len(set(seen)) == min(available, len(visits) * min(extra, available))
     assert 0.5 < mined.mined.fill < 1.0
-
-
-def test_replayed_groups_have_mined_products_too(tmp_path: Path) -> None:
-    new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(36, 36)], first_id=1004)
-    mined = mined_from(old, 2)
-    pools = TrainingPools.build(new, old, 0.4, 1, slots=SLOTS, lengths=LENGTHS, positive_gain=0.99, mined=mined)
-    asked = [
-        (pool, number) for pool in (0, 1, 2) for number in (0, pools.new.sizes[pool]) if number < pools.sizes[pool]
-    ]
-    kinds, numbers = np.array(asked).T
-    arrays = pools.read(kinds, numbers, 2, 3)
-    filled = arrays["is_mined"].reshape(len(asked), -1).any(1)
-    of_old = mined.places(arrays["query_key"])
-    assert filled.tolist() == ((of_old >= 0) & ((mined.product[of_old] >= 0).any(1))).tolist()
-    assert filled.any() and not filled.all()
 
 
 def test_groups_of_like_queries_are_neighbours(tmp_path: Path) -> None:
