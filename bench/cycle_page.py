@@ -16,19 +16,29 @@ from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.page.publish import data_key, report_key, write_page
-from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec, Resources
+from jobs.plan.spec import Dependency, JobSpec, Plan, Resources
 from pipeline.context import Figure, StageResult, store_result
 from pipeline.data.token_sets import PartitionDigest, PrepareDigest, QuarantinedRow
 from pipeline.data.token_sets import digest_key as prepared_key
 from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.digest import digest_key as vectors_key
-from pipeline.evaluate.digest import SCORE_BINS, Bin, Example, ModelDigest, QueryChanges, ScoreDigest
-from pipeline.evaluate.digest import digest_key as scores_key
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS
 from pipeline.evaluate.metrics.measure import MetricReport
-from pipeline.evaluate.report import BaselineReport, EvaluationReport, HoldoutReport, ModelReport, store_report
+from pipeline.evaluate.report import (
+    SCORE_BINS,
+    BaselineReport,
+    Bin,
+    EvaluationReport,
+    Example,
+    HoldoutReport,
+    ModelDigest,
+    ModelReport,
+    QueryChanges,
+    ScoreDigest,
+    store_report,
+)
+from pipeline.evaluate.report import digest_key as scores_key
 from pipeline.health.check import CheckResult, NodeReport
 from pipeline.health.check import Verdict as Health
 from pipeline.health.check import store_report as store_health

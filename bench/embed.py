@@ -23,7 +23,7 @@ from sentence_transformers import SentenceTransformer
 from bench.results import Figure, Result, Target, figure, finish
 from pipeline.backends import Backend, open_backend
 from pipeline.backends.xla import XlaBackend
-from pipeline.compile.watch import GraphWatch
+from pipeline.compile.manifest import GraphWatch
 from pipeline.core.arrays import Float32s
 from pipeline.core.footprint import EncoderSizes
 from pipeline.core.stop import StopSignal

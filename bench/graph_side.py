@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.backends import TRACED, open_backend
-from pipeline.compile.watch import Recorder
+from pipeline.compile.manifest import Recorder
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World

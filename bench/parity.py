@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.results import ROOT, Figure, Target, figure, finish
+from pipeline.commands.parity import ParityReport
 from pipeline.core.errors import EXIT_OK, GateRefused
-from pipeline.evaluate.parity import ParityReport
 
 NAME = "parity"
 TITLE = "Largest difference of the holdout accuracy between XLA and CPU at any evaluation of 300 steps"

@@ -27,7 +27,7 @@ from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
 from jobs.targets.base import PATIENCE_S

@@ -20,8 +20,8 @@ from jobs.cycle.job_records import JobRecord
 from jobs.cycle.ledger import CycleLedger, read_ledger
 from jobs.cycle.tables import failure_lines
 from jobs.plan.cycle import plan_cycle
-from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX, plan_script
+from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors
 from jobs.targets.placement import with_placements

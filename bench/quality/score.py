@@ -11,7 +11,7 @@ from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
-from pipeline.retrieval.exact import ExactTopK
+from pipeline.retrieval.search import ExactTopK
 
 Encode = Callable[[Sequence[str]], Float32s]
 """Texts to unit vectors [N, D]."""

@@ -23,7 +23,7 @@ from jobs.cycle.job_states import failed_leaf, first_failure
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError

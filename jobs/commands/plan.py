@@ -12,7 +12,7 @@ from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_records import JobRecord
 from jobs.cycle.ledger import expected_seconds
 from jobs.cycle.tables import plan_lines
-from jobs.plan.cost import prices_of
+from jobs.plan.resources import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
@@ -94,7 +94,7 @@ def run_fit(arguments: argparse.Namespace, say: Say) -> int:
             expected="queues and compute environments that can hold every job",
             next_command="correct [jobs] or the variables of infra/, then make deploy",
         )
-    for warning in dict.fromkeys(account_warnings(plan, planned.account)):
+    for warning in account_warnings(plan, planned.account):
         say(f"warning: {warning}")
     say(f"{len(plan.jobs)} jobs fit the planned queues; the first cycle by the schedule is {first}")
     return EXIT_OK

@@ -1,13 +1,20 @@
-"""Commands that change a cycle: `trnjobs submit`, `retry`, `cancel` and `reconcile`."""
+"""Commands that change a cycle: `trnjobs submit`, `run`, `retry`, `cancel` and `reconcile`.
+
+At the end: a cycle that was submitted before. What differs, and whether it can start from the beginning.
+"""
 
 import argparse
+import hashlib
+import json
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from jobs.commands.again import begin_again, ended_line, is_run, refuse_other, script_digest, unused_settings
 from jobs.commands.notify import send_messages
 from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
@@ -15,15 +22,26 @@ from jobs.cycle.job_records import Closed, JobRecord, JobState
 from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import cost_lines, status_lines, summary
-from jobs.plan.dag import Plan
-from jobs.plan.script import RUN_PREFIX
-from jobs.settings import CycleSettings, of_all_jobs
+from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
+from jobs.plan.script import RUN_PREFIX, script_of
+from jobs.plan.spec import Plan
+from jobs.settings import CycleSettings, differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
-from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
+from pipeline.checkpoint.store import CheckpointStore, prefix_of
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TrnpipeError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
+from pipeline.registry.records import verdict_key
+
+MAX_CHANGES = 8
+MAX_CHARACTERS = 60
+"""Of one value."""
+_NOT_PLANNED = tuple(
+    f"jobs.{name}" for name in ("prices", "vcpu_usd", "sla_s", "schedule", "notify", "local_", "target")
+)
+"""Begin the names of settings that make no other plan."""
 
 
 def run_submit(arguments: argparse.Namespace, say: Say) -> int:
@@ -144,8 +162,7 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
     store = cycle.store
-    script = script_digest(plan, target_name) if is_run(cycle) else ""
-    with store.submitting(plan, target_name, submitter(), script) as renew:
+    with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
         store.reopen()
         target = open_target(cycle, target_name, renew)
@@ -192,8 +209,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
     for cycle in under_way:
         try:
             if cycle.store.plan() is None:
-                is_script = cycle.name.startswith(RUN_PREFIX)
-                again = "the same trnjobs run again" if is_script else f"trnjobs submit --cycle {cycle.name}"
+                again = "the same trnjobs run again" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
                 say(f"cycle {cycle.name}: claimed, but nothing was submitted; next: {again}")
             else:
                 close_cycle(cycle)
@@ -261,3 +277,170 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         send_messages(cycle)
     say(f"cycle {store.cycle}: {closed.text}")
     return exit_code_of_cycle(closed, records)
+
+
+# A cycle that was submitted before.
+
+
+def is_run(cycle: OpenCycle) -> bool:
+    return cycle.name.startswith(RUN_PREFIX)
+
+
+def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
+    """Raise ConfigError with the settings that differ from those the cycle was submitted with; none where none do."""
+    if not cycle.store.belongs_to_other(plan, target):
+        return
+    stops, found = obstacle(cycle), changes(cycle, plan, target)
+    flag, other = ("--again", "--name") if is_run(cycle) else ("--fresh", "--cycle")
+    begins = f"the same command with {flag}, which starts it from the beginning; or with another {other}"
+    more = f"; and {len(found) - MAX_CHANGES} more" if len(found) > MAX_CHANGES else ""
+    raise ConfigError(
+        f"cycle {cycle.name} was submitted with other settings: {'; '.join(found[:MAX_CHANGES])}{more}",
+        expected="those it was submitted with (left of each arrow), or another cycle",
+        next_command=f"the same command with another {other} ({flag} is refused: {stops})" if stops else begins,
+    )
+
+
+def changes(cycle: OpenCycle, plan: Plan, target: str) -> list[str]:
+    """Return what differs from the submission on record, as `name: stored -> given` without secrets."""
+    claim, stored = cycle.store.claim(), cycle.store.plan()
+    if stored is None:
+        return ["its plan is not there, as another start from the beginning was interrupted"]
+    found = list[tuple[str, Any, Any]]()
+    if claim is not None and claim.target != target:
+        found.append(("target", claim.target, target))
+    if stored != plan:
+        try:
+            before = of_all_jobs(with_values(cycle.store.settings() or {}, {}))
+        except (ConfigError, DataError):  # of another version
+            before = of_all_jobs(cycle.settings)
+        # The plans tell where another version, or another folder, plans equal settings differently.
+        own = differences(before, of_all_jobs(cycle.settings))
+        found += [one for one in own if not one[0].startswith(_NOT_PLANNED)] or list(
+            differences(stored.model_dump(mode="json"), plan.model_dump(mode="json"))
+        )
+    return [_change(*one) for one in found]
+
+
+def unused_settings(cycle: OpenCycle) -> list[str]:
+    """Return the given settings that differ from the stored ones, for a command that runs the stored ones."""
+    stored = values_of(cycle.store.settings() or {})
+    given = values_of(
+        cycle.settings.model_dump(mode="json", exclude_unset=True, exclude={"cycle", "workspace", "jobs"})
+    )
+    known = {name: value for name, value in given.items() if name in stored}
+    return [_change(*one) for one in differences({name: stored[name] for name in known}, known)][:MAX_CHANGES]
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    texts = [_text(name.rpartition(".")[2], value) for value in (before, now)]
+    cut = [text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…" for text in texts]
+    return f"{name[:MAX_CHARACTERS]}: {cut[0]} -> {cut[1]}"
+
+
+def _text(name: str, value: Any) -> str:
+    shown = without_secrets({name: value}, ())[name]
+    if isinstance(shown, list) and all(isinstance(one, str) for one in shown):
+        return shlex.join(_without_secret_flags(shown))
+    return shown if isinstance(shown, str) and shown and shown.isprintable() else json.dumps(shown)
+
+
+def _without_secret_flags(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command with the values of `--api-key` and the like hidden."""
+    is_hidden = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        yield HIDDEN if is_hidden else f"{name}={HIDDEN}" if equals and is_secret(name) else word
+        is_hidden = word.startswith("-") and not equals and is_secret(word)
+
+
+def obstacle(cycle: OpenCycle) -> str:
+    """Return why the cycle cannot start from the beginning (`submit --fresh`, `run --again`); empty if it can.
+
+    Nothing of a cycle may have been trained or judged, so that no model and no decision of the gate is lost. A script
+    may run as often as it is asked to.
+    """
+    store = cycle.store
+    if not store.rounds():
+        return ""
+    if not is_run(cycle) and (done := _done(cycle)):
+        return done
+    plan = store.plan()
+    if store.closed() is not None or plan is None:
+        return ""
+    try:
+        target = cycle.target()
+        return target.under_way(target.records(plan))
+    except TrnpipeError as error:
+        return f"it is not known whether its jobs have ended: {error.seen}"
+
+
+def _done(cycle: OpenCycle) -> str:
+    """Return what a cycle has that must stay; empty if it has nothing."""
+    storage, name, closed = cycle.store.storage, cycle.name, cycle.store.closed()
+    if closed is not None and closed.outcome in ("succeeded", "refused"):
+        return "it has succeeded" if closed.outcome == "succeeded" else "it has ended, refused by the gate"
+    if steps := CheckpointStore(storage, name, cache_dir=Path(), emit=lambda *_, **__: None).steps():
+        return f"it has trained: {prefix_of(name, steps[-1])}"
+    for folder in storage.list_dirs(f"checkpoints/{name}/"):
+        if not folder.startswith("step-"):
+            return f"its script {folder} has left checkpoints/{name}/{folder}"
+    for stage in ("train", "evaluate"):
+        if storage.stat(f"cycles/{name}/{stage}/result.json") is not None:
+            return f"its stage {stage} has finished"
+    return "its model was judged" if storage.stat(verdict_key(name)) is not None else ""
+
+
+def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
+    """End what is left of the earlier submission and let this one replace it; its records and costs stay.
+
+    Raises ConfigError with the reason when something of it must stay or still runs.
+    """
+
+    def end(earlier: Plan) -> Sequence[JobRecord]:
+        if stops := obstacle(cycle):
+            raise ConfigError(
+                f"cycle {cycle.name} cannot start from the beginning: {stops}",
+                expected="a cycle in which nothing was trained or judged, and no job runs",
+                next_command=f"{cycle.command('status')}; or another {'--name' if is_run(cycle) else '--cycle'}",
+            )
+        old, store = cycle.target(), cycle.store
+        old.cancel(earlier, f"{CANCELLED}its cycle starts from the beginning")
+        store.storage.delete([f"cycles/{store.cycle}/train/parent.json"])  # which model it was to start from
+        return old.records(earlier)
+
+    cycle.store.begin_again(plan, target, submitter(), end)
+
+
+def _script_digest(cycle: OpenCycle, plan: Plan, target: str) -> str:
+    """Return the SHA-256 of the file that a `trnjobs run` on this machine runs; empty if there is none to look at."""
+    script = Path(script_of(plan.jobs[0])) if is_run(cycle) and target == "local" else Path()
+    return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
+
+
+def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str:
+    """Return the message for a cycle that is submitted again after its end.
+
+    Raises ConfigError for a script whose file is not the one that has run.
+    """
+    claim, script, digest = cycle.store.claim(), script_of(plan.jobs[0]), _script_digest(cycle, plan, target)
+    at = f"{datetime.fromtimestamp(closed.at, UTC):%Y-%m-%d %H:%M} UTC"
+    if digest and claim is not None and claim.script not in ("", digest):
+        raise ConfigError(
+            f"nothing ran: {script} is not the file that {cycle.name} ran, which ended {at}: {closed.text}",
+            expected="the same file",
+            next_command="the same command with --again runs it as it is now",
+        )
+    how = {
+        "succeeded": "already succeeded",
+        "failed": "failed",
+        "refused": "was refused by the gate, so production is unchanged",
+        "cancelled": "was cancelled",
+    }[closed.outcome]
+    said = f"cycle {cycle.name} {how}, {at}{f': {closed.reason}' if closed.reason else ''}; nothing ran"
+    if is_run(cycle):
+        compared = f"{script} is the same file (what it imports is not compared); " if digest else ""
+        return f"{said}; {compared}to run it again: the same command with --again"
+    if closed.outcome in ("succeeded", "refused"):
+        return f"{said}; the next cycle: --cycle NAME (make: CYCLE=NAME)"
+    return f"{said}; to go on with its settings: {cycle.command('retry')}"

@@ -12,7 +12,7 @@ from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
 from jobs.cycle.ledger import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
 from jobs.cycle.tables import STATUS, status_rows
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.setup import OpenCycle
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_count, format_duration, usd

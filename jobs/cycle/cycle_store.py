@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from jobs.cycle.job_records import Closed, JobRecord, Sighting, Submission
-from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
+from jobs.plan.spec import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
+from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import KeyNotFound, Storage
@@ -88,9 +89,8 @@ class CycleStore:
                 if mine.first_round == 1:  # else it also says which rounds are of an earlier submission
                     self.storage.delete([self.key("claim.json")])
             raise
-        finally:  # after kill -9 the lease runs out; one that somebody took over stays theirs
-            free = mine.model_copy(update={"owner": "", "lease_until": 0.0})
-            self.storage.write_if_match(self.key("claim.json"), free.model_dump_json(indent=1).encode(), etag)
+        finally:  # after kill -9 the lease runs out
+            self._free(mine, etag)
 
     def claim(self) -> Claim | None:
         """None when nobody has claimed the cycle."""
@@ -121,19 +121,13 @@ class CycleStore:
         return sorted(int(name.removeprefix("round-")) for name in folders)
 
     def submitted(self, round_: int) -> dict[str, Submission]:
-        found = {}
-        for stat in self.storage.list(self.key(f"submitted/round-{round_}")):
-            name = stat.key.removeprefix(self.key(""))
-            if one := self._read(name, Submission.model_validate_json):
-                found[one.job] = one
-        return found
+        names = self._names(f"submitted/round-{round_}")
+        found = [self._read(name, Submission.model_validate_json) for name in names]
+        return {one.job: one for one in found if one}
 
     def current(self) -> dict[str, Submission]:
-        """Of every job its newest submission."""
-        newest: dict[str, Submission] = {}
-        for round_ in self.rounds():
-            newest |= self.submitted(round_)
-        return newest
+        """Return the newest submission of each job."""
+        return {name: one for round_ in self.rounds() for name, one in self.submitted(round_).items()}
 
     def save_submission(self, round_: int, submission: Submission) -> None:
         """Record a job that was handed over; the first to write wins.
@@ -165,9 +159,8 @@ class CycleStore:
 
     def earlier_records(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
         """Of jobs that were submitted again, in the order of rounds. `records`: the newest of each job."""
-        names = [stat.key.removeprefix(self.key("")) for stat in self.storage.list(self.key("records"))]
         found = dict[str, JobRecord]()
-        for name in sorted(names, key=lambda name: (len(name), name)):  # round-9 is before round-10
+        for name in sorted(self._names("records"), key=natural_key):  # round-9 is before round-10
             found |= {one.id: one for one in self._read(name, _RECORDS.validate_json) or ()}
         newest = {one.id for one in records}
         return tuple(one for one in found.values() if one.id not in newest)
@@ -185,7 +178,7 @@ class CycleStore:
         return None if is_earlier else found
 
     def close(self, closed: Closed) -> None:
-        self.storage.write_bytes(self.key("closed.json"), closed.model_dump_json(indent=1).encode())
+        self.storage.write_bytes(self.key("closed.json"), _bytes(closed))
 
     def reopen(self) -> None:
         """Delete the end of the cycle: with a retry of jobs that failed it is under way again."""
@@ -232,8 +225,7 @@ class CycleStore:
             # Killed after this, whoever submits the earlier plan again writes it and its settings again.
             self.storage.delete([self.key(name) for name in ("closed.json", "plan.json", "settings.json")])
         except BaseException:
-            free = old.model_copy(update={"owner": "", "lease_until": 0.0})
-            self.storage.write_if_match(self.key("claim.json"), free.model_dump_json(indent=1).encode(), etag)
+            self._free(old, etag)
             raise
         first = rounds[-1] + 1 if rounds else old.first_round
         new = Claim(plan_id=plan.plan_id, target=target, claimed_at=old.claimed_at, owner="", first_round=first)
@@ -251,9 +243,10 @@ class CycleStore:
     def _take(self, plan: Plan, target: str, owner: str, script: str) -> tuple[Claim, str]:
         """Return the claim of this process, and its etag."""
         now, is_other = self.clock(), False
-        mine = Claim(plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S)
-        mine = mine.model_copy(update={"script": script})
-        if not self.storage.write_if_absent(self.key("claim.json"), mine.model_dump_json(indent=1).encode()):
+        mine = Claim(
+            plan_id=plan.plan_id, target=target, claimed_at=now, owner=owner, lease_until=now + LEASE_S, script=script
+        )
+        if not self.storage.write_if_absent(self.key("claim.json"), _bytes(mine)):
             etag, theirs = self._etag(), self.claim()
             if theirs is None:
                 raise self._lost()
@@ -269,7 +262,7 @@ class CycleStore:
             mine = mine.model_copy(update=kept | {"script": script or theirs.script})
             self._replace(mine, etag)
         write_plan = self.storage.write_bytes if is_other else self.storage.write_if_absent
-        write_plan(self.key("plan.json"), plan.model_dump_json(indent=1).encode())
+        write_plan(self.key("plan.json"), _bytes(plan))
         etag = self._etag()
         if self.claim() != mine:  # this process was slower than its lease
             raise self._lost()
@@ -280,9 +273,14 @@ class CycleStore:
         return self.storage.stat(self.key("plan.json")) is None and not self.rounds()
 
     def _replace(self, claim: Claim, etag: str) -> str:
-        if not self.storage.write_if_match(self.key("claim.json"), claim.model_dump_json(indent=1).encode(), etag):
+        if not self.storage.write_if_match(self.key("claim.json"), _bytes(claim), etag):
             raise self._lost()
         return self._etag()
+
+    def _free(self, claim: Claim, etag: str) -> None:
+        """Give up the lease; a claim that another process took over stays as it is."""
+        free = claim.model_copy(update={"owner": "", "lease_until": 0.0})
+        self.storage.write_if_match(self.key("claim.json"), _bytes(free), etag)
 
     def _lost(self) -> DataError | TransientError:
         """Return the error for a claim that is no longer that of this process."""
@@ -290,6 +288,9 @@ class CycleStore:
         if not self._etag():
             return DataError(f"{uri} is gone", next_command="trnjobs status")
         return TransientError(f"{uri}: another process took the cycle over", next_command="trnjobs status")
+
+    def _names(self, folder: str) -> list[str]:
+        return [stat.key.removeprefix(self.key("")) for stat in self.storage.list(self.key(folder))]
 
     def _etag(self) -> str:
         stat = self.storage.stat(self.key("claim.json"))
@@ -307,6 +308,10 @@ class CycleStore:
                 expected="a record written by trnjobs",
                 next_command="restore an earlier version of it",
             ) from error
+
+
+def _bytes(record: Record) -> bytes:
+    return record.model_dump_json(indent=1).encode()
 
 
 def claimed_cycles(store: CycleStore, *, runs: bool = False) -> list[str]:

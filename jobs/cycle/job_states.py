@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jobs.cycle.job_records import AttemptRecord, Cancel, Closed, JobRecord, JobState, Outcome
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec, Retry
+from jobs.plan.spec import JobSpec, Plan, Retry
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, Preempted, TransientError, headline
 
 EXITED = "Essential container in task exited"

@@ -20,9 +20,9 @@ from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.job_states import outcome_of
-from jobs.plan.cost import Prices, node_usd_per_hour, prices_of
-from jobs.plan.dag import Plan
+from jobs.plan.resources import Prices, node_usd_per_hour, prices_of
 from jobs.plan.script import RUN_PREFIX
+from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig, cycle_name
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
 from jobs.cycle.ledger import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
-from jobs.plan.cost import Prices, job_usd
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.resources import Prices, job_usd
+from jobs.plan.spec import JobSpec, Plan
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import aligned, format_duration, format_share, usd
 

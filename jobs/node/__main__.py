@@ -5,8 +5,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from jobs.node.environment import write_failure
 from jobs.node.run import run
-from jobs.node.sagemaker import write_failure
 from pipeline.core.errors import ConfigError, TrnpipeError, exit_code_of
 
 USAGE = "trnjobs-entry -- COMMAND [ARGUMENT ...]"

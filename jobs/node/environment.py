@@ -2,7 +2,7 @@
 
 What runs below `trnjobs-entry` reads these variables, the same on every platform, beside those that whoever submits the
 job sets (`job_variables`) and torchrun's MASTER_ADDR and MASTER_PORT. The local engine sets them itself; here the
-variables of AWS Batch become them, in jobs/node/sagemaker.py the files of SageMaker.
+variables of AWS Batch and the files of SageMaker become them.
 
     TRNJOBS_JOB_ID   the same on all nodes of a job, another one for each child of an array
     TRNJOBS_ATTEMPT  which try, from 1
@@ -14,15 +14,20 @@ variables of AWS Batch become them, in jobs/node/sagemaker.py the files of SageM
 """
 
 import hashlib
+import json
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
-from pipeline.core.errors import ConfigError
+from jobs.plan.spec import JobSpec, Plan
+from pipeline.core.errors import EXIT_OK, EXIT_TABLE, ConfigError, TransientError
+from pipeline.core.format import quotable
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage
 from pipeline.parallel.world import (
@@ -156,6 +161,81 @@ def batch_variables(env: Mapping[str, str]) -> dict[str, str]:
         except (KeyError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(f"a multi-node job without a whole set of AWS_BATCH_JOB_* variables: {error}") from error
     return words
+
+
+# A node of a training job of SageMaker. Source: SageMaker developer guide, "How Amazon SageMaker provides training
+# information" (resourceconfig.json: hosts in the order of their names as text, the interface between them, names that
+# may not resolve at once) and "how Amazon SageMaker signals algorithm success and failure" (`/opt/ml/output/failure`,
+# of which 1,024 characters are shown).
+
+TRAINING_JOB = "TRAINING_JOB_NAME"
+"""SageMaker sets it in every container."""
+ML_ROOT = "TRNJOBS_ML_ROOT"
+"""Another folder than /opt/ml, for machines that are not SageMaker's."""
+MAX_FAILURE_BYTES = 1024
+RESOLVE_PAUSE_S = 1.0
+_NAMES = {rule.exit_code: rule.name for rule in EXIT_TABLE}
+
+
+def sagemaker_variables(env: Mapping[str, str], *, gather_s: float) -> dict[str, str]:
+    """Return the variables of a place and of its network; none where this is no training job.
+
+    Waits up to `gather_s` for the name of the main node to resolve. Every attempt is a training job of its own: which,
+    TRNJOBS_ATTEMPT tells, or its nodes count (`count_start`). Raises ConfigError for files that do not fit together,
+    TransientError for a name that never resolves.
+    """
+    if TRAINING_JOB not in env:
+        return {}
+    words, path = {JOB_ID: env[TRAINING_JOB]}, _ml_root(env) / "input" / "config" / "resourceconfig.json"
+    try:
+        config = json.loads(path.read_bytes())
+        hosts, interface = sorted(map(str, config["hosts"])), str(config.get("network_interface_name", ""))
+        node = hosts.index(str(config["current_host"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} does not say which host this is: {type(error).__name__}: {error}",
+            expected="current_host, hosts and network_interface_name, as SageMaker writes them",
+        ) from error
+    if len(hosts) == 1:
+        return words
+    until, address = time.monotonic() + gather_s, ""
+    while not address:
+        try:
+            address = socket.gethostbyname(hosts[0])
+        except OSError as error:
+            if time.monotonic() >= until:
+                seen = f"the main node {hosts[0]} has no address after {gather_s:g} s: {error}"
+                raise TransientError(
+                    seen, expected="a name that resolves within TRNJOBS_GATHER_S", next_command="trnjobs retry"
+                ) from error
+            time.sleep(RESOLVE_PAUSE_S)
+    words |= {NUM_NODES: str(len(hosts)), NODE: str(node), MAIN_ADDRESS: address, "MASTER_ADDR": address}
+    if interface:  # over what the image says: it differs between machines
+        words |= dict.fromkeys(("CCOM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+    return words
+
+
+def write_failure(env: Mapping[str, str], code: int, reason: str) -> None:
+    """Tell SageMaker the exit code and why, as the last thing that a node does; nothing where this is no such node.
+
+    The code stands first: SageMaker shows the beginning of the text, and AWS Batch retries by it. All nodes write it,
+    since nobody says whose file counts. A file that cannot be written, as a user other than root may not be allowed to,
+    is a line in the log and must not change the exit code.
+    """
+    if TRAINING_JOB not in env or code == EXIT_OK:
+        return
+    why, file = quotable(" ".join(reason.split())), _ml_root(env) / "output" / "failure"
+    text = f"exit {code} {_NAMES.get(code, 'error')}" + (f": {why}" if why else "")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode()[:MAX_FAILURE_BYTES].decode(errors="ignore").encode())
+    except OSError as error:
+        said = f"cannot write {file}: {error}. SageMaker is not told: {text}"
+        print(f"trnjobs-entry: {said}", file=sys.stderr, flush=True)
+
+
+def _ml_root(env: Mapping[str, str]) -> Path:
+    return Path(env.get(ML_ROOT, "/opt/ml"))
 
 
 # Where the platform starts the same job again by itself (Spot capacity, service jobs), two starts would share tokens,

@@ -57,13 +57,11 @@ class NodeGroup:
     def __init__(
         self, place: Place, timing: Timing, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises TransientError if the main node cannot listen at its port."""
+        """Listens on all interfaces, or at the main address if one is set. Raises TransientError if it cannot."""
         self._place, self._timing, self._say, self._clock = place, timing, say, clock
         self._is_main = place.node == 0
         self._nodes = {node: _Node() for node in (range(place.num_nodes) if self._is_main else (0, place.node))}
-        self._listener = _listen(place) if self._is_main and place.num_nodes > 1 else None
-        self._links = dict[Connection, int | None]()
-        """With the node at the other end, once it has said hello."""
+        self._links = list[Connection]()
         self._opened, self._stop_at, self._stop_reason = clock(), math.inf, ""
         self._beat_at = self._tried_at = -math.inf
         self._last_failure, self._has_reported = "nodes are missing", False
@@ -74,6 +72,16 @@ class NodeGroup:
         """Name of this start of the job, where starts are counted; set on the main node before all nodes are here."""
         self.agreed: tuple[int, str] | None = None
         """Exit code of the job and why, as the main node has sent it."""
+        self._listener: socket.socket | None = None
+        if self._is_main and place.num_nodes > 1:
+            try:
+                self._listener = socket.create_server((place.main_address, place.port), backlog=1024)
+            except OSError as error:
+                raise TransientError(
+                    f"cannot listen at {place.main_address or 'all interfaces'}:{place.port}: {error.strerror}",
+                    next_command="run the job again; set MASTER_PORT where several jobs share a machine",
+                ) from error
+            self._listener.setblocking(False)
 
     @property
     def settled(self) -> bool:
@@ -98,10 +106,10 @@ class NodeGroup:
             try:
                 for message in link.receive(now):
                     self._take(link, message)
-                if (node := self._links[link]) is not None:
-                    self._nodes[node].heard = link.heard
             except NodeGone as gone:
                 self._drop(link, str(gone))
+            if link.node is not None:
+                self._nodes[link.node].heard = link.heard
         if not self._is_main and own.code is not None and self._links and not self._has_reported:
             self._has_reported = True
             self._send(Message(kind="end", code=own.code))
@@ -112,19 +120,19 @@ class NodeGroup:
             is_silent = one.heard is not None and now - one.heard > self._timing.lost_after_s
             if is_silent and not one.ended and not one.lost and (self._is_main or self.ready):
                 self.lose(node, f"no heartbeat for {format_duration(self._timing.lost_after_s)}")
-                for link in [link for link, other in self._links.items() if other == node]:
+                for link in [link for link in self._links if link.node == node]:
                     self._drop(link, "silent")  # should it wake, it learns that it is not waited for
-        if not self.ready and now - self._opened > self._timing.gather_s:
-            limit = format_duration(self._timing.gather_s)
-            if not self._is_main:
-                where = f"{self._place.main_address}:{self._place.port}"
-                self.lose(0, f"no word to start from {where} within {limit} ({self._last_failure})")
-            elif missing := self._missing():
-                late = f"node {', '.join(map(str, missing))} of {self._place.num_nodes} has not come within {limit}"
-                self.trouble = self.trouble or late
-                for node in missing:
-                    self._nodes[node].lost = "never came"
-        if self._is_main and not self.ready and not self.trouble and not self._missing():
+        missing, is_late = self._missing(), not self.ready and now - self._opened > self._timing.gather_s
+        limit = format_duration(self._timing.gather_s)
+        if is_late and not self._is_main:
+            where = f"{self._place.main_address}:{self._place.port}"
+            self.lose(0, f"no word to start from {where} within {limit} ({self._last_failure})")
+        elif is_late and missing:
+            late = f"node {', '.join(map(str, missing))} of {self._place.num_nodes} has not come within {limit}"
+            self.trouble = self.trouble or late
+            for node in missing:
+                self._nodes[node].lost = "never came"
+        if self._is_main and not (self.ready or self.trouble or missing):
             self.ready, start = True, self.start or Start("", 0)
             self._send(Message(kind="go", text=start.job_id, attempt=start.attempt))
         if self.trouble:
@@ -158,9 +166,7 @@ class NodeGroup:
 
         `stopped`: by a signal from outside.
         """
-        if self._place.num_nodes == 1:
-            return own
-        if self._is_main:
+        if self._is_main and self._place.num_nodes > 1:
             return gang_exit_code([one.code for one in self._nodes.values()], stopped=stopped)
         is_unknown = self._nodes[0].lost and own in (EXIT_OK, Preempted.exit_code) and not stopped
         return TransientError.exit_code if is_unknown else own
@@ -182,10 +188,10 @@ class NodeGroup:
         """Close all connections. The main node first waits up to `limit_s` until the others have left: its end is
         theirs."""
         until = time.monotonic() + limit_s
-        for link, node in self._links.items():
+        for link in self._links:
             with suppress(OSError):  # silent until the limit, or gone in another way
                 link.socket.settimeout(max(0.001, until - time.monotonic()))
-                while self._is_main and node is not None and link.socket.recv(65536):
+                while self._is_main and link.node is not None and link.socket.recv(65536):
                     link.socket.settimeout(max(0.001, until - time.monotonic()))
             link.socket.close()
         if self._listener:
@@ -200,7 +206,7 @@ class NodeGroup:
         if self._listener:
             with suppress(BlockingIOError, ConnectionAbortedError):
                 while True:
-                    self._links[Connection(self._listener.accept()[0], now)] = None
+                    self._links.append(Connection(self._listener.accept()[0], now))
         elif not self._links and now - self._tried_at >= PAUSE_S:
             self._tried_at = now
             try:
@@ -208,22 +214,21 @@ class NodeGroup:
             except OSError as error:
                 self._last_failure = str(error.strerror or error)
                 return
-            self._links[Connection(made, now)] = 0
+            self._links.append(Connection(made, now, node=0))
             self._send(Message(kind="hello", token=place.token, node=place.node))
 
     def _take(self, link: "Connection", message: "Message") -> None:
         """Act on a message. Raises NodeGone for a connection that is none of ours."""
-        node = self._links[link]
-        if node is None:
+        if link.node is None:
             if message.kind != "hello" or not hmac.compare_digest(message.token.encode(), self._place.token.encode()):
                 raise NodeGone("it is no node of this attempt (wrong token)")
             if message.node not in self._missing():
                 raise NodeGone(f"node {message.node} is here already, or not of this job")
-            self._links[link] = message.node
+            link.node = message.node
             if self._stop_reason:
                 link.send(Message(kind="stop", text=self._stop_reason))
         elif message.kind == "end" and self._is_main:
-            self.report(message.code, node)
+            self.report(message.code, link.node)
         elif message.kind == "end":
             self.agreed, self._nodes[0].ended = (message.code, message.text), True
         elif message.kind == "go":
@@ -234,34 +239,21 @@ class NodeGroup:
 
     def _send(self, message: "Message | None") -> None:
         """Send to all nodes that are here."""
-        for link in [one for one, node in self._links.items() if node is not None]:
+        for link in [one for one in self._links if one.node is not None]:
             try:
                 link.send(message)
             except NodeGone as gone:
                 self._drop(link, str(gone))
 
     def _drop(self, link: "Connection", why: str) -> None:
-        node = self._links.pop(link)
+        self._links.remove(link)
         link.socket.close()
-        if node is None:
+        if link.node is None:
             self._say(f"refused a connection: {why}")
         elif self._is_main or self.ready or self._has_reported or self.trouble:
-            self.lose(node, why)
+            self.lose(link.node, why)
         else:
             self._last_failure = why
-
-
-def _listen(place: Place) -> socket.socket:
-    """Listen at its main address alone, on all interfaces for an empty one."""
-    try:
-        listener = socket.create_server((place.main_address, place.port), backlog=1024)
-    except OSError as error:
-        raise TransientError(
-            f"cannot listen at {place.main_address or 'all interfaces'}:{place.port}: {error.strerror}",
-            next_command="run the job again; set MASTER_PORT where several jobs share a machine",
-        ) from error
-    listener.setblocking(False)
-    return listener
 
 
 class Message(Record):
@@ -278,24 +270,28 @@ class NodeGone(Exception):
 
 
 class Connection:
-    """One end of a connection; never blocks. Messages are so short and few that the kernel's buffer holds them all."""
+    """One end of a connection; never blocks. Messages are so short and few that the kernel's buffer holds them all.
 
-    def __init__(self, connection: socket.socket, now: float) -> None:
+    `node`: at the other end, once it has said hello.
+    """
+
+    def __init__(self, connection: socket.socket, now: float, node: int | None = None) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self.heard = connection, now
+        self.socket, self.heard, self.node = connection, now, node
         self._unread = b""
 
     def send(self, message: Message | None) -> None:
         """Send a message, or a heartbeat. Raises NodeGone."""
         line = (message.model_dump_json(exclude_defaults=True) if message else "").encode() + b"\n"
         try:
-            if self.socket.send(line) != len(line):
-                raise BlockingIOError
+            sent = self.socket.send(line)
         except BlockingIOError:
-            raise NodeGone("it reads nothing") from None
+            sent = 0
         except OSError as error:
             raise NodeGone(f"the connection is broken ({error.strerror or error})") from None
+        if sent != len(line):
+            raise NodeGone("it reads nothing")
 
     def receive(self, now: float) -> list[Message]:
         """Return what has come, in order. Raises NodeGone once all was read and the other end has closed."""

@@ -16,10 +16,18 @@ from pathlib import Path
 from types import FrameType
 
 from jobs.node.command import Command, ProcessSeen, exit_code_of_return
-from jobs.node.environment import LOOPBACK, STARTS, Place, Timing, batch_variables, count_start
+from jobs.node.environment import (
+    LOOPBACK,
+    STARTS,
+    Place,
+    Timing,
+    batch_variables,
+    count_start,
+    sagemaker_variables,
+    write_failure,
+)
 from jobs.node.group import NodeGroup
 from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
-from jobs.node.sagemaker import resolve_ipv4, sagemaker_variables, write_failure
 from pipeline.core.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -34,7 +42,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.parallel.world import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, kills_for_memory
-from pipeline.proc.cleanup import guarded_temp_folder
+from pipeline.proc.tool import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")
@@ -54,7 +62,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     the keeper of the local target.
     """
     timing = Timing.from_env(env)
-    ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s, resolve=resolve_ipv4)
+    ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     place = Place.from_env({**env, **ours})
     with watched_signals() as (stop, wake), guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it

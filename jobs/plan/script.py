@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from jobs.config import JobsConfig, Step
-from jobs.plan.dag import Plan
 from jobs.plan.resources import job_of
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from pipeline.core.errors import ConfigError
 from pipeline.core.interpreter import without_interpreter
 

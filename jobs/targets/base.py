@@ -15,7 +15,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Cancel, JobRecord, Submission
 from jobs.cycle.job_states import Leaf, failed_leaf, leaves_of, new_record, parent_record, with_last_attempt
 from jobs.node.post_mortem import PostMortem, secrets_of, without_secrets
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from pipeline.core.errors import ConfigError, Preempted, error_in_log
 from pipeline.io.storage import KeyNotFound
 
@@ -183,24 +183,20 @@ def with_errors(
 
 def _from_post_mortem(store: CycleStore, leaf: JobRecord) -> tuple[list[str], int] | None:
     """Return the lines, and the node: of several the one whose own command ended the job."""
-    attempt, bundles = leaf.attempts[-1], list[PostMortem]()
-    folder, name = store.key("post-mortem"), f"{leaf.name.replace(':', '-')}-{len(leaf.attempts)}-node"
-    keys = [stat.key for stat in store.storage.list(folder) if stat.key.startswith(f"{folder}/{name}")]
-    if not keys:
-        return None
-    job, job_id = leaf.name.partition(":")[0], job_id_of(leaf)
-    rounds = (one for one in reversed(store.rounds()) if (made := store.submitted(one).get(job)) and made.id == job_id)
-    round_ = next(rounds, 1)
-    wanted = re.compile(re.escape(name) + r"\d+" + (f"-round-{round_}" if round_ > 1 else "") + r"\.json")
-    for key in [key for key in keys if wanted.fullmatch(key.rpartition("/")[2])][:MAX_NODES]:
+    job, attempt, bundles = leaf.name.partition(":")[0], leaf.attempts[-1], list[PostMortem]()
+    rounds = [one for one in store.rounds() if (made := store.submitted(one).get(job)) and made.id == job_id_of(leaf)]
+    end = f"-round-{rounds[-1]}" if rounds and rounds[-1] > 1 else ""
+    name = f"{leaf.name.replace(':', '-')}-{len(leaf.attempts)}-node"
+    wanted = re.compile(rf".*/{re.escape(name)}\d+{end}\.json")
+    keys = [stat.key for stat in store.storage.list(store.key("post-mortem")) if wanted.fullmatch(stat.key)]
+    for key in keys[:MAX_NODES]:
         with suppress(KeyNotFound, ValidationError):
             bundles.append(PostMortem.model_validate_json(store.storage.read_bytes(key)))
-    bundles.sort(
-        key=lambda one: (one.own_exit_code != attempt.exit_code, bool(one.reason and one.log), one.node),
-    )
     if not bundles:
         return None
-    first = bundles[0]
+    first = min(
+        bundles, key=lambda one: (one.own_exit_code != attempt.exit_code, bool(one.reason and one.log), one.node)
+    )
     lines = list(error_in_log(first.log, first.own_exit_code))
     if first.returncode is None:  # its command never ran
         lines = list(error_in_log(f"trnjobs-entry: {first.reason}".splitlines()))

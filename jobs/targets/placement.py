@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from jobs.config import JobsConfig
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from pipeline.core.record import Record
 
 SAGEMAKER = "sagemaker"

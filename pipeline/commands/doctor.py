@@ -1,22 +1,30 @@
 """`trnpipe doctor`: what these settings need of a Trainium core; `--hlo`: what neuronx-cc would say to their graphs."""
 
 from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import nn
 
 from pipeline.backends import open_tracer
 from pipeline.commands import ToolCall
-from pipeline.compile.lint import lint, lint_counters
-from pipeline.compile.watch import Recorder
+from pipeline.compile.graphs import lint, lint_counters
+from pipeline.compile.manifest import Recorder
 from pipeline.context import open_context
+from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.core.footprint import ContrastiveBatch, EncoderSizes, Estimate, MeasuredTexts, Workload, estimate
+from pipeline.core.format import format_bytes
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
+from pipeline.model.factory import FactoryEncoder
+from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
-from pipeline.stages.estimates import contrastive_batch, estimate_lines, estimates
 from pipeline.stages.inputs import Shapes, shapes_of
 from pipeline.telemetry.console import Console
-from pipeline.train.config import batch_share
+from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -59,3 +67,95 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
     count = Counter(finding.severity for finding in findings)
     say(f"lint: {count['error']} errors, {count['warning']} warnings")
     return count["error"]
+
+
+# Will the model fit on a core, and how long will a step take: core/footprint.py for settings and shapes.
+
+
+def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int, Estimate]:
+    """One for each length of rows of training. Raises ConfigError for an instance that is not known."""
+    with torch.device("meta"):  # sizes only
+        model = RelevanceModel(settings.model, shapes.spec)
+    size = settings.model.encoder
+    encoder = EncoderSizes(
+        vocab=shapes.spec.vocab_size,
+        positions=settings.model.max_positions,
+        layers=size.num_layers,
+        width=size.hidden_size,
+        heads=size.num_heads,
+        intermediate=size.intermediate_size,
+    )
+    samples = settings.train.global_batch_size // share.world_size // share.accumulation
+    heads = (model.interactions, model.head)
+    contrastive, parallel = contrastive_batch(settings.train, share), settings.train.parallel
+    slots, mined = settings.train.candidates_per_query, settings.train.mined_per_query
+
+    def workload(length: int) -> Workload:
+        found = Workload.of_groups(
+            samples,
+            length,
+            slots=slots,
+            mined=mined,
+            accumulation=share.accumulation,
+            precision=settings.train.precision,
+            dropout=settings.model.dropout > 0,
+            contrastive=contrastive,
+            recompute=parallel.recompute == "units",
+            token_match=settings.model.token_match,
+            shards=(parallel.shard_degree or share.world_size) if parallel.shard == "state" else 1,
+        )
+        if not isinstance(model.encoder, FactoryEncoder):
+            return found
+        texts = samples // slots * (1 + slots + mined)
+        longest = max(side for one in shapes.buckets for side in (one.query_tokens, one.product_tokens))
+        cost = model.encoder.cost_of_text(min(length, longest))
+        return replace(found, rows=0, measured=MeasuredTexts(texts, *cost))
+
+    return {
+        length: estimate(
+            sum(parameter.numel() for parameter in model.parameters()),
+            encoder,
+            workload(length),
+            instance=settings.estimate.instance,
+            mfu=settings.estimate.mfu,
+            sample_parameters=sum(
+                module.weight.numel() for head in heads for module in head.modules() if isinstance(module, nn.Linear)
+            ),
+        )
+        for length in rows_of_batch(settings.train, shapes.buckets)
+    }
+
+
+def contrastive_batch(train: TrainConfig, share: RankShare) -> ContrastiveBatch | None:
+    """Return what the contrastive loss of a step is computed over, on Neuron, whose ranks gather within the graph."""
+    if not train.loss.contrastive_weight:
+        return None
+    groups = groups_of_batch(train)
+    slots = train.candidates_per_query + train.mined_per_query
+    return ContrastiveBatch(groups, groups * slots, needs_two_passes(train, share, gathers_in_graph=True))
+
+
+def estimate_lines(found: dict[int, Estimate], contrastive: ContrastiveBatch | None) -> list[str]:
+    """Return a table: memory on one core, and the step, by length of rows. `contrastive`: as estimated with."""
+    first = next(iter(found.values()))
+    sizes = first.footprint
+    lines = [
+        f"one core of {first.instance.name} ({format_bytes(first.instance.core_memory_bytes)}), estimated from sizes:",
+        f"  parameters {sizes.master_bytes // 4 / 1e6:.1f}M | weights {format_bytes(sizes.parameter_bytes)} | "
+        f"optimizer {format_bytes(sizes.optimizer_bytes)} | gradients {format_bytes(sizes.gradient_bytes)}",
+    ]
+    if contrastive is not None:
+        passes = "two forward passes and one backward pass" if contrastive.two_passes else "one pass"
+        lines.append(
+            f"  contrastive loss of {contrastive.queries:,} queries and {contrastive.products:,} products: {passes} a"
+            f" step, up to {format_bytes(max(one.footprint.contrastive_bytes for one in found.values()))} more"
+        )
+    for length, one in found.items():
+        verdict = "fits" if one.fits() else "DOES NOT FIT with 20 % kept free"
+        activations = one.footprint.activation_bytes + one.footprint.workspace_bytes
+        lines.append(
+            f"  {f'rows of {length}':<12} activations {format_bytes(activations):>10} | peak "
+            f"{format_bytes(one.footprint.peak_bytes):>10} ({one.memory_share:.0%}, {verdict}) | "
+            f"{one.flops / 1e12:.3g} TFLOP a step, {one.step_s * 1e3:.3g} ms at {one.mfu:.0%} MFU"
+        )
+    return lines

@@ -11,7 +11,7 @@ from pipeline.commands import ToolCall
 from pipeline.commands.registry import readable_model
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, destination, write_export
-from pipeline.convert.source import Format
+from pipeline.convert.folder import Format
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes

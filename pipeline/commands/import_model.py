@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
+from pipeline.convert.folder import open_source
 from pipeline.convert.importing import ForeignModel, Given, read_model, store_import
-from pipeline.convert.source import open_source
 from pipeline.core.errors import EXIT_OK
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal

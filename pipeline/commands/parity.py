@@ -6,14 +6,15 @@ own. A side that is stopped or killed continues from its last checkpoint; its re
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from pipeline.backends import NAMES
@@ -21,17 +22,18 @@ from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
 from pipeline.compile.neuron import use_neuron_cache
 from pipeline.context import StageContext, open_context, share_tokens
+from pipeline.core.arrays import Float64s
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, GateRefused
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import Say, progress
+from pipeline.core.record import Record
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_sets import Selection, open_rows
+from pipeline.evaluate.config import ParityConfig
 from pipeline.evaluate.holdout import choose_rows, read_column
-from pipeline.evaluate.parity import Curve, Evaluation, Precision, RecordedSide, SideRecord, compare_sides
-from pipeline.evaluate.score import ScoreProgram, Scorer, figures
-from pipeline.evaluate.scores import load_arrays, save_arrays
+from pipeline.evaluate.score import ScoreProgram, Scorer, figures, load_arrays, save_arrays, to_probabilities
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record
@@ -50,12 +52,154 @@ from pipeline.train.config import CheckpointConfig
 from pipeline.train.inputs import gather_inputs, identity_parts
 from pipeline.train.loop import train as train_model
 
+Precision = Literal["fp32", "autocast", "bf16"]
 BACKENDS = tuple(name for name in NAMES if name != "auto")
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 RECORD, ARRAYS, EVENTS, KIND = "record.json", "arrays", "events.jsonl", "parity side"
+ROW_ARRAYS = ("sample_id", "query_id", "label", "gain")
 VECTOR_ROWS = 1000
 """Rows of which embeddings are compared."""
+FIRST_STEPS = 10
+"""Training steps whose losses and gradients have bars; later ones magnify rounding."""
+BARS = {
+    "holdout_loss": (1e-3, 2e-2),
+    "first_losses": (1e-4, 0.1),
+    "first_gradients": (1e-3, 0.2),
+    "probability": (1e-4, 0.3),
+    "mean_probability": (1e-5, 5e-3),
+    "correlation": (0.99999, 0.999),
+    "cosine": (0.99999, 0.999),
+}
+"""How far two sides may be apart: with both in fp32 (XLA:CPU and PyTorch's own CPU kernels stay 50 times and more
+below), and with one in bf16 or autocast. Losses and gradients are relative differences. The metric has the same bar in
+every precision, though training magnifies rounding: 300 steps on PriceRunner in bf16 led to accuracies 0.08 to 0.2 %
+apart, and so did fp32 (0.13 %) from weights that were moved once by 0.2 %, the rounding of bf16."""
+_AT_LEAST = ("correlation", "cosine")
 _EVALUATIONS = 6
+
+
+class _Figures(Record):
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+
+class Evaluation(_Figures):
+    """One evaluation of the holdout during training; step 0 is the checkpoint itself."""
+
+    step: int
+    metric: float
+    loss: float
+
+
+class Curve(_Figures):
+    """Every training step, the first one first: loss, gradient norm, digest of the samples in its batch."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    samples: tuple[str, ...]
+
+
+class SideRecord(_Figures):
+    """What one side computed, from what, and with what."""
+
+    schema_version: Literal[2] = 2
+    run: str = Field(description="Name of what was computed; the same for sides that were asked for together")
+    backend: str
+    precision: Precision
+    device: str = Field(description="What graphs are compiled for, such as xla:CPU")
+    checkpoint: str = Field(description="URI of the checkpoint")
+    digest: str = Field(description="Digest of its manifest: names its content")
+    identity: dict[str, str] = Field(description="Fingerprint of all that decides the weights, but the precision")
+    metric: str
+    label_gains: tuple[float, ...]
+    evaluations: tuple[Evaluation, ...] = Field(min_length=1, description="Step 0 first: the checkpoint itself")
+    curve: Curve
+    scores: str = Field(description="Digest of the manifest of the arrays next to it")
+    code_version: str
+    finished: datetime = Field(description="UTC")
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}.{self.precision}"
+
+
+class RecordedSide(NamedTuple):
+    """A record with its arrays.
+
+    sample_id (ascending), query_id, label, gain [N]; logits [N, K]; `query` and `product` embeddings [M, D] of some of
+    the rows, which have length one.
+    """
+
+    uri: str
+    record: SideRecord
+    arrays: Arrays
+
+
+class EvaluationPair(_Figures):
+    """One evaluation on both sides. `relative`: the size of the difference as a share of a."""
+
+    step: int
+    a: float
+    b: float
+    relative: float
+    loss_a: float
+    loss_b: float
+    loss_relative: float
+
+
+class ParityCheck(_Figures):
+    """One figure compared with its bar; None if it is undefined for this data."""
+
+    name: str
+    text: str
+    value: float | None
+    comparison: Literal["<=", ">="]
+    bound: float
+    outcome: Literal["pass", "fail", "skipped"]
+
+    @property
+    def line(self) -> str:
+        shown = "-" if self.value is None else f"{self.value:.3g}" if self.comparison == "<=" else f"{self.value:.7g}"
+        return f"{self.text} {shown}, {'at most' if self.comparison == '<=' else 'at least'} {self.bound:g}"
+
+
+class ParityReport(_Figures):
+    """The comparison of two sides."""
+
+    schema_version: Literal[2] = 2
+    a: str = Field(description="Backend and precision of the first side, such as cpu.fp32")
+    b: str
+    records: tuple[str, str] = Field(description="URIs of the records")
+    checkpoint: str = Field(description="URI as the first side knows it")
+    metric: str
+    rows: int
+    decisions: int = Field(description="Rows with another most probable class")
+    max_difference: float
+    evaluations: tuple[EvaluationPair, ...]
+    checks: tuple[ParityCheck, ...]
+    note: str = Field(description="Why the rows are too few, or nothing")
+
+    @property
+    def failed(self) -> tuple[ParityCheck, ...]:
+        return tuple(check for check in self.checks if check.outcome == "fail")
+
+    def value(self, name: str) -> float | None:
+        return next(check.value for check in self.checks if check.name == name)
+
+    def lines(self) -> list[str]:
+        """Return lines for a terminal: evaluations side by side, then every figure with its bar, then notes."""
+        return [
+            f"parity of A {self.a} and B {self.b}: {self.metric} and loss on {self.rows:,} holdout rows, trained from"
+            f" {self.checkpoint}",
+            f"{'step':>6}{'A':>12}{'B':>12}{'relative':>12}{'loss A':>12}{'loss B':>12}{'relative':>12}",
+            *(
+                f"{one.step:>6}{one.a:>12.6f}{one.b:>12.6f}{one.relative:>12.4%}{one.loss_a:>12.6f}{one.loss_b:>12.6f}"
+                f"{one.loss_relative:>12.4%}"
+                for one in self.evaluations
+            ),
+            *(f"  {check.outcome:<7}  {check.line}" for check in self.checks),
+            f"  {self.decisions:,} of {self.rows:,} rows have another most probable class",
+            *([f"  note: {self.note}"] if self.note else []),
+        ]
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -63,23 +207,26 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     words, to = call.arguments, call.options.get("--to", "")
     sides = [_parse(word, settings.train.precision) for word in words]
     if (to and len(words) > 1) or sides == [""] or (len(words) == 2 and sides[0] == sides[1] != ""):
-        choice = f"{', '.join(BACKENDS)}, each also as BACKEND:{'|'.join(PRECISIONS)}"
         raise ConfigError(
             f"sides {' and '.join(words)}{' with --to' if to else ''}",
-            expected=f"two different ones, of {choice}, or a folder or URI of a recorded side; or one with --to",
+            expected=f"two different ones, of {', '.join(BACKENDS)}, each also as BACKEND:{'|'.join(PRECISIONS)}, or a"
+            " folder or URI of a recorded side; or one with --to",
             next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
         )
     with open_context(settings, stop) as ctx:
         tasks = [make_task(settings, ctx, side, to) if side else None for side in sides]
-        places = [task.place if task else word for task, word in zip(tasks, words, strict=True)]
+
+        def load(task: SideTask | None, word: str) -> RecordedSide:
+            place = open_storage(task.place if task else word, retry=settings.storage, stop=stop)
+            return load_side(place, ctx.scratch / KIND)
+
         # What was recorded before is read first: a folder without a record is found before hours of training.
-        for place in (place for task, place in zip(tasks, places, strict=True) if task is None):
-            load_side(open_storage(place, retry=settings.storage, stop=stop), ctx.scratch / KIND)
+        for word in (word for task, word in zip(tasks, words, strict=True) if task is None):
+            load(None, word)
         for task in filter(None, tasks):
             doing, threads = f"recording {task.name}", torch.get_num_threads()
             list(run_tasks(record, threads, iter([task]), num_workers=1, stop=stop, doing=doing))
-        opened = (open_storage(place, retry=settings.storage, stop=stop) for place in places)
-        recorded = [load_side(storage, ctx.scratch / KIND) for storage in opened]
+        recorded = list(map(load, tasks, words))
         if len(words) == 1:
             say(f"compare it with another side: trnpipe parity {recorded[0].uri} SIDE")
             return EXIT_OK
@@ -118,9 +265,12 @@ def load_side(place: Storage, cache_dir: Path) -> RecordedSide:
     return RecordedSide(place.root, record, load_arrays(place, ARRAYS, KIND, cache_dir)[0])
 
 
+# Recording a side, in a process of its own.
+
+
 @dataclass(frozen=True)
 class SideTask:
-    """One side to record, in a process of its own.
+    """One side to record.
 
     `settings`: of its training run. `run`: names what is computed, the same for sides that can be compared. `place`:
     URI of the folder for the record.
@@ -215,11 +365,8 @@ def record(threads: int, task: SideTask) -> None:
 
 def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     settings, prepared, label = task.settings, load_prepared(ctx), f"{task.name} of run {task.run}"
-    train, model, place = (
-        settings.train,
-        settings.model,
-        open_storage(task.place, retry=settings.storage, stop=ctx.stop),
-    )
+    train, model = settings.train, settings.model
+    place = open_storage(task.place, retry=settings.storage, stop=ctx.stop)
     inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx))
     # All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same.
     selection = Selection(new=tuple(one.partition for one in inputs.sets), old=(), late=())
@@ -240,21 +387,22 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
         )
     if place.stat(RECORD) is not None:
         return
-    arrays, _ = load_arrays(place, ARRAYS, KIND, ctx.scratch / ARRAYS)
     # The ordinary training, with its checkpoints and events below the record.
     work = open_storage(f"{task.place.rstrip('/')}/work", retry=settings.storage, stop=StopSignal())
     log = EventLog(work, EVENTS)
     config = RunConfig(settings.backend, model, train, settings.checkpoint, settings.log, settings.health)
     tokenizer = ctx.workspace.read_bytes(f"{prepared.tokenizer}/tokenizer.json")
-    run = replace(ctx, workspace_after_stop=work, cycle="parity", events=log)
     try:
-        with open_run(config, run, inputs, tokenizer) as opened:
+        with open_run(
+            config, replace(ctx, workspace_after_stop=work, cycle="parity", events=log), inputs, tokenizer
+        ) as opened:
             train_model(opened)
     finally:
         log.close()
-    events, gains = list(read_events(work, EVENTS)), inputs.sets[0].info.label_gains
+    arrays, gains = load_arrays(place, ARRAYS, KIND, ctx.scratch / ARRAYS)[0], inputs.sets[0].info.label_gains
     reached = figures({name: arrays[name] for name in ("query_id", "label", "gain", "logits")}, gains)
     start = Evaluation(step=0, metric=float(getattr(reached, train.metric)), loss=reached.loss)
+    evaluations, curve = _trained(read_events(work, EVENTS), train.metric)
     made = SideRecord(
         run=task.run,
         backend=settings.backend,
@@ -265,8 +413,8 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
         identity={name: value for name, value in identity.items() if name != "train.precision"},
         metric=train.metric,
         label_gains=gains,
-        evaluations=(start, *_evaluations(events, train.metric)),
-        curve=_curve(events),
+        evaluations=(start, *evaluations),
+        curve=curve,
         scores=manifest.digest,
         code_version=ctx.code_version,
         finished=datetime.now(UTC),
@@ -281,7 +429,7 @@ def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSi
 
     Raises DataError for an empty holdout, Preempted.
     """
-    settings, state = task.settings.train, checkpoint.state
+    train = task.settings.train
     order = choose_rows(read_column(rows, "query_id"), task.settings.parity.rows)
     if not order.total:
         raise DataError(
@@ -291,10 +439,11 @@ def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSi
         )
     backend = open_device(task.settings.backend, World())
     with torch.device("meta"):
-        model = RelevanceModel(task.settings.model, state.inputs)
+        model = RelevanceModel(task.settings.model, checkpoint.state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
-    one_rate = settings.optimizer.has_one_rate  # as in training: the same graphs
-    program = ScoreProgram(model, backend, settings.precision, rows.buckets, has_one_rate=one_rate)
+    # The optimizer and the batch of training, so that the graphs are the same.
+    one_rate, batch_size = train.optimizer.has_one_rate, min(train.micro_batch_size, train.global_batch_size)
+    program = ScoreProgram(model, backend, train.precision, rows.buckets, has_one_rate=one_rate)
     program.load(weights)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -303,34 +452,130 @@ def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSi
         backend.step_boundary(list(both.values()))
         return {"logits": found.logits, **both}
 
-    scorer = Scorer(
-        backend, Gang(World(), timeout_s=1.0), stop, min(settings.micro_batch_size, settings.global_batch_size)
-    )
     with progress(f"parity: {task.name} scores", order.total, "rows") as advance:
+        scorer = Scorer(backend, Gang(World(), timeout_s=1.0), stop, batch_size)
         scored = scorer.run(outputs, rows, order, None, advance)
     # Embeddings of some rows, chosen by a hash of their ids.
     some = np.sort(np.argsort(mix64(scored["sample_id"].astype(np.uint64)), kind="stable")[:VECTOR_ROWS])
-    kept = {name: scored[name] for name in ("sample_id", "query_id", "label", "gain", "logits")}
+    kept = {name: scored[name] for name in (*ROW_ARRAYS, "logits")}
     return kept | {name: scored[name][some] for name in ("query", "product")}, backend.device_name()
 
 
-def _evaluations(events: Iterable[dict[str, Any]], metric: str) -> tuple[Evaluation, ...]:
-    """Return the evaluations during training by step. One that was repeated after a kill counts as it was last."""
-    found = {
-        event["step"]: Evaluation(step=event["step"], metric=float(event[metric]), loss=float(event["loss"]))
-        for event in events
-        if event["event"] == EventName.HOLDOUT_EVALUATED and "best" in event  # not those of the finished candidate
-    }
-    return tuple(found[step] for step in sorted(found))
+def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[Evaluation], Curve]:
+    """Return the evaluations of a training run and every step of it; one repeated after a kill counts as it was last.
 
-
-def _curve(events: Iterable[dict[str, Any]]) -> Curve:
-    """Return every training step; one that was repeated after a kill counts as it was last."""
-    rows: dict[int, tuple[float, float, str]] = {}
+    Figures that are not finite are stored as words.
+    """
+    evaluations: dict[int, Evaluation] = {}
+    steps: dict[int, tuple[float, float, str]] = {}
     for event in events:
+        step = event.get("step", 0)
+        if event["event"] == EventName.HOLDOUT_EVALUATED and "best" in event:  # not those of the finished candidate
+            evaluations[step] = Evaluation(step=step, metric=float(event[metric]), loss=float(event["loss"]))
         if event["event"] == EventName.TRAIN_STEPS:
-            made = zip(event["losses"], event["grad_norms"], event["samples"], strict=True)
-            for step, (loss, norm, samples) in enumerate(made, start=event["step"] - len(event["losses"]) + 1):
-                rows[step] = (float(loss), float(norm), samples)  # not finite: stored as a word
-    losses, norms, samples = zip(*(rows[step] for step in sorted(rows)), strict=True)
-    return Curve(losses=losses, grad_norms=norms, samples=samples)
+            made = zip(map(float, event["losses"]), map(float, event["grad_norms"]), event["samples"], strict=True)
+            steps |= dict(enumerate(made, start=step - len(event["losses"]) + 1))
+    losses, norms, samples = zip(*(steps[step] for step in sorted(steps)), strict=True)
+    in_order = [evaluations[step] for step in sorted(evaluations)]
+    return in_order, Curve(losses=losses, grad_norms=norms, samples=samples)
+
+
+# Comparing two sides. Side `a` is the reference. A figure that is NaN fails its bar.
+
+
+def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> ParityReport:
+    """Compare and judge. Raises ConfigError or DataError naming what differs in the work of the sides."""
+    _check_same(a, b)
+    ours, theirs = a.record, b.record
+    metric, loss = (
+        relative_differences(*([getattr(one, name) for one in side.evaluations] for side in (ours, theirs)))
+        for name in ("metric", "loss")
+    )
+    pairs = zip(ours.evaluations, theirs.evaluations, metric.tolist(), loss.tolist(), strict=True)
+    evaluations = tuple(
+        EvaluationPair(
+            step=one.step,
+            a=one.metric,
+            b=other.metric,
+            relative=relative,
+            loss_a=one.loss,
+            loss_b=other.loss,
+            loss_relative=loss_relative,
+        )
+        for one, other, relative, loss_relative in pairs
+    )
+    losses = relative_differences(ours.curve.losses, theirs.curve.losses)[:FIRST_STEPS]
+    gradients = relative_differences(ours.curve.grad_norms, theirs.curve.grad_norms)[:FIRST_STEPS]
+    probabilities = [to_probabilities(side.arrays["logits"]) for side in (a, b)]
+    apart = np.abs(probabilities[0] - probabilities[1])
+    first, second = (table.argmax(axis=1) for table in probabilities)
+    cosines = np.concatenate([(a.arrays[side] * b.arrays[side]).sum(axis=1) for side in ("query", "product")])
+    correlation = _correlation(*(table @ np.array(ours.label_gains) for table in probabilities))
+    steps = f"in the first {len(losses)} steps"
+    found: dict[str, tuple[str, float | None]] = {
+        "metric": (f"relative difference of {ours.metric}", metric.max()),
+        "holdout_loss": ("relative difference of the holdout loss", loss.max()),
+        "first_losses": (f"relative difference of the loss {steps}", losses.max()),
+        "first_gradients": (f"the same of the gradient norm {steps}", gradients.max()),
+        "probability": ("largest difference of a probability", apart.max()),
+        "mean_probability": ("mean difference of a probability", apart.mean()),
+        "correlation": ("correlation of the scores", correlation),
+        "cosine": ("least cosine of an embedding", cosines.min(initial=1.0)),
+    }
+    reduced = {ours.precision, theirs.precision} != {"fp32"}
+    bounds = {"metric": config.max_difference} | {name: bars[reduced] for name, bars in BARS.items()}
+    rows, start, note = len(first), ours.evaluations[0].metric, ""
+    if (one_row := 1.0 / (rows * start) if start > 0 else 1.0) > config.max_difference:
+        note = f"one of the {rows:,} holdout rows is {one_row:.2%} of the metric: too few to show a difference"
+    return ParityReport(
+        a=ours.name,
+        b=theirs.name,
+        records=(a.uri, b.uri),
+        checkpoint=ours.checkpoint,
+        metric=ours.metric,
+        rows=rows,
+        decisions=int((first != second).sum()),
+        max_difference=config.max_difference,
+        evaluations=evaluations,
+        checks=tuple(_check(name, text, value, bounds[name]) for name, (text, value) in found.items()),
+        note=note,
+    )
+
+
+def relative_differences(a: Sequence[float], b: Sequence[float]) -> Float64s:
+    """Return |b - a| as shares of |a|: infinite if only `a` is 0, NaN if one is not finite."""
+    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        apart = np.where(left == right, 0.0, np.abs(right - left) / np.abs(left))
+    return np.where(np.isfinite(left) & np.isfinite(right), apart, np.nan)
+
+
+def _correlation(a: Float64s, b: Float64s) -> float | None:
+    """Return Pearson's correlation of [N] values; None if either does not vary."""
+    if not (np.ptp(a) and np.ptp(b)):
+        return None
+    with np.errstate(all="ignore"):
+        return float(np.corrcoef(a, b)[0, 1])
+
+
+def _check(name: str, text: str, value: float | None, bound: float) -> ParityCheck:
+    comparison: Literal["<=", ">="] = ">=" if name in _AT_LEAST else "<="
+    outcome: Literal["pass", "fail", "skipped"] = "skipped"
+    if value is not None:  # NaN is neither above nor below
+        value, outcome = float(value), "pass" if (value >= bound if name in _AT_LEAST else value <= bound) else "fail"
+    return ParityCheck(name=name, text=text, value=value, comparison=comparison, bound=bound, outcome=outcome)
+
+
+def _check_same(a: RecordedSide, b: RecordedSide) -> None:
+    """Raise ConfigError or DataError unless both did the same work but for backend and precision."""
+    ours, theirs = ({"checkpoint": side.record.digest, **side.record.identity} for side in (a, b))
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    of_settings = any(not name.startswith("data.") for name in different)
+    different += [f"{name} of the holdout" for name in ROW_ARRAYS if not np.array_equal(a.arrays[name], b.arrays[name])]
+    different += ["samples of the training steps"] if a.record.curve.samples != b.record.curve.samples else []
+    if different:
+        raise (ConfigError if of_settings else DataError)(
+            f"{a.uri} and {b.uri} were recorded with other {', '.join(different)}",
+            expected="one checkpoint, and the same data and settings; only backend and precision may differ",
+            next_command="record one of them again with the other's settings",
+        )

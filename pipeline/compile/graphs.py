@@ -1,12 +1,14 @@
-"""HLO text as torch_xla prints it: its instructions, how often each occurs, and how two graphs differ.
+"""HLO text as torch_xla prints it: its instructions, how two graphs differ, and the readiness lint.
 
 The text form is XLA's `HloModule::ToString` (github.com/openxla/xla, xla/hlo/ir/hlo_instruction.cc).
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([^\s(={]+)\s*(?:\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"\s*(ROOT\s+)?%?(\S+) = (.+?) ([a-z][\w\-]*)\((.*)")
@@ -100,3 +102,127 @@ def describe(changes: Mapping[str, int], limit: int = 8) -> str:
         return "the same operations, in another order or with other constants"
     more = f" and {len(changes) - limit} more" if len(changes) > limit else ""
     return ", ".join([f"{change:+d} {op}" for op, change in changes.items()][:limit]) + more
+
+
+# The lint: what neuronx-cc is documented to refuse or to compute wrongly. Facts: AWS Neuron documentation (error code
+# pages of neuronx-cc), and traces by torch-xla 2.9 on XLA:CPU. A code such as EVRF001 is the one that neuronx-cc prints
+# (as NCC_EVRF001); HLO0xx are ours, for results documented to be wrong.
+
+Severity = Literal["error", "warning"]
+
+INTEGERS = frozenset({"s2", "s4", "s8", "s16", "s32", "s64", "u2", "u4", "u8", "u16", "u32", "u64"})
+DYNAMIC = frozenset({"set-dimension-size", "get-dimension-size", "dynamic-reshape"})
+LARGEST_EXCHANGE_BYTES = 140_000_000
+_FLOAT_EXACT = "exact below 2^24 only"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem, however often it occurs at one place in the code."""
+
+    code: str
+    message: str
+    remedy: str
+    severity: Severity = "error"
+    instruction: str = ""
+    """Name, operation and shape of the first instruction; empty for a counter."""
+    source: str = ""
+    """file:line; empty when the trace was made without XLA_HLO_DEBUG=1 XLA_IR_DEBUG=1."""
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" ({self.count} times)" if self.count > 1 else ""
+        where = f"\n  at: {self.source}" if self.source else ""
+        what = f"\n  in: {self.instruction}" if self.instruction else ""
+        return f"{self.severity} {self.code}: {self.message}{times}{what}{where}\n  remedy: {self.remedy}"
+
+
+def _types_and_sizes(one: Instruction) -> Iterator[Finding]:
+    """Check the dtypes and dimensions of any operation."""
+    shapes = [] if one.opcode == "tuple" else arrays(one.shape)
+    dtypes = sorted({dtype for dtype, _ in shapes})
+    for dtype in dtypes:
+        if dtype in ("c64", "c128"):
+            yield Finding("EVRF004", f"complex numbers ({dtype})", "keep real and imaginary part in two tensors")
+        elif dtype.startswith("f8") and ("fnuz" in dtype or "b11" in dtype or dtype == "f8e4m3fn"):
+            remedy = "bf16, or f8e5m2 / f8e4m3 if the compiler supports them"
+            yield Finding("EVRF005", f"an 8-bit float that trn1 and trn2 do not have ({dtype})", remedy)
+        elif dtype.startswith("f4"):
+            yield Finding("ESPP004", f"a 4-bit float ({dtype})", "bf16")
+        elif dtype == "f64":
+            remedy = "float32: compare with tensors, not with Python floats"
+            yield Finding("ESPP004", f"double precision in {one.opcode} (f64)", remedy, "warning")
+    if one.opcode in DYNAMIC or any(size.startswith(("<=", "?")) for _, sizes in shapes for size in sizes):
+        remedy = "fixed shapes: a mask instead of indexing by condition"
+        yield Finding("EMOD025", f"a dimension known only at run time, in {one.opcode}", remedy)
+    integers = ", ".join(dtype for dtype in dtypes if dtype in INTEGERS)
+    if integers and one.opcode in ("dot", "all-reduce", "reduce-scatter"):
+        remedy = f"{_FLOAT_EXACT}: use float32, or keep the values small"
+        yield Finding("HLO004", f"{one.opcode} of {integers}", remedy, "warning")
+    if one.opcode in ("all-gather", "reduce-scatter"):
+        # Above it AWS's own trainer met NaN (neuronx-distributed, trainer/trainer.py: "Bucket cap > 140 MB").
+        largest = max(
+            math.prod(map(int, sizes)) * int("".join(filter(str.isdigit, dtype)) or 8) // 8
+            for dtype, sizes in (*shapes, *arrays(one.first_shape))
+        )
+        if largest > LARGEST_EXCHANGE_BYTES:
+            remedy = "NaN was seen above 140 MB: exchange it in parts"
+            yield Finding("HLO007", f"{one.opcode} of {largest / 1e6:,.0f} MB", remedy, "warning")
+
+
+def _operations(one: Instruction) -> Iterator[Finding]:
+    """Check for operations that are documented as refused, or refused for integers."""
+    target = one.attribute("custom_call_target")
+    keys = {dtype for dtype, _ in arrays(one.first_shape)} & INTEGERS
+    if keys and (one.opcode in ("sort", "topk") or target in ("TopK", "AwsNeuronTopK")):
+        remedy = f"convert the keys to float32 ({_FLOAT_EXACT}) before sort or topk"
+        yield Finding("EVRF013", f"{target or one.opcode} by keys of {', '.join(sorted(keys))}", remedy)
+    combined = {dtype for dtype, _ in arrays(one.shape)} & (INTEGERS | {"pred"})
+    if one.opcode == "scatter" and combined and one.combiner != "parameter":  # a parameter: plain overwriting
+        remedy = f"scatter float32 and convert back ({_FLOAT_EXACT})"
+        yield Finding("EVRF016", f"scatter that combines {', '.join(sorted(combined))}", remedy)
+    if one.opcode in ("triangular-solve", "cholesky"):
+        yield Finding("EVRF001", f"operator {one.opcode}", "solve or factor on the host, before or after training")
+    if one.opcode == "rng-bit-generator" and one.attribute("algorithm") not in ("", "rng_default"):
+        remedy = "unset XLA_RNG_BIT_GENERATOR: only rng_default is implemented"
+        yield Finding("EVRF006", f"random numbers by {one.attribute('algorithm')}", remedy)
+    if one.opcode == "custom-call" and not target.startswith(("AwsNeuron", "NeuronBoundaryMarker", "Resize")):
+        yield Finding("EVRF015", f"custom call {target}", "write it with plain operators, or on the host")
+
+
+HOST_READ = "HLO006"
+"""Code of a value that was read on the host."""
+
+
+def lint(*texts: str) -> tuple[Finding, ...]:
+    """Apply every rule to every instruction of HLO texts. Errors come first, each problem once per line of our code."""
+    found: dict[tuple[str, str, str], Finding] = {}
+    for text in texts:
+        for one in read_instructions(text):
+            for finding in (*_operations(one), *_types_and_sizes(one)):
+                key = (finding.code, finding.message, one.source)
+                where = f"{one.name} = {one.signature}"
+                before = found.get(key, replace(finding, instruction=where, source=one.source, count=0))
+                found[key] = replace(before, count=before.count + 1)
+    return tuple(sorted(found.values(), key=lambda finding: finding.severity != "error"))
+
+
+def lint_counters(counters: Mapping[str, int]) -> tuple[Finding, ...]:
+    """Report operators that ran on the host, from the `aten::` counters of torch_xla.debug.metrics."""
+    read = "aten::_local_scalar_dense"
+    findings = [
+        Finding(
+            "HLO005",
+            f"{name} ran on the host: the graph is cut there, and its result goes back to the device",
+            "another operator, or move this part into the data preparation",
+            count=count,
+        )
+        for name, count in sorted(counters.items())
+        if name.startswith("aten::") and name != read and count > 0
+    ]
+    if reads := counters.get(read, 0):
+        message = "a value was read on the host (.item(), float(), bool() of a tensor): the graph is cut there"
+        findings.append(
+            Finding(HOST_READ, message, "keep it on the device and read it every N steps", "warning", count=reads)
+        )
+    return tuple(findings)

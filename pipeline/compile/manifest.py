@@ -1,11 +1,14 @@
-"""The graph manifest: every graph a cycle may run, and what decides it. The compile stage writes it, the rest reads."""
+"""The graph manifest: every graph a cycle may run. The compile stage records it, and runs are held against it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from pipeline.compile.graphs import difference
+from pipeline.compile.graphs import describe, difference, op_counts
+from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage, read_record
@@ -107,3 +110,182 @@ def plan_differences(wanted: Plan, manifests: Sequence[GraphManifest]) -> list[s
         names = sorted(name for name in plan.keys() | wanted.keys() if plan.get(name) != wanted.get(name))
         tables.append([f"{name}: compiled {plan.get(name)}, now {wanted.get(name)}" for name in names])
     return min(tables, key=len, default=[])
+
+
+# Graphs as a program meets them: recorded during a trial run, compared with the manifest otherwise. A graph is looked
+# at where the program is about to cut it, before anything is compiled. Naming it costs a walk over all its operations,
+# so a place in the program (phase, bucket) is looked at the first few times only, and again after the compile counter
+# has moved. Devices that compile as they go (`compiles_steps`) have no graph to look at: there a place counts as
+# compiled once its program was called.
+
+Tensors = Sequence[Any]
+"""Tensors of torch, which this module does without."""
+COMPILE = "trnpipe compile, with the same settings"
+_WARN_ONLY = "--compile.on-unknown-graph warn"
+_LOOKS = 3  # at each place, before the compile counter alone is trusted
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a program a graph ends."""
+
+    phase: str
+    bucket: str = ""
+    batch_size: int = 0
+
+    def __str__(self) -> str:
+        shape = f" of {self.batch_size} x {self.bucket} tokens" if self.bucket else ""
+        return f"{self.phase}{shape}"
+
+
+class Tracer(Protocol):
+    """The part of a backend that names graphs and counts compiles."""
+
+    compiles_steps: bool
+
+    def graph_hash(self, tensors: Tensors) -> str: ...
+    def hlo_text(self, tensors: Tensors) -> str: ...
+    def compile_count(self) -> int: ...
+    def compile_seconds(self) -> float: ...
+
+
+class GraphWatch:
+    """Called by a program around every graph it cuts. This base class watches nothing: devices that do not trace."""
+
+    def before(self, place: Place, tensors: Tensors) -> None:
+        """Look at the graph that computes `tensors`, complete and not yet compiled."""
+
+    def after(self, place: Place) -> None:
+        """Count what was compiled: the graph has been given to the device."""
+
+
+@dataclass
+class Recorder(GraphWatch):
+    """Records every different graph of a trial run with the time that compiling it took."""
+
+    tracer: Tracer
+    plan: Plan
+    graphs: dict[str, GraphRecord] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """HLO text by key, for the lint."""
+    met: Callable[[int, Place], object] = lambda number, place: None
+    """Called with every new graph, from 1 on: before it is compiled, or after on a device that compiles as it goes."""
+    outside: list[str] = field(default_factory=list)
+    """Places at which more was compiled than the graph looked at."""
+    _key: str = field(default="", init=False)
+    _count: int = field(default=0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.tracer.compiles_steps:
+            self._look()
+
+    def before(self, place: Place, tensors: Tensors) -> None:
+        if self.tracer.compiles_steps:
+            return
+        self._key = graph_key(self.tracer.graph_hash(tensors), self.plan)
+        if self._key not in self.graphs:
+            self.texts[self._key] = text = self.tracer.hlo_text(tensors)
+            self._record(place, op_counts(text), len(text))
+        if self._look():
+            self.outside.append(f"{place}, before its graph")
+
+    def after(self, place: Place) -> None:
+        if self.tracer.compiles_steps:
+            self._key = graph_key(str(place), self.plan)
+            if self._key not in self.graphs:
+                self._record(place, {}, 0)
+        before, known = self._seconds, self.graphs[self._key]
+        compiled = self._look()
+        seconds = round(known.compile_s + self._seconds - before, 3)
+        update = {"compiles": known.compiles + compiled, "compile_s": seconds}
+        self.graphs[self._key] = known.model_copy(update=update)
+        if compiled > 1 and not self.tracer.compiles_steps:
+            self.outside.append(str(place))
+
+    def _record(self, place: Place, counts: dict[str, int], num_bytes: int) -> None:
+        self.graphs[self._key] = GraphRecord(
+            key=self._key,
+            phase=place.phase,
+            bucket=place.bucket,
+            batch_size=place.batch_size,
+            num_instructions=sum(counts.values()),
+            hlo_bytes=num_bytes,
+            op_counts=counts,
+            compiles=0,
+            compile_s=0.0,
+        )
+        self.met(len(self.graphs), place)
+
+    def _look(self) -> int:
+        """Return how many graphs were compiled since the last call; later ones belong to the next graph."""
+        count = self.tracer.compile_count()
+        compiled, self._count = count - self._count, count
+        self._seconds = self.tracer.compile_seconds()
+        return compiled
+
+
+@dataclass
+class Guard(GraphWatch):
+    """Compares what a run is about to compile with the manifest.
+
+    On a device that compiles as it goes, programs may come from the cache at the first pass of a place only.
+    """
+
+    tracer: Tracer
+    manifest: GraphManifest
+    on_unknown: Literal["error", "warn"]
+    warn: Callable[[str], None]
+    unknown: int = 0
+    steps: int = 0
+    """Finished in this process."""
+    _count: int = field(default=0, init=False)
+    _looks: Counter[Place] = field(default_factory=Counter, init=False)
+    """At each place; on a device that compiles as it goes: how often it was passed."""
+    _looked: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._keys = {graph.key for graph in self.manifest.graphs}
+        self._count = self.tracer.compile_count()
+
+    def before(self, place: Place, tensors: Tensors) -> None:
+        self._looked = not self.tracer.compiles_steps and self._looks[place] < _LOOKS
+        if not self._looked:
+            return
+        self._looks[place] += 1
+        if graph_key(self.tracer.graph_hash(tensors), self.manifest.plan) not in self._keys:
+            seen = f"after {self.steps} steps, the graph of {place} was not compiled ahead of time"
+            self._unknown(1, seen, self._explain(place, self.tracer.hlo_text(tensors)))
+
+    def after(self, place: Place) -> None:
+        self.steps += place.phase in ("step", "update")
+        count = self.tracer.compile_count()
+        compiled, self._count = count - self._count, count
+        if not self.tracer.compiles_steps:
+            if compiled and not self._looked:
+                self._looks[place] -= 1  # it differs in aliasing alone, or is new: look at the next one
+            return
+        self._looks[place] += 1
+        is_known = graph_key(str(place), self.manifest.plan) in self._keys
+        if not compiled or (is_known and self._looks[place] == 1):
+            return
+        why = "was not met ahead of time" if not is_known else "was compiled already: a shape or a type has changed"
+        seen = f"after {self.steps} steps, {compiled} graphs were compiled at {place}, which {why}"
+        self._unknown(compiled, seen, "one graph for each shape of the compile stage (TORCH_LOGS=recompiles says why)")
+
+    def _unknown(self, num: int, seen: str, expected: str) -> None:
+        """Count graphs that the manifest does not have. Raises ConfigError, or warns."""
+        self.unknown += num
+        if self.on_unknown == "error":
+            raise ConfigError(seen, expected=expected, next_command=f"{COMPILE}, or {_WARN_ONLY}")
+        self.warn(f"{seen}; expected {expected}")
+
+    def _explain(self, place: Place, text: str) -> str:
+        """Name the nearest known graph and the difference from it."""
+        counts = op_counts(text)
+        nearest = self.manifest.nearest(place.phase, counts)
+        if nearest is None:
+            return "a manifest with at least one graph"
+        known = Place(nearest.phase, nearest.bucket, nearest.batch_size)
+        changes = describe(difference(nearest.op_counts, counts))
+        return f"{known}, the nearest graph that was; this one has {changes}"

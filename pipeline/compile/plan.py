@@ -6,8 +6,18 @@ from importlib import metadata
 
 from pipeline.backends import is_lazy_host
 from pipeline.compile.config import CompileConfig
-from pipeline.compile.manifest import GraphManifest, Plan, PlanValue, load_manifest, load_manifests, plan_differences
-from pipeline.compile.watch import COMPILE, GraphWatch, Guard, Tracer
+from pipeline.compile.manifest import (
+    COMPILE,
+    GraphManifest,
+    GraphWatch,
+    Guard,
+    Plan,
+    PlanValue,
+    Tracer,
+    load_manifest,
+    load_manifests,
+    plan_differences,
+)
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.record import with_retired

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
 from pipeline.checkpoint.store import Checkpoint, Parent, TrainState
-from pipeline.convert.hugging_face import (
+from pipeline.convert.folder import (
+    EXPORT,
+    EXPORT_FILE,
     LEGACY,
     MODEL,
     MODULES,
@@ -29,8 +31,9 @@ from pipeline.convert.hugging_face import (
     SENTENCE,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    ExportRecord,
+    Format,
 )
-from pipeline.convert.source import EXPORT, EXPORT_FILE, ExportRecord, Format
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.manifest import MANIFEST_NAME
@@ -316,18 +319,15 @@ def write_program(path: Path, model: RelevanceModel, spec: InputSpec, plan: Expo
 
 def _card(record: ExportRecord, plan: ExportPlan) -> str:
     spec, model, rows = record.inputs, record.model, plan.batch_size
-    inputs = [
-        f"query int32 [{rows}, {plan.bucket.query_tokens}]",
-        f"product int32 [{rows}, {plan.bucket.product_tokens}]",
-    ]
-    inputs += [f"numeric float32 [{rows}, {len(spec.numeric)}]"] if spec.numeric else []
-    inputs += [f"categorical int32 [{rows}, {len(spec.categorical_ids)}]"] if spec.categorical_ids else []
+    inputs = f"query int32 [{rows}, {plan.bucket.query_tokens}], product int32 [{rows}, {plan.bucket.product_tokens}]"
+    inputs += f", numeric float32 [{rows}, {len(spec.numeric)}]" if spec.numeric else ""
+    inputs += f", categorical int32 [{rows}, {len(spec.categorical_ids)}]" if spec.categorical_ids else ""
     library, use = {
         "sentence-transformers": (plan.format, 'vectors = SentenceTransformer("PATH").encode(["red running shoes"])'),
         "safetensors": (plan.format, 'weights = safetensors.torch.load_file("PATH/model.safetensors")'),
         "torchscript": (
             "pytorch",
-            f'program = torch.jit.load("PATH/{program_name(plan.bucket)}")\n# program({", ".join(inputs)}),'
+            f'program = torch.jit.load("PATH/{program_name(plan.bucket)}")\n# program({inputs}),'
             " program.embed_query(query), program.embed_product(product)",
         ),
     }[plan.format]

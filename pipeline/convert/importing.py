@@ -5,27 +5,32 @@ It is read and checked from a Hugging Face folder, an export of trnpipe, or a ba
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from pipeline.checkpoint.save import Snapshot, commit_snapshot
 from pipeline.checkpoint.store import Checkpoint, Origin, TrainState, open_checkpoint, prefix_of
-from pipeline.convert.hugging_face import TOKENIZER, read_folder_settings, read_tokenizer
-from pipeline.convert.source import EXPORT_FILE, SCHEMA_VERSION, TOKENIZER_BYTES, ExportRecord, Source
+from pipeline.convert.folder import (
+    EXPORT_FILE,
+    SCHEMA_VERSION,
+    TOKENIZER,
+    TOKENIZER_BYTES,
+    ExportRecord,
+    Source,
+    read_folder_settings,
+    read_tokenizer,
+)
 from pipeline.core.errors import CheckpointError, ConfigError, first_line
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.storage import Storage, join_key
 from pipeline.model.config import PRESETS, InputSpec, ModelConfig
-from pipeline.model.factory import module_weights
-from pipeline.model.hf import CONFIG, HEAD_PARTS, as_bert, encoder_from_hf, hf_config, model_from_hf, read_config, to_hf
-from pipeline.model.relevance import RelevanceModel, build_model
-from pipeline.model.weights import find_weights, load_tensors, without_wrappers
+from pipeline.model.hf import CONFIG, HEAD_PARTS, as_bert, hf_config, model_from_hf, read_config, to_hf
+from pipeline.model.weights import find_weights, load_tensors, template_of, with_encoder, without_wrappers
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,6 @@ def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
 def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
     there = read_folder_settings(source, given.model.pooling)
     where = source.where(there.folder + CONFIG)
-    if not source.has(there.folder + CONFIG):
-        raise ConfigError(
-            f"{source.where(there.folder)} has no {CONFIG}",
-            expected="a Hugging Face folder: config.json, tokenizer.json and model.safetensors",
-            next_command="name the folder that holds it, or the file with the weights",
-        )
     described = read_config(source.read(there.folder + CONFIG), where)
     size = described.size.model_dump()
     preset = next((name for name, known in PRESETS.items() if known == described.size), "")
@@ -108,16 +107,17 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
             next_command="copy the tokenizer that belongs to the model",
         )
     name = there.folder + find_weights(source.storage, join_key(source.folder, there.folder).strip("/"))
-    loaded = without_wrappers(load_tensors(source.local(name, scratch), source.where(name)))
-    loaded = as_bert(loaded, described.model_type, described.pad_token_id, source=source.where(name))
     # Tables are often filled up to a round number. One that is larger than config.json says is refused.
-    spare = described.vocab_size - spec.vocab_size
-    if spare > 0:
+    if (spare := described.vocab_size - spec.vocab_size) > 0:
         notes.append(f"{spare} embeddings that no token has are left out")
+    loaded, model_type = load_tensors(source.local(name, scratch), source.where(name)), described.model_type
+    model = with_encoder(
+        loaded, source.where(name), config, spec, given.seed, model_type=model_type, same_vocabulary=spare > 0
+    )
     return ForeignModel(
         config=config,
         spec=spec,
-        weights=_with_new_head(loaded, config, spec, given.seed, source.where(name), has_spare_words=spare > 0),
+        weights=model.state_dict(),
         tokenizer=tokenizer,
         max_tokens=min(there.max_tokens or longest or config.max_positions, config.max_positions),
         origin=Origin(uri=source.uri, format=there.format, fingerprint=source.fingerprint),
@@ -145,10 +145,7 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
         )
     weights: dict[str, Tensor] = {}
     for name in record.weights:
-        found = load_tensors(source.local(name, scratch), source.where(name))
-        if twice := sorted(found.keys() & weights.keys()):
-            raise refused(f"{source.where(name)}: {twice[0]} is in another file too", "every tensor once")
-        weights |= found
+        weights |= load_tensors(source.local(name, scratch), source.where(name))
     weights = as_bert(weights, record.family, record.inputs.pad_id, source=source.uri)
     config = record.model.model_copy(update={"init_from": None})
     # Every layer has a tensor at least. A record of a million layers must not be built to find that out.
@@ -158,7 +155,7 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
     return ForeignModel(
         config=config,
         spec=record.inputs,
-        weights=model_from_hf(weights, _template(config, record.inputs), source=source.uri),
+        weights=model_from_hf(weights, template_of(config, record.inputs), source=source.uri),
         tokenizer=tokenizer,
         max_tokens=record.max_tokens,
         origin=Origin(uri=source.uri, format=f"trnpipe {record.format}", fingerprint=source.fingerprint),
@@ -175,50 +172,23 @@ def _bare_file(source: Source, given: Given, scratch: Path) -> ForeignModel:
             next_command="--data.tokenizer.path FILE, or prepare the cycle's data with it first",
         )
     spec, config = given.spec_for(given.tokenizer), given.model.model_copy(update={"init_from": None})
-    loaded = without_wrappers(load_tensors(source.local(source.file, scratch), source.uri))
-    foreign = ForeignModel(
+    loaded = load_tensors(source.local(source.file, scratch), source.uri)
+    named = without_wrappers(loaded)
+    has_head = any(name.startswith(HEAD_PARTS) for name in named)
+    if has_head:
+        weights = model_from_hf(named, template_of(config, spec), source=source.uri)
+    else:
+        architecture = config.architecture
+        weights = with_encoder(loaded, source.uri, config, spec, given.seed, model_type=architecture).state_dict()
+    return ForeignModel(
         config=config,
         spec=spec,
-        weights={},
+        weights=weights,
         tokenizer=given.tokenizer,
         origin=Origin(uri=source.uri, format="file of weights", fingerprint=source.fingerprint),
+        new_head=None if has_head else given.seed,
         notes=("sizes and pooling are those of the model settings",),
     )
-    if any(name.startswith(HEAD_PARTS) for name in loaded):
-        return replace(foreign, weights=model_from_hf(loaded, _template(config, spec), source=source.uri))
-    weights = _with_new_head(loaded, config, spec, given.seed, source.uri)
-    return replace(foreign, weights=weights, new_head=given.seed)
-
-
-def _with_new_head(
-    loaded: Mapping[str, Tensor],
-    config: ModelConfig,
-    spec: InputSpec,
-    seed: int,
-    source: str,
-    *,
-    has_spare_words: bool = False,
-) -> dict[str, Tensor]:
-    """Return the encoder that was loaded, and fresh interactions and head."""
-    template = _template(config, spec)
-    if config.factory is None:
-        encoder = encoder_from_hf(loaded, template, source=source, same_vocabulary=has_spare_words)
-    else:
-        encoder = module_weights(loaded, template, factory=config.factory, source=source)
-    return {**build_model(config, spec, seed).state_dict(), **encoder}
-
-
-def _template(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
-    """Return names and shapes without content: sizes that a file claims are held against its tensors before use."""
-    try:
-        with torch.device("meta"):
-            return RelevanceModel(config, spec).state_dict()
-    except RuntimeError as error:  # more bytes than can be counted
-        raise CheckpointError(
-            f"a model of width {config.encoder.hidden_size} and {spec.vocab_size} words: {error}",
-            expected="the sizes of the weights beside it",
-            next_command="export the model again",
-        ) from error
 
 
 def store_import(

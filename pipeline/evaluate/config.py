@@ -1,6 +1,6 @@
 """Settings of the evaluate stage: what is scored and reported, the gate, and the comparison of two sides."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -283,18 +283,3 @@ class EvaluateConfig(Record):
     metrics: MetricsConfig = MetricsConfig()
     retrieval: RetrievalConfig = RetrievalConfig()
     baselines: BaselinesConfig = BaselinesConfig()
-
-
-_IGNORED = {"vector_rows": 512, "window_rows": 16_384}
-"""Retired settings of which any value is ignored, as fingerprints still have them."""
-
-
-def to_json(config: Record, exclude: Container[str] = ()) -> dict[str, Any]:
-    """Return the settings with those of earlier versions at the value they have now, so that fingerprints stay."""
-    retired = {name: _IGNORED.get(name) if value is ... else value for name, value in config.retired.items()}
-    fields = {name: value for name, value in retired.items() if value is not None and name not in exclude}
-    for name, value in config.model_dump(mode="json").items():
-        if name not in exclude:
-            section = getattr(config, name)
-            fields[name] = to_json(section) if isinstance(section, Record) else value
-    return fields

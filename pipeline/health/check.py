@@ -1,4 +1,4 @@
-"""Health checks: their verdicts, the error that follows from them, and how they are run.
+"""Health checks: their verdicts, the error that follows from them, and how they are run. Without torch.
 
 Cheap ones first, each within its time limit. A check runs in a daemon thread, not in a child: what hangs on a sick
 machine hangs in the kernel (a dead mount, an ioctl of the driver), where nothing can be killed; a spawned child costs
@@ -7,23 +7,28 @@ with `run_tool` can be killed: the stop signal of the check ends them. A thread 
 process from ending.
 """
 
+import json
 import re
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from pathlib import PurePath
-from typing import Annotated, ClassVar, Literal, TextIO
+from pathlib import Path, PurePath
+from statistics import median
+from typing import Annotated, ClassVar, TextIO
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer, TypeAdapter, ValidationError
 
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import format_duration
 from pipeline.core.stop import StopSignal
-from pipeline.health.config import Group, HealthConfig
+from pipeline.health.config import SLOW_RATIO, Group, HealthConfig
+from pipeline.io import atomic
 from pipeline.io.storage import Storage
+from pipeline.parallel.node_barrier import Nodes
 
 
 class Verdict(IntEnum):
@@ -38,27 +43,22 @@ class Verdict(IntEnum):
 
     @property
     def text(self) -> str:
+        """Its name in JSON."""
         return self.name.lower()
-
-
-def _verdict(value: object) -> object:
-    """From its name in JSON."""
-    return next((one for one in Verdict if one.text == value), "no verdict") if isinstance(value, str) else value
-
-
-Named = Annotated[Verdict, BeforeValidator(_verdict), PlainSerializer(lambda verdict: verdict.text)]
-# Not a number is a figure, too: it is written as NaN, which Python's readers take.
-_STORED = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 @dataclass(frozen=True)
 class CheckResult:
     """One check on one rank or node."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STORED
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: str
-    verdict: Named
+    verdict: Annotated[
+        Verdict,
+        BeforeValidator(lambda name: getattr(Verdict, str(name).upper(), "no verdict")),
+        PlainSerializer(lambda verdict: verdict.text),
+    ]
     seen: str = ""
     """What was found, one line; empty for a plain pass."""
     expected: str = ""
@@ -81,7 +81,7 @@ class NodeReport:
         return max((result.verdict for result in self.results), default=Verdict.PASS)
 
 
-def gang_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
+def job_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
     """Return the error that every node of the job raises; None if all may work.
 
     A configuration problem stops the job whatever else is wrong: no other machine would help. Else one unfit node
@@ -100,33 +100,25 @@ def gang_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
     )
 
 
-class _StoredReport(BaseModel):
-    model_config = _STORED
-
-    schema_version: Literal[1] = 1
-    node_rank: int = Field(ge=0)
-    host: str
-    verdict: Named
-    results: tuple[CheckResult, ...]
+_REPORT = TypeAdapter(NodeReport)
 
 
 def to_json(report: NodeReport) -> str:
-    """Return the report as indented JSON, verdicts by name."""
-    stored = _StoredReport(node_rank=report.node_rank, host=report.host, verdict=report.verdict, results=report.results)
-    return stored.model_dump_json(indent=2)
+    """Return the report as indented JSON, verdicts by name. A figure may be NaN, which Python's readers take."""
+    fields = _REPORT.dump_python(report)
+    return json.dumps({"schema_version": 1, "verdict": report.verdict.text, **fields}, indent=2)
 
 
 def from_json(text: str | bytes, where: str = "a health report") -> NodeReport:
     """Read what `to_json` wrote. Raises DataError naming `where`."""
     try:
-        stored = _StoredReport.model_validate_json(text)
+        return _REPORT.validate_json(text)
     except ValidationError as error:
         raise DataError(
             f"{where} cannot be read: {error.errors(include_url=False)[0]['msg']}",
             expected="a report written by trnpipe health",
             next_command="run the same version of trnpipe on all nodes",
         ) from error
-    return NodeReport(stored.node_rank, stored.host, stored.results)
 
 
 def report_key(cycle: str, report: NodeReport) -> str:
@@ -135,11 +127,9 @@ def report_key(cycle: str, report: NodeReport) -> str:
     return f"cycles/{cycle}/health/{report.node_rank}-{host}.json"
 
 
-def store_report(workspace: Storage, cycle: str, report: NodeReport) -> str:
-    """Write the report below the cycle (atomic). Return its key."""
-    key = report_key(cycle, report)
-    workspace.write_bytes(key, to_json(report).encode() + b"\n")
-    return key
+def store_report(workspace: Storage, cycle: str, report: NodeReport) -> None:
+    """Write the report below the cycle (atomic)."""
+    workspace.write_bytes(report_key(cycle, report), to_json(report).encode() + b"\n")
 
 
 def show(report: NodeReport, stream: TextIO) -> None:
@@ -147,15 +137,15 @@ def show(report: NodeReport, stream: TextIO) -> None:
     lines = [f"node {report.node_rank} ({report.host}): {report.verdict.text}"]
     width = max((len(result.name) for result in report.results), default=0)
     for result in report.results:
-        figures = ", ".join(
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in result.figures.items()
+        figures = result.figures.items()
+        seen = result.seen or ", ".join(
+            f"{name} {one:.4g}" if isinstance(one, float) else f"{name} {one}" for name, one in figures
         )
-        parts = (f"  {result.verdict.text:<5}  {result.name:<{width}}", result.seen or figures)
-        lines.append(f"{'  '.join(part for part in parts if part)} ({format_duration(result.seconds)})")
+        seconds = format_duration(result.seconds)
+        lines.append(f"  {result.verdict.text:<5}  {result.name:<{width}}  {seen} ({seconds})")
         if result.verdict is not Verdict.PASS:
-            lines += [f"         expected: {result.expected}"] if result.expected else []
-            lines += [f"         next: {result.next_command}"] if result.next_command else []
+            advice = {"expected": result.expected, "next": result.next_command}
+            lines += [f"         {name}: {text}" for name, text in advice.items() if text]
     stream.writelines(f"{line}\n" for line in lines)
     stream.flush()
 
@@ -284,3 +274,127 @@ def _clean(result: CheckResult) -> CheckResult:
 def one_line(text: str) -> str:
     """Return the text with every run of white space, line ends included, as one space."""
     return " ".join(text.split())
+
+
+# What a node makes of the results of its ranks, which each of them leaves in a folder of the node.
+
+OPERATIONS_CHECK = "operations"
+BURN, ROUND = "burn", "fastest_round_s"
+SHARED = "shares_host_cpu"
+NOT_SEEN = "host not known"
+ELSEWHERE = "this job elsewhere; take the machine out of service if it fails again"
+_SO_FAR = "-so-far"
+_RANK_ROUND = re.compile(rf"rank_(\d+)_{ROUND}")
+
+
+def write_rank_report(folder: Path, report: NodeReport, *, is_finished: bool) -> None:
+    """Write the report of rank `report.node_rank`, or what it has done so far."""
+    name = f"rank-{report.node_rank}{'' if is_finished else _SO_FAR}.json"
+    atomic.write_bytes_atomic(folder / name, to_json(report).encode())
+
+
+def results_of(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
+    """Merge the results that the ranks of a node left in `folder`; a rank that ended early is named, too.
+
+    One line for each check that all ranks passed, one for each rank that did not.
+    """
+    by_name: dict[str, dict[int, CheckResult]] = {}
+    merged: list[CheckResult] = []
+    for rank in ranks:
+        finished, so_far = (_read(folder / f"rank-{rank}{ending}.json") for ending in ("", _SO_FAR))
+        report = finished or so_far
+        if finished is None:
+            last = f" after check {report.results[-1].name}" if report and report.results else ""
+            seen = f"rank {rank} of this node ended without a word{last}"
+            advice = "look at the last lines of that rank, and at dmesg for the out-of-memory killer"
+            merged.append(CheckResult("ranks", Verdict.RETRY, seen, "a report of each rank", advice))
+        for result in report.results if report else ():
+            by_name.setdefault(result.name, {})[rank] = result
+    for found in by_name.values():
+        bad = [replace(one, seen=f"rank {rank}: {one.seen}") for rank, one in found.items() if one.verdict]
+        if not bad:
+            first = next(iter(found.values()))
+            rounds = {f"rank_{rank}_{ROUND}": one.figures[ROUND] for rank, one in found.items() if ROUND in one.figures}
+            seen = f"{len(found)} x {first.seen or 'right'}" if len(found) > 1 else first.seen or "right"
+            seconds = max(one.seconds for one in found.values())
+            bad = [replace(first, seen=seen, figures={**first.figures, **rounds}, seconds=seconds)]
+        merged += bad
+    return tuple(merged)
+
+
+def _read(path: Path) -> NodeReport | None:
+    try:
+        return from_json(path.read_bytes(), str(path))
+    except (OSError, DataError):
+        return None
+
+
+# The nodes of one job read each other's reports through the workspace, and come to one verdict.
+
+
+def with_slow_ranks(reports: Sequence[NodeReport]) -> tuple[NodeReport, ...]:
+    """Add a result for each rank that is more than SLOW_RATIO times slower than the median of the others.
+
+    Each rank's fastest round counts, because noise makes a round slower, never faster.
+    """
+    rounds = [
+        {
+            int(match[1]): float(value)
+            for result in report.results
+            for name, value in result.figures.items()
+            if (match := _RANK_ROUND.fullmatch(name))
+        }
+        for report in reports
+    ]
+    annotated = []
+    for report, node in zip(reports, rounds, strict=True):
+        # "Cores" that are this host's share its processors with each other and with whatever else runs.
+        shared = any(one.figures.get(SHARED) for one in report.results)
+        slow = []
+        for rank, seconds in sorted(node.items()):
+            others = [other for each in rounds for peer, other in each.items() if peer != rank]
+            if others and seconds > SLOW_RATIO * median(others):
+                seen = f"rank {rank} takes {seconds / median(others):.1f} times as long as the others for one product"
+                do = "this job elsewhere; look for throttling and for other processes on that machine"
+                verdict = Verdict.WARN if shared else Verdict.RETRY
+                slow.append(CheckResult("slow core", verdict, seen, f"at most {SLOW_RATIO:g} times", do))
+        annotated.append(replace(report, results=(*report.results, *slow)))
+    return tuple(annotated)
+
+
+def store_own(workspace: Storage, cycle: str, report: NodeReport) -> None:
+    """Store a report. Raises the error of the host checks if they explain why the workspace cannot be written."""
+    try:
+        store_report(workspace, cycle, report)
+    except TrnpipeError:
+        show(report, sys.stdout)
+        if (error := job_error([report])) is not None:
+            raise error from None
+        raise
+
+
+def exchange_reports(nodes: Nodes, phase: str, own: NodeReport, wait_s: float) -> tuple[NodeReport, ...]:
+    """Return the reports of all nodes, in rank order, the same ones on every node.
+
+    A node that does not come, or fails, is in them by its rank, with a RETRY. Raises Preempted when stopped, and
+    storage errors: call it in `nodes.telling()`.
+    """
+    if nodes.num_nodes == 1:
+        return (own,)
+    texts, absent = nodes.exchange(phase, to_json(own).encode(), timeout_s=wait_s)
+    reports: dict[int, NodeReport] = {}
+    for rank, text in texts.items():
+        try:
+            reports[rank] = from_json(text, f"the report of node {rank}")
+        except DataError as error:
+            advice = "name the image by its digest, so that all nodes run the same version"
+            fault = CheckResult("report", Verdict.FIX, one_line(error.seen), "a report of this version", advice)
+            reports[rank] = NodeReport(rank, NOT_SEEN, (fault,))
+    for rank, reason in absent.items():
+        seen = one_line(f"no report, {reason}")
+        expected = f"a report of each node within {format_duration(min(wait_s, nodes.timeout_s))}"
+        advice = f"look at the log of node {rank}, and whether its machine is alive"
+        reports[rank] = NodeReport(rank, NOT_SEEN, (CheckResult("report", Verdict.RETRY, seen, expected, advice),))
+    if absent:
+        nodes.fail(one_line(f"no report, {next(iter(absent.values()))}"))
+    return tuple(reports[rank] for rank in sorted(reports))

@@ -22,8 +22,10 @@ OperationName = Literal[
     "optimizer step",
 ]
 """The operations of device.py, which needs torch."""
-NCCOM_LIMIT_S = 300.0  # each size is compiled first
+NUM_NCCOM_TESTS, NCCOM_LIMIT_S = 3, 300.0  # each size is compiled first
 START_LIMIT_S = 60.0  # for the ranks to import what they need, on a busy host
+SLOW_RATIO = 1.5
+"""A core that is this many times slower than the median of the others is unfit."""
 _LONGER = 10
 
 
@@ -41,13 +43,10 @@ class HealthConfig(Record):
         "sweep_mib": ...,
         "full_sweep_mib": ...,
         "collective_limit_s": ...,
+        "profile": ...,
+        "slow_ratio": ...,
     }
 
-    profile: Literal["quick", "full"] = Field(
-        "quick",
-        description="quick: before every stage, about a minute, more where graphs are compiled first; full: longer"
-        " burn, more memory, more operations of nccom-test",
-    )
     only: tuple[Group, ...] = Field(
         (), description="Run only these groups of checks: host, tools, cores, collectives; none named: all"
     )
@@ -63,15 +62,12 @@ class HealthConfig(Record):
         gt=0,
         le=3600,
         description="Seconds a check may take, and a rank may be late for a collective; ten times that for cores and"
-        " collectives in the full profile, and on Neuron, where small graphs are compiled first",
+        " collectives on Neuron, where small graphs are compiled first",
     )
     tolerances: dict[OperationName, Annotated[float, Field(gt=0, le=1)]] = Field(
         {},
         description="Relative error against float64 that an operation may have, in place of the usual one, as"
         " softmax=0.001,layer norm=0.001; for a new kind of device whose accuracy is not known",
-    )
-    slow_ratio: float = Field(
-        1.5, gt=1, le=100, description="A core this many times slower than the median of the others is unfit"
     )
     min_bus_gb_s: float = Field(
         0.0, ge=0, le=1e5, description="Bus bandwidth (GB/s) the device's largest all-reduce must reach; 0: any will do"
@@ -89,15 +85,14 @@ class HealthConfig(Record):
 
     def device_limit_s(self, *, on_neuron: bool) -> float:
         """Return the seconds of one check of cores or collectives."""
-        return self.check_limit_s * (_LONGER if on_neuron or self.profile == "full" else 1)
+        return self.check_limit_s * (_LONGER if on_neuron else 1)
 
     def stage_limit_s(self, *, on_neuron: bool, num_nodes: int, processes: int) -> float:
         """Return the longest that the stage may take: nccom-test, the ranks, and the wait for the other nodes.
 
         The short checks of the host are not in it.
         """
-        num_tests = (5 if self.profile == "full" else 3) if on_neuron and processes > 1 and self.wants("tools") else 0
-        limit_s = num_tests * NCCOM_LIMIT_S
+        limit_s = NUM_NCCOM_TESTS * NCCOM_LIMIT_S if on_neuron and processes > 1 and self.wants("tools") else 0.0
         if self.wants("cores", "collectives"):
             limit_s += START_LIMIT_S + 6 * self.device_limit_s(on_neuron=on_neuron)
         return limit_s + (self.nodes_wait_s if num_nodes > 1 else 0.0)

@@ -19,9 +19,18 @@ from pipeline.core.errors import TransientError, first_line
 from pipeline.core.format import format_bytes
 from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, CheckContext, CheckResult, Verdict, run_checks
+from pipeline.health.check import (
+    BURN,
+    ELSEWHERE,
+    OPERATIONS_CHECK,
+    ROUND,
+    Check,
+    CheckContext,
+    CheckResult,
+    Verdict,
+    run_checks,
+)
 from pipeline.health.config import HealthConfig, OperationName
-from pipeline.health.nodes import BURN, ELSEWHERE, OPERATIONS_CHECK, ROUND
 
 # The tensor operations a model of ours uses, each with the same in float64 on the host to compare with.
 

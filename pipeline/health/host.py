@@ -7,9 +7,8 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError, TrnpipeError
@@ -155,22 +154,11 @@ class HostChecks:
 
     def shared_memory(self, ctx: CheckContext) -> Iterator[CheckResult]:
         ctx.doing = f"asking for the size of {SHM}"
-        if not SHM.is_dir():  # macOS
-            return
-        total, free = disk_bytes(SHM)
-        figures = {"total_bytes": total, "free_bytes": free}
-        seen, expected = f"{format_bytes(free)} of {format_bytes(total)} free in {SHM}", f"at least {MIN_SHM_GIB:g} GiB"
-        if free >= MIN_SHM_GIB * GIB:
-            yield CheckResult("shared memory", Verdict.PASS, seen, figures=figures)
-            return
-        is_small = total < MIN_SHM_GIB * GIB
-        bad = Verdict.FIX if is_small else Verdict.RETRY
-        do = (
-            "sharedMemorySize in the job definition (docker: --shm-size)"
-            if is_small
-            else "remove what dead processes left"
-        )
-        yield CheckResult("shared memory", bad if self.on_neuron else Verdict.WARN, seen, expected, do, figures)
+        if SHM.is_dir():  # not on macOS
+            too_small = "sharedMemorySize in the job definition (docker: --shm-size)"
+            needed, full = MIN_SHM_GIB * GIB, "remove what dead processes left"
+            found = room("shared memory", SHM, "", needed, too_small=too_small, full=full)
+            yield found if self.on_neuron or not found.verdict else replace(found, verdict=Verdict.WARN)
 
     def disks(self, ctx: CheckContext) -> Iterator[CheckResult]:
         """Each file system has room for all that goes there."""
@@ -180,52 +168,50 @@ class HostChecks:
             groups.setdefault(existing(folder).stat().st_dev, []).append(name)
         for names in groups.values():
             folder = self.folders[names[0]]
-            total, free = disk_bytes(folder)
-            # Scratch and a local workspace both take checkpoints.
-            needed = (
-                len({"cache" if name == "compile cache" else "" for name in names}) * self.config.min_free_gib * GIB
-            )
-            figures = {"free_bytes": free, "total_bytes": total}
-            seen = f"{' + '.join(names)}: {format_bytes(free)} of {format_bytes(total)} free at {folder}"
-            if free >= needed:
-                yield CheckResult("disk", Verdict.PASS, seen, figures=figures)
-            elif total < needed:  # an empty one of this size would not do either
-                do = "a larger volume in the launch template, or lower --health.min-free-gib"
-                yield CheckResult("disk", Verdict.FIX, seen, f"at least {format_bytes(needed)}", do, figures)
-            else:
-                do = f"du -xh --max-depth=2 {folder} on that machine"
-                yield CheckResult("disk", Verdict.RETRY, seen, f"at least {format_bytes(needed)}", do, figures)
+            num_uses = len({name == "compile cache" for name in names})  # scratch and workspace both take checkpoints
+            needed, full = num_uses * self.config.min_free_gib * GIB, f"du -xh --max-depth=2 {folder} on that machine"
+            too_small = "a larger volume in the launch template, or lower --health.min-free-gib"
+            yield room("disk", folder, f"{' + '.join(names)}: ", needed, too_small=too_small, full=full)
 
     def write_read_delete(self, ctx: CheckContext) -> CheckResult:
         """Send a small object to the workspace and back. Raises the storage's own error for what denies it."""
         # One key for each host: what a killed process leaves is overwritten by the next one.
         key, data = self.probes + re.sub(r"[^A-Za-z0-9.-]", "-", self.identity.host), secrets.token_bytes(PROBE_BYTES)
-        uri, times = self.workspace.uri(key), [time.monotonic()]
+        uri, back, figures = self.workspace.uri(key), b"", dict[str, float | int | str]()
         try:
-            ctx.doing = f"writing {uri}"
-            self.workspace.write_bytes(key, data)
-            times.append(time.monotonic())
-            ctx.doing = f"reading {uri}"
-            back = self.workspace.read_bytes(key)
-            times.append(time.monotonic())
-            ctx.doing = f"deleting {uri}"
-            self.workspace.delete([key])
-            times.append(time.monotonic())
+            for doing in ("writing", "reading", "deleting"):
+                ctx.doing, started = f"{doing} {uri}", time.monotonic()
+                if doing == "writing":
+                    self.workspace.write_bytes(key, data)
+                elif doing == "reading":
+                    back = self.workspace.read_bytes(key)
+                else:
+                    self.workspace.delete([key])
+                figures[f"{doing}_s"] = time.monotonic() - started
         except BaseException:
             with suppress(TrnpipeError):  # the first error says more
                 self.after_stop.delete([key])
             raise
-        seconds = [later - earlier for earlier, later in pairwise(times)]
-        figures = dict(zip(("write_s", "read_s", "delete_s"), seconds, strict=True))
         if back != data:
             seen, do = f"{uri} came back with other bytes than were written", "do not use that machine: it changes data"
             return CheckResult("workspace", Verdict.RETRY, seen, "the same bytes", do, figures)
-        if max(seconds) > SLOW_WORKSPACE_S:
-            seen = f"{format_duration(max(seconds))} for {PROBE_BYTES} bytes in {self.workspace.root}"
+        slowest_s = max(map(float, figures.values()))
+        if slowest_s > SLOW_WORKSPACE_S:
+            seen = f"{format_duration(slowest_s)} for {PROBE_BYTES} bytes in {self.workspace.root}"
             do = "look at the network of that machine, and for throttling of the bucket"
             return CheckResult("workspace", Verdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", do, figures)
-        seen = f"{1000 * max(seconds):.1f} ms for the slowest of write, read and delete"
+        seen = f"{1000 * slowest_s:.1f} ms for the slowest of write, read and delete"
         return CheckResult("workspace", Verdict.PASS, seen, figures=figures)
+
+
+def room(name: str, folder: Path, what: str, needed: float, *, too_small: str, full: str) -> CheckResult:
+    """Compare the free bytes of a file system with what is needed. FIX where even an empty one would not do."""
+    total, free = disk_bytes(folder)
+    seen, figures = f"{what}{format_bytes(free)} of {format_bytes(total)} free at {folder}", {"free_bytes": free}
+    if free >= needed:
+        return CheckResult(name, Verdict.PASS, seen, figures=figures)
+    verdict, do = (Verdict.FIX, too_small) if total < needed else (Verdict.RETRY, full)
+    return CheckResult(name, verdict, seen, f"at least {format_bytes(needed)}", do, figures)
 
 
 def existing(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,20 +13,32 @@ from torch import Tensor
 
 from pipeline.backends import Backend, RankGroup, device_guard, on_neuron, process_group
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, CheckContext, CheckResult, NodeReport, Verdict, one_line, run_checks
+from pipeline.health.check import (
+    BURN,
+    ELSEWHERE,
+    OPERATIONS_CHECK,
+    SHARED,
+    Check,
+    CheckContext,
+    CheckResult,
+    NodeReport,
+    Verdict,
+    one_line,
+    run_checks,
+    write_rank_report,
+)
 from pipeline.health.config import HealthConfig
 from pipeline.health.device import check_burn, check_memory, check_operations
-from pipeline.health.nodes import BURN, ELSEWHERE, OPERATIONS_CHECK, SHARED, write_rank_report
 from pipeline.parallel.gang import host_group, open_device, open_world_group
 from pipeline.parallel.world import World
 
 DEVICE, COLLECTIVES = "device", "collectives"
 SIZES_BYTES = (8, 64 * 2**10, 4 * 2**20)
 """Of the largest buffer of a rank: latency, the middle, and enough to measure bandwidth on any link."""
-FULL_SIZES_BYTES = (*SIZES_BYTES, 64 * 2**20)
-"""With a whole gradient bucket (50 MB on Neuron: torch_xla/_internal/neuron.py)."""
 TURNS = 2  # the first call of a shape may have to be compiled
 MIB = 2**20
+LINK_SHARES = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1}
+"""The collectives, with the bytes over the slowest link for each byte of the largest buffer, times n / (n - 1)."""
 
 
 def contents(source: int, turn: int, count: int) -> Tensor:
@@ -37,46 +49,15 @@ def contents(source: int, turn: int, count: int) -> Tensor:
     return ((torch.arange(count, dtype=torch.int64) * 7 + 997 * source + 101 * turn) % 4093).to(torch.float32)
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a backend. `factor(n)`: bytes over the slowest link for each byte of the largest buffer.
-
-    `run(backend, tensor, ranks)`; `expected(rank, n, turn, count)` on the host.
-    """
-
-    name: str
-    run: Callable[[Backend, Tensor, RankGroup], Tensor]
-    expected: Callable[[int, int, int, int], Tensor]
-    factor: Callable[[int], float]
-
-
-def _sum(num: int, turn: int, count: int) -> Tensor:
+def expected_of(name: str, world: World, turn: int, count: int) -> Tensor:
+    """Return the result of a collective over `contents`, computed on the host."""
+    sources = range(world.world_size)
+    if name == "all-gather":
+        return torch.cat([contents(source, turn, count) for source in sources])
     total = torch.zeros(count)
-    for source in range(num):  # one by one: all of a large size at once fill a host with many ranks
+    for source in sources:  # one by one: all of a large size at once fill a host with many ranks
         total += contents(source, turn, count)
-    return total
-
-
-ALL = (
-    Collective(
-        "all-gather",
-        lambda backend, tensor, ranks: backend.all_gather(tensor),
-        lambda rank, num, turn, count: torch.cat([contents(source, turn, count) for source in range(num)]),
-        lambda num: (num - 1) / num,
-    ),
-    Collective(
-        "all-reduce",
-        lambda backend, tensor, ranks: backend.all_reduce(tensor, ranks),
-        lambda rank, num, turn, count: _sum(num, turn, count),
-        lambda num: 2 * (num - 1) / num,
-    ),
-    Collective(
-        "reduce-scatter",
-        lambda backend, tensor, ranks: backend.reduce_scatter(tensor, ranks),
-        lambda rank, num, turn, count: _sum(num, turn, count).reshape(num, -1)[rank],
-        lambda num: (num - 1) / num,
-    ),
-)
+    return total if name == "all-reduce" else total.reshape(world.world_size, -1)[world.rank]
 
 
 def check_collectives(
@@ -87,7 +68,6 @@ def check_collectives(
     ctx: CheckContext,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     minimum_gb_s: float = 0.0,
-    collectives: Sequence[Collective] = ALL,
 ) -> CheckResult:
     """Run every collective at every size; `minimum_gb_s`: bus bandwidth of the largest all-reduce.
 
@@ -96,22 +76,27 @@ def check_collectives(
     figures: dict[str, float | int | str] = {}
     fault, num, turn = "", world.world_size, 0
     ranks = RankGroup(world.rank, (tuple(range(num)),))
-    for collective in collectives:
+    run: dict[str, Callable[[Tensor], Tensor]] = {
+        "all-gather": backend.all_gather,
+        "all-reduce": lambda tensor: backend.all_reduce(tensor, ranks),
+        "reduce-scatter": lambda tensor: backend.reduce_scatter(tensor, ranks),
+    }
+    for name, share in LINK_SHARES.items():
         for size in sizes_bytes:
-            chunks = num if collective.name == "all-gather" else 1  # its result holds a chunk for each rank
+            chunks = num if name == "all-gather" else 1  # its result holds a chunk for each rank
             count = num * max(1, size // 4 // chunks // num)
             best_s = float("inf")
             for _ in range(TURNS):
                 turn += 1
                 ctx.stop.raise_if_set("checking collectives")
-                ctx.doing = f"in {collective.name} of {size} bytes"
-                expected = collective.expected(world.rank, num, turn, count)
+                ctx.doing = f"in {name} of {size} bytes"
+                expected = expected_of(name, world, turn, count)
                 try:
                     dist.monitored_barrier(host_group(), timedelta(seconds=limit_s), wait_all_ranks=True)
                     started = time.monotonic()
                     with device_guard(backend.device):
                         tensor = contents(world.rank, turn, count).to(backend.device)
-                        (found,) = backend.to_host([collective.run(backend, tensor, ranks)])
+                        (found,) = backend.to_host([run[name](tensor)])
                 except RuntimeError as error:  # time-out, lost rank
                     ctx.stop.raise_if_set("checking collectives")
                     seen = f"{ctx.doing}: {one_line(str(error))[:300]}"
@@ -121,96 +106,76 @@ def check_collectives(
                 if not fault and not torch.equal(found, expected):
                     wrong = (found != expected).nonzero().reshape(-1)
                     first = int(wrong[0])
-                    source = f" (from rank {first // count})" if collective.name == "all-gather" else ""
+                    source = f" (from rank {first // count})" if name == "all-gather" else ""
                     fault = (
                         f"{len(wrong)} wrong numbers of {len(expected)} {ctx.doing}, the first at {first}{source}: "
                         f"{float(found[first]):g} for {float(expected[first]):g}"
                     )
-            rate = collective.factor(num) * 4 * count * chunks / best_s
-            figures[f"{collective.name}_{size}_bytes_gb_s"] = float(f"{rate / 1e9:.3g}")
+            rate = share * (num - 1) / num * 4 * count * chunks / best_s
+            figures[f"{name}_{size}_bytes_gb_s"] = float(f"{rate / 1e9:.3g}")
     if fault:
         return CheckResult(COLLECTIVES, Verdict.RETRY, fault, "the contents of every rank", ELSEWHERE, figures)
-    slowest = float(figures.get(f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s", 0.0))
-    if slowest < minimum_gb_s:
-        seen, wanted = f"all-reduce reaches {slowest:.3g} GB/s bus bandwidth", f"at least {minimum_gb_s:g} GB/s"
+    reached = float(figures[f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s"])
+    if reached < minimum_gb_s:
+        seen, wanted = f"all-reduce reaches {reached:.3g} GB/s bus bandwidth", f"at least {minimum_gb_s:g} GB/s"
         return CheckResult(COLLECTIVES, Verdict.RETRY, seen, wanted, "this job elsewhere", figures)
     return CheckResult(COLLECTIVES, Verdict.PASS, figures=figures)
 
 
-@dataclass
-class RankChecks:
-    """The checks of one rank, in order; all of them need the device that the first one opens."""
+def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str, str], seed: int) -> tuple[Check, ...]:
+    """Return the checks of one rank, in order, on a device of backend `name`, which the first one opens.
 
-    backend_name: str
-    world: World
-    config: HealthConfig
-    env: Mapping[str, str]
-    seed: int
-    """The same on all ranks."""
-    _open: list[Backend] = field(default_factory=list)
+    `seed`: the same on all ranks.
+    """
+    opened: list[Backend] = []
+    limit_s = config.device_limit_s(on_neuron=on_neuron(name, env))
 
-    def checks(self) -> tuple[Check, ...]:
-        config, is_quick = self.config, self.config.profile == "quick"
-        limit_s = config.device_limit_s(on_neuron=on_neuron(self.backend_name, self.env))
+    def device(ctx: CheckContext) -> CheckResult:
+        if world.world_size > 1:
+            ctx.doing = "joining the other ranks"
+            open_world_group(process_group(name), limit_s)
+        ctx.doing = "opening the device"
+        backend = open_device(name, world)
+        opened.append(backend)
+        figures = {SHARED: int(backend.shares_host_memory)}
+        return CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures=figures)
 
-        def device(ctx: CheckContext) -> CheckResult:
-            if self.world.world_size > 1:
-                ctx.doing = "joining the other ranks"
-                open_world_group(process_group(self.backend_name), limit_s)
-            ctx.doing = "opening the device"
-            backend = open_device(self.backend_name, self.world)
-            self._open.append(backend)
-            figures = {SHARED: int(backend.shares_host_memory)}
-            return CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures=figures)
+    def on_device(what: str, cost_s: float, check: Callable[..., CheckResult]) -> Check:
+        def run(ctx: CheckContext) -> Iterator[CheckResult]:
+            ctx.doing = f"checking {what} on the device"
+            for backend in opened:
+                with device_guard(backend.device):
+                    yield check(backend, stop=ctx.stop)
 
-        def on_device(name: str, cost_s: float, check: Callable[..., CheckResult]) -> Check:
-            def run(ctx: CheckContext) -> Iterator[CheckResult]:
-                ctx.doing = f"checking {name} on the device"
-                for backend in self._open:
-                    with device_guard(backend.device):
-                        yield check(backend, stop=ctx.stop)
+        return Check(what, run, "cores", time_limit_s=limit_s, cost_s=cost_s)
 
-            return Check(name, run, "cores", time_limit_s=limit_s, cost_s=cost_s)
+    def memory(backend: Backend, *, stop: StopSignal) -> CheckResult:
+        # A host's own memory holds what is written twice, and belongs to others, too.
+        return check_memory(backend, sweep_bytes=(64 if backend.shares_host_memory else 256) * MIB, stop=stop)
 
-        def memory(backend: Backend, *, stop: StopSignal) -> CheckResult:
-            # A host's own memory holds what is written twice, and belongs to others, too.
-            sweep_mib = 64 if backend.shares_host_memory else 256 if is_quick else 8192
-            return check_memory(backend, sweep_bytes=sweep_mib * MIB, stop=stop)
+    def burn(backend: Backend, *, stop: StopSignal) -> CheckResult:
+        return check_burn(backend, seconds=0.3 if backend.shares_host_memory else 3.0, stop=stop)
 
-        def burn(backend: Backend, *, stop: StopSignal) -> CheckResult:
-            seconds = 0.3 if backend.shares_host_memory else 3.0 if is_quick else 30.0
-            return check_burn(backend, seconds=seconds, stop=stop)
+    def collectives(ctx: CheckContext) -> Iterator[CheckResult]:
+        for backend in opened:
+            yield check_collectives(backend, world, limit_s=limit_s, ctx=ctx, minimum_gb_s=config.min_bus_gb_s)
+            if process_group(name):
+                dist.destroy_process_group()  # nccl warns of a leak if a process ends without
 
-        def collectives(ctx: CheckContext) -> Iterator[CheckResult]:
-            sizes = SIZES_BYTES if is_quick else FULL_SIZES_BYTES
-            for backend in self._open:
-                yield check_collectives(
-                    *(backend, self.world),
-                    limit_s=limit_s,
-                    ctx=ctx,
-                    sizes_bytes=sizes,
-                    minimum_gb_s=config.min_bus_gb_s,
-                )
-                if process_group(self.backend_name):
-                    dist.destroy_process_group()  # nccl warns of a leak if a process ends without
-
-        operations = partial(
-            check_operations, seed=self.seed, repeats=2 if is_quick else 10, tolerances=config.tolerances
-        )
-        alone = (
-            Check(DEVICE, device, time_limit_s=2 * limit_s, cost_s=0.0),
-            on_device(OPERATIONS_CHECK, 1.0, operations),
-            on_device("device memory", 2.0, memory),
-            on_device(BURN, 3.0, burn),
-        )
-        if self.world.world_size == 1:
-            return alone
-        return (*alone, Check(COLLECTIVES, collectives, "collectives", time_limit_s=3 * limit_s, cost_s=4.0))
+    operations = partial(check_operations, seed=seed, repeats=2, tolerances=config.tolerances)
+    alone = (
+        Check(DEVICE, device, time_limit_s=2 * limit_s, cost_s=0.0),
+        on_device(OPERATIONS_CHECK, 1.0, operations),
+        on_device("device memory", 2.0, memory),
+        on_device(BURN, 3.0, burn),
+    )
+    if world.world_size == 1:
+        return alone
+    return (*alone, Check(COLLECTIVES, collectives, "collectives", time_limit_s=3 * limit_s, cost_s=4.0))
 
 
-def report_rank(checks: RankChecks, folder: Path, stop: StopSignal) -> NodeReport:
+def report_rank(checks: Sequence[Check], config: HealthConfig, rank: int, folder: Path, stop: StopSignal) -> NodeReport:
     """Run the checks of a rank and leave its report in `folder`, also after each check. Raises Preempted."""
-    rank = checks.world.rank
     so_far = NodeReport(rank, f"rank {rank}", ())
 
     def seen(result: CheckResult) -> None:
@@ -219,7 +184,7 @@ def report_rank(checks: RankChecks, folder: Path, stop: StopSignal) -> NodeRepor
         write_rank_report(folder, so_far, is_finished=False)
 
     try:
-        run_checks(checks.checks(), checks.config, node_rank=rank, host=so_far.host, stop=stop, seen=seen)
+        run_checks(checks, config, node_rank=rank, host=so_far.host, stop=stop, seen=seen)
     finally:  # when stopped, too: this rank has not died
         write_rank_report(folder, so_far, is_finished=True)
     return so_far

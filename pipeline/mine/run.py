@@ -16,7 +16,7 @@ from pydantic import Field, JsonValue
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
-from pipeline.core.arrays import Float32s, Float64s, Int64s
+from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s
 from pipeline.core.batch_order import first_rows, locate
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
@@ -28,15 +28,15 @@ from pipeline.data.tokenizer import Tokens, pieces
 from pipeline.embed.plan import longest_text
 from pipeline.io.parts import Part, Parts
 from pipeline.io.storage import Storage
-from pipeline.mine.choose import NONE, Candidates, Counts, JudgedItems, choose_negatives
 from pipeline.mine.config import BM25, ITEMS_PER_QUERY, MineConfig
 from pipeline.mine.store import Negatives, NegativeSet, NegativesInfo, commit_negatives
 from pipeline.retrieval.bm25 import K1, B, Bm25
-from pipeline.retrieval.exact import exact_scores
 from pipeline.retrieval.products import Products, decoded, distinct_products, text_hashes, to_tokens
-from pipeline.retrieval.search import search_vectors
+from pipeline.retrieval.search import exact_scores, search_vectors
 from pipeline.settings import Settings
 
+NONE = -1
+COUNTS = ("queries", "negatives", "judged", "above_margin", "nothing_found")
 _TEXTS = 65_536
 """Products decoded at a time."""
 _CHUNK_ITEMS = 16_384
@@ -100,6 +100,34 @@ def plan_mining(
 
 
 @dataclass(frozen=True)
+class JudgedItems:
+    """Judged items of Q queries back to back, ascending: those of query q are `items[offsets[q]:offsets[q + 1]]`."""
+
+    offsets: Int64s
+    items: Int64s
+    positive: Bools
+
+    def part(self, start: int, stop: int) -> "JudgedItems":
+        first, last = self.offsets[start], self.offsets[stop]
+        return JudgedItems(self.offsets[start : stop + 1] - first, self.items[first:last], self.positive[first:last])
+
+    @property
+    def query(self) -> Int64s:
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+    def holds(self, items: Int64s) -> Bools:
+        """For items [Q, k] of the queries: which are judged."""
+        if not len(self.items):
+            return np.zeros(items.shape, dtype=np.bool_)
+        width = int(max(self.items.max(), items.max(initial=0))) + 1
+        known = self.query * width + self.items
+        asked = np.arange(len(items))[:, None] * width + items
+        places = np.minimum(np.searchsorted(known, asked), len(known) - 1)
+        found: Bools = (known[places] == asked) & (items != NONE)
+        return found
+
+
+@dataclass(frozen=True)
 class MiningTask:
     """Q queries that have a positive, and the N distinct training products.
 
@@ -114,14 +142,6 @@ class MiningTask:
     products: Products
     judged: JudgedItems
 
-    @property
-    def num_queries(self) -> int:
-        return len(self.query_id)
-
-    @property
-    def num_items(self) -> int:
-        return len(self.products)
-
     def queries(self, start: int, stop: int) -> Tokens:
         pools, numbers = locate(self.rows.sizes, self.query_row[start:stop])
         arrays = self.rows.read(pools, numbers, len(self.rows.sizes) - 1, ("query",))
@@ -129,7 +149,7 @@ class MiningTask:
 
     def item_texts(self, tokenizer: bytes, stop: StopSignal) -> Iterator[str]:
         """Yield the texts of all items. Raises Preempted."""
-        for start in range(0, self.num_items, _TEXTS):
+        for start in range(0, len(self.products), _TEXTS):
             stop.raise_if_set("reading products")
             yield from decoded(self.products.tokens(start, start + _TEXTS), tokenizer)
 
@@ -175,6 +195,47 @@ def make_task(
     new[1:] &= (query[1:] != query[:-1]) | (items[1:] != items[:-1])
     offsets = np.concatenate([[0], np.cumsum(np.bincount(query[new], minlength=len(query_ids)))]).astype(np.int64)
     return MiningTask(rows, query_ids, first, products, JudgedItems(offsets, items[new], positive[new]))
+
+
+# Which of the best products of a query become its negatives. What scores about as high as a positive is likely one
+# that nobody has judged: the margins are those of Moreira et al., "NV-Retriever: Improving text embedding models with
+# effective hard-negative mining" (2024).
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The best items of Q queries, best first: scores [Q, k] and items [Q, k], NONE after the last one.
+
+    `best_positive` [Q]: the highest score of a positive of the query.
+    """
+
+    scores: Float64s
+    items: Int64s
+    best_positive: Float64s
+
+
+def choose_negatives(found: Candidates, judged: JudgedItems, config: MineConfig) -> tuple[Int64s, dict[str, int]]:
+    """Choose the items [Q, negatives_per_query] of each query, best first, NONE after the last one, and count.
+
+    Counts are of queries and negatives; `judged`, products left out as they are judged; `above_margin`, likely
+    positives; `nothing_found`, queries that share no word with any product.
+    """
+    real = found.items != NONE
+    is_judged = judged.holds(found.items)
+    ceiling = np.full(len(found.items), np.inf)  # the highest score of a negative, [Q]
+    if config.relative_margin is not None:
+        ceiling = found.best_positive - config.relative_margin * np.abs(found.best_positive)
+    above = real & ~is_judged & (found.scores > ceiling[:, None])
+    kept = real & ~is_judged & ~above
+    kept &= np.cumsum(kept, axis=1) <= config.negatives_per_query
+    negatives = np.full((len(found.items), config.negatives_per_query), NONE, dtype=np.int64)
+    query, place = np.nonzero(kept)
+    negatives[query, (np.cumsum(kept, axis=1) - 1)[query, place]] = found.items[query, place]
+    counts = (len(negatives), kept, is_judged, above, ~real.any(axis=1))
+    return negatives, {name: int(np.sum(count)) for name, count in zip(COUNTS, counts, strict=True)}
+
+
+# Parts that several workers commit.
 
 
 class MinedPart(Part):
@@ -330,17 +391,17 @@ def mine_share(
                 first, last = pieces.rows(index)
                 part = judged.part(first, last)
                 items, counts = choose_negatives(search(first, last, part), part, config)
-                pieces.commit(index, rows_of(items), vars(counts))
+                pieces.commit(index, rows_of(items), counts)
                 advance(last - first)
         done = pieces.parts.done()
     return len(pieces) - len(done)
 
 
-def all_negatives(pieces: Pieces, most: int) -> tuple[Int64s, Counts]:
+def all_negatives(pieces: Pieces, most: int) -> tuple[Int64s, dict[str, int]]:
     """Return the negatives [Q, most] of all queries and the sums of their counts. Raises as `Pieces.open`."""
     products = [np.zeros((0, most), dtype=np.int64), *(pieces.open(index) for index in range(len(pieces)))]
-    counts = (Counts(**record.counts) for record in pieces.parts.read_all(range(len(pieces))))
-    return np.concatenate(products), sum(counts, Counts())
+    counts = [record.counts for record in pieces.parts.read_all(range(len(pieces)))]
+    return np.concatenate(products), {name: sum(part[name] for part in counts) for name in COUNTS}
 
 
 def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, pieces: Pieces, most: int) -> NegativeSet:
@@ -353,14 +414,14 @@ def commit_all(ctx: StageContext, mining: MiningPlan, task: MiningTask, pieces: 
         source=mining.source,
         settings=mining.decides,
         figures={
-            "queries": counts.queries,
-            "items": task.num_items,
-            "negatives": counts.negatives,
-            "slots_filled": counts.negatives / max(1, product.size),
+            "queries": counts["queries"],
+            "items": len(task.products),
+            "negatives": counts["negatives"],
+            "slots_filled": counts["negatives"] / max(1, product.size),
             "queries_without": int((product[:, 0] < 0).sum()),
-            "judged_skipped": counts.judged,
-            "above_margin": counts.above_margin,
-            "nothing_found": counts.nothing_found,
+            "judged_skipped": counts["judged"],
+            "above_margin": counts["above_margin"],
+            "nothing_found": counts["nothing_found"],
         },
     )
     negatives, scratch = Negatives(task.query_id, product), ctx.scratch / "mine"

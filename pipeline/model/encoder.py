@@ -38,15 +38,23 @@ class EncoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, score_bias: Tensor) -> Tensor:
         """hidden [B, T, D], score_bias [B, 1, 1 or T, T] -> [B, T, D]."""
-        batch, tokens, width = hidden.shape
-        heads = (batch, tokens, -1, width // self.num_heads)  # of this rank, where a plan splits a layer's matrices
-        query, key, value = (part.reshape(heads).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1))
-        attended = self.attention(query, key, value, score_bias)  # each [B, H, T, D/H]
-        attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, -1))
+        shape, hidden = hidden.shape, hidden.flatten(0, 1)
+        query, key, value = _heads(self.qkv(hidden), shape, self.num_heads)
+        attended = self.attention(query, key, value, score_bias).transpose(1, 2)  # [B, T, H, E]
+        attended = self.attention_output(attended.reshape(len(hidden), -1))
         hidden = self.attention_norm(hidden + dropout(attended, self.dropout, training=self.training))
         expanded = self.activation(self.intermediate(hidden))
         result: Tensor = self.output_norm(hidden + dropout(self.output(expanded), self.dropout, training=self.training))
-        return result
+        return result.view(shape)
+
+
+def _heads(qkv: Tensor, shape: torch.Size, num_heads: int) -> tuple[Tensor, ...]:
+    """Split [B T, 3 H E] of states [B, T, D] into query, key and value, each [B, H, T, E].
+
+    H is `num_heads`, or this rank's share of them if a plan splits the matrices of a layer.
+    """
+    batch, tokens, width = shape
+    return qkv.view(batch, tokens, 3, -1, width // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 class TextEncoder(nn.Module, ABC):
@@ -218,16 +226,6 @@ def hidden_scores(masked: Tensor, hidden: Tensor) -> Tensor:
     return (masked.to(hidden.dtype) * _MASKED)[:, None]
 
 
-def initialise(encoder: TextEncoder, generator: torch.Generator) -> None:
-    """Normal with std 0.02 and zero biases, as BERT begins; drawn on CPU."""
-    with torch.no_grad():
-        for child in encoder.modules():
-            if isinstance(child, nn.Linear | nn.Embedding):
-                child.weight.normal_(0.0, 0.02, generator=generator)
-            if isinstance(child, nn.Linear) and child.bias is not None:
-                child.bias.zero_()
-
-
 # ModernBERT (Warner et al. 2024): rotary positions, gated feed-forward, mostly local attention.
 #
 # No matrix and no layer norm has a bias, norms come before what they are for, and there is one after the last layer.
@@ -263,16 +261,15 @@ class ModernLayer(nn.Module):
 
     def forward(self, hidden: Tensor, score_bias: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """hidden [B, T, D], score_bias [B, 1, 1 or T, T], cosine and sine fp32 [B or 1, 1, T, E] -> [B, T, D]."""
-        batch, tokens, width = hidden.shape
-        heads = (batch, tokens, self.num_heads, width // self.num_heads)
-        parts = self.qkv(self.attention_norm(hidden)).chunk(3, dim=-1)
-        query, key, value = (part.reshape(heads).transpose(1, 2) for part in parts)
+        shape, hidden = hidden.shape, hidden.flatten(0, 1)
+        query, key, value = _heads(self.qkv(self.attention_norm(hidden)), shape, self.num_heads)
         query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
-        attended = self.attention(query, key, value, score_bias)  # each [B, H, T, E]
-        attended = self.attention_output(attended.transpose(1, 2).reshape(batch, tokens, width))
+        attended = self.attention(query, key, value, score_bias).transpose(1, 2)  # [B, T, H, E]
+        attended = self.attention_output(attended.reshape(hidden.shape))
         hidden = hidden + dropout(attended, self.dropout, training=self.training)
         values, gate = self.gated(self.feed_forward_norm(hidden)).chunk(2, dim=-1)
-        return hidden + dropout(self.output(self.activation(values) * gate), self.dropout, training=self.training)
+        hidden = hidden + dropout(self.output(self.activation(values) * gate), self.dropout, training=self.training)
+        return hidden.view(shape)
 
 
 class ModernBertEncoder(TextEncoder):

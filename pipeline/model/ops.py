@@ -23,11 +23,11 @@ class Linear(nn.Linear):
     sums_by_matmul = False
 
     def forward(self, values: Tensor) -> Tensor:
-        """[..., K] -> [..., M]."""
+        """[N, K] -> [N, M]."""
         if not self.sums_by_matmul or self.bias is None:  # then there is no sum
             return F.linear(values, self.weight, self.bias)
-        flat: Tensor = _Linear.apply(values.reshape(-1, self.in_features), self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return flat.view(*values.shape[:-1], self.out_features)
+        result: Tensor = _Linear.apply(values, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return result
 
 
 class LayerNorm(nn.LayerNorm):
@@ -39,9 +39,10 @@ class LayerNorm(nn.LayerNorm):
         """[..., D] -> [..., D]."""
         if not self.sums_by_matmul:
             return F.layer_norm(values, self.normalized_shape, self.weight, self.bias, self.eps)
-        width = values.shape[-1]
-        flat: Tensor = _LayerNorm.apply(values.reshape(-1, width), self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
-        return flat.view(values.shape)
+        if values.dim() > 2:
+            return self.forward(values.flatten(0, -2)).view(values.shape)
+        result: Tensor = _LayerNorm.apply(values, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        return result
 
 
 class Gelu(nn.Module):
@@ -70,8 +71,11 @@ class Attention(nn.Module):
         """query, key, value [B, H, T, E], score_bias broadcast to [B, H, T, T] -> [B, H, T, E]."""
         if not self.written_out:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
-        scores = torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(2, 3)) + score_bias
-        return torch.matmul(torch.softmax(scores, dim=-1), value)
+        # Batches of matrices, not torch.matmul: it expands both sides, which is host time on a device that traces.
+        batch, heads, tokens, width = query.shape
+        query, key, value = (query * width**-0.5).flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        scores = torch.bmm(query, key.transpose(1, 2)).view(batch, heads, tokens, tokens) + score_bias
+        return torch.bmm(torch.softmax(scores, dim=-1).flatten(0, 1), value).view(batch, heads, tokens, width)
 
 
 def dropout(values: Tensor, share: float, *, training: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
-from pipeline.io.storage import HEAD_BYTES, KeyNotFound, Storage, check_downloaded, join_key, open_storage
+from pipeline.io.storage import HEAD_BYTES, Storage, check_downloaded, join_key, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.factory import module_weights
 from pipeline.model.hf import CONFIG, as_bert, encoder_from_hf, read_config
@@ -71,21 +71,10 @@ def without_wrappers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, source: str) -> dict[str, Tensor]:
-    """Return tensors by name, fp32, contiguous and in memory of their own on the CPU. `source`: its name in messages.
+    """Return tensors by name, fp32, contiguous and in memory of their own on the CPU; counters are left out.
 
-    Raises CheckpointError naming the tensor or the code in the file that is refused.
+    Raises CheckpointError naming the tensor or the code in the file (`source`) that is refused.
     """
-    found = read_tensors(path, source)
-    for name, tensor in found.items():
-        check_tensor(name, tensor, source)
-    return {
-        name: tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
-        for name, tensor in found.items()
-    }
-
-
-def read_tensors(path: Path, source: str) -> dict[str, Tensor]:
-    """Return tensors by name as they are stored, without counters. Raises CheckpointError if they cannot be read."""
     with path.open("rb") as file:
         check_downloaded(file.read(HEAD_BYTES), source, CheckpointError)
     if path.suffix == ".safetensors":
@@ -101,7 +90,12 @@ def read_tensors(path: Path, source: str) -> dict[str, Tensor]:
         found = _from_torch(path, source)
     if not found:
         raise CheckpointError(f"{source} holds no tensor", expected="the weights of a model")
-    return {name: tensor for name, tensor in found.items() if not name.endswith(_COUNTERS)}
+    result: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        if not name.endswith(_COUNTERS):
+            _check_tensor(name, tensor, source)
+            result[name] = tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
+    return result
 
 
 def _from_torch(path: Path, source: str) -> Mapping[str, Tensor]:
@@ -138,7 +132,7 @@ def _from_torch(path: Path, source: str) -> Mapping[str, Tensor]:
     return cast(Mapping[str, Tensor], content)
 
 
-def check_tensor(name: str, tensor: Tensor, source: str) -> None:
+def _check_tensor(name: str, tensor: Tensor, source: str) -> None:
     """Raise CheckpointError for what cannot be a weight."""
     seen = ""
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_cpu:
@@ -178,30 +172,57 @@ def initial_model(
     Raises CheckpointError for weights that do not fit, ConfigError for an architecture that is not computed here, or is
     not that of the settings.
     """
-    model = build_model(config, spec, seed)
     if config.init_from is None:
-        return model
+        return build_model(config, spec, seed)
     storage = open_storage(config.init_from)
     name = find_weights(storage)
     local = storage.local_path(name)
     if local is None:
         local = scratch / f"init-{name}"
         storage.download(name, local)
-    source, state = storage.uri(name), model.state_dict()
-    weights = read_tensors(local, source)
+    model_type: str = config.architecture
+    if config.factory is None and storage.stat(CONFIG) is not None:  # without it, weights are of that architecture
+        described = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
+        described.check(config, source=storage.uri(CONFIG))
+        model_type = described.model_type
+    source = storage.uri(name)
+    weights = load_tensors(local, source)
+    return with_encoder(weights, source, config, spec, seed, model_type=model_type, same_vocabulary=same_vocabulary)
+
+
+def with_encoder(
+    weights: Mapping[str, Tensor],
+    source: str,
+    config: ModelConfig,
+    spec: InputSpec,
+    seed: int,
+    *,
+    model_type: str,
+    same_vocabulary: bool = False,
+) -> RelevanceModel:
+    """Make a model with the encoder in a file of a family, or of the module of a factory; the rest is from `seed`.
+
+    Raises CheckpointError for weights that do not fit; they are held against the settings before memory is taken.
+    """
     if config.factory is not None:
-        taken = module_weights(weights, state, factory=config.factory, source=source)
+        model = build_model(config, spec, seed)
+        encoder = module_weights(weights, model.state_dict(), factory=config.factory, source=source)
     else:
-        model_type: str = config.architecture
-        try:
-            described = read_config(storage.read_bytes(CONFIG), storage.uri(CONFIG))
-            described.check(config, source=storage.uri(CONFIG))
-            model_type = described.model_type
-        except KeyNotFound:
-            pass  # weights alone are of the architecture of the settings
-        weights = as_bert(without_wrappers(weights), model_type, spec.pad_id, source=source)
-        taken = encoder_from_hf(weights, state, source=source, same_vocabulary=same_vocabulary)
-    for name, tensor in taken.items():
-        check_tensor(name, tensor, source)
-    model.load_state_dict(state | taken)
+        named = as_bert(without_wrappers(weights), model_type, spec.pad_id, source=source)
+        encoder = encoder_from_hf(named, template_of(config, spec), source=source, same_vocabulary=same_vocabulary)
+        model = build_model(config, spec, seed)
+    model.load_state_dict(model.state_dict() | encoder)
     return model
+
+
+def template_of(config: ModelConfig, spec: InputSpec) -> dict[str, Tensor]:
+    """Return names and shapes of a model without content. Raises CheckpointError for sizes that no tensor can have."""
+    try:
+        with torch.device("meta"):
+            return RelevanceModel(config, spec).state_dict()
+    except RuntimeError as error:  # more bytes than can be counted
+        raise CheckpointError(
+            f"a model of width {config.encoder.hidden_size} and {spec.vocab_size} words: {error}",
+            expected="the sizes of the weights beside it",
+            next_command="export the model again",
+        ) from error

@@ -6,10 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import lazy_device_name
-from pipeline.compile.lint import HOST_READ, Finding, lint, lint_counters
-from pipeline.compile.manifest import GraphManifest, load_manifest, store_manifest
+from pipeline.compile.graphs import HOST_READ, Finding, lint, lint_counters
+from pipeline.compile.manifest import GraphManifest, Place, Recorder, load_manifest, store_manifest
 from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
-from pipeline.compile.watch import Place, Recorder
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_duration

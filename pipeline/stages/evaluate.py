@@ -4,9 +4,8 @@ from datetime import UTC, datetime
 
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
-from pipeline.core.optional import install_command
 from pipeline.data.token_sets import read_token_sets
-from pipeline.evaluate.gate.compare import Verdict
+from pipeline.evaluate.gate.judge import way_out
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
@@ -103,21 +102,6 @@ def _conclude(
         name, expected = settings.model_name, models.pointer
         pointer = promote(ctx.workspace, name, candidate, expected=expected, decision=decision, author=author)
     return _finish(settings, ctx, models, report, pointer, started)
-
-
-def way_out(verdict: Verdict) -> str:
-    """Say what may help a refused candidate."""
-    failed = [check for check in verdict.checks if check.outcome == "fail"]
-    if verdict.advice:
-        return verdict.advice
-    if any(check.kind == "comparison" for check in failed):
-        return (
-            f"let a baseline judge it (evaluate.baselines; boosting needs {install_command('sklearn')}), set a floor"
-            " (--gate.floors ndcg@10=0.6), or --gate.first-without-comparison"
-        )
-    if any(check.name == "scores incumbent" or (check.kind == "delta" and check.incumbent is None) for check in failed):
-        return "trnpipe registry rollback --reason TEXT, or on record --evaluate.force-reason TEXT"
-    return "train again, or on record --evaluate.force-reason TEXT"
 
 
 def _finish(

@@ -15,14 +15,25 @@ from pathlib import Path
 from pipeline.backends import on_neuron
 from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
 from pipeline.core.errors import EXIT_OK
-from pipeline.health.check import CheckResult, NodeReport, Verdict, gang_error, report_key, run_checks, show
+from pipeline.health.check import (
+    CheckResult,
+    NodeReport,
+    Verdict,
+    exchange_reports,
+    job_error,
+    report_key,
+    results_of,
+    run_checks,
+    show,
+    store_own,
+    with_slow_ranks,
+)
 from pipeline.health.host import HostChecks, read_identity, usual_folders
 from pipeline.health.neuron import neuron_checks
-from pipeline.health.nodes import exchange_reports, results_of, store_own, with_slow_ranks
 from pipeline.parallel.launch import launch
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import RANK_REPORTS
-from pipeline.proc.cleanup import guarded_temp_folder, temporary_environment
+from pipeline.proc.tool import guarded_temp_folder, temporary_environment
 from pipeline.settings import Settings
 
 NAME = "health"
@@ -31,14 +42,14 @@ Reports = tuple[NodeReport, ...]
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
-    """Check this node and the job, each time. Raises the gang_error of an unfit job, Preempted."""
+    """Check this node and the job, each time. Raises the job_error of an unfit job, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(RANK_REPORTS):
-        from pipeline.health.ranks import RankChecks, report_rank  # torch, which the node's own process does without
+        from pipeline.health.ranks import rank_checks, report_rank  # torch, which the node's own process does without
 
         seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, another one in each cycle
-        checks = RankChecks(settings.backend, ctx.world, settings.health, os.environ, seed)
-        report = report_rank(checks, Path(folder), ctx.stop)
+        checks = rank_checks(settings.backend, ctx.world, settings.health, os.environ, seed)
+        report = report_rank(checks, settings.health, ctx.world.rank, Path(folder), ctx.stop)
         if report.verdict >= Verdict.RETRY:  # a thread may hang, and gloo aborts when another rank is gone
             sys.stdout.flush()
             os._exit(EXIT_OK)  # the verdict is in the report
@@ -58,7 +69,7 @@ class _Node:
         self._report = NodeReport(ctx.world.node_rank, self._identity.host, ())
 
     def check(self, temporary: Path) -> Reports:
-        """Return the reports of all nodes, shown and stored. Raises gang_error, where the other nodes hear of it."""
+        """Return the reports of all nodes, shown and stored. Raises job_error, where the other nodes hear of it."""
         with_ranks = self._config.wants("cores", "collectives")
         reports = self._meet("hosts", self._host(), is_last=not with_ranks)
         return self._meet("ranks", self._ranks(temporary / "ranks"), is_last=True) if with_ranks else reports
@@ -72,10 +83,10 @@ class _Node:
             on_neuron=self._on_neuron, num_nodes=ctx.world.world_size, processes=processes
         )
         reports = exchange_reports(self._nodes, part, self._report, wait_s)
-        reports = with_slow_ranks(reports, self._config.slow_ratio)
+        reports = with_slow_ranks(reports)
         self._report = next((one for one in reports if one.node_rank == self._report.node_rank), self._report)
         store_own(ctx.workspace, ctx.cycle, self._report)
-        if (error := gang_error(reports)) is not None or is_last:
+        if (error := job_error(reports)) is not None or is_last:
             for report in reports:
                 show(report, sys.stdout)
         if error is not None:

@@ -50,7 +50,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _run(settings: Settings, ctx: StageContext) -> StageResult:
     started, config = datetime.now(UTC), settings.mine
     worker, workers = worker_of(config.workers, ctx.world, os.environ, NAME)
-    prepared, parent = load_prepared(ctx), find_parent(settings, ctx)
+    prepared, parent = load_prepared(ctx), find_parent(ctx)
     model = None if config.source == BM25 else parent
     if config.source not in (BM25, PARENT):
         model = open_model(config.source.rstrip("/"), settings, ctx)
@@ -66,7 +66,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     gain = settings.train.loss.positive_gain
     task = make_task(rows, mining.new, positive_gain=gain, max_items=MAX_ITEMS, stop=ctx.stop)
     work = f"cycles/{ctx.cycle}/mine/{fingerprint(mining.decides)[:16]}"
-    size = task.num_items, task.num_queries
+    size = len(task.products), len(task.query_id)
     vectors, negatives = open_pieces(
         ctx.workspace_after_stop, work, ctx.scratch / "mine", size, config.queries_per_part
     )
@@ -105,14 +105,14 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
 def _tell_start(ctx: StageContext, mining: MiningPlan, task: MiningTask, pieces: Pieces, who: str) -> None:
     by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
-        f"mine: {task.num_queries:,} queries with a positive against {task.num_items:,} products by {by} | "
+        f"mine: {len(task.query_id):,} queries with a positive against {len(task.products):,} products by {by} | "
         f"{len(pieces.parts.done())} of {len(pieces)} parts done | {who}"
     )
-    if task.num_items < task.products.num_distinct:
+    if len(task.products) < task.products.num_distinct:
         ctx.console.warn(
-            f"mine: {task.num_items:,} of {task.products.num_distinct:,} products, the most that are searched"
+            f"mine: {len(task.products):,} of {task.products.num_distinct:,} products, the most that are searched"
         )
-    if not task.num_queries:
+    if not len(task.query_id):
         names = ", ".join(mining.sets[place].info.partition for place in mining.new) or "no new partition"
         ctx.console.warn(f"mine: no training query of {names} has a positive (train.loss.positive_gain)")
 

@@ -13,7 +13,7 @@ from pipeline.data.input_files import names_of
 from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
-from pipeline.evaluate.split_size import count_queries, size_advice
+from pipeline.evaluate.gate.judge import count_queries, size_advice
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings

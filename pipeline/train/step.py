@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, HostMean, step_program
-from pipeline.compile.watch import GraphWatch, Place
+from pipeline.compile.manifest import GraphWatch, Place
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.encoder import TextEncoder

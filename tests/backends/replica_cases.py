@@ -19,9 +19,8 @@ from pipeline import backends
 from pipeline.backends import Backend, Batch, RankGroup
 from pipeline.backends import xla as xla_module
 from pipeline.backends.xla import XlaTracer
-from pipeline.compile.graphs import Instruction, arrays, read_instructions
-from pipeline.compile.lint import lint
-from pipeline.compile.watch import Recorder
+from pipeline.compile.graphs import Instruction, arrays, lint, read_instructions
+from pipeline.compile.manifest import Recorder
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Axis, Layout

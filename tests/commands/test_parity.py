@@ -12,13 +12,19 @@ import torch
 
 from pipeline.commands import ToolCall
 from pipeline.commands import parity as command
-from pipeline.commands.parity import RECORD, load_side, make_task, record
+from pipeline.commands.parity import (
+    RECORD,
+    ParityReport,
+    RecordedSide,
+    compare_sides,
+    load_side,
+    make_task,
+    record,
+)
 from pipeline.context import StageResult, open_context, store_result
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError, DataError, GateRefused
 from pipeline.core.stop import StopSignal
-from pipeline.evaluate import parity as comparison
 from pipeline.evaluate.config import ParityConfig
-from pipeline.evaluate.parity import ParityReport, RecordedSide, compare_sides
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import open_storage
 from pipeline.model import encoder, ops
@@ -29,7 +35,6 @@ from pipeline.train import build, optimizer, stream
 from pipeline.train.build import RunConfig, open_run
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.loop import train
-from tests import zygote
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
 from tests.train.rows import MODEL, TRAIN, write_token_set
 
@@ -131,7 +136,7 @@ def test_two_sides_are_compared_and_those_too_far_apart_refused(
     assert not report.failed and said[-1] == f"report {folder.uri(key)}"
     value = report.value("probability")
     assert value is not None and 0 < value < 0.3
-    monkeypatch.setattr(comparison, "REDUCED", comparison.REDUCED._replace(probability=0.0))
+    monkeypatch.setitem(command.BARS, "probability", (0.0, 0.0))
     with pytest.raises(GateRefused, match="largest difference of a probability"):
         run("cpu", "cpu:bf16")
 
@@ -267,8 +272,3 @@ def test_xla_in_a_process_of_its_own_agrees_with_the_cpu(
     settings = case.settings.model_copy(update={"parity": ParityConfig(steps=12)})
     assert command.run(settings, StopSignal(), said.append, call) == EXIT_OK
     assert "parity of A cpu.fp32 and B xla.fp32" in said[0]
-
-
-def test_the_command_line_reaches_it(tmp_path: Path) -> None:
-    done = zygote.run("pipeline", "parity", "gpu", f"--workspace={tmp_path}")
-    assert done.returncode == 78 and "trnpipe parity: ConfigError: sides gpu" in done.stderr

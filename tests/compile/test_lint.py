@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeline.compile import lint as rules
-from pipeline.compile.lint import Finding, lint, lint_counters
+from pipeline.compile import graphs as rules
+from pipeline.compile.graphs import Finding, lint, lint_counters
 from pipeline.model.config import ModelConfig
 from tests.backends.xla_process import needs_xla
 from tests.compile import traces

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.convert.folder import Source, open_source
 from pipeline.convert.importing import ForeignModel, Given, read_model
-from pipeline.convert.source import Source, open_source
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
@@ -20,7 +20,7 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
-from tests.s3 import MotoServer
+from tests.kit.s3 import MotoServer
 
 RETRY = RetryPolicy()
 TEXT = "the red blue running shoe phone case leather size large small für größe 12 64 gb café ü ö x"

@@ -12,8 +12,8 @@ import torch
 
 from pipeline.checkpoint.store import Checkpoint, PublishedWeights
 from pipeline.convert.exporting import ExportPlan, destination, write_export, write_tokenizer
+from pipeline.convert.folder import Format
 from pipeline.convert.importing import read_model, store_import
-from pipeline.convert.source import Format
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import CheckpointError, ConfigError, Preempted
 from pipeline.core.stop import StopSignal

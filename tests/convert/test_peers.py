@@ -14,7 +14,7 @@ import torch
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.convert.exporting import ExportPlan, write_export, write_tokenizer
-from pipeline.convert.hugging_face import POOLINGS
+from pipeline.convert.folder import POOLINGS
 from pipeline.convert.importing import read_model, store_import
 from pipeline.core.batch_order import Bucket
 from pipeline.core.stop import StopSignal

@@ -31,8 +31,8 @@ from pipeline.io.storage import open_storage
 from pipeline.proc import pool
 from pipeline.stages.prepare import summary
 from pipeline.telemetry.events import EventName
-from tests.s3 import MotoServer, lead_to
-from tests.shown import Shown
+from tests.kit.s3 import MotoServer, lead_to
+from tests.kit.shown import Shown
 
 Make = Callable[[str], Any]
 START = pool._start

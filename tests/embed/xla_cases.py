@@ -7,9 +7,8 @@ import pytest
 
 from pipeline.backends import Backend, open_backend
 from pipeline.compile.config import CompileConfig
-from pipeline.compile.manifest import GraphManifest, store_manifest
+from pipeline.compile.manifest import GraphManifest, Guard, Recorder, store_manifest
 from pipeline.compile.plan import embed_plan, graph_plan, open_part_guard
-from pipeline.compile.watch import Guard, Recorder
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal

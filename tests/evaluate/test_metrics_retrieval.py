@@ -6,10 +6,8 @@ import pytest
 import pytrec_eval
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
@@ -93,24 +91,3 @@ def test_short_lists_end_in_minus_one() -> None:
     judged = judgements({(1, 5): 100})
     _, report = retrieval_report(ints([1]), ints([[5, -1, -1]]), judged, CONFIG)
     assert (report.values["retrieval_ndcg@3"], report.values["retrieval_success@1"]) == (1.0, 1.0)
-
-
-def test_an_item_of_gain_zero_is_never_relevant() -> None:
-    judged = Judgements(ints([1]), ints([5]), np.zeros(1))
-    _, report = retrieval_report(ints([1]), ints([[5, 6, 7]]), judged, CONFIG)
-    assert report.values == {}
-
-
-@pytest.mark.parametrize(
-    ("query", "ranked", "gain"),
-    [([], np.zeros((0, 3)), 1.0), ([1], [[1, 2], [3, 4]], 1.0), ([1], [[2, 3]], -1.0), ([1], [[2, 3]], np.nan)],
-)
-def test_lists_that_make_no_sense_are_refused(query: npt.ArrayLike, ranked: npt.ArrayLike, gain: float) -> None:
-    judged = Judgements(ints([1]), ints([2]), np.array([gain]))
-    with pytest.raises(DataError):
-        retrieval_report(ints(query), ints(ranked), judged, CONFIG)
-
-
-def test_there_is_a_rank() -> None:
-    with pytest.raises(ValidationError, match="retrieval_at"):
-        MetricsConfig(retrieval_at=())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import GraphWatch, Place
+from pipeline.compile.manifest import GraphWatch, Place
 from pipeline.core.errors import CheckpointError, DataError
 from pipeline.data.loader import to_tensors
 from pipeline.evaluate.score import ScoreProgram

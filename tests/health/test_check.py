@@ -55,11 +55,9 @@ def run(
 def test_cheap_ones_first_and_all_are_reported_as_they_come() -> None:
     seen: list[str] = []
     checks = [passing("dear", 60.0), passing("cheap", 0.0), passing("usual"), passing("cheap too", 0.0)]
-    report = run_checks(
-        checks, QUICK, node_rank=3, host="i-0abc", stop=StopSignal(), seen=lambda result: seen.append(result.name)
-    )
+    stop = StopSignal()
+    report = run_checks(checks, QUICK, node_rank=3, host="i", stop=stop, seen=lambda result: seen.append(result.name))
     assert seen == [result.name for result in report.results] == ["cheap", "cheap too", "usual", "dear"]
-    assert (report.node_rank, report.host, report.verdict) == (3, "i-0abc", Verdict.PASS)
 
 
 def test_several_results_of_one_check_or_none() -> None:
@@ -88,19 +86,9 @@ def test_what_is_no_text_spoils_neither_terminal_nor_report() -> None:
 
 
 def test_a_dear_check_is_spared_a_node_that_has_failed() -> None:
-    ran = threading.Event()
-
-    def burn(ctx: CheckContext) -> CheckResult:
-        ran.set()
-        return CheckResult("burn", Verdict.PASS)
-
-    report = run(raising(TransientError("sick")), passing("cheap"), Check("burn", burn, cost_s=60.0))
-    assert not ran.is_set()
-    assert [(r.name, r.verdict.name) for r in report.results] == [
-        ("broken", "RETRY"),
-        ("cheap", "PASS"),
-        ("burn", "WARN"),
-    ]
+    dear = Check("burn", lambda ctx: pytest.fail("it was run"), cost_s=60.0)
+    report = run(raising(TransientError("sick")), passing("cheap"), dear)
+    assert [one.verdict for one in report.results] == [Verdict.RETRY, Verdict.PASS, Verdict.WARN]
     assert "not run" in report.results[-1].seen
 
 
@@ -110,10 +98,8 @@ def test_a_dear_check_is_spared_a_node_that_has_failed() -> None:
         (ConfigError("no rights", expected="rights"), Verdict.FIX, "no rights"),
         (DataError("garbage"), Verdict.FIX, "garbage"),
         (TransientError("disk is full"), Verdict.RETRY, "disk is full"),
-        (OSError(5, "Input/output error"), Verdict.RETRY, "OSError: [Errno 5] Input/output error (test_check.py:"),
         (ValueError("two\nlines"), Verdict.RETRY, "ValueError: two lines (test_check.py:"),
         (SystemExit(3), Verdict.RETRY, "SystemExit: 3 (test_check.py:"),
-        (KeyboardInterrupt(), Verdict.RETRY, "KeyboardInterrupt: (test_check.py:"),
     ],
 )
 def test_an_exception_is_a_verdict(error: BaseException, verdict: Verdict, seen: str) -> None:
@@ -125,80 +111,53 @@ def test_an_exception_is_a_verdict(error: BaseException, verdict: Verdict, seen:
     assert after.verdict is Verdict.PASS
 
 
-class Clock:
-    """Time passes when a check says what it does, however fast this machine is."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def say(self, ctx: CheckContext, doing: str) -> None:
-        ctx.doing = doing
-        self.now += 1.0
-
-
 def test_a_check_that_hangs_is_sent_back_with_what_it_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deaf to everything: the thread stays behind, and the others are run."""
+    """Deaf to everything: the thread stays behind, and the others are run. Time passes when it says what it does."""
     monkeypatch.setattr(check_module, "LEAVE_S", 0.2)
 
     def deaf(ctx: CheckContext) -> CheckResult:
-        clock.say(ctx, "asking the driver")
+        ctx.doing = "asking the driver"
+        now[0] += 1.0
         released.wait()
         return CheckResult("driver", Verdict.PASS)
 
-    released, clock = threading.Event(), Clock()
+    released, now = threading.Event(), [0.0]
     try:
-        report = run(Check("driver", deaf, time_limit_s=0.1), passing("after"), clock=clock)
-        hung, after = report.results
+        checks = Check("driver", deaf, time_limit_s=0.1), passing("after")
+        hung, after = run(*checks, clock=lambda: now[0]).results
         assert (hung.name, hung.verdict, after.verdict) == ("driver", Verdict.RETRY, Verdict.PASS)
         assert hung.seen == "not done after 0.1s, still asking the driver; it does not end either"
-        assert hung.seconds >= 0.1
     finally:
         released.set()
 
 
-def test_a_check_that_hears_may_clean_up(tmp_path: Path) -> None:
-    """One over its time is told so by its stop signal, which is no Preempted of ours."""
-    probe, clock = tmp_path / "probe", Clock()
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_check_that_hears_may_clean_up(tmp_path: Path, is_stopped: bool) -> None:
+    """One over its time is told so by its stop signal, which is no Preempted of ours; a stop ends the run as well."""
+    stop, now = StopSignal(), [0.0]
 
     def polite(ctx: CheckContext) -> CheckResult:
-        probe.touch()
-        clock.say(ctx, "waiting for an answer")
+        (tmp_path / "probe").touch()
+        ctx.doing = "waiting for an answer"
+        if is_stopped:
+            stop.set("SIGTERM")
+        now[0] += 1.0
         try:
             run_tool(SLEEP, timeout_s=600, stop=ctx.stop)
         finally:
-            probe.unlink()
+            (tmp_path / "probe").unlink()
         return CheckResult("tool", Verdict.PASS)
 
-    (hung,) = run(Check("tool", polite), config=HealthConfig(check_limit_s=0.05), clock=clock).results
-    assert (hung.verdict, hung.seen) == (Verdict.RETRY, "not done after 0.1s, still waiting for an answer")
+    def ran() -> NodeReport:
+        return run(Check("tool", polite), config=HealthConfig(check_limit_s=0.05), clock=lambda: now[0], stop=stop)
+
+    if is_stopped:
+        with pytest.raises(Preempted, match="SIGTERM while in health check tool: waiting for an answer"):
+            ran()
+    else:
+        (hung,) = ran().results
+        assert (hung.verdict, hung.seen) == (Verdict.RETRY, "not done after 0.1s, still waiting for an answer")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_stop_ends_the_check_and_leaves_nothing(tmp_path: Path) -> None:
-    stop, probe = StopSignal(), tmp_path / "probe"
-    ran_after = threading.Event()
-
-    def long(ctx: CheckContext) -> CheckResult:
-        probe.touch()
-        ctx.doing = "burning in"
-        stop.set("SIGTERM")
-        try:
-            run_tool(SLEEP, timeout_s=600, stop=ctx.stop)
-        finally:
-            probe.unlink()
-        return CheckResult("burn", Verdict.PASS)
-
-    def after(ctx: CheckContext) -> CheckResult:
-        ran_after.set()
-        return CheckResult("after", Verdict.PASS)
-
-    with pytest.raises(Preempted, match="SIGTERM while in health check burn: burning in"):
-        run(Check("burn", long), Check("after", after), stop=stop)
-    assert list(tmp_path.iterdir()) == []
-    assert not ran_after.is_set()
 
 
 def test_a_stop_before_the_first_check_and_one_from_a_check_are_no_verdict() -> None:

@@ -1,7 +1,5 @@
 """Faults of a host, seeded one at a time."""
 
-import errno
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -18,9 +16,8 @@ from pipeline.health import host
 from pipeline.health.check import CheckResult, Verdict, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.host import HostChecks, Identity, read_identity, usual_folders
-from pipeline.io import atomic
-from pipeline.io.local import LocalStorage
-from tests.ports import free_port
+from pipeline.io.storage import LocalStorage
+from tests.kit.ports import free_port
 
 CONFIG = HealthConfig(min_free_gib=1e-6, expected_instance="trn1.32xlarge")
 RETRY, FIX, WARN = Verdict.RETRY, Verdict.FIX, Verdict.WARN
@@ -125,22 +122,11 @@ def test_a_port_in_use_is_told_on_the_main_node(well: HostChecks, rank: int, ver
     assert (result.name, result.verdict) == ("address", verdict) and str(port) in result.seen
 
 
-def test_a_workspace_that_cannot_be_written_says_so(
-    well: HostChecks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, data: bytes) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(atomic, "write_bytes_atomic", refuse)
-    (result,) = run(well)
-    assert (result.name, result.verdict) == ("workspace", FIX) and "EROFS" in result.seen
-
-
 class Odd(LocalStorage):
-    """A workspace that does as it is told, before it reads."""
+    """A workspace that does something before it reads."""
 
-    def __init__(self, folder: Path, act: Callable[[], object], stop: StopSignal | None = None) -> None:
-        super().__init__(folder, stop=stop or StopSignal())
+    def __init__(self, folder: Path, act: Callable[[], object], stop: StopSignal) -> None:
+        super().__init__(folder, stop=stop)
         self.act = act
 
     def read_bytes(self, key: str) -> bytes:
@@ -160,16 +146,16 @@ def refuse() -> bytes:
         (refuse, RETRY, "gone"),
     ],
 )
-def test_a_workspace_that_is_odd(
+def test_an_odd_workspace(
     well: HostChecks,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     act: Callable[[], object],
     verdict: Verdict,
     seen: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host, "SLOW_WORKSPACE_S", 0.01 if verdict is WARN else 60.0)
-    (result,) = run(replace(well, workspace=Odd(tmp_path, act)))
+    (result,) = run(replace(well, workspace=Odd(tmp_path, act, StopSignal())))
     assert (result.name, result.verdict) == ("workspace", verdict) and seen in result.seen
     assert files(tmp_path) == []
 

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,37 +14,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends import Backend, RankGroup
+from pipeline.backends import RankGroup
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.errors import Preempted, TransientError
+from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import CheckContext, CheckResult, NodeReport, Verdict, gang_error
+from pipeline.health.check import (
+    CheckContext,
+    CheckResult,
+    NodeReport,
+    Verdict,
+    results_of,
+    with_slow_ranks,
+    write_rank_report,
+)
 from pipeline.health.config import HealthConfig
-from pipeline.health.nodes import results_of, with_slow_ranks, write_rank_report
-from pipeline.health.ranks import ALL, RankChecks, check_collectives, report_rank
+from pipeline.health.ranks import check_collectives, rank_checks, report_rank
 from pipeline.parallel.gang import open_world_group
 from pipeline.parallel.world import World
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 QUICK = HealthConfig()
 PATIENT_S, LIMIT_S = 120.0, 5.0
-Spoil = Callable[[Tensor, int], Tensor]
 
 
-def swapped(found: Tensor, count: int) -> Tensor:
-    return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]])
+class Faulty(CpuBackend):
+    """What becomes of a rank when it gathers: numbers of others `swapped`, or it `dies`, or is `absent`."""
 
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
 
-def dies(found: Tensor, count: int) -> Tensor:
-    os._exit(1)
-
-
-def absent(found: Tensor, count: int) -> Tensor:
-    time.sleep(600)
-    return found
-
-
-FAULTS: dict[str, Spoil] = {"swapped": swapped, "dies": dies, "absent": absent}
+    def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
+        found = super().all_gather(tensor, ranks)
+        if self.fault == "dies":
+            os._exit(1)
+        if self.fault == "absent":
+            time.sleep(600)
+        count = len(tensor)
+        return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]]) if self.fault else found
 
 
 def collectives(rank: int, world: int, port: int, fault: str, told: Connection) -> None:
@@ -53,25 +59,10 @@ def collectives(rank: int, world: int, port: int, fault: str, told: Connection) 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    limit_s = LIMIT_S if fault in ("absent", "dies") else PATIENT_S
     open_world_group(None, PATIENT_S)
-    chosen = list(ALL)
-    if rank == 1 and fault:
-        sound = ALL[0]
-
-        def faulty(backend: Backend, tensor: Tensor, ranks: RankGroup) -> Tensor:
-            return FAULTS[fault](sound.run(backend, tensor, ranks), len(tensor))
-
-        chosen[0] = replace(sound, run=faulty)
-    told.send(
-        check_collectives(
-            *(CpuBackend(), World(rank, world)),
-            limit_s=limit_s,
-            ctx=CheckContext(StopSignal()),
-            sizes_bytes=(8, 4096),
-            collectives=chosen,
-        )
-    )
+    backend, limit_s = Faulty(fault if rank == 1 else ""), LIMIT_S if fault in ("absent", "dies") else PATIENT_S
+    ctx = CheckContext(StopSignal())
+    told.send(check_collectives(backend, World(rank, world), limit_s=limit_s, ctx=ctx, sizes_bytes=(8, 4096)))
     os._exit(0)  # other ranks may be gone: no orderly goodbye
 
 
@@ -107,7 +98,7 @@ def test_sound_collectives_pass_with_their_bandwidth() -> None:
         for rank in range(3):
             found = result(rank)
             assert found.verdict is Verdict.PASS, found
-            assert len(found.figures) == len(ALL) * 2 and all(float(rate) > 0 for rate in found.figures.values())
+            assert len(found.figures) == 3 * 2 and all(float(rate) > 0 for rate in found.figures.values())
 
 
 @pytest.mark.fault
@@ -143,8 +134,13 @@ def test_too_slow_a_bus_is_unfit() -> None:
 # One rank.
 
 
+def of_rank(folder: Path, backend: str, stop: StopSignal | None = None) -> NodeReport:
+    checks = rank_checks(backend, World(), QUICK, os.environ if backend == "cuda" else {}, seed=1)
+    return report_rank(checks, QUICK, 0, folder, stop or StopSignal())
+
+
 def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -> None:
-    report = report_rank(RankChecks("cpu", World(), QUICK, {}, seed=1), tmp_path, StopSignal())
+    report = of_rank(tmp_path, "cpu")
     assert [result.name for result in report.results] == ["device", "operations", "device memory", "burn"]
     written = (tmp_path / "rank-0.json").read_text()
     (tmp_path / "rank-1.json").write_text(written.replace('"node_rank": 0', '"node_rank": 1'))
@@ -154,39 +150,33 @@ def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -
     assert {"rank_0_fastest_round_s", "rank_1_fastest_round_s"} <= merged[3].figures.keys()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
-def test_a_sound_gpu_passes(tmp_path: Path) -> None:
-    report = report_rank(RankChecks("cuda", World(), QUICK, os.environ, seed=1), tmp_path, StopSignal())
-    assert report.verdict is Verdict.PASS, report.results
+def test_a_gpu_passes_or_is_not_there(tmp_path: Path) -> None:
+    report = of_rank(tmp_path, "cuda")
+    if torch.cuda.is_available():
+        assert report.verdict is Verdict.PASS, report.results
+    else:
+        assert report.verdict is Verdict.FIX and "no CUDA device" in report.results[0].seen
 
 
 def test_a_rank_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
     stop = StopSignal()
     stop.set("SIGTERM")
     with pytest.raises(Preempted):
-        report_rank(RankChecks("cpu", World(), QUICK, {}, seed=1), tmp_path, stop)
+        of_rank(tmp_path, "cpu", stop)
     assert results_of(tmp_path, [0]) == ()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="an NVIDIA GPU is here")
-def test_a_backend_that_cannot_be_opened_is_a_verdict(tmp_path: Path) -> None:
-    report = report_rank(RankChecks("cuda", World(), QUICK, {}, seed=1), tmp_path, StopSignal())
-    assert report.verdict is Verdict.FIX
-    assert "no CUDA device" in report.results[0].seen
 
 
 def test_groups_and_limits() -> None:
     def chosen(world_size: int = 4, **values: object) -> dict[str, float | None]:
         config, world = HealthConfig.model_validate(values), World(0, world_size)
-        checks = RankChecks("xla", world, config, {"PJRT_DEVICE": "CPU"}, seed=1).checks()
+        checks = rank_checks("xla", world, config, {"PJRT_DEVICE": "CPU"}, seed=1)
         return {check.name: check.time_limit_s for check in checks if config.wants(check.group)}
 
     alone = {"device": 120.0, "operations": 60.0, "device memory": 60.0, "burn": 60.0}
     assert chosen() == {**alone, "collectives": 180.0} and chosen(1) == alone
     assert [*chosen(only=("collectives",))] == ["device", "collectives"]
     assert [*chosen(only=("host",))] == ["device"]
-    assert chosen(profile="full", check_limit_s=1)["burn"] == 10.0
-    neuron = RankChecks("xla", World(), QUICK, {"PJRT_DEVICE": "NEURON"}, seed=1).checks()
+    neuron = rank_checks("xla", World(), QUICK, {"PJRT_DEVICE": "NEURON"}, seed=1)
     assert {check.time_limit_s for check in neuron} == {600.0, 1200.0}, "its graphs are compiled first"
     limits = [
         QUICK.stage_limit_s(on_neuron=on_neuron, num_nodes=nodes, processes=processes)
@@ -220,31 +210,22 @@ def test_a_rank_that_failed_is_reported_apart_and_one_without_a_word_is_named(tm
     assert late.seen == "rank 7 of this node ended without a word after check burn" and before.name == "burn"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "ratio", "slow"),
-    [
-        ((1.0, 1.1, 2.4, 0.9), 1.5, [2]),
-        ((1.0, 1.4), 1.5, []),
-        ((3.0, 1.0), 1.5, [0]),
-    ],
-)
+@pytest.mark.parametrize(("seconds", "slow"), [((1.0, 1.1, 2.4, 0.9), [2]), ((1.0, 1.4), []), ((3.0, 1.0), [0])])
 @pytest.mark.parametrize(("shared", "verdict"), [(0, Verdict.RETRY), (1, Verdict.WARN)])
 def test_a_slow_core_is_named_among_all_nodes(
-    tmp_path: Path, seconds: Sequence[float], ratio: float, slow: list[int], shared: int, verdict: Verdict
+    tmp_path: Path, seconds: Sequence[float], slow: list[int], shared: int, verdict: Verdict
 ) -> None:
     reports = []
     for rank, one in enumerate(seconds):
         device = CheckResult("device", Verdict.PASS, "xla:NEURON", figures={"shares_host_cpu": shared})
         report(tmp_path, rank, device, burned(one))
         reports.append(NodeReport(rank, f"host-{rank}", results_of(tmp_path, [rank])))
-    annotated = with_slow_ranks(reports, ratio)
+    annotated = with_slow_ranks(reports)
     assert [one.node_rank for one in annotated if one.verdict is not Verdict.PASS] == slow
     assert all(one.results[-1].verdict is verdict for one in annotated if one.node_rank in slow)
-    is_unfit = bool(slow) and verdict is Verdict.RETRY
-    assert isinstance(gang_error(annotated), TransientError if is_unfit else type(None))
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff\x00", b"null", b"[" * 100_000, b'{"schema_version": 1}', b"9" * 10_000])
+@pytest.mark.parametrize("text", [b"\xff\x00", b"[" * 100_000, b'{"schema_version": 1}'])
 def test_rubbish_is_no_report(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "rank-0.json").write_bytes(text)
     (tmp_path / "rank-0-so-far.json").write_bytes(text)

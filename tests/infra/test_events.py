@@ -17,12 +17,12 @@ from jobs.config import JobsConfig, SageMakerConfig
 from jobs.cycle.job_states import has_succeeded, is_tried_again
 from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary
-from jobs.plan.cost import Prices
+from jobs.plan.resources import Prices
 from jobs.plan.spec import Retry
 from jobs.schedule import ScheduleConfig
 from jobs.targets.batch.requests import definition_request
-from jobs.targets.sagemaker.describe import RECEIVED, end_of
-from jobs.targets.sagemaker.requests import retry_rules
+from jobs.targets.sagemaker.requests import RECEIVED, retry_rules
+from jobs.targets.sagemaker.routes import end_of
 from tests.infra.policies import MODULES, SAGEMAKER, Fleet, render
 from tests.jobs.cycle.cases import cycle
 from tests.jobs.cycle.record_cases import good, tried

@@ -14,12 +14,11 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import TokenSet
 from pipeline.embed.config import EmbedConfig
-from pipeline.mine.choose import NONE
 from pipeline.mine.config import MineConfig
-from pipeline.mine.run import MiningTask, make_task, plan_mining
+from pipeline.mine.run import NONE, MiningTask, make_task, plan_mining
 from pipeline.retrieval.products import text_hashes
 from pipeline.settings import Settings
-from tests.fields import check_named, without_effect
+from tests.kit.fields import check_named, without_effect
 from tests.train.rows import BUCKETS, PAD, checkpoint_of, token_set_info, write_shard
 
 
@@ -65,9 +64,9 @@ def test_the_task_is_what_the_rows_say(rows: TokenRows, partitions: list[int]) -
     of_asked = np.isin(table["partition"], partitions)
     with_positive = set(table["query_id"][positive].tolist())
     assert task.query_id.tolist() == sorted(set(table["query_id"][of_asked].tolist()) & with_positive)
-    assert task.num_items == len(np.unique(table["product"]))
-    texts = text_hashes_of(task, 0, task.num_items)
-    assert table["product"][task.rows_of(np.arange(task.num_items))].tolist() == texts
+    assert len(task.products) == len(np.unique(table["product"]))
+    texts = text_hashes_of(task, 0, len(task.products))
+    assert table["product"][task.rows_of(np.arange(len(task.products)))].tolist() == texts
     for place, query in enumerate(task.query_id.tolist()):
         mine = slice(task.judged.offsets[place], task.judged.offsets[place + 1])
         of_query = table["query_id"] == query
@@ -147,7 +146,7 @@ def test_a_limit_of_items_keeps_the_positives(rows: TokenRows) -> None:
     table = table_of(rows)
     positives = set(table["product"][table["gain"] >= 0.99].tolist())
     task = task_of(rows, [0, 1], max_items=len(positives) + 2)
-    texts = text_hashes_of(task, 0, task.num_items)
+    texts = text_hashes_of(task, 0, len(task.products))
     assert len(texts) == len(positives) + 2 and positives <= set(texts)
     assert task.judged.items.min() >= 0 and task.judged.positive.any()
     assert task.rows_of(np.array([[NONE, 0]]))[0, 0] == NONE

@@ -72,12 +72,12 @@ def test_health_of_the_ranks(in_two_ranks: InChild) -> None:
         from pipeline.core.stop import StopSignal
         from pipeline.health.check import Verdict
         from pipeline.health.config import HealthConfig
-        from pipeline.health.ranks import RankChecks, report_rank
+        from pipeline.health.ranks import rank_checks, report_rank
         from pipeline.parallel.world import world_from_env
         world = world_from_env()
         with TemporaryDirectory() as folder:
-            checks = RankChecks("neuron", world, HealthConfig(), os.environ, seed=1)
-            report = report_rank(checks, Path(folder), StopSignal())
+            checks = rank_checks("neuron", world, HealthConfig(), os.environ, seed=1)
+            report = report_rank(checks, HealthConfig(), world.rank, Path(folder), StopSignal())
         assert report.verdict is Verdict.PASS, report
         assert any(result.name == "collectives" for result in report.results), report
         """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.arrays import Float32s
 from pipeline.core.errors import NumericError
-from pipeline.retrieval.exact import ExactTopK, exact_scores
+from pipeline.retrieval.search import ExactTopK, exact_scores
 
 
 def unit(values: npt.NDArray[np.float64]) -> Float32s:
@@ -48,7 +48,7 @@ def test_equal_to_a_full_sort(case: tuple[Float32s, Float32s, int, list[int]], s
     queries, items, k, cuts = case
     with pytest.MonkeyPatch.context() as patch:
         for name, size in zip(("BLOCK_QUERIES", "BLOCK_ITEMS", "NUMBERS"), sizes, strict=True):
-            patch.setattr(f"pipeline.retrieval.exact._{name}", size)
+            patch.setattr(f"pipeline.retrieval.search._{name}", size)
         top = ExactTopK(queries, k)
         for start, stop in pairwise(cuts):
             top.add(start, items[start:stop])

@@ -8,8 +8,7 @@ import pytest
 from pipeline.context import load_result
 from pipeline.data.token_sets import open_rows, read_token_sets
 from pipeline.mine import run as mine_run
-from pipeline.mine.choose import NONE
-from pipeline.mine.run import Pieces, all_negatives
+from pipeline.mine.run import NONE, Pieces, all_negatives
 from pipeline.mine.store import Negatives, NegativeSet, find_negatives, open_negatives
 from pipeline.parallel.world import ARRAY_INDEX
 from pipeline.retrieval.products import text_hashes

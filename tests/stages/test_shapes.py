@@ -2,13 +2,13 @@
 
 import pytest
 
+from pipeline.commands.doctor import estimates
 from pipeline.compile.manifest import Plan, graph_key
 from pipeline.core.batch_order import RankShare
 from pipeline.core.footprint import EncoderSizes, Estimate
 from pipeline.model.factory import FactoryEncoder
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
-from pipeline.stages.estimates import estimates
 from pipeline.stages.inputs import expected_shapes
 
 

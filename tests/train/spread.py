@@ -1,4 +1,4 @@
-"""Training over ranks, in one of which this is called (tests/ranks.py): what comes of it, by plan."""
+"""Training over ranks, in one of which this is called (tests/kit/ranks.py): what comes of it, by plan."""
 
 import json
 import time
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.backends import Backend
-from pipeline.compile.watch import GraphWatch
+from pipeline.compile.manifest import GraphWatch
 from pipeline.core.errors import TransientError
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.watch import GraphWatch, Place
+from pipeline.compile.manifest import GraphWatch, Place
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
@@ -182,7 +182,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("head_rate", "vectors", "of_step", "of_update"), [(1.0, 2, 700, 125), (20.0, 4, 750, 170)])
+@pytest.mark.parametrize(("head_rate", "vectors", "of_step", "of_update"), [(1.0, 2, 675, 125), (20.0, 4, 730, 170)])
 def test_operators_that_the_host_traces_for_a_step(
     rows: TokenRows, head_rate: float, vectors: int, of_step: int, of_update: int
 ) -> None:

@@ -13,7 +13,7 @@ from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
 from jobs.cycle.ledger import CycleLedger, Moment, read_moments
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.settings import differences
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
@@ -23,9 +23,8 @@ from pipeline.data.token_sets import PrepareDigest
 from pipeline.data.token_sets import load_digest as load_prepared
 from pipeline.embed.digest import VerifyDigest
 from pipeline.embed.digest import load_digest as load_verified
-from pipeline.evaluate.digest import ScoreDigest
-from pipeline.evaluate.digest import load_digest as load_scores
-from pipeline.evaluate.report import EvaluationReport, load_report
+from pipeline.evaluate.report import EvaluationReport, ScoreDigest, load_report
+from pipeline.evaluate.report import load_digest as load_scores
 from pipeline.health.check import NodeReport, from_json
 from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.telemetry.events import EventName

@@ -24,8 +24,8 @@ from jobs.cycle.page import charts
 from jobs.cycle.page.charts import number
 from jobs.cycle.page.gather import HOLDOUT, CycleRow, PageData, gather, main_metric, row_of
 from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, money
-from jobs.plan.dag import Plan
 from jobs.plan.script import RUN_PREFIX
+from jobs.plan.spec import Plan
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.core.record import Record

@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.requests import Request, check_plan, definition_request
 from jobs.targets.placement import placement_of
@@ -31,13 +30,13 @@ class Account:
 def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
     """Return warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
     check_plan(plan)
-    account = look_up(client, plan)
+    account = look_up(client, [placement_of(plan, job).queue for job in plan.jobs])
     refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
-    changing = [name for name, queue in account.queues.items() if queue["status"] in ("CREATING", "UPDATING")]
-    if changing:
-        seen = f"queue {changing[0]} is {account.queues[changing[0]]['status']}"
-        raise TransientError(seen, expected="VALID", next_command="run the same command again in a minute")
-    return tuple(dict.fromkeys(account_warnings(plan, account)))
+    for name, queue in account.queues.items():
+        if queue["status"] in ("CREATING", "UPDATING"):
+            seen = f"queue {name} is {queue['status']}"
+            raise TransientError(seen, expected="VALID", next_command="run the same command again in a minute")
+    return account_warnings(plan, account)
 
 
 def refuse_account(problems: Iterable[str], expected: str) -> None:
@@ -50,9 +49,9 @@ def refuse_account(problems: Iterable[str], expected: str) -> None:
         )
 
 
-def look_up(client: BatchClient, plan: Plan) -> Account:
-    names = list(dict.fromkeys(placement_of(plan, job).queue for job in plan.jobs))
-    described = client.described("queues", names)
+def look_up(client: BatchClient, names: Sequence[str]) -> Account:
+    """Describe these queues, and what is behind them."""
+    described = client.described("queues", list(dict.fromkeys(names)))
     queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
     orders = [queue.get("computeEnvironmentOrder", ()) for queue in queues.values()]
     arns = {one["computeEnvironment"] for order in orders for one in order}
@@ -67,17 +66,21 @@ def account_problems(plan: Plan, account: Account) -> Iterator[str]:
     """Yield why this account would refuse the jobs or never start them, one line each."""
     for job in plan.jobs:
         where = placement_of(plan, job)
-        queue = account.queues.get(where.queue)
-        if queue is None:
-            yield f"queue {where.queue}: does not exist in this account and region"
-            continue
-        yield from queue_problems(where.queue, queue, is_shared=bool(where.share_identifier))
-        arns = [one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())]
-        yield from _room(job, where.queue, [account.environments[arn] for arn in arns if arn in account.environments])
+        yield from queue_problems(where.queue, account, is_shared=bool(where.share_identifier))
+        if where.queue in account.queues:
+            order = account.queues[where.queue].get("computeEnvironmentOrder", ())
+            arns = [one["computeEnvironment"] for one in order]
+            yield from _room(
+                job, where.queue, [account.environments[arn] for arn in arns if arn in account.environments]
+            )
 
 
-def queue_problems(name: str, queue: Detail, *, is_shared: bool) -> Iterator[str]:
+def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[str]:
     """Yield what is wrong with a queue itself. `is_shared`: jobs name a share of it."""
+    queue = account.queues.get(name)
+    if queue is None:
+        yield f"queue {name}: does not exist in this account and region"
+        return
     if queue["state"] != "ENABLED":
         yield f"queue {name}: {queue['state']}, it takes no jobs"
     if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
@@ -89,22 +92,26 @@ def queue_problems(name: str, queue: Detail, *, is_shared: bool) -> Iterator[str
         )
 
 
-def account_warnings(plan: Plan, account: Account) -> Iterator[str]:
-    """Yield what is allowed and probably not meant."""
-    for job in plan.jobs:
-        where = placement_of(plan, job)
-        policy = account.policies.get(account.queues[where.queue].get("schedulingPolicyArn", ""))
-        if policy is not None:
-            yield from share_warning(where.queue, where.share_identifier, policy)
+def account_warnings(plan: Plan, account: Account) -> tuple[str, ...]:
+    """Return what is allowed and probably not meant."""
+    wheres = [placement_of(plan, job) for job in plan.jobs]
+    return share_warnings([(where.queue, where.share_identifier) for where in wheres], account)
 
 
-def share_warning(queue: str, share: str, policy: Detail) -> Iterator[str]:
-    shares = [one["shareIdentifier"] for one in policy.get("fairsharePolicy", {}).get("shareDistribution", ())]
-    if share not in shares and not share.startswith(tuple(one[:-1] for one in shares if one.endswith("*"))):
-        yield (
-            f"share identifier {share} is not in the policy of queue {queue}: "
-            f"it gets weight 1 (there: {', '.join(sorted(shares)) or 'none'})"
-        )
+def share_warnings(uses: Iterable[tuple[str, str]], account: Account) -> tuple[str, ...]:
+    """Return a line for each (queue, share) whose policy does not name the share."""
+    lines = []
+    for queue, share in dict.fromkeys(uses):
+        policy = account.policies.get(account.queues[queue].get("schedulingPolicyArn", ""))
+        distribution = (policy or {}).get("fairsharePolicy", {}).get("shareDistribution", ())
+        shares = [one["shareIdentifier"] for one in distribution]
+        prefixes = tuple(one[:-1] for one in shares if one.endswith("*"))
+        if policy is not None and share not in shares and not share.startswith(prefixes):
+            there = ", ".join(sorted(shares)) or "none"
+            lines.append(
+                f"share identifier {share} is not in the policy of queue {queue}: it gets weight 1 (there: {there})"
+            )
+    return tuple(lines)
 
 
 def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:

@@ -1,8 +1,6 @@
 """The calls to AWS Batch that we use: pages, chunks, retries and the meaning of errors in one place.
 
-Rights: batch:RegisterJobDefinition, SubmitJob, TagResource, TerminateJob on the pipeline's definitions, queues and
-jobs; DescribeJobDefinitions, DescribeJobs, ListJobs, DescribeJobQueues, DescribeComputeEnvironments and
-DescribeSchedulingPolicies on *.
+The rights they need: infra/modules/roles/policies.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +50,6 @@ def secret_text(name: str) -> str:
         ) from error
 
 
-_NO_CREDENTIALS = (boto.NoCredentialsError, boto.PartialCredentialsError)
 _BAD_CREDENTIALS = frozenset(
     {"UnrecognizedClient", "InvalidSignature", "ExpiredToken", "InvalidClientTokenId", "MissingAuthenticationToken"}
 )
@@ -91,10 +88,7 @@ def was_not_done(error: BaseException) -> bool:
     return name_of(error) in _THROTTLED or status_of(error) == 429
 
 
-RIGHTS = "batch:RegisterJobDefinition, SubmitJob, TagResource, TerminateJob, Describe*, ListJobs and logs:GetLogEvents"
-
-
-def translate(error: Exception, doing: str, *, rights: str = RIGHTS) -> TrnpipeError:
+def translate(error: Exception, doing: str) -> TrnpipeError:
     """Return our error for one of AWS that is not retried any more. `doing`: as in `submitting a job`."""
     status = status_of(error)
     name = f"{code_of(error) or type(error).__name__}" + (f", HTTP {status}" if status else "")
@@ -103,15 +97,18 @@ def translate(error: Exception, doing: str, *, rights: str = RIGHTS) -> TrnpipeE
             f"AWS: {name} while {doing}, until the retry budget was spent",
             next_command="run the same command again; check AWS_ENDPOINT_URL and the network if it repeats",
         )
-    has_no_credentials = isinstance(error, _NO_CREDENTIALS) or name_of(error) in _BAD_CREDENTIALS
-    if has_no_credentials or status == 403 or name_of(error) == "AccessDenied":
-        return ConfigError(
-            f"{'no usable AWS credentials' if has_no_credentials else 'AWS: no right'} while {doing} ({name})",
-            expected=f"credentials with {rights}",
-            next_command="aws sts get-caller-identity; correct the policy of that role",
-        )
     # What the service says. boto3's own text may quote an endpoint with a password; it is left out.
     message = str(error) if isinstance(error, boto.ParamValidationError) else message_of(error) or "no answer"
+    has_no_credentials = (
+        isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError) or name_of(error) in _BAD_CREDENTIALS
+    )
+    if has_no_credentials or status == 403 or name_of(error) == "AccessDenied":
+        trouble = "no usable AWS credentials" if has_no_credentials else "AWS: no right"
+        return ConfigError(
+            f"{trouble} while {doing} ({name}): {message}",
+            expected="credentials of a role with the policies of infra/modules/roles",
+            next_command="aws sts get-caller-identity; correct the policy of that role",
+        )
     return ConfigError(
         f"AWS refused {doing} ({name}): {message}",
         expected="a request that AWS accepts",
@@ -128,9 +125,6 @@ T = TypeVar("T")
 
 class AwsClient:
     """`raw` is boto3's client, or what answers like it."""
-
-    rights = RIGHTS
-    """What a role needs for these calls."""
 
     def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
@@ -149,7 +143,7 @@ class AwsClient:
         except S3_ERRORS as error:
             if accepted is not None and accepted(error):
                 return {}
-            raise translate(error, doing, rights=self.rights) from error
+            raise translate(error, doing) from error
 
 
 _DESCRIBED = {  # the operation, what its answer holds, and what it is asked by
@@ -220,8 +214,6 @@ def _chunks(names: Sequence[str]) -> Iterator[list[str]]:
 
 class LogsClient(AwsClient):
     """CloudWatch Logs."""
-
-    rights = "logs:GetLogEvents, and for SageMaker DescribeLogStreams, on the log group"
 
     def streams(self, group: str, prefix: str) -> list[str]:
         """Return the names that begin so, sorted; none if there is no such group."""

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jobs.node.environment import job_variables
-from jobs.plan.dag import Plan, refuse
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan, refuse
 from jobs.targets.placement import placement_of
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.machines import NODES
@@ -107,10 +106,11 @@ def job_name(plan: Plan, job: JobSpec, round_: int) -> str:
 # bound fails late and half way through a DAG, or waits for ever. Sources: the model of AWS Batch in botocore (bounds
 # and patterns), its user guide (quotas, multi-node parallel jobs, array jobs, job retries).
 
-MAX_DEPENDENCIES = 20
-MAX_DEFINITION_BYTES, MAX_SUBMIT_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 30 * 1024, 8192
+MAX_DEFINITION_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
+MAX_ROUND = 999
+"""The number of the round makes names longer: a name fits in every one."""
 SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 
@@ -124,7 +124,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _problems(plan: Plan, job: JobSpec) -> Iterator[str]:
-    name, where = f"{plan.pipeline}-{plan.cycle}-{job.name}", placement_of(plan, job)
+    name, where = job_name(plan, job, MAX_ROUND), placement_of(plan, job)
     if not _NAME.match(name):
         yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
     if not where.queue:
@@ -135,8 +135,6 @@ def _problems(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"an image of {len(job.image)} characters; expected 1 to {MAX_IMAGE_CHARACTERS}"
     if any(word.startswith("Ref::") for word in job.command):
         yield "a command with Ref::, which AWS Batch would replace"
-    if len(job.depends_on) > MAX_DEPENDENCIES:
-        yield f"{len(job.depends_on)} dependencies; expected at most {MAX_DEPENDENCIES}"
     for variable in job.environment:
         if variable.startswith("AWS_BATCH"):
             yield f"environment variable {variable}; names may not begin with AWS_BATCH"
@@ -154,5 +152,3 @@ def _problems(plan: Plan, job: JobSpec) -> Iterator[str]:
     override = len(json.dumps(request.get("containerOverrides") or nodes.get("containerOverrides")))
     if override > MAX_OVERRIDE_CHARACTERS:
         yield f"container overrides of {override:,} characters; expected at most {MAX_OVERRIDE_CHARACTERS:,}"
-    if (size := len(json.dumps(request))) > MAX_SUBMIT_BYTES:
-        yield f"a SubmitJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"

@@ -7,21 +7,19 @@ from itertools import product
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Sighting, Submission
 from jobs.cycle.job_states import Leaf, in_our_words, unneeded_jobs
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import Target, keep_cancels, log_stream, no_log, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
 from jobs.targets.placement import placement_of
-from pipeline.core.errors import ConfigError, TransientError
+from pipeline.core.errors import TransientError
 from pipeline.core.format import format_duration
 
 PLAN_TAG = "plan"
 CLOCK_SKEW_S, DWELL_S = 300.0, 900.0
 KEPT_S = 7 * 86_400.0
 """AWS Batch describes a job for at least so long after its end."""
-MAX_NAME_CHARACTERS = 128
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,6 @@ class BatchTarget(Target):
         missing = [job for job in plan.jobs if job.name in jobs and job.name not in ids]
         if missing:
             self.check(plan)
-            longest = max((job_name(plan, job, round_) for job in missing), key=len)
-            if len(longest) > MAX_NAME_CHARACTERS:  # the number of the round makes names longer
-                raise ConfigError(
-                    f"job name {longest} of {len(longest)} characters",
-                    expected=f"at most {MAX_NAME_CHARACTERS}",
-                    next_command="a shorter jobs.name or --cycle",
-                )
         self._end_unrecorded(plan, range(1, round_), {job.name for job in missing})
         for job in missing:
             # Without jobs of earlier rounds: those have succeeded, and AWS Batch may have forgotten them.

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from jobs.cycle.job_records import JobRecord
 from jobs.cycle.job_states import Leaf
 from jobs.node.environment import job_variables
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.targets.local import node_keeper
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint

@@ -1,28 +1,291 @@
-"""This machine as a target: submit runs the jobs to the end."""
+"""This machine as a target: an engine runs the jobs of a cycle to the end, one tick after another.
 
+What is decided is written before it is done, and what was done is found again: an engine may die between any two
+lines, and the next one goes on with the same attempts. A tick that changed anything begins by writing that down; an
+attempt is started by a later tick alone.
+"""
+
+import math
+import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import psutil
+from pydantic import Field
 
+from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobRecord, Submission
-from jobs.plan.dag import Plan
+from jobs.cycle.job_records import JobRecord, JobState, Submission
+from jobs.cycle.job_states import AttemptEnd, Leaf
 from jobs.plan.script import script_of
-from jobs.targets.base import Target, latest_records, log_stream, no_log
-from jobs.targets.local.engine import Engine, Slots, check_fits
-from jobs.targets.local.nodes import LocalFiles, Processes, end_leftovers, is_locked, local_files
+from jobs.plan.spec import JobSpec, Plan
+from jobs.targets.base import LatestRecords, Target, latest_records, log_stream, no_log
+from jobs.targets.local.nodes import (
+    LOOPBACK,
+    LocalFiles,
+    NodeEnd,
+    Phase,
+    Processes,
+    Signal,
+    end_leftovers,
+    is_locked,
+    local_command,
+    local_files,
+    node_environment,
+)
 from pipeline.core.errors import ConfigError
+from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
-from pipeline.io.storage import os_errors
-from pipeline.proc.children import PLATFORM_S
+from pipeline.io.storage import os_errors, translate_os_error
+from pipeline.parallel.world import own_address
+from pipeline.proc.children import MARGIN_S, PLATFORM_S
 
 MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
+DISK_PATIENCE_S = 300.0
+TOUCH_S = 5.0
+START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
+SIGKILL_CODE = 137  # 128 + 9, as a container reports it
+
+
+class Slots(Record):
+    """Resources of a machine, or of what runs on it."""
+
+    vcpus: int = 0
+    memory_mib: int = 0
+    groups: int = Field(0, description="Multi-node jobs at once")
+
+    def plus(self, job: JobSpec) -> "Slots":
+        """Add one leaf of a job: all its nodes, or one child of an array."""
+        nodes, needs = max(1, job.num_nodes), job.resources
+        return Slots(
+            vcpus=self.vcpus + needs.vcpus * nodes,
+            memory_mib=self.memory_mib + needs.memory_mib * nodes,
+            groups=self.groups + (job.num_nodes > 0),
+        )
+
+    def fits_in(self, room: "Slots") -> bool:
+        return self.vcpus <= room.vcpus and self.memory_mib <= room.memory_mib and self.groups <= room.groups
+
+    def __str__(self) -> str:
+        groups = f", {self.groups} node group" if self.groups else ""
+        return f"{self.vcpus} vCPU, {self.memory_mib:,} MiB{groups}"
+
+
+def startable_jobs(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots) -> list[Leaf]:
+    """Return what may start now. Nothing overtakes a job that does not fit, as in AWS Batch."""
+    used = Slots()
+    for leaf in active:
+        used = used.plus(leaf.spec)
+    chosen = []
+    for leaf in queue:
+        used = used.plus(leaf.spec)
+        if not used.fits_in(machine):
+            break
+        chosen.append(leaf)
+    return chosen
+
+
+def check_fits(jobs: Iterable[JobSpec], machine: Slots) -> None:
+    """Raises ConfigError naming every job that could never run here."""
+    needs = {job.name: Slots().plus(job) for job in jobs}
+    too_big = [f"{name}: {one}" for name, one in needs.items() if not one.fits_in(machine)]
+    if too_big:
+        raise ConfigError(
+            "\n  ".join([f"{len(too_big)} jobs need more than this machine has:", *too_big]),
+            expected=f"at most {machine} at once",
+            next_command="fewer nodes or smaller jobs (settings under [jobs]), or trnjobs submit --target batch",
+        )
+
+
+def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False) -> AttemptEnd:
+    """Return the end of an attempt in the words of AWS Batch.
+
+    `cancelled`: why it was to end before its time. `interrupted`: the engine is being stopped. A SIGKILL that is
+    neither ours nor for want of memory did not come from the code: it counts as a lost machine.
+    """
+    code = main.exit_code
+    if cancelled and (main.stopped_by or code != 0):
+        return AttemptEnd(code, cancelled)
+    if main.stopped_by == "timeout":
+        return AttemptEnd(code, job_states.TIMED_OUT)
+    if (main.stopped_by == "SIGINT" and code != 0) or (interrupted and main.error):
+        return AttemptEnd(code, job_states.INTERRUPTED)
+    if main.lost:
+        return AttemptEnd(None, job_states.HOST_TERMINATED)
+    if code is None:
+        return AttemptEnd(None, job_states.TASK_NOT_STARTED, f"CannotStartContainerError: {main.error}")
+    if code == SIGKILL_CODE and main.out_of_memory:
+        return AttemptEnd(code, job_states.EXITED, "OutOfMemoryError: Container killed due to memory usage")
+    if code == SIGKILL_CODE and not main.stopped_by:
+        return AttemptEnd(code, job_states.HOST_TERMINATED, "Killed from outside")
+    return AttemptEnd(code, job_states.EXITED)
+
+
+@dataclass
+class Engine:
+    """`known`: of all leaves. `say` gets a line per change of state.
+
+    `grace_s`: from SIGTERM to SIGKILL, which keepers enforce, and the engine where a keeper hangs or is suspended.
+    `clock`: seconds since 1970, for what is written down; how long something takes is measured by `monotonic`, which
+    neither a correction of the clock nor a suspended machine moves.
+    """
+
+    plan: Plan
+    known: LatestRecords
+    files: LocalFiles
+    nodes: Processes
+    machine: Slots
+    stop: StopSignal
+    say: Callable[[str], object]
+    clock: Callable[[], float]
+    grace_s: float
+    poll_s: float = 0.1
+    pause: Callable[[float], None] = time.sleep
+    monotonic: Callable[[], float] = time.monotonic
+    _touched_at: float = -math.inf
+    _unsaved: set[int] = field(default_factory=set)
+    _since: dict[Path, float] = field(default_factory=dict)
+    """When a node was first seen to start, began to run, or was asked to end; by `monotonic`."""
+
+    def run(self) -> None:
+        """Run to the end of the last job. When stopped, end what runs, which does not count, and raise Preempted.
+
+        Raises TransientError when its files cannot be written for five minutes; the jobs go on without it.
+        """
+        trouble_since: float | None = None
+        while not self.is_done():
+            if self.monotonic() - self._touched_at >= TOUCH_S:  # show that the engine lives
+                self._touched_at = self.monotonic()
+                self.files.touch()
+            try:
+                changed = self.tick()
+                trouble_since = None
+            except OSError as error:
+                changed, now = False, self.monotonic()
+                if trouble_since is None:
+                    trouble_since = now
+                    self.say(f"cannot write below {self.files.folder}: {error}; no job is started until it can")
+                elif now - trouble_since > DISK_PATIENCE_S:
+                    raise translate_os_error(error, "writing", str(self.files.folder)) from error
+            if not changed:
+                self.pause(self.poll_s)
+        self.files.touch()
+        self.stop.raise_if_set("running the jobs of the cycle")
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, now that it is written down."""
+        left = (
+            self._active() if self.stop.is_set() else [r for r in self.known.records.values() if not r.state.is_final]
+        )
+        return not left and not self._unsaved
+
+    def tick(self) -> bool:
+        """Look at everything once; return whether anything changed. After an OSError the next tick goes on."""
+        self._save()
+        leaves, records = self.known.leaves, self.known.records
+        cancelled = self.files.cancelled()  # by id of job; that of a child of an array is <id of job>:<index>
+        reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in records.items()}
+        for name, why in job_states.unneeded_jobs(leaves, records).items():
+            reasons[name] = reasons[name] or why
+        # Before anything else changes, so that no job fails for one that is cancelled with it.
+        for leaf in leaves:
+            record = records[leaf.name]
+            if reasons[leaf.name] and not record.state.is_final and not record.state.is_active:
+                self._update({leaf.name: job_states.failed_record(record, reasons[leaf.name], self.clock())})
+        for leaf in self._active():
+            self._drive(leaf, reasons[leaf.name])
+        while changed := job_states.advance_waiting_jobs(leaves, records, self.clock()):
+            self._update(changed)
+        if not self.stop.is_set():
+            for leaf in startable_jobs(job_states.queue(leaves, records), self._active(), self.machine):
+                record = records[leaf.name]
+                nodes, attempt = range(max(1, leaf.spec.num_nodes)), len(record.attempts) + 1
+                streams = [self.files.log_stream(record.id, attempt, node) for node in nodes]
+                self._update({leaf.name: job_states.starting_record(record, streams)})
+        changed_any = bool(self._unsaved)
+        self._save()
+        return changed_any
+
+    def _drive(self, leaf: Leaf, cancelled: str) -> None:
+        """Move the nodes of an attempt as AWS Batch does; a job of one container is its main node alone.
+
+        The main node starts first, the others when it runs. When it ends the others are stopped, and its end is that
+        of the attempt. The end of another node changes nothing. Source: user guide, multi-node parallel jobs.
+        """
+        record = self.known.records[leaf.name]
+        leaf_id, attempt = record.id, len(record.attempts)
+        folders = [self.files.node(leaf_id, attempt, node) for node in range(max(1, leaf.spec.num_nodes))]
+        views = [self.nodes.look(folder) for folder in folders]
+        main = views[0]
+        ran_s = 0.0  # the time-out is that of the attempt: it runs from the start of the main node on
+        if main.started_at is not None:
+            if record.state is JobState.STARTING:
+                record = job_states.running_record(record, main.started_at)
+                self._update({leaf.name: record})
+            # The wall clock tells how long it ran before this engine first saw it.
+            ran_s = self._waited_s(folders[0] / "run", max(0.0, self.clock() - main.started_at))
+        is_stopping = main.phase is Phase.ENDED or bool(cancelled) or self.stop.is_set()
+        by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
+        to_end_s = self.grace_s + MARGIN_S
+        is_late = main.phase is Phase.RUNNING and ran_s > leaf.spec.timeout_s + to_end_s
+        for node, (folder, phase) in enumerate(zip(folders, [view.phase for view in views], strict=True)):
+            if phase is Phase.ABSENT and is_stopping:
+                self.nodes.exclude(folder)
+            elif phase is Phase.ABSENT and (node == 0 or main.phase is Phase.RUNNING):
+                environment = node_environment(
+                    os.environ, self.plan, leaf, leaf_id, attempt, node, _address(), round_=self.known.rounds[leaf.name]
+                )
+                command, left_s = local_command(leaf.spec.command), max(0.0, leaf.spec.timeout_s - ran_s)
+                self.nodes.start(folder, command, environment, left_s)
+            elif phase in (Phase.STARTING, Phase.RUNNING):
+                if is_stopping:
+                    self.nodes.stop(folder, by)
+                if is_late:
+                    self.nodes.kill(folder, "timeout")
+                elif is_stopping and self._waited_s(folder / "stop") > to_end_s:
+                    self.nodes.kill(folder, by)
+                elif node == 0 and phase is Phase.STARTING and self._waited_s(folder / "start") > START_PATIENCE_S:
+                    self.nodes.kill(folder, "")
+        if main.end is not None and all(view.phase is Phase.ENDED for view in views):
+            end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
+            at = self.clock() if main.end.at is None else main.end.at
+            self._update({leaf.name: job_states.record_after_attempt(record, leaf.spec.retry, end, at)})
+
+    def _waited_s(self, what: Path, before_s: float = 0.0) -> float:
+        """Return the time since the first call for `what`, and `before_s` of that call."""
+        now = self.monotonic()
+        return now - self._since.setdefault(what, now - before_s)
+
+    def _active(self) -> list[Leaf]:
+        return [leaf for leaf in self.known.leaves if self.known.records[leaf.name].state.is_active]
+
+    def _update(self, changed: Mapping[str, JobRecord]) -> None:
+        for name, record in changed.items():
+            if record.state is not self.known.records[name].state:
+                self.say(job_states.change_line(record))
+            self.known.records[name] = record
+            self._unsaved.add(self.known.rounds[name])
+
+    def _save(self) -> None:
+        for round_ in sorted(self._unsaved):
+            mine = (record for name, record in self.known.records.items() if self.known.rounds[name] == round_)
+            self.files.save_state(round_, tuple(mine))
+            self._unsaved.remove(round_)
+
+
+@cache
+def _address() -> str:
+    """Return the address of this machine; all nodes are here."""
+    try:
+        return own_address()
+    except ConfigError:  # no network but the loopback
+        return LOOPBACK
 
 
 def this_machine() -> Slots:
@@ -54,11 +317,10 @@ class LocalTarget(Target):
 
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
-        check_fits([plan.job(name) for name in jobs], self.machine)
         with self._only_engine():
             known = latest_records(plan, self.store, self._saved())
             unfinished = [leaf.spec for leaf in known.leaves if not known.records[leaf.name].state.is_final]
-            check_fits(unfinished, self.machine)
+            check_fits([*map(plan.job, jobs), *unfinished], self.machine)
             done = self.store.submitted(round_)
             new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
             for name, record in known.records.items():  # what may still run must not run twice
@@ -126,20 +388,17 @@ class LocalTarget(Target):
         saved = self._saved()
         if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in saved}):
             self.say(f"ended {number} processes left over from earlier attempts")
-        known = latest_records(plan, self.store, saved)
         Engine(
-            plan=plan,
-            leaves=known.leaves,
-            records=known.records,
-            rounds=known.rounds,
-            files=self.files,
-            nodes=Processes(self.grace_s),
-            machine=self.machine,
-            stop=self.stop,
-            say=self.say,
-            clock=self.store.clock,
-            grace_s=self.grace_s,
-            poll_s=self.poll_s,
+            plan,
+            latest_records(plan, self.store, saved),
+            self.files,
+            Processes(self.grace_s),
+            self.machine,
+            self.stop,
+            self.say,
+            self.store.clock,
+            self.grace_s,
+            self.poll_s,
             monotonic=self.monotonic,
         ).run()
 

@@ -19,13 +19,11 @@ from typing import Any
 
 from jobs.cycle.job_states import Leaf, leaves_of
 from jobs.node.environment import STARTS, job_variables
-from jobs.plan.dag import Plan, refuse
 from jobs.plan.resources import has_accelerator, ml_machine
 from jobs.plan.script import ENTRY
-from jobs.plan.spec import JobSpec, Retry
-from jobs.targets.batch.requests import MAX_SUBMIT_BYTES, SHARE
+from jobs.plan.spec import JobSpec, Plan, Retry, refuse
+from jobs.targets.batch.requests import SHARE
 from jobs.targets.placement import placement_of, sagemaker_placement_of
-from jobs.targets.sagemaker.describe import RECEIVED
 from pipeline.core.fingerprint import fingerprint
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
 
@@ -33,9 +31,10 @@ Request = dict[str, Any]
 PLAN = "TRNJOBS_PLAN"
 """In the environment of every job: whose it is."""
 SERVICE_JOB_TYPE = "SAGEMAKER_TRAINING"
+RECEIVED = "Received status from SageMaker: "
+"""Begins what SageMaker has said of a service job; other reasons are Batch's own."""
 MAX_NAME, MAX_PAYLOAD_NAME = 63, 23
 HASH_CHARACTERS, MAX_FIRST = 8, 31
-MAX_CHILDREN = 50  # of an array: each is a training job of its own
 MAX_PAYLOAD_BYTES = 10 * 1024
 MAX_VALUE, MAX_WORDS, MAX_WORD = 512, 100, 256
 
@@ -110,7 +109,7 @@ def training_job_request(
         request["AlgorithmSpecification"]["ContainerArguments"] = [*job.command[entry:]]
     if where.keep_alive_s:
         request["ResourceConfig"]["KeepAlivePeriodInSeconds"] = where.keep_alive_s
-    if where.subnets:
+    if where.subnets or where.security_groups:  # botocore's model wants both
         request["VpcConfig"] = {"Subnets": [*where.subnets], "SecurityGroupIds": [*where.security_groups]}
     if where.spot_wait_s:
         request["EnableManagedSpotTraining"] = True
@@ -177,7 +176,7 @@ def check_plan(plan: Plan) -> None:
 
 def _job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
     """Check machine, workspace, role, shape, command and environment."""
-    where, machine = sagemaker_placement_of(plan, job), ml_machine(job.resources)
+    machine = ml_machine(job.resources)
     if not machine:
         yield f"{job.resources.vcpus} vCPU and {job.resources.memory_mib:,} MiB a node; expected an instance (jobs.*)"
     elif machine not in _model("sagemaker").shape_for("TrainingInstanceType").enum:
@@ -186,10 +185,6 @@ def _job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"workspace {plan.workspace}; expected one on S3 (s3://...), which training jobs share"
     if not placement_of(plan, job).job_role or not job.image:
         yield "no role or no image; expected an execution role (jobs.role) and an image in Amazon ECR (jobs.image)"
-    if job.array_size > MAX_CHILDREN:
-        yield f"an array of {job.array_size}; expected at most {MAX_CHILDREN}, each is a training job"
-    if bool(where.subnets) != bool(where.security_groups):
-        yield "subnets or security groups alone; expected both (jobs.sagemaker), or neither"
     if len(job.command) > MAX_WORDS or any(len(word) > MAX_WORD or "\n" in word for word in job.command):
         seen = f"a command of {len(job.command)} words, the longest of {max(map(len, job.command)):,} characters"
         yield f"{seen}; expected at most {MAX_WORDS} of {MAX_WORD}, each on one line"
@@ -211,8 +206,6 @@ def _request_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
         yield f"share identifier {share!r}; expected letters and digits only, 1 to 255 (jobs.share_identifier)"
     if (size := len(payload.encode())) > MAX_PAYLOAD_BYTES:
         yield f"a payload of {size:,} bytes; expected at most {MAX_PAYLOAD_BYTES:,} (command and environment)"
-    if (size := len(json.dumps(queued).encode())) > MAX_SUBMIT_BYTES:
-        yield f"a SubmitServiceJob request of {size:,} bytes; expected at most {MAX_SUBMIT_BYTES:,}"
 
 
 @cache

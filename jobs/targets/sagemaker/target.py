@@ -10,7 +10,7 @@ from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import Cancel, JobRecord, JobState, Submission
 from jobs.cycle.job_states import AttemptEnd, Leaf
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.targets.base import (
     PATIENCE_S,
     LatestRecords,
@@ -25,9 +25,8 @@ from jobs.targets.base import (
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.batch.target import next_command, reason_in
 from jobs.targets.placement import sagemaker_placement_of
-from jobs.targets.sagemaker.describe import QUEUED, Seen
 from jobs.targets.sagemaker.requests import Cycle, check_plan
-from jobs.targets.sagemaker.routes import QUOTA, DirectRoute, QueueRoute
+from jobs.targets.sagemaker.routes import QUEUED, QUOTA, DirectRoute, QueueRoute, Seen
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 

@@ -230,8 +230,7 @@ class Comparison:
     @property
     def num_queries(self) -> int:
         """Queries that bear on it with both models; 0 where it cannot be computed."""
-        sides = (self.candidate, self.incumbent)
-        return min(one.num_queries if isinstance(one, Measured) else 0 for one in sides)
+        return min(self.candidate.num_queries, self.incumbent.num_queries)
 
     @property
     def statistics(self) -> tuple[Statistic, Statistic]:
@@ -251,7 +250,7 @@ class Comparison:
         """`min_queries`: how many must bear on it, where it could be measured and that is why it is not judged."""
         measured = isinstance(self.candidate, Measured) and isinstance(self.incumbent, Measured)
         low, high = interval or (math.nan, math.nan)
-        other = _value(self.incumbent)
+        other = self.incumbent.value
         other_side = f" against {self.baseline}" if self.baseline else f" of {self.slice}" if self.slice else ""
         return GateCheck(
             name=self.name,
@@ -260,7 +259,7 @@ class Comparison:
             reason=f"{title or self.metric.text + other_side}: {reason}",
             metric=self.metric.text,
             slice=self.slice,
-            candidate=_value(self.candidate),
+            candidate=self.candidate.value,
             incumbent=None if self.baseline else other,
             baseline=self.baseline,
             baseline_value=other if self.baseline else None,
@@ -341,13 +340,14 @@ def _losses(
     change, worst, best = -difference.difference, -low, -high
     if comparison.metric.lower_is_better:
         change, worst, best = difference.difference, high, low
-    candidate, incumbent = _value(comparison.candidate), _value(comparison.incumbent)
     text = "the same" if change == 0 else f"{abs(change):.4f} {'worse' if change > 0 else 'better'}"
-    return interval, f"{candidate:.4f} against {incumbent:.4f}, {text}", change, worst, best
-
-
-def _value(side: Measured | Missing) -> float | None:
-    return side.value if isinstance(side, Measured) else None
+    return (
+        interval,
+        f"{comparison.candidate.value:.4f} against {comparison.incumbent.value:.4f}, {text}",
+        change,
+        worst,
+        best,
+    )
 
 
 # One of the two models that are compared: its scores and what belongs to them.
@@ -377,13 +377,8 @@ class Side:
 def check_same_holdout(candidate: Side, incumbent: Side) -> None:
     """Raise DataError unless both are scores of the same rows in the same order, and of the same queries."""
     ours, theirs = candidate.rows, incumbent.rows
-    if ours.labels != theirs.labels:
-        raise DataError(
-            f"the candidate knows the labels {', '.join(ours.labels)}, the incumbent {', '.join(theirs.labels)}",
-            expected="the same labels in the same order: else they are not scored on the same holdout",
-            next_command="set data.labels to those of the incumbent and train again, or set --evaluate.incumbent none",
-        )
-    pairs = [(f"{name} of rows", getattr(ours, name), getattr(theirs, name)) for name in ("query_id", "label", "gain")]
+    names = ("labels", "query_id", "label", "gain")
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in names]
     if candidate.retrieval is not None and incumbent.retrieval is not None:
         pairs.append(("queries of retrieval", candidate.retrieval.query_id, incumbent.retrieval.query_id))
     for name, one, other in pairs:
@@ -391,6 +386,7 @@ def check_same_holdout(candidate: Side, incumbent: Side) -> None:
             raise DataError(
                 f"candidate and incumbent were not scored on the same holdout: the {name}, {len(one):,} and"
                 f" {len(other):,}, differ",
-                expected="both scored on the same rows",
-                next_command="run trnpipe evaluate again",
+                expected="the same labels, rows and queries of both",
+                next_command="run trnpipe evaluate again; for other labels set data.labels to those of the incumbent"
+                " and train again, or --evaluate.incumbent none",
             )

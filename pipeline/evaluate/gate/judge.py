@@ -19,13 +19,15 @@ then the verdict says that it is promoted without a comparison.
 A drop that is allowed each time adds up over many promotions; floors stop that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 
-from pipeline.core.errors import DataError
-from pipeline.evaluate.config import GateConfig, MetricName
+from pipeline.core.optional import install_command
+from pipeline.data.token_sets import SPLITS, Split, TokenSetInfo
+from pipeline.evaluate.config import EvaluateConfig, GateConfig, MetricName
 from pipeline.evaluate.gate.compare import (
     SEED,
     Comparison,
@@ -49,18 +51,17 @@ from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows
 def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
     checks = []
     for text, bound in config.floors.items():
-        name, is_met, value, queries, needed = MetricName.parse(text), False, None, None, None
+        name, is_met, needed = MetricName.parse(text), False, None
         found = candidate.measure(name)
         if isinstance(found, Missing):
             reason = f"cannot be computed: {found.reason}"
         elif found.num_queries < config.min_queries:
-            value, queries, needed = found.value, found.num_queries, config.min_queries
-            reason = f"not enough test queries: {queries:,}, at least {needed:,} needed"
+            needed = config.min_queries
+            reason = f"not enough test queries: {found.num_queries:,}, at least {needed:,} needed"
         else:
-            value, queries = found.value, found.num_queries
-            is_met = value <= bound if name.lower_is_better else value >= bound
+            is_met = found.value <= bound if name.lower_is_better else found.value >= bound
             side = "at most" if name.lower_is_better else "at least"
-            reason = f"{value:.4f}, {side} {bound:g} is {'asked' if is_met else 'needed'}"
+            reason = f"{found.value:.4f}, {side} {bound:g} is {'asked' if is_met else 'needed'}"
         checks.append(
             GateCheck(
                 name=f"floor {name.text}",
@@ -68,9 +69,9 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
                 outcome="pass" if is_met else "fail",
                 reason=f"{name.text}: {reason}",
                 metric=name.text,
-                candidate=value,
+                candidate=found.value,
                 bound=bound,
-                num_queries=queries,
+                num_queries=found.num_queries or None,
                 needed_queries=needed,
             )
         )
@@ -97,18 +98,15 @@ def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int
             shown = ", ".join(small[:_SHOWN]) + (", ..." if len(small) > _SHOWN else "")
             slices = "1 slice has" if len(small) == 1 else f"{len(small):,} slices have"
             few = f"{slices} fewer than {config.min_slice_queries:,} queries and neither refuse nor promote ({shown})"
-            checks.append(
-                GateCheck(
-                    name=f"slice {column}", kind="slice", outcome="skipped", reason=f"{column}: {few}", slice=column
-                )
-            )
+            name, reason = f"slice {column}", f"{column}: {few}"
+            checks.append(GateCheck(name=name, kind="slice", outcome="skipped", reason=reason, slice=column))
         for code in present[count >= config.min_slice_queries]:
             one_slice, mask = f"{column}={names[code]}", codes == code
             ours, theirs = candidate.select(mask), incumbent.select(mask)
             open_slices[one_slice] = []
             for text, allowed in config.slice_drops.items():
-                name = MetricName.parse(text)
-                comparison = Comparison(name, allowed, ours.measure(name), theirs.measure(name), one_slice)
+                metric = MetricName.parse(text)
+                comparison = Comparison(metric, allowed, ours.measure(metric), theirs.measure(metric), one_slice)
                 if reason := not_comparable(comparison, config.min_slice_queries):
                     # To know, when it is the candidate that leaves a metric without a value the incumbent has.
                     only_ours = isinstance(comparison.candidate, Missing) and isinstance(comparison.incumbent, Measured)
@@ -164,32 +162,25 @@ def baseline_checks(
     if action == "off":
         return [], config.confidence
     worse: Outcome = "fail" if action == "refuse" else "warn"
-    checks = [
-        GateCheck(
-            name=f"baseline {one.name}",
-            kind="baseline",
-            outcome="skipped",
-            reason=f"{one.name} was not scored: {one.missing}",
-            baseline=one.name,
-        )
-        for one in baselines
-        if one.missing
-    ]
+    checks: list[GateCheck] = []
+    for one in (one for one in baselines if one.missing):
+        name, reason = f"baseline {one.name}", f"{one.name} was not scored: {one.missing}"
+        checks.append(GateCheck(name=name, kind="baseline", outcome="skipped", reason=reason, baseline=one.name))
     open_ones: list[Comparison] = []
     for one in baselines:
         rows = candidate.rows if one.rows is None else one.rows
         other = Side(rows, candidate.config, one.threshold, one.retrieval)
         check_same_holdout(candidate, other)
         for text, allowed in config.baseline_drops.items():
-            name = MetricName.parse(text)
-            if (one.retrieval if name.of_retrieval else one.rows) is None:
+            metric = MetricName.parse(text)
+            if (one.retrieval if metric.of_retrieval else one.rows) is None:
                 continue
-            ours, theirs = candidate.measure(name), other.measure(name)
-            comparison = Comparison(name, allowed, ours, theirs, baseline=one.name)
+            ours, theirs = candidate.measure(metric), other.measure(metric)
+            comparison = Comparison(metric, allowed, ours, theirs, baseline=one.name)
             if isinstance(ours, Missing) and isinstance(theirs, Measured):
                 reason = f"the candidate has none ({ours.reason}), {one.name} has {theirs.value:.4f}"
                 checks.append(comparison.check(worse, reason))
-            elif name.text == "f1" and len(candidate.rows.labels) != 2:
+            elif metric.text == "f1" and len(candidate.rows.labels) != 2:
                 continue
             elif reason := not_comparable(comparison, config.min_queries):
                 checks.append(comparison.check("skipped", reason, min_queries=config.min_queries))
@@ -222,10 +213,8 @@ def judge(
 
     Slices are those of the candidate. `searched`: whether retrieval is evaluated at all. Baselines are of the same rows
     and queries. `warnings`: what makes figures of this holdout doubtful, to be repeated in the verdict. Raises
-    DataError for no rows, or scores of another holdout.
+    DataError for scores of another holdout.
     """
-    if not ours.rows.num_rows:
-        raise DataError("the holdout is empty", expected="rows to judge the candidate by")
     if theirs is not None:
         check_same_holdout(ours, theirs)
     unusable = []  # a failed check for each model with NaN or infinite scores: nothing can be said of it
@@ -325,3 +314,105 @@ def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, fir
         num_queries=max((check.num_queries or 0 for check in few), default=None),
         needed_queries=config.min_queries if few else None,
     )
+
+
+# What to do about a refusal: which test split would give enough queries, and what may help else.
+
+FRACTIONS = tuple(step / 20 for step in range(1, 9))
+"""Offered as `data.test_fraction` or `data.valid_fraction`: 0.05 to 0.4, which leaves most queries for training."""
+MIN_QUERIES = "lower --gate.min-queries"
+_LATER = (
+    "production was trained on queries that move into it: add --train.start scratch and --evaluate.leak warn, or"
+    " promote on record with --evaluate.force-reason TEXT"
+)
+
+
+def count_queries(infos: Iterable[TokenSetInfo]) -> dict[Split, int]:
+    """Count the queries of each split, once in each partition; empty if an earlier version did not count them."""
+    judged = [info.judged for info in infos]
+    counts: dict[Split, int] = {
+        split: sum(sum(one[split].query_best.values()) for one in judged if split in one) for split in SPLITS
+    }
+    return counts if any(judged) else {}
+
+
+def fraction_for(total: int, needed: int) -> float | None:
+    """Return the smallest share of `total` queries that holds `needed` of them, with room for the spread of a hash."""
+    enough = (share for share in FRACTIONS if share * total - 2 * sqrt(share * (1 - share) * total) >= needed)
+    return next(enough, None)
+
+
+def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, int], remedy: str = MIN_QUERIES) -> str:
+    """Say what to do about a `split` of which too few `queries` bear on a metric.
+
+    `counts`: queries of each split. Those of the others are taken to bear on the metric as often as those of `split`.
+    `remedy`: what helps as well as more queries.
+    """
+    few = f"split {split} has {queries:,} queries to judge by, about {needed:,} are needed"
+    total = sum(counts.values())
+    if counts.get(split):
+        total = round(total * min(1.0, queries / counts[split]))
+    share = fraction_for(total, needed)
+    if share is not None:
+        return (
+            f"{few}: where no split column decides, --data.{split}-fraction {share:g} gives about"
+            f" {round(share * total):,} of {total:,} (prepare and train again with it); or {remedy}"
+        )
+    if total:
+        few += f": all splits together have about {total:,}, so no {split} split is large enough"
+    return f"{few}: judge more queries, or {remedy}"
+
+
+def verdict_advice(
+    verdict: Verdict,
+    config: EvaluateConfig,
+    infos: Iterable[TokenSetInfo],
+    *,
+    split: Split,
+    rows: int,
+    rows_in_split: int,
+    all_partitions: bool,
+    later: bool,
+) -> str:
+    """Say how a candidate can be judged that is refused because of too few queries; nothing for any other verdict.
+
+    `rows`, `rows_in_split`: scored, and before evaluate.max_rows. `all_partitions`: the holdout is that of all
+    partitions. `later`: there is an incumbent, which has seen the queries that another split would judge by.
+    """
+    few = [
+        (check.needed_queries, check.num_queries or 0, check)
+        for check in verdict.checks
+        if check.outcome == "fail" and check.needed_queries
+    ]
+    if not few:
+        return ""
+    needed, queries, check = max(few, key=lambda one: one[0] / max(1, one[1]))
+    remedy = MIN_QUERIES if check.kind != "delta" or check.low is None else "allow a larger drop (--gate.drops)"
+    if check.kind == "comparison":
+        remedy += ", or promote it unjudged (--gate.first-without-comparison)"
+    if rows < rows_in_split:
+        return f"evaluate.max_rows takes {rows:,} of {rows_in_split:,} rows of split {split}: raise it; or {remedy}"
+    if not all_partitions:
+        return f"only new partitions are judged: --evaluate.partitions all takes the others too; or {remedy}"
+    if config.retrieval.catalogue and check.metric and MetricName.parse(check.metric).of_retrieval:
+        return (
+            f"the catalogue asks {queries:,} queries, about {needed:,} are needed: add items with other queries to"
+            f" {config.retrieval.catalogue}, or raise --evaluate.retrieval.max-queries; or {remedy}"
+        )
+    advice = size_advice(split, queries, needed, count_queries(infos), remedy)
+    return f"{advice}; {_LATER}" if later and f"--data.{split}-fraction" in advice else advice
+
+
+def way_out(verdict: Verdict) -> str:
+    """Say what may help a refused candidate."""
+    failed = [check for check in verdict.checks if check.outcome == "fail"]
+    if verdict.advice:
+        return verdict.advice
+    if any(check.kind == "comparison" for check in failed):
+        return (
+            f"let a baseline judge it (evaluate.baselines; boosting needs {install_command('sklearn')}), set a floor"
+            " (--gate.floors ndcg@10=0.6), or --gate.first-without-comparison"
+        )
+    if any(check.name == "scores incumbent" or (check.kind == "delta" and check.incumbent is None) for check in failed):
+        return "trnpipe registry rollback --reason TEXT, or on record --evaluate.force-reason TEXT"
+    return "train again, or on record --evaluate.force-reason TEXT"

@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import Field
 
 from pipeline.core.arrays import Bools, Int64s
-from pipeline.core.errors import DataError
 from pipeline.core.record import Record
 from pipeline.evaluate.config import PRECISION_AT, RECALL_AT, MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import (
@@ -116,33 +115,30 @@ class RowMetrics:
 
     def _statistic(self, name: MetricName) -> tuple[Statistic, str]:
         """Return the statistic of a metric, and the reason if it turns out to be undefined."""
-        rows, queries, k = self.rows, self.queries, name.rank or 0
+        rows, queries, k, word = self.rows, self.queries, name.rank or 0, name.word
         label, probabilities, num_labels = rows.label, rows.probabilities, len(rows.labels)
-        if name.word == "ndcg":
+        nothing = _NOTHING_OF_TWO.get(word, "no row has a label")
+        if word == "ndcg":
             return mean_over_queries(ndcg_by_query(self.ranking, rows.gain, k)), "no query has a row with a gain"
-        if name.word == "mrr" or name.rank is not None:
-            by_query = {
-                "mrr": lambda: reciprocal_rank_by_query(self.ranking, self.relevant),
-                "recall": lambda: recall_by_query(self.ranking, self.relevant, k),
-                "precision": lambda: precision_by_query(self.ranking, self.relevant, k),
-            }[name.word]()
+        if word == "mrr" or name.rank is not None:
+            if word == "mrr":
+                by_query = reciprocal_rank_by_query(self.ranking, self.relevant)
+            else:
+                measure = recall_by_query if word == "recall" else precision_by_query
+                by_query = measure(self.ranking, self.relevant, k)
             return mean_over_queries(by_query), "no query has a relevant row"
         if name.label is not None:
             wanted, nothing = rows.labels.index(name.label), f"no row is labelled or predicted {name.label}"
             return label_f1(queries, label, self.predicted, num_labels, wanted), nothing
-        if name.word in ("roc_auc", "average_precision"):
-            return Curve.of(queries, label, probabilities[:, -1], name.word), _NOTHING_OF_TWO[name.word]
-        if name.word in _NOTHING_OF_TWO:
-            found = at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, name.word)
-            return found, _NOTHING_OF_TWO[name.word]
-        statistics: dict[str, Callable[[], Statistic]] = {
-            "accuracy": lambda: accuracy(queries, label, self.predicted),
-            "micro_f1": lambda: accuracy(queries, label, self.predicted),
-            "macro_f1": lambda: label_f1(queries, label, self.predicted, num_labels),
-            "ece": lambda: calibration_error(queries, label, probabilities),
-            "loss": lambda: log_loss(queries, label, probabilities),
-        }
-        return statistics[name.word](), "no row has a label"
+        if word in ("roc_auc", "average_precision"):
+            return Curve.of(queries, label, probabilities[:, -1], word), nothing
+        if word in _NOTHING_OF_TWO:
+            return at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, word), nothing
+        if word == "macro_f1":
+            return label_f1(queries, label, self.predicted, num_labels), nothing
+        if word in ("ece", "loss"):
+            return (calibration_error if word == "ece" else log_loss)(queries, label, probabilities), nothing
+        return accuracy(queries, label, self.predicted), nothing  # micro F1 is the same
 
 
 def measure_retrieval(found: PerQuery | None, name: MetricName) -> Measured | Missing:
@@ -180,13 +176,7 @@ class SliceReport(Record):
 
 
 def metric_report(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> MetricReport:
-    """Every metric of `metric_names`; `threshold` as of `best_threshold`. Raises DataError when there are no rows."""
-    if not rows.num_rows:
-        raise DataError(
-            "the holdout is empty",
-            expected="rows with a query and a label",
-            next_command="raise data.valid_fraction or data.test_fraction, or give a split column",
-        )
+    """Measure every metric of `metric_names`; `threshold` as of `best_threshold`."""
     metrics = RowMetrics(rows, config, threshold)
     return _report(metric_names(rows.labels, config), metrics.measure, rows.num_rows, rows.num_queries)
 
@@ -201,7 +191,7 @@ def metric_names(labels: tuple[str, ...], config: MetricsConfig) -> list[str]:
 
 
 def slice_reports(rows: ScoredRows, config: MetricsConfig, threshold: float | None = None) -> tuple[SliceReport, ...]:
-    """Measure each slice of each column. Rows without a value belong to none. Raises DataError without rows."""
+    """Measure each slice of each column. Rows without a value belong to none."""
     return tuple(
         SliceReport(
             column=name,

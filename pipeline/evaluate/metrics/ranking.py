@@ -11,7 +11,6 @@ import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.batch_order import place_among_equals
-from pipeline.core.errors import DataError
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
 from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, Queries, divided
 
@@ -118,15 +117,7 @@ def retrieval_by_query(query_id: Int64s, ranked: Int64s, judged: Judgements, con
     Returns:
         Queries ascending. NaN where a query has no relevant item (nDCG: no gain): it is left out of the mean. Ranks
         beyond K are left out.
-
-    Raises:
-        DataError: no query, or shapes or gains that do not fit.
     """
-    if not len(query_id) or len(ranked) != len(query_id) or not (judged.gain >= 0).all():
-        raise DataError(
-            f"{len(ranked)} ranked lists of {len(query_id)} queries, gains from {judged.gain.min(initial=0.0)}",
-            expected="a list for each query, at least one, and gains of 0 or more",
-        )
     order = np.argsort(query_id)
     query_id, ranked = query_id[order], ranked[order]
     num_queries = len(query_id)

@@ -3,17 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
-from pipeline.core.errors import DataError
 
 GAIN_TOLERANCE = 1e-6
 """Gains are stored as float32: 0.7 comes back as 0.69999999, and is meant to reach 0.7."""
-_SUM_TOLERANCE = 1e-3
-"""How far the probabilities of a row may be from adding up to 1: float16 outputs still pass, logits do not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +34,6 @@ class ScoredRows:
         label_gains: K gains; the expected gain under them is the score that ranks the rows of a query.
         slices: columns by name.
         meaningless: why the probabilities say nothing, of a model whose scores were not trained; else empty.
-
-    Raises:
-        DataError: shapes that do not fit, a label or code out of range, a negative gain, or scores that are not
-            probabilities.
     """
 
     query_id: Int64s
@@ -51,24 +44,6 @@ class ScoredRows:
     label_gains: tuple[float, ...]
     slices: Mapping[str, SliceColumn] = field(default_factory=dict)
     meaningless: str = ""
-
-    def __post_init__(self) -> None:
-        shapes = {getattr(self, name).shape for name in ("query_id", "label", "gain")}
-        shapes |= {column.codes.shape for column in self.slices.values()}
-        usable, classes = self.probabilities[~self.unusable], (len(self.query_id), len(self.labels))
-        problems = {
-            f"columns of {sorted(shapes)}": len(shapes) > 1,
-            f"probabilities of {self.probabilities.shape}": self.probabilities.shape != classes,
-            f"{len(self.label_gains)} gains of {len(self.labels)} labels": len(self.label_gains) != len(self.labels),
-            "a label that is none of them": bool((self.label < -1).any() or (self.label >= len(self.labels)).any()),
-            "a gain that is negative or NaN": not (self.gain >= 0).all(),
-            "scores that are not probabilities": not (
-                (usable >= 0).all() and (np.abs(usable.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()
-            ),
-        }
-        for seen, is_so in problems.items():
-            if is_so:
-                raise DataError(f"scored rows: {seen}", expected="one of each for a row, and probabilities of labels")
 
     @property
     def num_rows(self) -> int:
@@ -134,6 +109,8 @@ class Missing:
     """Why a metric cannot be computed."""
 
     reason: str
+    value: ClassVar[None] = None
+    num_queries: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, eq=False)

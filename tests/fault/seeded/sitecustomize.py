@@ -7,9 +7,9 @@ no share of a host.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
     import torch
@@ -39,27 +39,25 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
         """Time of the processor: another process that has it does not count. So many times as long for everything."""
         vars(ranks)["check_burn"] = partial(device.check_burn, clock=lambda: pace * time.process_time())
 
-    def replace_gather(**changes: object) -> None:
-        faulty = [replace(ranks.ALL[0], **changes), *ranks.ALL[1:]]  # type: ignore[arg-type]
-        vars(ranks)["check_collectives"] = partial(ranks.check_collectives, collectives=faulty)
-
     def stay_away() -> None:
         """Until the verdict of rank 0 is there."""
-        sound, verdict = ranks.ALL[0].expected, Path(os.environ["TRN_HEALTH_DIR"]) / "rank-0.json"
+        sound, verdict = ranks.expected_of, Path(os.environ["TRN_HEALTH_DIR"]) / "rank-0.json"
 
-        def expected(rank: int, num: int, turn: int, count: int) -> Tensor:
+        def expected(*given: Any) -> Tensor:
             while not verdict.exists():
                 time.sleep(0.05)
-            return sound(rank, num, turn, count)
+            return sound(*given)
 
-        replace_gather(expected=expected)
+        vars(ranks)["expected_of"] = expected
 
-    def spoil_gather(spoil: Callable[[Tensor, int], Tensor]) -> None:
-        sound = ranks.ALL[0].run
-        replace_gather(run=lambda backend, tensor, these: spoil(sound(backend, tensor, these), len(tensor)))
+    def swap_gathered() -> None:
+        sound = CpuBackend.all_gather
 
-    def swap(found: Tensor, count: int) -> Tensor:
-        return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]])
+        def all_gather(self: CpuBackend, tensor: Tensor, *given: Any) -> Tensor:
+            found, count = sound(self, tensor, *given), len(tensor)
+            return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]])
+
+        CpuBackend.all_gather = all_gather  # type: ignore[assignment,method-assign]
 
     if os.environ.get("SEEDED_DEVICES"):
         CpuBackend.shares_host_memory = False
@@ -69,7 +67,7 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
         "nan": lambda: spoil_first_result(float("nan")),
         "slow": lambda: burn_by(100),
         "absent": stay_away,
-        "swapped": lambda: spoil_gather(swap),
+        "swapped": swap_gathered,
     }
     for fault, _, sick in (word.partition("@") for word in os.environ.get("SEEDED_FAULT", "").split()):
         if sick == os.environ["RANK"]:

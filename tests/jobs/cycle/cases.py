@@ -2,8 +2,7 @@
 
 from pydantic import JsonValue
 
-from jobs.plan.dag import Plan
-from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
+from jobs.plan.spec import Dependency, JobSpec, Plan, Resources, Retry, Ulimit
 
 CPU = Resources(vcpus=2, memory_mib=4096)
 TRN1 = Resources(

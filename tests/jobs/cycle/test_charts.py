@@ -43,14 +43,11 @@ def test_a_line_lies_where_its_ticks_say() -> None:
     assert line_chart([("loss", [(0, float("nan"))], "now")], "") == columns([], ["now"], "", "x") == ""
 
 
-def check(outcome: str, low: float, high: float, bound: float | None) -> GateCheck:
-    given = {"name": "x", "kind": "delta", "outcome": outcome, "reason": "why", "metric": "ndcg@10", "candidate": 0.7}
-    return GateCheck.model_validate(given | {"incumbent": 0.7, "low": low, "high": high, "bound": bound})
-
-
 def test_what_does_not_fit_ends_in_an_arrow() -> None:
-    checks = [check("pass", -0.01, 0.01, 0.005) for _ in range(40)]
-    text = forest([*checks, check("fail", -0.9, 0.9, None)], "differences")
+    given = {"name": "x", "kind": "delta", "reason": "why", "metric": "ndcg@10", "candidate": 0.7, "incumbent": 0.7}
+    small = GateCheck.model_validate(given | {"outcome": "pass", "low": -0.01, "high": 0.01, "bound": 0.005})
+    wide = small.model_copy(update={"outcome": "fail", "low": -0.9, "high": 0.9, "bound": None})
+    text = forest([*[small] * 40, wide], "differences")
     assert text.count('class="arrow"') == 2 and text.count('class="bound"') == 40 and "dot fail" in text
 
 

@@ -1,12 +1,17 @@
 """Where the time and the money of tries and cycles went, and what the next cycle will take."""
 
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
+from jobs.config import JobsConfig
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.ledger import (
     NEVER,
     SPENT,
@@ -18,11 +23,19 @@ from jobs.cycle.ledger import (
     deadline_of,
     expected_seconds,
     ledger_of,
+    read_ledger,
+    read_moments,
+    scheduled_at,
     spent_in,
     with_kept_until,
 )
-from jobs.plan.cost import Prices
-from jobs.plan.dag import Plan
+from jobs.plan.resources import Prices
+from jobs.plan.spec import Plan
+from jobs.schedule import ScheduleConfig
+from jobs.settings import CycleSettings
+from jobs.setup import OpenCycle
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
 from pipeline.telemetry.events import EventName
 from tests.jobs.cycle.cases import TRN1, job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
@@ -86,49 +99,29 @@ def test_a_gang_that_lost_a_node_and_continued() -> None:
 
 
 def test_tries_of_an_earlier_round_count_and_its_states_do_not() -> None:
+    """What they had saved was not wasted; one whose end is unknown ended with the round."""
     shape = plan(job("prepare"), job("train", "prepare", resources=TRN1))
     prepare = record("prepare", attempt(10, 50))
     first = record("train", attempt(60, 3660, 75), attempt(3660, 7260, 70), id="id1")
-    second = record("train", attempt(8020, 8380), id="id2", created_at=8000.0)
-    found = ledger(shape, [prepare, second], earlier=(first,))
-    tries = [one for one in found.entries if one.job == "train"]
-    assert [(one.attempt, one.ending, one.waiting_ms) for one in tries] == [
-        (1, "exit 75", 10_000),
-        (2, "exit 70", 0),
-        (1, "succeeded", 20_000),
-    ]
-    train = found.stages()[1]
-    assert train.usd == pytest.approx(21.5 * 2.1)
-    assert train.wasted_usd == pytest.approx(43.0)
-    assert (found.jobs, found.succeeded, found.failed, found.began_at, found.took_s) == (2, 2, 0, 0.0, 8380.0)
-
-
-def test_what_an_earlier_round_has_saved_was_not_wasted() -> None:
+    second = record("train", attempt(8020, None, None), state="RUNNING", id="id2", created_at=8000.0)
+    third = record("train", attempt(9020, 9380), id="id3", created_at=9000.0)
     moments = (
-        at(10, EventName.TRAIN_STARTED, step=0),
-        at(90, EventName.TRAIN_STEPS, step=100, losses=[0.0] * 100, seconds=80),
-        at(90, EventName.CHECKPOINT_SAVED, step=100),
-        at(101.5, EventName.TRAIN_STARTED, step=100),
-        at(181, EventName.TRAIN_STEPS, step=200, losses=[0.0] * 100, seconds=79.5),
+        at(60, EventName.TRAIN_STARTED, step=0),
+        at(140, EventName.TRAIN_STEPS, step=100, losses=[0.0] * 100, seconds=80),
+        at(140, EventName.CHECKPOINT_SAVED, step=100),
+        at(8021, EventName.TRAIN_STARTED, step=100),
     )
-    first = record("train", attempt(0, 100, 70), id="id1")
-    second = record("train", attempt(101, 181), id="id2", created_at=101.0)
-    one, two = ledger(TRAIN, [second], moments, earlier=(first,)).entries
-    assert (one.try_name, two.try_name) == ("1", "1 (submission 2)")
-    assert (one.spent_ms[K.PRODUCTIVE], one.spent_ms[K.WASTED], two.spent_ms[K.PRODUCTIVE]) == (80_000, 10_000, 79_500)
-
-
-def test_a_try_of_an_earlier_round_whose_end_is_unknown_ends_with_the_round() -> None:
-    first = record("train", attempt(0, None, None), state="RUNNING", id="id1")
-    second = record("train", attempt(50, None, None), state="RUNNING", id="id2", created_at=40.0)
-    found = ledger(TRAIN, [second], now=60.0, outcome=None, earlier=(first,))
-    assert [(one.length_ms, one.ending) for one in found.entries] == [(40_000, "no exit code"), (10_000, "running")]
-
-
-def test_waiting_begins_when_the_last_dependency_has_ended() -> None:
-    shape = plan(job("prepare"), job("train", "prepare"))
-    found = ledger(shape, [record("prepare", attempt(5, 50)), record("train", attempt(80, 100))])
-    assert [entry.waiting_ms for entry in found.entries] == [5000, 30_000]
+    found = ledger(shape, [prepare, third], moments, earlier=(first, second))
+    tries = [one for one in found.entries if one.job == "train"]
+    assert [(one.try_name, one.ending, one.waiting_ms, one.length_ms) for one in tries] == [
+        ("1", "exit 75", 10_000, 3_600_000),
+        ("2", "exit 70", 0, 3_600_000),
+        ("1 (submission 2)", "no exit code", 20_000, 980_000),
+        ("1 (submission 3)", "succeeded", 20_000, 360_000),
+    ]
+    assert tries[0].spent_ms[K.PRODUCTIVE] == 80_000
+    assert found.stages()[1].usd == pytest.approx(21.5 * 8540 / 3600)
+    assert (found.jobs, found.succeeded, found.failed, found.began_at, found.took_s) == (2, 2, 0, 0.0, 9380.0)
 
 
 def test_children_of_an_array_each_have_their_tries_and_one_node() -> None:
@@ -147,28 +140,28 @@ def test_children_of_an_array_each_have_their_tries_and_one_node() -> None:
     assert (found.jobs, found.succeeded) == (2, 2)
 
 
-def test_a_refusal_by_the_gate_is_no_waste() -> None:
-    found = ledger(plan(job("evaluate")), [record("evaluate", attempt(0, 60, 80))], outcome="refused")
-    assert found.total.machine_ms[K.EVALUATION] == 60_000
-
-
 def test_what_nobody_has_priced_is_unknown_and_not_free() -> None:
     shape = plan(job("prepare"), job("train", "prepare", resources=TRN1))
-    found = ledger(shape, [record("prepare", attempt(0, 60)), record("train", attempt(60, 120))])
+    found = ledger(shape, [record("prepare", attempt(0, 60)), record("train", attempt(80, 140))])
     prepare, train = found.stages()
     assert (prepare.usd, found.total.usd, found.total.wasted_usd) == (None, None, None)
     assert train.usd == pytest.approx(21.5 * 60 / 3600)
+    assert train.waiting_ms == 20_000, "from the end of prepare"
 
 
-def test_a_try_that_runs_counts_until_now() -> None:
-    found = ledger(TRAIN, [record("train", attempt(0, None, None), state="RUNNING")], now=30.0, outcome=None)
-    (entry,) = found.entries
-    assert (entry.ending, entry.length_ms, found.outcome, found.ended_at) == ("running", 30_000, "open", None)
-
-
-def test_a_job_that_never_ran() -> None:
-    found = ledger(TRAIN, [record("train", state="FAILED", status_reason="Dependent Job failed")], outcome="failed")
-    assert (found.entries, found.failed, found.total.goodput, found.total.usd) == ((), 1, None, 0)
+@pytest.mark.parametrize(
+    ("made", "outcome", "expected"),
+    [
+        (record("train", attempt(0, None, None), state="RUNNING"), None, ("running", 30_000)),  # until now
+        (record("train", attempt(0, 20, 80), state="FAILED"), "refused", ("exit 80", 20_000)),
+        (record("train", state="FAILED", status_reason="Dependent Job failed"), "failed", None),  # it never ran
+    ],
+)
+def test_the_end_of_a_try(made: JobRecord, outcome: str | None, expected: tuple[str, int] | None) -> None:
+    found = ledger(TRAIN, [made], now=30.0, outcome=outcome)
+    assert [(one.ending, one.length_ms) for one in found.entries] == ([expected] if expected else [])
+    assert (found.outcome, found.ended_at) == (outcome or "open", 20 if outcome == "refused" else None)
+    assert found.total.machine_ms[K.WASTED] == 0, "a refusal by the gate is no waste"
 
 
 def test_events_of_other_jobs_are_not_mixed_up() -> None:
@@ -261,24 +254,15 @@ def test_steps_that_were_done_again_are_wasted() -> None:
 
 
 def test_a_preempted_training_keeps_what_it_saved() -> None:
-    one = train(
+    moments = (
         at(10, EventName.TRAIN_STARTED, step=0),
         steps(30, 10, 10, 20),
         at(33, EventName.CHECKPOINT_SAVED, step=10, seconds=3),
         at(34, EventName.STAGE_STOPPED, stage="train"),
-        stop=40,
-        kept=False,
-        until=10.0,
     )
-    assert seconds(one) == {K.START_UP: 10, K.PRODUCTIVE: 20, K.CHECKPOINT: 3, K.WASTED: 7}
-
-
-def test_a_try_that_left_nothing_is_wasted_from_its_start() -> None:
-    one = train(at(10, EventName.TRAIN_STARTED, step=0), steps(30, 10, 10, 20), kept=False, until=0.0)
-    assert seconds(one) == {K.WASTED: 100}
-    assert seconds(Try("evaluate", 0, 5000, False, (at(1, EventName.STAGE_STARTED, stage="evaluate"),))) == {
-        K.WASTED: 5
-    }
+    kept = {K.START_UP: 10, K.PRODUCTIVE: 20, K.CHECKPOINT: 3, K.WASTED: 7}
+    assert seconds(train(*moments, stop=40, kept=False, until=10.0)) == kept
+    assert seconds(train(*moments[:2], kept=False, until=0.0)) == {K.WASTED: 100}, "it left nothing"
 
 
 def test_other_stages() -> None:
@@ -303,23 +287,20 @@ def test_parts_of_a_failed_try_are_kept() -> None:
     assert seconds(Try("prepare", 0, 10_000, False, prepared)) == {K.START_UP: 1, K.PRODUCTIVE: 6, K.WASTED: 3}
 
 
-def tries_of(*starts_and_saves: tuple[int | None, int]) -> list[Try]:
-    made = []
+def until(*starts_and_saves: tuple[int | None, int], kept: bool = False) -> list[float]:
+    """`kept`: whether the last one ended well."""
+    tries = list[Try]()
     for start, saved in starts_and_saves:
         moments = [] if start is None else [at(1, EventName.TRAIN_STARTED, step=start)]
-        made.append(train(*moments, at(2, EventName.CHECKPOINT_SAVED, step=saved), kept=False))
-    return made
-
-
-def until(*starts_and_saves: tuple[int | None, int]) -> list[float]:
-    return [one.kept_until for one in with_kept_until(tries_of(*starts_and_saves))]
+        is_last = len(tries) == len(starts_and_saves) - 1
+        tries.append(train(*moments, at(2, EventName.CHECKPOINT_SAVED, step=saved), kept=kept and is_last))
+    return [one.kept_until for one in with_kept_until(tries)]
 
 
 def test_what_a_later_try_continued_from_is_kept() -> None:
     assert until((0, 100), (100, 150), (50, 60)) == [50.0, 50.0, 150.0], "150 was bad: all from 50 on was done again"
     assert until((0, 100), (None, 0)) == [100.0, 100.0], "the second never began"
-    good = train(at(1, EventName.TRAIN_STARTED, step=100))
-    assert [one.kept_until for one in with_kept_until([*tries_of((0, 120)), good])] == [100.0, NEVER]
+    assert until((0, 120), (100, 200), kept=True) == [100.0, NEVER]
 
 
 names = st.sampled_from([*EventName])
@@ -353,6 +334,61 @@ def test_the_parts_of_any_try_add_up_exactly(
     assert set(spent) == set(SPENT) and all(ms >= 0 for ms in spent.values())
 
 
+# The ledger as a workspace tells it.
+
+SHAPE = plan(job("prepare"), job("report", "prepare"))
+CONFIG = JobsConfig(vcpu_usd_per_hour=0.05)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CycleStore:
+    made = CycleStore(open_storage(str(tmp_path)), "2026-11-20", lambda: 500.0)
+    with made.submitting(SHAPE, "local", "me"):
+        return made
+
+
+def test_events_are_read_past_lines_that_are_none(store: CycleStore) -> None:
+    assert read_moments(store.storage, store.cycle) == ()
+    good = '{"time": "1970-01-01T00:08:20.250+00:00", "event": "stage_started", "stage": "prepare"}'
+    text = f'{good}\n[1]\n{{"event": "x"}}\n{{"time": "soon", "event": "x"}}\n{good[:40]}\n'
+    store.storage.write_bytes("cycles/2026-11-20/events.jsonl", text.encode())
+    (moment,) = read_moments(store.storage, store.cycle)
+    assert (moment.at_ms, moment.name, dict(moment.fields)) == (500_250, "stage_started", {"stage": "prepare"})
+
+
+def test_the_report_is_about_the_other_jobs(store: CycleStore) -> None:
+    records = record("prepare", attempt(100, 160)), record("report", attempt(170, None, None), state=JobState.RUNNING)
+    inside = read_ledger(store, SHAPE, records, CONFIG.model_copy(update={"sla_s": 60}), without_report=True)
+    outside = read_ledger(store, SHAPE, records, CONFIG)
+    assert (inside.outcome, inside.ended_at, inside.deadline_at, inside.deadline) == ("succeeded", 160, 560, "met")
+    assert (outside.outcome, outside.deadline) == ("open", "none")
+    assert inside.entries[1].spent_ms[Category.EVALUATION] == 330_000, "it runs until now"
+    assert inside.total.usd == pytest.approx(2 * 0.05 * (60 + 330) / 3600)
+
+
+def test_a_cycle_that_has_ended_is_read_from_the_record(store: CycleStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (record("prepare", attempt(0, 1)),), (record("prepare", attempt(0, 2)),)
+    store.save_records(old)
+    monkeypatch.setattr("jobs.setup.open_target", lambda *_: SimpleNamespace(records=lambda plan: new))
+    cycle = OpenCycle(CycleSettings(), store, print, StopSignal())
+    assert cycle.records(SHAPE) == new, "under way"
+    store.close(Closed(outcome="succeeded", at=300.0))
+    assert cycle.records(SHAPE) == old
+    assert read_ledger(store, SHAPE, old, CONFIG).outcome == "succeeded"
+    lost = (record("prepare", attempt(100, None, None)),)
+    assert read_ledger(store, SHAPE, lost, CONFIG).entries[0].length_ms == 200_000, "until the end, not now"
+
+
+def test_a_deadline_counts_from_the_scheduled_time() -> None:
+    daily, due = ScheduleConfig(expression="cron(0 2 * * ? *)"), datetime(2026, 11, 20, 2, tzinfo=UTC).timestamp()
+    claimed = due + 420
+    assert scheduled_at(daily, "2026-11-20", claimed) == due
+    assert scheduled_at(daily, "2026-11-20", claimed + 9 * 86400) == due, "caught up later"
+    for name in ("by-hand", "2026-11-20-again"):
+        assert scheduled_at(daily, name, claimed) == claimed
+    assert scheduled_at(ScheduleConfig(), "2026-11-20", claimed) == claimed
+
+
 # What a cycle will take.
 
 
@@ -374,22 +410,22 @@ def test_what_a_job_took(record: JobRecord, seconds: float | None) -> None:
 
 
 def test_the_median_of_the_cycles_in_which_a_job_succeeded() -> None:
-    def took(seconds: float) -> JobRecord:
-        return good("train", tried(at=(0.0, seconds)))
-
-    history = [[took(100), good("eval", tried(at=(0.0, 5.0)))], [took(9_000)], [took(120), bad("eval", tried(80))]]
+    took = {name: good("train", tried(at=(0.0, s))) for name, s in (("1", 100.0), ("2", 9000.0), ("3", 120.0))}
+    history = [[took["1"], good("eval", tried(at=(0.0, 5.0)))], [took["2"]], [took["3"], bad("eval", tried(80))]]
     assert expected_seconds(history) == {"train": 120, "eval": 5}
-    assert expected_seconds([]) == {}
 
 
 DIAMOND = plan(job("a"), job("b", "a"), job("c", "a"), job("d", "b", "c"))
 
 
-def test_the_longest_way_through_the_jobs() -> None:
-    assert critical_seconds(DIAMOND, {"a": 1, "b": 10, "c": 20, "d": 3}) == 24
-    assert critical_seconds(DIAMOND, {"a": 1, "b": 30, "c": 20, "d": 3}) == 34
-
-
-def test_of_which_one_is_unknown() -> None:
-    assert critical_seconds(DIAMOND, {"a": 1, "b": 10, "d": 3}) is None
-    assert critical_seconds(plan(), {}) == 0.0
+@pytest.mark.parametrize(
+    ("shape", "seconds", "expected"),
+    [
+        (DIAMOND, {"a": 1, "b": 10, "c": 20, "d": 3}, 24),
+        (DIAMOND, {"a": 1, "b": 30, "c": 20, "d": 3}, 34),
+        (DIAMOND, {"a": 1, "b": 10, "d": 3}, None),
+        (plan(), {}, 0.0),
+    ],
+)
+def test_the_longest_way_through_the_jobs(shape: Plan, seconds: dict[str, float], expected: float | None) -> None:
+    assert critical_seconds(shape, seconds) == expected

@@ -23,7 +23,7 @@ from jobs.cycle.page.publish import (
     report_key,
     write_page,
 )
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
 
@@ -155,56 +155,43 @@ def test_hostile_texts_are_text(storage: Storage, evil: str) -> None:
             "\ufffd" if re.match(r"[\x00-\x08\x0b-\x1f\u200f\u202a-\u202e\u2066-\u2069]", c) else c for c in evil
         )
         assert seen.text.count(shown.replace("\r", "\ufffd")) > 20
-    Outline(storage.read_bytes(INDEX_PAGE).decode())
-
-
-@pytest.mark.parametrize("evil", HOSTILE)
-def test_hostile_texts_are_text_in_the_index_of_cycles(evil: str) -> None:
-    plain = row("c", "m", 0.5, outcome="failed", promoted=False, reason="plain")
-    before = Outline(index([plain]))
+    line = row("c", "m", 0.5, outcome="failed", promoted=False, reason="plain")
+    before = Outline(index([line]))
     for name in ("reason", "metric", "cycle"):
-        text = index([plain.model_copy(update={name: evil})])
-        seen = Outline(text)
+        seen = Outline(index([line.model_copy(update={name: evil})]))
         assert seen.tags == before.tags and [one for one, _ in seen.attributes] == [one for one, _ in before.attributes]
-        if evil.isprintable() and len(evil) < 100:
-            assert evil in seen.text, name
+        assert evil in seen.text or len(evil) > 100 or not evil.isprintable(), name
 
 
 def ends(storage: Storage) -> dict[str, tuple[CycleStore, Plan, tuple[JobRecord, ...], Closed]]:
     """A cycle for every way to end: at each stage, cancelled under way, and before the first job."""
     store, plan, records, _ = make_cycle(storage, "whole")
-    made = {}
-
-    def bad(record: JobRecord) -> JobRecord:
-        last = record.tries()[-1].model_copy(update={"exit_code": 65})
-        return record.model_copy(update={"state": JobState.FAILED, "attempts": (last,), "children": ()})
-
-    def pending(record: JobRecord) -> JobRecord:
-        update = {"state": JobState.PENDING, "attempts": (), "children": (), "started_at": None, "stopped_at": None}
-        return record.model_copy(update=update)
-
+    waiting = {"state": JobState.PENDING, "attempts": (), "children": (), "started_at": None, "stopped_at": None}
+    pending = tuple(record.model_copy(update=waiting) for record in records)
+    made: dict[str, tuple[tuple[JobRecord, ...], dict[str, str]]] = {
+        "cancelled": ((*records[:3], *pending[3:]), {"outcome": "cancelled", "reason": "no"}),
+        "cancelled-before-any-job": ((), {"outcome": "cancelled"}),
+        "refused": (records, {"outcome": "refused", "reason": "the gate"}),
+        "succeeded": (records, {"outcome": "succeeded"}),
+    }
     for place, stage in enumerate(STAGES):
-        until = (*records[:place], bad(records[place]), *map(pending, records[place + 1 :]))
-        made[f"failed-in-{stage}"] = (until, Closed(outcome="failed", at=T0 + 5e4, reason=f"{stage}: exit code 65"))
-    made["cancelled"] = (
-        (*records[:3], *map(pending, records[3:])),
-        Closed(outcome="cancelled", at=T0 + 5e4, reason="no"),
-    )
-    made["cancelled-before-any-job"] = ((), Closed(outcome="cancelled", at=T0 + 5e4))
-    made["refused"] = (records, Closed(outcome="refused", at=T0 + 5e4, reason="the gate"))
-    made["succeeded"] = (records, Closed(outcome="succeeded", at=T0 + 5e4))
+        last = records[place].tries()[-1].model_copy(update={"exit_code": 65})
+        bad = records[place].model_copy(update={"state": JobState.FAILED, "attempts": (last,), "children": ()})
+        failed = {"outcome": "failed", "reason": f"{stage}: exit code 65"}
+        made[f"failed-in-{stage}"] = ((*records[:place], bad, *pending[place + 1 :]), failed)
     found = {}
     for place, (name, (given, closed)) in enumerate(made.items()):
         own = CycleStore(storage, name, store.clock)
         claim = Claim(plan_id="p", target="batch", claimed_at=T0 + place, owner="")
         storage.write_bytes(own.key("claim.json"), claim.model_dump_json().encode())
-        shape = plan.model_copy(update={"cycle": name})
-        found[name] = (own, shape, given, closed)
+        end = Closed.model_validate({"at": T0 + 5e4} | closed)
+        found[name] = (own, plan.model_copy(update={"cycle": name}), given, end)
     return found
 
 
 def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) -> None:
     words = {"cancelled": "Cancelled: no.", "refused": "Production stays as it is.", "succeeded": "Succeeded."}
+    words["cancelled-before-any-job"] = "Cancelled"
     all_ends = ends(storage)
     for store, plan, records, closed in all_ends.values():
         write_page(store, plan, records, JobsConfig(), closed)
@@ -212,28 +199,16 @@ def test_every_end_has_a_page_and_made_again_it_is_the_same(storage: Storage) ->
     for name, (store, plan, records, closed) in reversed(all_ends.items()):
         write_page(store, plan, records, JobsConfig(), closed)
         assert pages(storage, name) == first[name], name
-        seen = Outline(first[name][0].decode())
-        expected = words.get(name) or (
-            "Cancelled" if "cancelled" in name else f"Failed in {name.removeprefix('failed-in-')}"
-        )
-        assert expected in seen.text, (name, seen.text[:300])
+        assert words.get(name, name.replace("failed-in-", "Failed in ")) in Outline(first[name][0].decode()).text, name
     listed = Outline(storage.read_bytes(INDEX_PAGE).decode())
-    assert all(f"{name}.html" in dict.fromkeys(v for _, v in listed.attributes) for name in all_ends)
+    assert {f"{name}.html" for name in all_ends} <= {value for _, value in listed.attributes}
 
 
 def row(cycle: str, metric: str = "", value: float | None = None, **more: object) -> CycleRow:
     """A line of the index."""
-    empty: dict[str, object] = {"took_s": None, "machine_s": 0, "usd": None, "wasted_usd": None, "goodput": None}
-    fields: dict[str, object] = {
-        "claimed_at": 1.0,
-        "closed_at": 2.0,
-        "outcome": "succeeded",
-        "promoted": True,
-        "reason": "",
-        **empty,
-    }
-    fields |= {"stage_s": {}, "stage_usd": {}, "rows": None, "cycle": cycle, "metric": metric, "value": value}
-    return CycleRow.model_validate({**fields, **more})
+    fields = {"claimed_at": 1.0, "closed_at": 2.0, "outcome": "succeeded", "promoted": True, "reason": ""}
+    fields |= dict.fromkeys(("took_s", "usd", "wasted_usd", "goodput", "rows")) | {"stage_s": {}, "stage_usd": {}}
+    return CycleRow.model_validate({**fields, "machine_s": 0, "cycle": cycle, "metric": metric, "value": value, **more})
 
 
 def test_the_line_of_the_index_is_one_metric_for_all_cycles() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from jobs.node.__main__ import main
 from pipeline.parallel.world import own_address
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 PATIENT = {
     "TRNJOBS_HEARTBEAT_S": "0.1",
@@ -155,3 +155,11 @@ def entry_group(workspace: Path, num_nodes: int) -> Iterator[EntryGroup]:
         for process in one.nodes.values():
             process.kill()
             process.finish()
+
+
+def ml_root(root: Path, own: str, hosts: list[str], interface: str = "eth0") -> dict[str, str]:
+    """The environment of a container of SageMaker whose /opt/ml is `root`."""
+    config = {"current_host": own, "hosts": hosts, "network_interface_name": interface}
+    (root / "input" / "config").mkdir(parents=True)
+    (root / "input" / "config" / "resourceconfig.json").write_text(json.dumps(config))
+    return {"TRAINING_JOB_NAME": "relevance-train-r1a2-0badcafe", "TRNJOBS_ML_ROOT": str(root)}

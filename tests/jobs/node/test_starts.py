@@ -13,10 +13,9 @@ from jobs.node.environment import Start, count_start
 from pipeline.context import attempt_name
 from pipeline.core.errors import TransientError
 from pipeline.io.storage import open_storage
-from tests.jobs.node.entries import Entry, entry, python, read_until
-from tests.jobs.node.test_sagemaker import ml_root
-from tests.jobs.targets.batch.faults import Faults, Killed, faulty
-from tests.ports import free_port
+from tests.jobs.node.entries import Entry, entry, ml_root, python, read_until
+from tests.jobs.targets.faults import Faults, Killed, faulty
+from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 HOSTS, STEPS = ["127.0.0.1", "127.0.0.2"], 12
@@ -51,6 +50,20 @@ def test_no_two_starts_share_a_name_though_they_count_at_once_or_die_of_it(tmp_p
         except Killed:
             names.append(counted(tmp_path, "a").job_id)
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("failing", [0, 1])
+def test_both_nodes_of_a_group_leave_sagemaker_the_same_line(tmp_path: Path, failing: int) -> None:
+    """The main node is at a loopback address; the other one fails, or it does."""
+    code = f"import os, sys, time; sys.exit(65) if os.environ['TRNJOBS_NODE'] == '{failing}' else time.sleep(100)"
+    port, nodes = str(free_port()), list[Entry]()
+    for own in HOSTS:
+        nodes.append(entry(*python(code), env=ml_root(tmp_path / own, own, HOSTS, "lo") | {"MASTER_PORT": port}))
+    for node in nodes:
+        node.finish()
+    (line,) = {(tmp_path / own / "output" / "failure").read_text() for own in HOSTS}
+    assert (nodes[0].returncode, line.startswith("exit 65 DataError")) == (65, True)
 
 
 SAY = "import os; print(os.environ['TRNJOBS_JOB_ID'], os.environ['TRNJOBS_ATTEMPT'], flush=True)"

@@ -6,27 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
-from jobs.plan.dag import Plan
+from jobs.plan.spec import Plan
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
-from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import cycle
 from tests.jobs.targets.batch.fake_batch import FakeBatch
-from tests.jobs.targets.batch.faults import Faults, Killed, faulty
-
-FAST = RetryPolicy(first_wait_s=1e-5, max_wait_s=1e-4, total_deadline_s=60)
-
-
-@dataclass
-class Clock:
-    """Seconds since 1970; a millisecond passes at every look."""
-
-    now: float = 1_763_600_000.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
+from tests.jobs.targets.faults import FAST, Clock, Faults, Killed, Request, faulty
 
 
 @dataclass
@@ -52,8 +38,7 @@ class Setting:
 
     def drive(self, faults: Faults | None = None, *, owner: str = "driver", round_: int = 1, jobs: Any = None) -> None:
         """One driver from claim to end, in a process of its own."""
-        faults = faults or Faults()
-        self.batch.faults = faults
+        faults = self.batch.faults = faults or Faults()
         store = self.store(faults)
         try:
             with store.submitting(self.plan, "batch", owner) as renew:
@@ -71,21 +56,25 @@ class Setting:
             return True
         return False
 
-    def live(self) -> list[dict[str, Any]]:
+    def live(self) -> list[Request]:
         """Whole jobs that have not failed, in order of their making."""
         return [one for name, one in self.batch.jobs.items() if not {":", "#"} & {*name} and one["status"] != "FAILED"]
 
+    def live_names(self) -> list[str]:
+        return [one["jobName"].removeprefix(f"{self.plan.pipeline}-{self.plan.cycle}-") for one in self.live()]
+
+    def ids(self, round_: int = 1) -> dict[str, str]:
+        """Of jobs on record."""
+        return {name: one.id for name, one in self.store().submitted(round_).items()}
+
     def assert_one_dag(self) -> None:
         """Every job of the plan once, on record, waiting for the jobs on record."""
-        recorded = self.store().submitted(1)
-        ids = {one["jobName"]: one["jobId"] for one in self.live()}
-        prefix = f"{self.plan.pipeline}-{self.plan.cycle}-"
-        assert len(self.live()) == len(ids) == len(self.plan.jobs)
-        assert {prefix + name: one.id for name, one in recorded.items()} == ids
-        whole = {one["jobId"] for one in self.live()}
+        ids = self.ids()
+        assert sorted(self.live_names()) == sorted(one.name for one in self.plan.jobs)
+        assert {*ids.values()} == {one["jobId"] for one in self.live()}
         ended = {name for name, one in self.batch.jobs.items() if one["status"] == "FAILED"}
-        assert not {name for name in ended if re.split("[:#]", name)[0] in whole}, "a part of a live job was ended"
+        parts = {name for name in ended if re.split("[:#]", name)[0] in ids.values()}
+        assert not parts, "a part of a live job was ended"
         for job in self.plan.jobs:
-            made = self.batch.jobs[recorded[job.name].id]
-            waits_for = {one.job for one in job.depends_on}
-            assert {one["jobId"] for one in made["dependsOn"]} == {recorded[name].id for name in waits_for}
+            waits_for = {one["jobId"] for one in self.batch.jobs[ids[job.name]]["dependsOn"]}
+            assert waits_for == {ids[one.job] for one in job.depends_on}

@@ -6,19 +6,25 @@ import pytest
 from botocore.exceptions import ReadTimeoutError
 
 from jobs.cycle.cycle_store import LEASE_S
-from pipeline.core.errors import ConfigError, TransientError
+from pipeline.core.errors import TransientError
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.targets.batch.fake_batch import client_error
-from tests.jobs.targets.batch.faults import Faults
 from tests.jobs.targets.batch.setting import Setting
+from tests.jobs.targets.faults import Faults, client_error
 
 LOST = ReadTimeoutError(endpoint_url="http://batch")
 THROTTLED = client_error("TooManyRequestsException", status=429)
 
 
-def number_of_calls(folder: Path) -> list[str]:
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(tmp_path / "run")
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> list[str]:
+    """Of one driver that is left alone."""
     faults = Faults()
-    Setting(folder).drive(faults)
+    Setting(tmp_path / "count").drive(faults)
     return faults.calls
 
 
@@ -27,19 +33,11 @@ def position(calls: list[str], name: str, number: int = 1) -> int:
     return [i for i, call in enumerate(calls, 1) if call == name][number - 1]
 
 
-def test_a_cycle_is_one_dag_in_the_plan_s_order(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
+def test_a_cycle_is_one_dag_in_the_plan_s_order(setting: Setting) -> None:
     setting.drive()
     setting.assert_one_dag()
-    assert [one["jobName"] for one in setting.batch.submitted] == [
-        "relevance-2026-11-20-train",
-        "relevance-2026-11-20-embed",
-        "relevance-2026-11-20-verify",
-    ]
-    assert [one["jobDefinition"] for one in setting.batch.submitted] == [
-        "relevance-train:1",
-        "relevance-embed:1",
-        "relevance-verify:1",
+    assert [(one["jobName"], one["jobDefinition"]) for one in setting.batch.submitted] == [
+        (f"relevance-2026-11-20-{name}", f"relevance-{name}:1") for name in ("train", "embed", "verify")
     ]
     recorded = setting.store().submitted(1)
     assert recorded["train"].definition == "relevance-train:1"
@@ -48,10 +46,10 @@ def test_a_cycle_is_one_dag_in_the_plan_s_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("lag", "owner", "step"), [(0, "driver", 1), (3, "another", 4)])
-def test_killed_after_any_call_and_run_again_it_converges(tmp_path: Path, lag: int, owner: str, step: int) -> None:
+def test_killed_after_any_call_and_run_again_it_converges(
+    tmp_path: Path, calls: list[str], lag: int, owner: str, step: int
+) -> None:
     """Dying before a call is dying after the one before it."""
-    calls = number_of_calls(tmp_path / "count")
-    assert calls.count("SubmitJob") == 3
     for number in range(1, len(calls) + 1, step):
         setting = Setting(tmp_path / f"{number}", lag=lag)
         assert setting.drive_killed(Faults(kill_after=number)), number
@@ -63,78 +61,60 @@ def test_killed_after_any_call_and_run_again_it_converges(tmp_path: Path, lag: i
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("done", [True, False])
 def test_a_submission_without_an_answer_is_looked_for_before_it_is_repeated(
-    tmp_path: Path, number: int, done: bool
+    setting: Setting, calls: list[str], number: int, done: bool
 ) -> None:
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
     setting.drive(Faults(errors={position(calls, "SubmitJob", number): (LOST, done)}))
     setting.assert_one_dag()
     assert len(setting.batch.submitted) == 3
 
 
-def test_every_call_throttled_once(tmp_path: Path) -> None:
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
-    batch_calls = {i for i, call in enumerate(calls, 1) if call[0].isupper()}
-    setting.drive(Faults(errors={min(batch_calls): (THROTTLED, False)}))
-    for number in sorted(batch_calls):
+def test_every_call_throttled_once(tmp_path: Path, calls: list[str]) -> None:
+    for number in [i for i, call in enumerate(calls, 1) if call[0].isupper()]:
         setting = Setting(tmp_path / f"run-{number}")
         setting.drive(Faults(errors={number: (THROTTLED, False)}))
         setting.assert_one_dag()
         assert len(setting.batch.submitted) == 3
 
 
-def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path) -> None:
+def test_twins_are_ended_and_the_recorded_one_stays(tmp_path: Path, calls: list[str]) -> None:
     """AWS Batch lists a new job so late that a second driver does not see it."""
-    calls = number_of_calls(tmp_path / "count")
     setting = Setting(tmp_path / "run", lag=8)
     assert setting.drive_killed(Faults(kill_after=position(calls, "SubmitJob")))
     setting.drive()
     setting.assert_one_dag()
-    ended = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
-    assert [one["jobName"] for one in ended] == ["relevance-2026-11-20-train"]
-    assert ended[0]["statusReason"] == "train was submitted twice, and this copy is not the recorded one"
+    (ended,) = [one for one in setting.batch.jobs.values() if one["status"] == "FAILED" and "#" not in one["jobId"]]
+    assert ended["jobName"] == "relevance-2026-11-20-train"
+    assert ended["statusReason"] == "train was submitted twice, and this copy is not the recorded one"
 
 
-def test_jobs_of_another_workspace_with_the_same_names_are_left_alone(tmp_path: Path) -> None:
-    one, other = Setting(tmp_path / "one"), Setting(tmp_path / "other")
+def test_jobs_of_another_workspace_or_of_an_earlier_life_of_the_cycle_are_left_alone(tmp_path: Path) -> None:
+    """The same names: staging; and the workspace was emptied and the same plan submitted again the next day."""
+    one, other, again = (Setting(tmp_path / name) for name in ("one", "other", "again"))
     other.plan = one.plan.model_copy(update={"workspace": "s3://bucket/staging"})
-    other.batch = one.batch
+    other.batch = again.batch = one.batch
+    again.clock = one.clock
     one.drive()
     other.drive()
-    assert len(one.live()) == 6
-    ids = [{s.id for s in setting.store().submitted(1).values()} for setting in (one, other)]
-    assert not ids[0] & ids[1]
-
-
-def test_jobs_of_an_earlier_life_of_the_cycle_are_not_adopted(tmp_path: Path) -> None:
-    """The workspace was emptied and the same plan submitted again the next day."""
-    first, again = Setting(tmp_path / "first"), Setting(tmp_path / "again")
-    first.drive()
-    for one in first.batch.jobs.values():
-        one["status"] = "SUCCEEDED"
-    again.batch, again.clock = first.batch, first.clock
-    first.clock.now += 86_400
+    for job_ in one.batch.jobs.values():
+        job_["status"] = "SUCCEEDED"
+    one.clock.now += 86_400
     again.drive()
-    assert len(again.live()) == 6
+    assert len(one.live()) == len({*one.ids().values(), *other.ids().values(), *again.ids().values()}) == 9
 
 
-def test_a_later_round_makes_new_jobs_that_wait_for_each_other_only(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
+def test_a_later_round_makes_new_jobs_that_wait_for_each_other_only(setting: Setting) -> None:
     setting.drive()
-    train = setting.store().submitted(1)["train"].id
+    train = setting.ids()["train"]
     for one in setting.batch.jobs.values():
         one["status"] = "SUCCEEDED" if one["jobId"].startswith(train) else "FAILED"
     setting.batch.forget(train)
-    setting.drive(round_=2, jobs=["embed", "verify"])
-    embed, verify = setting.batch.submitted[3:]
+    for _ in range(2):
+        setting.drive(round_=2, jobs=["embed", "verify"])
+        embed, verify = setting.batch.submitted[3:]
     assert embed["jobName"] == "relevance-2026-11-20-embed-round-2"
     assert {"name": "TRNJOBS_ROUND", "value": "2"} in embed["containerOverrides"]["environment"]
-    assert embed["dependsOn"] == []
-    assert verify["dependsOn"] == [{"jobId": setting.store().submitted(2)["embed"].id}]
+    assert (embed["dependsOn"], verify["dependsOn"]) == ([], [{"jobId": setting.ids(2)["embed"]}])
     assert setting.store().current()["train"].id == train
-    setting.drive(round_=2, jobs=["embed", "verify"])
-    assert len(setting.batch.submitted) == 5
 
 
 def test_what_a_driver_left_unrecorded_in_an_earlier_round_is_ended(tmp_path: Path) -> None:
@@ -148,17 +128,13 @@ def test_what_a_driver_left_unrecorded_in_an_earlier_round_is_ended(tmp_path: Pa
 
     in_second_round(tmp_path / "count", count := Faults())
     setting = in_second_round(tmp_path / "run", Faults(kill_after=position(count.calls, "SubmitJob", 2)))
-    names = [one["jobName"].removeprefix("relevance-2026-11-20-") for one in setting.live()]
-    assert names == ["embed-round-2", "verify-round-2"]
-    assert setting.store().submitted(2).keys() == {"embed"}
+    assert setting.live_names() == ["embed-round-2", "verify-round-2"]
+    assert setting.ids(2).keys() == {"embed"}
     setting.drive(round_=3, jobs=["verify"])
-    names = [one["jobName"].removeprefix("relevance-2026-11-20-") for one in setting.live()]
-    assert names == ["embed-round-2", "verify-round-3"]
+    assert setting.live_names() == ["embed-round-2", "verify-round-3"]
 
 
-def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(tmp_path: Path) -> None:
-    setting = Setting(tmp_path)
-
+def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(setting: Setting) -> None:
     def submit(cycle: str, timeout_s: int) -> str:
         setting.plan = plan(job("train", timeout_s=timeout_s)).model_copy(update={"cycle": cycle})
         setting.drive()
@@ -166,15 +142,6 @@ def test_a_changed_definition_is_a_new_revision_and_the_old_one_is_found_again(t
 
     revisions = [submit("a", 3600), submit("b", 7200), submit("c", 3600), submit("d", 7200), submit("e", 60)]
     assert [one.rpartition(":")[2] for one in revisions] == ["1", "2", "1", "2", "3"]
-
-
-def test_a_name_that_a_later_round_makes_too_long(tmp_path: Path) -> None:
-    name = "x" * 100
-    setting = Setting(tmp_path, plan=plan(job(name, stage="train")))
-    setting.drive()
-    with pytest.raises(ConfigError, match="of 129 characters"):
-        setting.drive(round_=2)
-    assert len(setting.batch.submitted) == 1
 
 
 @pytest.mark.parametrize(
@@ -186,11 +153,8 @@ def test_a_name_that_a_later_round_makes_too_long(tmp_path: Path) -> None:
     ],
 )
 def test_a_driver_that_slept_through_its_lease_leaves_no_job_of_its_own(
-    tmp_path: Path, call: str, number: int, match: str, made: int
+    setting: Setting, calls: list[str], call: str, number: int, match: str, made: int
 ) -> None:
-    calls = number_of_calls(tmp_path / "count")
-    setting = Setting(tmp_path / "run")
-
     def another() -> None:
         setting.clock.now += LEASE_S + 1
         setting.drive(owner="another")

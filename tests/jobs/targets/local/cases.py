@@ -7,10 +7,10 @@ from pathlib import Path
 
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import Leaf, leaves_of, new_record
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
-from jobs.targets.local.engine import Engine, Slots
+from jobs.plan.spec import JobSpec, Plan
+from jobs.targets.base import LatestRecords
 from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeView, Phase, Signal, StoppedBy
+from jobs.targets.local.target import Engine, Slots
 from pipeline.core.stop import StopSignal
 
 START_S, STOP_S, POLL_S, GRACE_S = 0.25, 0.5, 0.1, 2.0
@@ -182,16 +182,15 @@ class World:
         """A new one, which knows what the files say."""
         saved = {record.name: record for record in self.files.state(1)}
         leaves = list(self.nodes.leaves.values())
+        records = {leaf.name: saved.get(leaf.name, new_record(leaf, leaf.spec.name, 0.0)) for leaf in leaves}
         return Engine(
-            plan=self.plan,
-            leaves=leaves,
-            records={leaf.name: saved.get(leaf.name, new_record(leaf, leaf.spec.name, 0.0)) for leaf in leaves},
-            rounds={leaf.name: 1 for leaf in leaves},
-            files=self.files,
-            nodes=self.nodes,  # type: ignore[arg-type]
-            machine=self.nodes.machine,
-            stop=stop or StopSignal(),
-            say=self.said.append,
+            self.plan,
+            LatestRecords(leaves, records, dict.fromkeys(records, 1)),
+            self.files,
+            self.nodes,  # type: ignore[arg-type]
+            self.nodes.machine,
+            stop or StopSignal(),
+            self.said.append,
             clock=lambda: self.nodes.now + self.ahead_s,
             grace_s=GRACE_S,
             poll_s=POLL_S,

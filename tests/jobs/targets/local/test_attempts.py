@@ -3,8 +3,8 @@
 import pytest
 
 from jobs.cycle.job_states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd
-from jobs.targets.local.engine import attempt_end
 from jobs.targets.local.nodes import NodeEnd
+from jobs.targets.local.target import attempt_end
 
 OOM = "OutOfMemoryError: Container killed due to memory usage"
 

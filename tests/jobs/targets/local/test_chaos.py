@@ -14,15 +14,13 @@ import pytest
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobState
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec, Resources, Retry
-from jobs.targets.local.engine import Slots
-from jobs.targets.local.target import LocalTarget
+from jobs.plan.spec import JobSpec, Plan, Resources, Retry
+from jobs.targets.local.target import LocalTarget, Slots
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.waiting import keepers_of, until_no_keepers
-from tests.killing import FORK
+from tests.kit.killing import FORK
 
 # A lock that a child in a session of its own holds too: whoever finds it taken runs beside what an earlier try left.
 CODE = """

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from jobs.cycle.job_records import JobState
 from jobs.plan.spec import Dependency, JobSpec, Retry
-from jobs.targets.local import engine
-from jobs.targets.local.engine import Engine
+from jobs.targets.local import target as engine
 from jobs.targets.local.nodes import NodeEnd
+from jobs.targets.local.target import Engine
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.proc.children import MARGIN_S

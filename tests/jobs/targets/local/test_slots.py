@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.cycle.job_states import Leaf
-from jobs.targets.local.engine import Slots, check_fits, startable_jobs
+from jobs.targets.local.target import Slots, check_fits, startable_jobs
 from pipeline.core.errors import ConfigError
 from tests.jobs.cycle.cases import job
 

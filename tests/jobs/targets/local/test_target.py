@@ -14,18 +14,16 @@ import pytest
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, JobState
 from jobs.cycle.job_states import EXITED, INTERRUPTED
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec, Resources, Retry
-from jobs.targets.local.engine import Slots
+from jobs.plan.spec import JobSpec, Plan, Resources, Retry
 from jobs.targets.local.nodes import local_files
-from jobs.targets.local.target import LocalTarget
+from jobs.targets.local.target import LocalTarget, Slots
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.proc.signals import stop_on_signals
 from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.waiting import number_in, until, until_no_keepers
-from tests.killing import FILE_CHANGES, FORK, killed_at
+from tests.kit.killing import FILE_CHANGES, FORK, killed_at
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
 SMALL = Resources(vcpus=1, memory_mib=64)

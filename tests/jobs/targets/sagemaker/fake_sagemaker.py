@@ -1,46 +1,37 @@
-"""SageMaker in memory, behind boto3's client: what it refuses, describes and forgets; nothing runs by itself.
+"""SageMaker in memory, behind boto3's client, and service jobs of AWS Batch over it; nothing runs by itself.
 
-Requests are checked against botocore's model, and then against the bounds of it. `start`, `finish`, `interrupt`, `stop`
-and `delete` move training jobs as SageMaker, its Spot capacity and people at the console would.
+`start`, `finish`, `end` and `delete` move training jobs as SageMaker, its Spot capacity and people at a console would.
+`dispatch` hands a service job over to SageMaker, `fall_back` takes it back for want of capacity, and `settle` lets
+Batch see what became of training jobs: it tries again by the rules of each service job.
 """
 
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from itertools import count
 
 from botocore.exceptions import ClientError
 
-from jobs.targets.sagemaker.requests import request_problems
-from tests.jobs.targets.batch.fake_batch import client_error
-from tests.jobs.targets.batch.faults import Faults
+from jobs.targets.sagemaker.requests import RECEIVED, request_problems
+from tests.jobs.targets.batch.fake_batch import ARN
+from tests.jobs.targets.faults import ACCOUNT, FakeService, Faults, Request, client_error
 
-Request = dict[str, Any]
-ENDED = ("Completed", "Failed", "Stopped")
+ENDED, OVER = ("Completed", "Failed", "Stopped"), ("SUCCEEDED", "FAILED")
+TRAINING_JOB = f"arn:aws:sagemaker:{ACCOUNT}:training-job"
 
 
-class FakeSageMaker:
+class FakeSageMaker(FakeService):
     """One account and region. `lag`: calls until a new job is described. `quota`: jobs that may live at once."""
 
-    def __init__(self, clock: Callable[[], float], *, faults: Faults | None = None, lag: int = 0) -> None:
-        self.clock, self.faults, self.lag = clock, faults or Faults(), lag
-        self.quota: int | None = None
+    service = "sagemaker"
+
+    def __init__(self, clock: Callable[[], float], *, lag: int = 0) -> None:
+        self.clock, self.faults, self.lag, self.quota = clock, Faults(), lag, 10**9
         self.jobs: dict[str, Request] = {}
         self.created: list[Request] = []
         """Every request that made a job."""
         self.stopped: list[str] = []
         self.on_create: Callable[[Request], object] = lambda request: None
-        self.calls = 0
-
-    # What boto3's client offers.
-
-    def create_training_job(self, **request: Any) -> Request:
-        return self._api("CreateTrainingJob", request, lambda: self._create(request))
-
-    def describe_training_job(self, **request: Any) -> Request:
-        return self._api("DescribeTrainingJob", request, lambda: self._describe(request["TrainingJobName"]))
-
-    def stop_training_job(self, **request: Any) -> Request:
-        return self._api("StopTrainingJob", request, lambda: self._stop(request["TrainingJobName"]))
 
     # What happens to training jobs.
 
@@ -48,9 +39,8 @@ class FakeSageMaker:
         return [name for name, job in self.jobs.items() if job["TrainingJobStatus"] not in ENDED]
 
     def start(self, name: str) -> None:
-        job = self.jobs[name]
-        job.setdefault("TrainingStartTime", self._now())
-        self._move(job, "InProgress", "Training")
+        self.jobs[name].setdefault("TrainingStartTime", self._now())
+        self.move(name, "InProgress", "Training")
 
     def finish(self, name: str, exit_code: int, said: str = "") -> None:
         """Its entry has ended; `said`: what stands in the failure file behind the code."""
@@ -58,17 +48,9 @@ class FakeSageMaker:
         failure = f"AlgorithmError: exit {exit_code} {said}, exit code: {exit_code}"
         self.end(name, "Failed" if exit_code else "Completed", failure if exit_code else "")
 
-    def fail(self, name: str, reason: str) -> None:
-        """SageMaker itself ends it, before or while it runs."""
-        self.end(name, "Failed", reason)
-
-    def interrupt(self, name: str) -> None:
-        """Spot capacity is taken; the job comes back by itself."""
-        self._move(self.jobs[name], "InProgress", "Interrupted")
-
     def end(self, name: str, status: str, failure: str = "", secondary: str = "") -> None:
         job = self.jobs[name]
-        self._move(job, status, secondary or status)
+        self.move(name, status, secondary)
         job["TrainingEndTime"] = self._now()
         if failure:
             job["FailureReason"] = failure[:1024]
@@ -76,58 +58,212 @@ class FakeSageMaker:
             seconds = (job["TrainingEndTime"] - job["TrainingStartTime"]).total_seconds()
             job["BillableTimeInSeconds"] = max(1, round(seconds))
 
+    def move(self, name: str, status: str, secondary: str = "") -> None:
+        now = {"TrainingJobStatus": status, "SecondaryStatus": secondary or status, "LastModifiedTime": self._now()}
+        self.jobs[name] |= now
+
     def delete(self, name: str) -> None:
         assert self.jobs[name]["TrainingJobStatus"] in ENDED
         del self.jobs[name]
 
     # How.
 
-    def count_call(self) -> None:
-        """Of this service, or of one whose calls make the same time pass."""
-        self.calls += 1
-
-    def _api(self, operation: str, request: Request, work: Callable[[], Request]) -> Request:
-        problems = [*request_problems("sagemaker", operation, request)]
-        assert not problems, problems
-        self.count_call()
-        answer: Request = self.faults.run(operation, work)
-        return answer
-
-    def _create(self, request: Request) -> Request:
-        name = request["TrainingJobName"]
+    def _create_training_job(self, request: Request) -> Request:
+        name, operation = request["TrainingJobName"], "CreateTrainingJob"
         if name in self.jobs:
-            raise refused("ResourceInUse", f"Training job names must be unique. {name}", "CreateTrainingJob")
-        if self.quota is not None and len(self.live()) >= self.quota:
-            raise refused(
-                "ResourceLimitExceeded", "The account-level service limit is 0 Instances", "CreateTrainingJob"
-            )
+            raise refused("ResourceInUse", f"Training job names must be unique. {name}", operation)
+        if len(self.live()) >= self.quota:
+            raise refused("ResourceLimitExceeded", "The account-level service limit is 0 Instances", operation)
         self.on_create(request)
         self.created.append(request)
+        self.make(request, visible=self.calls + self.lag)
+        return {"TrainingJobArn": f"{TRAINING_JOB}/{name}"}
+
+    def make(self, request: Request, *, visible: int) -> None:
         kept = {key: value for key, value in request.items() if key != "Tags"}
-        self.jobs[name] = kept | {"CreationTime": self._now(), "_visible": self.calls + self.lag}
-        self._move(self.jobs[name], "InProgress", "Starting")
-        return {"TrainingJobArn": f"arn:aws:sagemaker:us-east-1:123456789012:training-job/{name}"}
+        self.jobs[request["TrainingJobName"]] = kept | {"CreationTime": self._now(), "_visible": visible}
+        self.move(request["TrainingJobName"], "InProgress", "Starting")
 
-    def _describe(self, name: str) -> Request:
-        if name not in self.jobs or self.calls <= self.jobs[name]["_visible"]:
+    def _describe_training_job(self, request: Request) -> Request:
+        job = self.jobs.get(request["TrainingJobName"])
+        if job is None or self.calls <= job["_visible"]:
             raise refused("ValidationException", "Requested resource not found.", "DescribeTrainingJob")
-        return {key: value for key, value in self.jobs[name].items() if key != "_visible"}
+        return {key: value for key, value in job.items() if key != "_visible"}
 
-    def _stop(self, name: str) -> Request:
+    def _stop_training_job(self, request: Request) -> Request:
+        name = request["TrainingJobName"]
         if name not in self.jobs:
             raise refused("ValidationException", "Requested resource not found.", "StopTrainingJob")
         if self.jobs[name]["TrainingJobStatus"] in ENDED:
             text = f"The request was rejected because the training job is in status {name}."
             raise refused("ValidationException", text, "StopTrainingJob")
         self.stopped.append(name)
-        self._move(self.jobs[name], "Stopping", "Stopping")
+        self.move(name, "Stopping")
         return {}
-
-    def _move(self, job: Request, status: str, secondary: str) -> None:
-        job |= {"TrainingJobStatus": status, "SecondaryStatus": secondary, "LastModifiedTime": self._now()}
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self.clock(), UTC)
+
+
+class FakeServiceJobs(FakeService):
+    """One account with a fair-share queue `ml`. Faults, calls, lag and clock are those of `ml`.
+
+    `rejects_twins`: the second of two equal requests is rejected, else answered as the first.
+    """
+
+    service = "batch"
+
+    def __init__(self, ml: FakeSageMaker) -> None:
+        self.ml, self.rejects_twins = ml, True
+        self.jobs: dict[str, Request] = {}
+        self.submitted: list[Request] = []
+        """Every request that made a job."""
+        self.tries: dict[str, tuple[str, int]] = {}
+        """Of training jobs by name: which service job, and which try of it."""
+        self.on_submit: Callable[[Request], object] = lambda request: None
+        self.queue: Request = {
+            "jobQueueName": "ml",
+            "jobQueueArn": f"{ARN}:job-queue/ml",
+            "jobQueueType": "SAGEMAKER_TRAINING",
+            "state": "ENABLED",
+            "status": "VALID",
+            "schedulingPolicyArn": f"{ARN}:scheduling-policy/fair",
+        }
+        self._numbers = count(1)
+
+    @property
+    def faults(self) -> Faults:  # type: ignore[override]
+        return self.ml.faults
+
+    def _count_call(self) -> None:
+        self.ml.calls += 1
+
+    # What happens to service jobs.
+
+    def waiting(self) -> list[Request]:
+        return [one for one in self.jobs.values() if one["status"] in ("SUBMITTED", "RUNNABLE")]
+
+    def dispatch(self, job: Request) -> str:
+        """To SageMaker; the name of the training job."""
+        payload = json.loads(job["serviceRequestPayload"])
+        name = f"AWSBatch{payload['TrainingJobName']}{next(self._numbers):032x}"
+        request = payload | {"TrainingJobName": name}
+        assert not [*request_problems("sagemaker", "CreateTrainingJob", request)]
+        self.ml.make(request, visible=0)  # long before anybody else hears of it
+        self.tries[name] = (job["jobId"], len(job["attempts"]) + 1)
+        resource = {"name": "TrainingJobArn", "value": f"{TRAINING_JOB}/{name}"}
+        job |= {"status": "SCHEDULED", "latestAttempt": {"serviceResourceId": resource}}
+        job.pop("statusReason", None)
+        return name
+
+    def fall_back(self, job: Request) -> None:
+        """No capacity: back to the queue, which costs no try."""
+        self.ml.end(_name(job["latestAttempt"]), "Stopped")
+        job |= {"status": "RUNNABLE", "statusReason": "CAPACITY:INSUFFICIENT_INSTANCE_CAPACITY"}
+
+    def settle(self) -> None:
+        for job in self.jobs.values():
+            if job["status"] not in ("SCHEDULED", "STARTING", "RUNNING"):
+                continue
+            training = self.ml.jobs[_name(job["latestAttempt"])]
+            if training["TrainingJobStatus"] in ENDED:
+                self._try_ended(job, training)
+            elif "TrainingStartTime" in training:
+                job |= {"status": "RUNNING"}
+                job.setdefault("startedAt", self._now())
+
+    # How.
+
+    def _submit_service_job(self, request: Request) -> Request:
+        for job in self.jobs.values():
+            if job["_token"] == request["clientToken"]:
+                if self.rejects_twins:
+                    raise _refused("The request has a client token that was used before", "SubmitServiceJob")
+                return {"jobName": job["jobName"], "jobId": job["jobId"]}
+        assert (request["jobQueue"], "shareIdentifier" in request) == ("ml", True)
+        assert len(request["serviceRequestPayload"]) <= 10 * 1024
+        self.on_submit(request)
+        self.submitted.append(request)
+        job_id = f"{next(self._numbers):08x}-0000-4000-8000-000000000000"
+        kept = {name: request[name] for name in ("jobName", "serviceRequestPayload", "retryStrategy", "tags")}
+        self.jobs[job_id] = kept | {
+            "jobId": job_id,
+            "jobQueue": self.queue["jobQueueArn"],
+            "serviceJobType": request["serviceJobType"],
+            "status": "SUBMITTED",
+            "createdAt": self._now(),
+            "startedAt": 0,
+            "attempts": [],
+            "_token": request["clientToken"],
+            "_visible": self.ml.calls + self.ml.lag,
+        }
+        return {"jobName": request["jobName"], "jobId": job_id}
+
+    def _describe_service_job(self, request: Request) -> Request:
+        job = self.jobs.get(request["jobId"])
+        if job is None or self.ml.calls <= job["_visible"]:
+            raise _refused(f"Service job {request['jobId']} does not exist", "DescribeServiceJob")
+        return {name: value for name, value in job.items() if name[0] != "_"}
+
+    def _list_service_jobs(self, request: Request) -> Request:
+        (only,) = request["filters"]
+        (name,) = only["values"]
+        listed = [one for one in self.jobs.values() if self.ml.calls > one["_visible"]]
+        found = [one for one in listed if one[{"JOB_NAME": "jobName"}[only["name"]]].lower() == name.lower()]
+        fields = ("jobId", "jobName", "status", "createdAt", "serviceJobType")
+        return {"jobSummaryList": [{key: one[key] for key in fields} for one in found]}
+
+    def _terminate_service_job(self, request: Request) -> Request:
+        job, reason = self.jobs[request["jobId"]], request["reason"]
+        if job["status"] in ("SUBMITTED", "RUNNABLE"):
+            job |= {"status": "FAILED", "statusReason": reason, "stoppedAt": self._now(), "isTerminated": True}
+        elif job["status"] not in OVER:
+            job |= {"isTerminated": True, "_reason": reason}
+            self.ml.move(_name(job["latestAttempt"]), "Stopping")
+        return {}
+
+    def _describe_job_queues(self, request: Request) -> Request:
+        return {"jobQueues": [self.queue] if self.queue["jobQueueName"] in request["jobQueues"] else []}
+
+    def _describe_scheduling_policies(self, request: Request) -> Request:
+        share = {"shareIdentifier": "production", "weightFactor": 1.0}
+        policies = [{"arn": arn, "fairsharePolicy": {"shareDistribution": [share]}} for arn in request["arns"]]
+        return {"schedulingPolicies": policies}
+
+    def _try_ended(self, job: Request, training: Request) -> None:
+        status, now = training["TrainingJobStatus"], self._now()
+        said = {"Completed": "Training job completed", "Stopped": "Training job stopped"}.get(status)
+        reason = str(job.get("_reason") or RECEIVED + str(said or training.get("FailureReason", "")))
+        times = {"startedAt": job["startedAt"] or now, "stoppedAt": now}
+        job["attempts"].append({**job["latestAttempt"], "statusReason": reason, **times})
+        if status != "Completed" and "_reason" not in job and self.tries_again(job, reason):
+            job |= {"status": "RUNNABLE"}
+        else:
+            end = "SUCCEEDED" if status == "Completed" else "FAILED"
+            job |= {"status": end, "statusReason": reason, "stoppedAt": now}
+
+    @staticmethod
+    def tries_again(job: Request, reason: str) -> bool:
+        """As the user guide says: the first rule that matches; a trailing * matches any rest, capital letters count."""
+        strategy = job["retryStrategy"]
+        if len(job["attempts"]) >= strategy["attempts"]:
+            return False
+        for rule in strategy["evaluateOnExit"]:
+            pattern = rule["onStatusReason"]
+            if reason == pattern or (pattern.endswith("*") and reason.startswith(pattern[:-1])):
+                return bool(rule["action"] == "RETRY")
+        return True
+
+    def _now(self) -> int:
+        return int(self.ml.clock() * 1000)
+
+
+def _name(attempt: Request) -> str:
+    return str(attempt["serviceResourceId"]["value"]).rpartition("/")[2]
+
+
+def _refused(message: str, operation: str) -> ClientError:
+    return client_error("ClientException", message, operation=operation)
 
 
 def refused(code: str, message: str, operation: str) -> ClientError:

@@ -7,18 +7,15 @@ from typing import Any
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import JobRecord, JobState
-from jobs.plan.dag import Plan
-from jobs.plan.spec import JobSpec
+from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from jobs.targets.sagemaker.target import SageMakerTarget
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import TRN1, job, plan
-from tests.jobs.targets.batch.faults import Faults, Killed, faulty
-from tests.jobs.targets.batch.setting import FAST, Clock
-from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker
-from tests.jobs.targets.sagemaker.fake_service_jobs import FakeServiceJobs
+from tests.jobs.targets.faults import FAST, Clock, Faults, Killed, faulty
+from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker, FakeServiceJobs
 
 ROLE = "arn:aws:iam::123456789012:role/relevance-train"
 COMMAND = ("trnjobs-entry", "--", "trnpipe", "train")
@@ -83,8 +80,7 @@ class Setting:
 
     def drive(self, meanwhile: Callable[[], object], faults: Faults | None = None, *, round_: int = 1) -> None:
         """One driver from its submission to the end of the cycle, in a process of its own."""
-        faults = faults or Faults()
-        self.ml.faults = faults
+        faults = self.ml.faults = faults or Faults()
         names = [one.name for one in self.plan.jobs]
         try:
             self.target(self.store(faults), Following(meanwhile)).submit(self.plan, round_, names)

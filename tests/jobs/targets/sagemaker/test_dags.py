@@ -16,7 +16,7 @@ from jobs.cycle.job_states import leaves_of
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import NodeEnd
 from tests.jobs.cycle import cases
-from tests.jobs.targets.batch.faults import Faults
+from tests.jobs.targets.faults import Faults
 from tests.jobs.targets.local.cases import Fate, of_no_use, world
 from tests.jobs.targets.local.test_engine import dags
 from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker, refused
@@ -42,9 +42,9 @@ def apply(ml: FakeSageMaker, name: str, end: str) -> None:
     match end:
         case "host lost":
             ml.start(name)
-            ml.fail(name, "InternalServerError: We encountered an internal error. Please try again.")
+            ml.end(name, "Failed", "InternalServerError: We encountered an internal error. Please try again.")
         case "no capacity":
-            ml.fail(name, "CapacityError: Unable to provision requested ML compute capacity.")
+            ml.end(name, "Failed", "CapacityError: Unable to provision requested ML compute capacity.")
         case "timeout" | "stopped from the console":
             ml.start(name)
             ml.end(name, "Stopped", secondary="MaxRuntimeExceeded" if end == "timeout" else "Stopped")
@@ -84,6 +84,9 @@ class Sky:
     def __call__(self) -> None:
         self.waits += 1
         assert self.waits < 2000, "the cycle hangs"
+        self.move_all()
+
+    def move_all(self) -> None:
         live = self.at.ml.live()
         for number, name in enumerate(self.rng.sample(live, len(live))):
             self.move(name, self.rng.choice(["end", "start", "interrupt", "stay"]) if number else "end")
@@ -96,7 +99,7 @@ class Sky:
         elif what == "start":
             self.at.ml.start(name)
         elif what == "interrupt" and "TrainingStartTime" in self.at.ml.jobs[name]:
-            self.at.ml.interrupt(name)
+            self.at.ml.move(name, "InProgress", "Interrupted")
 
     def key_of(self, name: str) -> tuple[str, int]:
         return key_of(self.at.ml.jobs[name])
@@ -156,16 +159,12 @@ class QueueSky(Sky):
         at.ml.on_create = lambda request: None
         at.batch.on_submit = self.check
 
-    def __call__(self) -> None:
-        self.waits += 1
-        assert self.waits < 2000, "the cycle hangs"
+    def move_all(self) -> None:
         for job in self.at.batch.waiting():
             self.at.batch.dispatch(job)
             if self.rng.random() < 0.2:
                 self.at.batch.fall_back(job)
-        live = self.at.ml.live()
-        for number, name in enumerate(self.rng.sample(live, len(live))):
-            self.move(name, self.rng.choice(["end", "start", "interrupt", "stay"]) if number else "end")
+        super().move_all()
         if self.rng.random() < 0.7:
             self.at.batch.settle()
 

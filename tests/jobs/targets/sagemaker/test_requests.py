@@ -1,38 +1,41 @@
-"""Requests and names; what is refused before anything is sent; what it costs."""
+"""Requests, names and retry rules of training and service jobs; what is refused before anything is sent."""
 
+import json
 from typing import Any
 
 import pytest
 
 from jobs.config import JobsConfig, Step
-from jobs.cycle.job_states import Leaf
+from jobs.cycle.job_states import HOST_TERMINATED, Leaf, is_tried_again
 from jobs.plan.script import plan_script
+from jobs.plan.spec import Retry
 from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.placement import SPOT_WAIT_S, with_placements
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
+    RECEIVED,
     Cycle,
     check_plan,
     direct_request,
     request_problems,
+    retry_rules,
     sagemaker_requests,
+    service_job_request,
     training_job_request,
 )
-from pipeline.core.errors import ConfigError
+from jobs.targets.sagemaker.routes import end_of
+from pipeline.core.errors import EXIT_TABLE, ConfigError
 from tests.jobs.cycle.cases import TRN1, job, plan
+from tests.jobs.targets.sagemaker.fake_sagemaker import FakeServiceJobs
 from tests.jobs.targets.sagemaker.setting import QUEUE, ROLE, ml_plan
 
 IMAGE = "1234.dkr.ecr.us-west-2.amazonaws.com/trnpipe@sha256:" + "0" * 64
+GROUP = job("train", num_nodes=2, resources=TRN1)
 
 
-def test_the_request_of_a_gang() -> None:
-    train = job(
-        "train",
-        num_nodes=2,
-        resources=TRN1,
-        environment={"A": "b"},
-        command=("trnjobs-entry", "--", "trnpipe", "launch", "--", "examples/ddp_script.py", "--steps", "40"),
-    )
+def test_the_request_of_a_node_group() -> None:
+    words = ("trnpipe", "launch", "--", "examples/ddp_script.py", "--steps", "40")
+    train = GROUP.model_copy(update={"environment": {"A": "b"}, "command": ("trnjobs-entry", "--", *words)})
     of = ml_plan(train, sagemaker={"subnets": ["subnet-1"], "security_groups": ["sg-1"], "keep_alive_s": 600})
     cycle = Cycle(of, 0.0)
     name = cycle.training_job(Leaf(train), 1, 2)
@@ -46,7 +49,7 @@ def test_the_request_of_a_gang() -> None:
             "TrainingImage": train.image,
             "TrainingInputMode": "File",
             "ContainerEntrypoint": ["trnjobs-entry", "--"],
-            "ContainerArguments": ["trnpipe", "launch", "--", "examples/ddp_script.py", "--steps", "40"],
+            "ContainerArguments": [*words],
         },
         "OutputDataConfig": {"S3OutputPath": "s3://bucket/relevance/sagemaker"},
         "ResourceConfig": {
@@ -74,40 +77,67 @@ def test_the_request_of_a_gang() -> None:
     }
 
 
+def test_the_request_of_a_service_job() -> None:
+    cycle = Cycle(ml_plan(GROUP, sagemaker=QUEUE, priority=7), 0.0)
+    request = service_job_request(cycle, Leaf(GROUP), 1)
+    name = cycle.leaf_id(Leaf(GROUP), 1)
+    payload, strategy = json.loads(request.pop("serviceRequestPayload")), request.pop("retryStrategy")
+    assert name.startswith("relevance-2026-11-20-train-r1-")
+    assert request == {
+        "jobName": name,
+        "jobQueue": "ml",
+        "serviceJobType": "SAGEMAKER_TRAINING",
+        "shareIdentifier": "production",
+        "schedulingPriority": 7,
+        "tags": {"pipeline": "relevance", "cycle": "2026-11-20", "job": "train"},
+        "clientToken": name,
+    }
+    assert strategy["attempts"] == 3
+    assert [(one["action"], one["onStatusReason"]) for one in strategy["evaluateOnExit"]] == [
+        ("RETRY", "Received status from SageMaker: AlgorithmError: exit 75 *"),
+        ("RETRY", "Received status from SageMaker: AlgorithmError: exit 143 *"),
+        ("RETRY", "Received status from SageMaker: InternalServerError*"),
+        ("RETRY", "Received status from SageMaker: CapacityError*"),
+        ("EXIT", "*"),
+    ]
+    assert len(payload["TrainingJobName"]) <= 23
+    assert payload["ResourceConfig"]["InstanceCount"] == 2
+    assert payload["Environment"]["TRNJOBS_STARTS"] == name
+    assert "TRNJOBS_ATTEMPT" not in payload["Environment"]  # Batch sends the same payload for every try
+    assert [*request_problems("sagemaker", "CreateTrainingJob", payload)] == []
+
+
 def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_starts() -> None:
-    train = job("train", num_nodes=2, resources=TRN1)
     spot = {"spot": True, "keep_alive_s": 600}
     settings = JobsConfig.model_validate({"role": ROLE, "sagemaker": spot})
-    of = with_placements(ml_plan(train, job("evaluate", "train", num_nodes=2, resources=TRN1)), settings)
-    cycle = Cycle(of, 0.0)
-    first, second = (direct_request(cycle, Leaf(of.job("train")), 1, attempt) for attempt in (1, 2))
+    of = with_placements(ml_plan(GROUP, job("evaluate", "train", num_nodes=2, resources=TRN1)), settings)
+    cycle, leaf = Cycle(of, 0.0), Leaf(of.job("train"))
+    first, second = (direct_request(cycle, leaf, 1, attempt) for attempt in (1, 2))
     assert [*request_problems("sagemaker", "CreateTrainingJob", first)] == []
     assert first["EnableManagedSpotTraining"] is True
     assert first["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 3600 + SPOT_WAIT_S}
     assert "KeepAlivePeriodInSeconds" not in first["ResourceConfig"]
     starts = [one["Environment"]["TRNJOBS_STARTS"] for one in (first, second)]
-    assert starts == [cycle.leaf_id(Leaf(of.job("train")), 1)] * 2
+    assert starts == [cycle.leaf_id(leaf, 1)] * 2
     assert second["Environment"]["TRNJOBS_ATTEMPT"] == "2"
-    on_demand = direct_request(Cycle(ml_plan(train), 0.0), Leaf(train), 1, 1)
+    on_demand = direct_request(Cycle(ml_plan(GROUP), 0.0), Leaf(GROUP), 1, 1)
     assert "TRNJOBS_STARTS" not in on_demand["Environment"] and "EnableManagedSpotTraining" not in on_demand
 
 
-def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None:
-    long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": "p_" * 30})
-    leaves = [Leaf(long.jobs[0], index) for index in (0, 1)]
+@pytest.mark.parametrize("pipeline", ["p_" * 30, "relevance-of-the-whole-catalogu"])  # 31, as infra/ allows
+def test_names_are_short_and_differ_for_every_try_round_child_and_life(pipeline: str) -> None:
+    long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": pipeline})
     names = [
-        Cycle(long, life).training_job(leaf, round_, attempt)
+        Cycle(long, life).training_job(Leaf(long.jobs[0], index), round_, attempt)
         for life in (1.0, 2.0)
-        for leaf in leaves
-        for round_ in (1, 2)
-        for attempt in (1, 2)
+        for index in (0, 1)
+        for round_ in (1, 12)
+        for attempt in (1, 10)
     ]
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= MAX_NAME
-    of_infra = long.model_copy(update={"pipeline": "relevance-of-the-whole-catalogu"})  # 31, as infra/ allows
-    longest = [Cycle(of_infra, 0.0).training_job(leaf, 12, 10) for leaf in leaves]
-    assert all(name.startswith("relevance-of-the-whole-catalogu-") and "r12a10" in name for name in longest)
-    assert max(map(len, longest)) <= MAX_NAME
+    assert all(name.startswith(pipeline[:31].replace("_", "-").rstrip("-")) for name in names)
+    assert "r12a10" in names[-1]
 
 
 @pytest.mark.parametrize(
@@ -119,16 +149,52 @@ def test_names_are_short_and_differ_for_every_try_round_child_and_life() -> None
         ({"command": ("aws", *["x"] * 102)}, {}, "a command of 103 words"),
         ({"environment": {"LONG": "x" * 513}}, {}, "environment variable LONG of 513 characters"),
         ({"resources": {"vcpus": 4, "memory_mib": 99, "instance_type": "inf2.xlarge"}}, {}, "ml.inf2.xlarge, which"),
+        ({}, {"sagemaker": {"subnets": ["subnet-1"]}}, "SecurityGroupIds"),
         ({}, {"sagemaker": QUEUE, "share_identifier": ""}, "share identifier ''; expected letters"),
+        (
+            {"environment": {f"VARIABLE_{number}": "x" * 500 for number in range(30)}},
+            {"sagemaker": QUEUE},
+            r"a payload of 1\d,\d{3} bytes; expected at most 10,240",
+        ),
     ],
 )
 def test_what_is_refused_before_anything_is_sent(
     fields: dict[str, Any], placement: dict[str, Any], problem: str
 ) -> None:
-    workspace = placement.pop("workspace", "s3://bucket/relevance")
-    of = plan(job("train", **fields), **{"job_role": ROLE, **placement}).model_copy(update={"workspace": workspace})
+    workspace = placement.get("workspace", "s3://bucket/relevance")
+    where = {"job_role": ROLE} | {name: value for name, value in placement.items() if name != "workspace"}
+    of = plan(job("train", **fields), **where).model_copy(update={"workspace": workspace})
     with pytest.raises(ConfigError, match=problem):
         check_plan(of)
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "again"),
+    [
+        *((f"AlgorithmError: exit {one.exit_code} {one.name}: words, exit code: {one.exit_code}", one.exit_code,
+           one.retry) for one in EXIT_TABLE if one.exit_code),
+        *((f"AlgorithmError: exit 75 TransientError: {'é' * 1000}, exit code: 75".encode()[: 1024 - cut].decode(
+            errors="replace"), 75, True) for cut in range(2)),
+        ("AlgorithmError: exit 7 error, exit code: 7", 7, False),
+        ("AlgorithmError: exit 1 error: no exit 75 here, exit code: 1", 1, False),
+        ("AlgorithmError: , exit code: 1", 1, False),
+        ("AlgorithmError: ", 1, False),
+        ("InternalServerError: We encountered an internal error. Please try again.", None, True),
+        ("CapacityError: Unable to provision requested ML compute capacity.", None, True),
+        ("ClientError: Artifact upload failed: access denied", None, False),
+        ("ClientError: InternalServerError", None, False),
+        ("", None, False),
+    ],
+)  # fmt: skip
+def test_every_kind_of_failure_is_tried_again_alike_by_us_and_by_the_rules_of_the_queue(
+    reason: str, code: int | None, again: bool
+) -> None:
+    """Though its reason is cut."""
+    retry = Retry.of(3)
+    end, strategy = end_of("Failed", "Failed", reason), {"attempts": 3, "evaluateOnExit": retry_rules(retry)}
+    assert (end.exit_code, is_tried_again(retry, 1, end)) == (code, again)
+    assert end.status_reason != HOST_TERMINATED
+    assert FakeServiceJobs.tries_again({"retryStrategy": strategy, "attempts": []}, RECEIVED + reason) == again
 
 
 def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:
@@ -140,18 +206,13 @@ def test_the_same_script_on_aws_batch_and_on_sagemaker() -> None:
     argv = ["trnpipe", "launch", "--launch.processes", "2", "--", *words]
     uri = "s3://bucket/relevance/checkpoints/run-ddp/ddp"
     batch = submit_request(of, of.jobs[0], definition="trnpipe-run:1", ids={})
-    assert batch["nodeOverrides"]["numNodes"] == 2
     (nodes,) = batch["nodeOverrides"]["nodePropertyOverrides"]
+    assert batch["nodeOverrides"]["numNodes"] == 2
     assert nodes["containerOverrides"]["command"] == ["trnjobs-entry", "--", *argv]
     definition = definition_request(of, of.jobs[0])["nodeProperties"]["nodeRangeProperties"][0]["container"]
     assert {"name": "TRNJOBS_CHECKPOINT_URI", "value": uri} in definition["environment"]
     (ml,) = [one["CreateTrainingJob"] for one in sagemaker_requests(of)]
     assert [*request_problems("sagemaker", "CreateTrainingJob", ml)] == []
-    assert ml["AlgorithmSpecification"] == {
-        "TrainingImage": IMAGE,
-        "TrainingInputMode": "File",
-        "ContainerEntrypoint": ["trnjobs-entry", "--"],
-        "ContainerArguments": argv,
-    }
-    assert ml["ResourceConfig"]["InstanceCount"] == 2
-    assert ml["Environment"]["TRNJOBS_CHECKPOINT_URI"] == uri
+    started = ml["AlgorithmSpecification"]
+    assert (started["ContainerEntrypoint"], started["ContainerArguments"]) == (["trnjobs-entry", "--"], argv)
+    assert (ml["ResourceConfig"]["InstanceCount"], ml["Environment"]["TRNJOBS_CHECKPOINT_URI"]) == (2, uri)

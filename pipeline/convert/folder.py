@@ -1,0 +1,383 @@
+"""A model of other tools: a folder or one file on any storage, read within limits. No code of it is ever run.
+
+For a BERT tokenizer, `transformers` takes lower-casing and accents from tokenizer_config.json, whatever tokenizer.json
+says (tokenization_bert.py), and sentence-transformers may lower-case on top of both.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import tokenizers
+from pydantic import BaseModel, Field, JsonValue, RootModel
+
+from pipeline.checkpoint.store import KIND as CHECKPOINT
+from pipeline.checkpoint.store import Parent, PublishedWeights
+from pipeline.core.errors import CheckpointError, ConfigError, DataError
+from pipeline.core.fingerprint import fingerprint
+from pipeline.core.format import format_bytes
+from pipeline.core.manifest import FileRecord, Manifest
+from pipeline.core.progress import progress
+from pipeline.core.record import Record
+from pipeline.core.stop import StopSignal
+from pipeline.data.tokenizer import TextTokenizer
+from pipeline.io.commit import check_record, read_manifest, record_of
+from pipeline.io.requests import RetryPolicy
+from pipeline.io.storage import Storage, folder_key, join_key, os_errors, place_of
+from pipeline.model.config import InputSpec, ModelConfig, Pooling
+from pipeline.model.hf import Foreign, parse_json
+
+_JSON_BYTES = 4 * 2**20
+TOKENIZER_BYTES = 128 * 2**20
+_WEIGHT_BYTES = 32 * 2**30  # eight billion parameters in fp32
+
+EXPORT, EXPORT_FILE = "export", "trnpipe.json"
+"""Kind of the manifest of an exported folder, and the file that describes it."""
+SCHEMA_VERSION = 1
+Format = Literal["sentence-transformers", "safetensors", "torchscript"]
+
+Json = TypeVar("Json", bound=BaseModel)
+
+
+class ExportRecord(Record):
+    """The checkpoint behind an exported folder, and the files that hold its weights."""
+
+    retired: ClassVar[dict[str, Any]] = {"programs": []}
+
+    schema_version: int = SCHEMA_VERSION
+    format: str = Field(description="A Format, or transformers or torch, which earlier versions wrote")
+    checkpoint: Parent = Field(description="What was exported; the parent of what is imported from here")
+    model: ModelConfig
+    inputs: InputSpec
+    max_tokens: int = Field(ge=3, description="Texts are cut to this, [CLS] and [SEP] included")
+    tokenizer_fingerprint: str
+    watermark: str
+    partitions: dict[str, str]
+    also_seen: dict[str, str] = Field({}, description="As in the state of a checkpoint")
+    trained_head: bool = True
+    published: PublishedWeights | None = Field(None, description="As in the state of a checkpoint")
+    settings_hash: str
+    code_version: str
+    weights: tuple[str, ...] = Field(description="Files that together hold every tensor; none: a program only")
+    family: Literal["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "modernbert"] = Field(
+        "bert", description="Whose names the encoder has; those of RoBERTa were written by earlier versions alone"
+    )
+
+
+@dataclass
+class Source:
+    """What is to be imported. Files of an export of trnpipe are checked against its manifest."""
+
+    storage: Storage
+    folder: str
+    """Prefix of the folder; empty for a single file."""
+    file: str = ""
+    """Name of a single file."""
+    manifest: Manifest | None = None
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """Of every file that was read."""
+
+    @property
+    def uri(self) -> str:
+        return self.where(self.file)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the content of all that was read."""
+        return fingerprint({name: record.xxh3_128 for name, record in self.records.items()})
+
+    def where(self, name: str) -> str:
+        """Return the URI of one file; '' for the folder itself."""
+        return self.storage.uri(join_key(self.folder, name) if name else self.folder)
+
+    def has(self, name: str) -> bool:
+        return self.storage.stat(join_key(self.folder, name)) is not None
+
+    def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
+        """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
+        data = self.storage.read_bytes(self._key_of(name, limit_bytes))
+        self._note(name, record_of(BytesIO(data)))
+        return data
+
+    def json(self, name: str, model: type[Json]) -> Json:
+        """Read a small JSON file. Raises ConfigError naming the field that does not fit."""
+        return parse_json(self.read(name), model, self.where(name))
+
+    def local(self, name: str, scratch: Path) -> Path:
+        """Return a file of weights as a local one, downloaded if needed. Raises as `read` does."""
+        key = self._key_of(name, _WEIGHT_BYTES)
+        path = self.storage.local_path(key)
+        if path is None:
+            path = scratch / name.replace("/", "-")
+            self.storage.download(key, path)
+        with (
+            os_errors("reading", self.where(name)),
+            path.open("rb") as file,
+            progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
+        ):
+            self._note(name, record_of(file, self.storage.stop, advance))
+        return path
+
+    def _key_of(self, name: str, limit_bytes: int) -> str:
+        key = join_key(self.folder, name)
+        stat = self.storage.stat(key)
+        if stat is None or stat.size_bytes > limit_bytes:
+            raise CheckpointError(
+                f"{self.where(name)} {f'has {format_bytes(stat.size_bytes)}' if stat else 'does not exist'}",
+                expected=f"a file of at most {format_bytes(limit_bytes)}",
+                next_command="copy the whole folder, or name the file with the weights",
+            )
+        return key
+
+    def _note(self, name: str, record: FileRecord) -> None:
+        self.records[name] = record
+        if self.manifest is not None and name in self.manifest.files:
+            try:
+                check_record(self.where(name), self.manifest.files[name], record)
+            except DataError as error:
+                raise CheckpointError(error.seen, expected=error.expected, next_command="export it again") from error
+
+
+def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
+    """Open the folder or file at a path or URI. Raises ConfigError if nothing is there, or a checkpoint of ours."""
+    storage, name = place_of(text, retry=retry, stop=stop)
+    if storage.stat(name) is not None:
+        return Source(storage, "", file=name)
+    if next(iter(storage.list(name)), None) is None:
+        raise ConfigError(
+            f"{storage.uri(name)} does not exist",
+            expected="a Hugging Face folder, a safetensors file or a torch.save file",
+            next_command="check the path",
+        )
+    try:
+        manifest = read_manifest(storage, name)
+    except DataError:  # a MANIFEST.json of another program
+        manifest = None
+    if manifest is not None and manifest.kind == CHECKPOINT:
+        raise ConfigError(
+            f"{storage.uri(name)} is a checkpoint of trnpipe already",
+            expected="a model of other tools, or a folder that trnpipe export wrote",
+            next_command=f"--train.start {storage.uri(name)}",
+        )
+    return Source(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
+
+
+# What sentence-transformers adds to a Hugging Face folder: pooling, prompts, lengths.
+
+MODULES, SENTENCE, MODEL = "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"
+POOLINGS: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+"""Name in sentence-transformers to the name here."""
+LEGACY = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Poolings as saved by sentence-transformers before 5.4, in its order."""
+# The names under which SentenceTransformer.encode_query and encode_document look for a prompt, in their order.
+QUERY, PRODUCT = ("query",), ("document", "passage", "corpus")
+
+_LENGTHS = ("max_seq_length", "processor_kwargs.model_max_length", "tokenizer_args.model_max_length")
+# Keys that are read here, or that change no vector. What has no counterpart must say nothing.
+_READ = frozenset(
+    {*_LENGTHS, "do_lower_case", "unpad_inputs", "embedding_dimension", "word_embedding_dimension", "pooling_mode"}
+    | {*LEGACY, "include_prompt", "__version__", "prompts", "default_prompt_name", "similarity_fn_name"}
+)
+_ONLY: Mapping[str, str] = {
+    "transformer_task": "feature-extraction",
+    "modality_config.text.method": "forward",
+    "modality_config.text.method_output_name": "last_hidden_state",
+    "module_output_name": "token_embeddings",
+    "model_type": "SentenceTransformer",
+}
+
+
+@dataclass(frozen=True)
+class FolderSettings:
+    """How a text becomes a vector there."""
+
+    format: Literal["sentence-transformers", "transformers"]
+    pooling: Pooling
+    folder: str = ""
+    """Prefix of the Hugging Face files in the folder, with a slash at its end; mostly ''."""
+    max_tokens: int | None = None
+    lowercase: bool = False
+    query_prefix: str = ""
+    product_prefix: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class _Module(Foreign):
+    type: str
+    path: str
+
+
+class _Modules(RootModel[tuple[_Module, ...]]):
+    """modules.json as sentence-transformers writes it"""
+
+
+class _Object(RootModel[dict[str, JsonValue]]):
+    """A JSON object as sentence-transformers writes it"""
+
+
+def _refused(where: str, seen: str, expected: str) -> ConfigError:
+    return ConfigError(f"{where}: {seen}", expected=expected, next_command="correct that file, or import another model")
+
+
+def _read_keys(source: Source, name: str) -> dict[str, Any]:
+    """Return the keys that are set, nested ones joined by dots. Raises ConfigError for what has no counterpart here."""
+    found: dict[str, JsonValue] = {}
+    left = list(source.json(name, _Object).root.items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict) and key not in _READ:
+            left += [(f"{key}.{inner}", content) for inner, content in value.items()]
+        elif value and key not in _READ and value != _ONLY.get(key):
+            expected = repr(_ONLY[key]) if key in _ONLY else "nothing under that key"
+            raise _refused(source.where(name), f"{key} = {value!r} has no counterpart in trnpipe", expected)
+        else:
+            found[key] = value
+    return found
+
+
+def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSettings:
+    """Read what sentence-transformers adds to a Hugging Face folder; without modules.json, return `pooling_of_plain`.
+
+    Raises ConfigError naming what has no counterpart here.
+    """
+    if not source.has(MODULES):
+        return FolderSettings("transformers", pooling_of_plain, notes=(f"pooling {pooling_of_plain}, model.pooling",))
+    modules = source.json(MODULES, _Modules).root
+    kinds = [module.type.removeprefix("sentence_transformers.").rpartition(".")[2] for module in modules]
+    is_theirs = all(module.type.startswith("sentence_transformers.") for module in modules)
+    if not is_theirs or kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        seen = f"modules {', '.join(module.type for module in modules) or 'none'}"
+        raise _refused(
+            source.where(MODULES), seen, "Transformer, Pooling and perhaps Normalize, of sentence-transformers"
+        )
+    folder, pooling = (f"{path}/" if (path := folder_key(module.path)) else "" for module in modules[:2])
+    sentence = _read_keys(source, folder + SENTENCE) if source.has(folder + SENTENCE) else {}
+    model = _read_keys(source, MODEL) if source.has(MODEL) else {}
+    found = _read_keys(source, f"{pooling}config.json")
+
+    where = source.where(f"{pooling}config.json")
+    modes = found.get("pooling_mode") or [mode for key, mode in LEGACY.items() if found.get(key)] or "mean"
+    mode = " + ".join(map(str, modes)) if isinstance(modes, list) else str(modes)
+    if mode not in POOLINGS:
+        raise _refused(where, f"pooling {mode}", f"one of {', '.join(POOLINGS)}")
+    query, product, notes = _prompts(source.where(MODEL), model)
+    if (query or product) and found.get("include_prompt") is False:
+        raise _refused(where, "include_prompt false, with prompts before texts", "a pooling over all tokens")
+    similarity, is_normalized = model.get("similarity_fn_name"), "Normalize" in kinds
+    # Vectors have length one in trnpipe, so that the three rank alike.
+    if similarity not in (None, "cosine", *(("dot", "euclidean") if is_normalized else ())):
+        seen = f"similarity_fn_name {similarity} {'with' if is_normalized else 'without'} a Normalize module"
+        raise _refused(source.where(MODEL), seen, "cosine")
+    if not is_normalized:
+        notes += ("sentence-transformers leaves these vectors at their length; here they have length one",)
+    max_tokens = next((value for value in map(sentence.get, _LENGTHS) if value), None)
+    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 3):
+        raise _refused(source.where(folder + SENTENCE), f"max_seq_length {max_tokens!r}", "3 or more")
+    lowercase = bool(sentence.get("do_lower_case"))
+    return FolderSettings("sentence-transformers", POOLINGS[mode], folder, max_tokens, lowercase, query, product, notes)
+
+
+def _prompts(where: str, model: Mapping[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+    """Return the prompts of queries and of products, and notes. Raises ConfigError for one before every text."""
+    given = model.get("prompts") or {}
+    if not isinstance(given, dict) or not all(isinstance(text, str) for text in given.values() if text):
+        raise _refused(where, f"prompts {given!r}", "texts by name")
+    prompts = {name: text for name, text in given.items() if text}
+    query, product = (next((prompts[name] for name in names if name in prompts), "") for names in (QUERY, PRODUCT))
+    notes = []
+    if others := sorted(f"{name} {text!r}" for name, text in prompts.items() if text not in (query, product)):
+        notes.append(f"sentence-transformers may put further prompts before texts ({', '.join(others)}); not trnpipe")
+    if query or product:
+        notes.append(f"queries begin with {query!r}, products with {product!r}, as its prompts say")
+    always = prompts.get(str(model.get("default_prompt_name")), "")
+    if always and not always == query == product:
+        seen = f"default_prompt_name puts {always!r} before every text"
+        raise _refused(where, seen, "default_prompt_name null, and prompts named query and document")
+    return query, product, tuple(notes)
+
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+BERT = ("BertTokenizer", "BertTokenizerFast", "MPNetTokenizer", "MPNetTokenizerFast")
+_OF_FAMILIES = ("RobertaTokenizer", "XLMRobertaTokenizer", "CamembertTokenizer")
+AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend", *_OF_FAMILIES, *(f"{name}Fast" for name in _OF_FAMILIES))
+
+
+class _Added(Foreign):
+    content: str
+
+
+class TokenizerJson(Foreign):
+    """tokenizer_config.json as transformers writes it"""
+
+    tokenizer_class: str = BERT[0]
+    do_lower_case: bool = True
+    strip_accents: bool | None = None
+    tokenize_chinese_chars: bool = True
+    model_max_length: float | None = Field(None, ge=3)
+    added_tokens_decoder: dict[str, _Added] = Field(default_factory=dict)
+    add_prefix_space: bool | None = None
+    truncation_side: Literal["right"] = "right"
+
+
+def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> tuple[TextTokenizer, int | None, list[str]]:
+    """Return the tokenizer, the longest text its config allows (None: no limit), and what was changed in it.
+
+    `lowercase`: sentence-transformers lower-cases before the tokenizer. Raises ConfigError, DataError.
+    """
+    name, where = source.where(folder + TOKENIZER_CONFIG), source.where(folder + TOKENIZER)
+    has_config = source.has(folder + TOKENIZER_CONFIG)
+    config = source.json(folder + TOKENIZER_CONFIG, TokenizerJson) if has_config else TokenizerJson()
+    if config.tokenizer_class not in BERT + AS_IT_IS:
+        raise _refused(name, f"tokenizer class {config.tokenizer_class}", f"one of {', '.join(BERT + AS_IT_IS)}")
+    data = source.read(folder + TOKENIZER, TOKENIZER_BYTES)
+    tokenizer, notes = TextTokenizer(data, where), []
+    content: dict[str, Any] = json.loads(data)
+    theirs = tokenizers.Tokenizer.from_str(data.decode())
+    for number, added in config.added_tokens_decoder.items():
+        if str(theirs.token_to_id(added.content)) != number:
+            seen = f"added_tokens_decoder has {added.content!r} as {number}, and {where} does not"
+            raise _refused(name, seen, "a tokenizer.json with all of its tokens")
+    space = (content.get("pre_tokenizer") or {}).get("add_prefix_space")
+    if None not in (space, config.add_prefix_space) and space != config.add_prefix_space:
+        raise _refused(name, f"add_prefix_space {config.add_prefix_space}, and {where} has {space}", "the same in both")
+    wanted = content.get("normalizer")
+    if config.tokenizer_class in BERT:
+        # `transformers` builds a tokenizer of its own from the vocabulary: the file must hold the same one.
+        parts = [(content.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]
+        if parts != ["WordPiece", "BertPreTokenizer"]:
+            seen = f"{parts[0]} after {parts[1]} in a BERT tokenizer"
+            raise _refused(where, seen, "WordPiece after BertPreTokenizer, or tokenizer_class PreTrainedTokenizerFast")
+        wanted = {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": config.tokenize_chinese_chars,
+            "strip_accents": config.strip_accents,
+            "lowercase": config.do_lower_case,
+        }
+    steps = wanted["normalizers"] if wanted and wanted["type"] == "Sequence" else [wanted] if wanted else []
+    if lowercase and not any(step.get("type") == "Lowercase" or step.get("lowercase") for step in steps):
+        wanted = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *steps]}
+    if wanted != content.get("normalizer"):
+        content["normalizer"] = wanted
+        notes.append("the normaliser of its tokenizer.json gives way to its other files, as in transformers")
+        tokenizer = TextTokenizer(json.dumps(content, ensure_ascii=False).encode(), where)
+    if config.tokenizer_class in AS_IT_IS:
+        theirs.no_truncation()
+        theirs.no_padding()
+        # Lower-casing has nothing to do with the tokens around a text.
+        for text in ("a sample text", ""):
+            found, expected = theirs.encode(text).ids, tokenizer.encode([text]).ids.tolist()
+            if found != expected:
+                raise _refused(where, f"makes {found} of {text!r}", f"{expected}: [CLS], the tokens, [SEP]")
+    longest = config.model_max_length
+    return tokenizer, None if longest is None or longest > 2**31 else int(longest), notes
