@@ -15,8 +15,8 @@ WRONG_FIELDS = "malformed row: wrong number of fields"
 UNCLOSED_QUOTE = "malformed row: quote never closed"
 TEXT_AFTER_QUOTE = "malformed row: text after a closing quote"
 _DELIMITERS = (",", "\t", ";", "|")
-_LONGEST_RECORD = 128 * 2**10
-"""Characters after which a quote that is still open in another line was never meant."""
+_LONGEST_LINES = 128 * 2**10
+"""Characters of lines without a quote after which one that is still open was never meant."""
 csv.field_size_limit(max(16 * 2**20, csv.field_size_limit()))
 _HELD_CHARACTERS = 1000  # of what is malformed, for the quarantine
 _ESCAPES = {'\\"': '""', "\\\\": "\\"}
@@ -44,12 +44,12 @@ class _Lines(Iterator[str]):
         self._size = 0
 
     def __next__(self) -> str:
-        """Raises csv.Error if the lines that were taken already are too long for one record."""
-        if self._size > _LONGEST_RECORD:
+        """Raises csv.Error if too much was taken for the record since its last quote."""
+        if self._size > _LONGEST_LINES:
             raise csv.Error("a quote is never closed")
         line = self._ahead.popleft() if self._ahead else next(self._text)
         self.taken.append(line)
-        self._size += len(line)
+        self._size = len(line) + (0 if '"' in line else self._size)
         return line
 
     def begin_record(self) -> None:
@@ -60,7 +60,7 @@ class _Lines(Iterator[str]):
         """Make the first `count` lines from the start of the record the ones that are taken."""
         self._ahead.extendleft(reversed(self.taken))
         self.taken = [self._ahead.popleft() for _ in range(count)]
-        self._size = sum(map(len, self.taken))
+        self._size = 0
 
 
 class CsvRecords:

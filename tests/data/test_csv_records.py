@@ -126,10 +126,12 @@ def test_a_torn_line_of_a_tsv_costs_itself_alone() -> None:
 
 
 def test_a_long_text_of_one_line_is_read_and_an_unclosed_quote_is_not_read_on_for_ever() -> None:
-    long = "x" * 200_000
-    _, found = records(f'{HEADER}\nq,"{long}",x\nq,{long},x\nq,"open,x\n' + "q,t,x\n" * 40_000)
-    assert [row for _, row in found[:2]] == [["q", long, "x"]] * 2
-    assert found[2][1][0] == UNCLOSED_QUOTE and len(found) > 10_000
+    long, lines = "x" * 200_000, "several\nlines " * 5000
+    several = [lines, lines, "x"]
+    rows = f'q,"{long}",x\nq,{long},x\n"{lines}","{lines}",x\nq,"open,x\n' + "q,t,x\n" * 40_000
+    _, found = records(f"{HEADER}\n{rows}")
+    assert [row for _, row in found[:3]] == [["q", long, "x"], ["q", long, "x"], several]
+    assert found[3][1][0] == UNCLOSED_QUOTE and len(found) > 10_000
 
 
 @pytest.mark.parametrize("text", ['query,"title\nq,t\n', 'query,"title" x,label\nq,t,x\n'])

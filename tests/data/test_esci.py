@@ -27,35 +27,26 @@ def esci(tmp_path: Path) -> Path:
     """60 examples in two locales, a third of them in Spanish; product P9 is unknown; P1 exists in both locales."""
     folder = tmp_path / "esci"
     folder.mkdir()
-    examples = [
-        {
-            "example_id": i,
-            "query": f"query {i // 4}",
-            "query_id": i // 4,
-            "product_id": f"P{i % 10}",
-            "product_locale": "es" if i % 3 == 0 else "us",
-            "esci_label": LABELS[i % 4],
-            "small_version": i % 2,
-            "large_version": 1,
-            "split": "test" if i // 4 % 5 == 0 else "train",
-        }
-        for i in range(60)
-    ]
-    products = [
-        {
-            "product_id": f"P{i}",
-            "product_title": f"{locale} title {i}",
-            "product_description": "long " * 300 if i == 2 else None,
-            "product_bullet_point": f"point {i}",
-            "product_brand": "Brand" if i % 2 else None,
-            "product_color": None,
-            "product_locale": locale,
-        }
-        for i in range(9)
-        for locale in ("us", "es")
-    ]
-    pq.write_table(pa.Table.from_pylist(examples), folder / "shopping_queries_dataset_examples.parquet")
-    pq.write_table(pa.Table.from_pylist(products), folder / "shopping_queries_dataset_products.parquet")
+    rows = range(60)
+    examples = {
+        "query": [f"query {i // 4}" for i in rows],
+        "query_id": [i // 4 for i in rows],
+        "product_id": [f"P{i % 10}" for i in rows],
+        "product_locale": ["es" if i % 3 == 0 else "us" for i in rows],
+        "esci_label": [LABELS[i % 4] for i in rows],
+        "small_version": [i % 2 for i in rows],
+        "split": ["test" if i // 4 % 5 == 0 else "train" for i in rows],
+    }
+    products = {
+        "product_id": [f"P{i // 2}" for i in range(18)],
+        "product_title": [f"{('us', 'es')[i % 2]} title {i // 2}" for i in range(18)],
+        "product_description": ["long " * 300 if i // 2 == 2 else None for i in range(18)],
+        "product_bullet_point": [f"point {i // 2}" for i in range(18)],
+        "product_brand": ["Brand" if i // 2 % 2 else None for i in range(18)],
+        "product_locale": ["us", "es"] * 9,
+    }
+    pq.write_table(pa.table(examples), folder / "shopping_queries_dataset_examples.parquet")
+    pq.write_table(pa.table(products), folder / "shopping_queries_dataset_products.parquet")
     return folder
 
 
