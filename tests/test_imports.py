@@ -33,8 +33,8 @@ LAYERS = (
 )
 JOBS_LAYERS = (
     ("schedule",),
-    ("config",),
-    ("plan", "settings"),
+    ("settings",),
+    ("plan",),
     ("cycle", "node"),
     ("targets",),
     ("setup",),
@@ -62,7 +62,6 @@ ONLY_IN = {
         "pipeline/evaluate/",
         "pipeline/convert/",
         "pipeline/health/device.py",
-        "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
         "pipeline/commands/doctor.py",

@@ -12,8 +12,17 @@ from typing import ClassVar, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Cancel, JobRecord, Submission
-from jobs.cycle.job_states import Leaf, failed_leaf, leaves_of, new_record, parent_record, with_last_attempt
+from jobs.cycle.job_states import (
+    Cancel,
+    JobRecord,
+    Leaf,
+    Submission,
+    failed_leaf,
+    leaves_of,
+    new_record,
+    parent_record,
+    with_last_attempt,
+)
 from jobs.node.post_mortem import PostMortem, secrets_of, without_secrets
 from jobs.plan.spec import Plan
 from pipeline.core.errors import ConfigError, Preempted, error_in_log

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from jobs.config import JobsConfig
 from jobs.plan.spec import JobSpec, Plan
+from jobs.settings import JobsConfig
 from pipeline.core.record import Record
 
 SAGEMAKER = "sagemaker"

@@ -29,10 +29,10 @@ from pipeline.core.progress import Say, progress
 from pipeline.core.record import Record
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.token_sets import Selection, open_rows
+from pipeline.data.shards import Arrays
+from pipeline.data.token_sets import Selection
 from pipeline.evaluate.config import ParityConfig
-from pipeline.evaluate.holdout import choose_rows, read_column
+from pipeline.evaluate.holdout import Holdout, open_holdout
 from pipeline.evaluate.score import ScoreProgram, Scorer, figures, load_arrays, save_arrays, to_probabilities
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
@@ -214,19 +214,19 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
         )
     with open_context(settings, stop) as ctx:
-        tasks = [make_task(settings, ctx, side, to) if side else None for side in sides]
+        tasks = {word: make_task(settings, ctx, side, to) for word, side in zip(words, sides, strict=True) if side}
 
-        def load(task: SideTask | None, word: str) -> RecordedSide:
-            place = open_storage(task.place if task else word, retry=settings.storage, stop=stop)
-            return load_side(place, ctx.scratch / KIND)
+        def load(word: str) -> RecordedSide:
+            place = tasks[word].place if word in tasks else word
+            return load_side(open_storage(place, retry=settings.storage, stop=stop), ctx.scratch / KIND)
 
         # What was recorded before is read first: a folder without a record is found before hours of training.
-        for word in (word for task, word in zip(tasks, words, strict=True) if task is None):
-            load(None, word)
-        for task in filter(None, tasks):
+        for word in set(words) - set(tasks):
+            load(word)
+        for task in tasks.values():
             doing, threads = f"recording {task.name}", torch.get_num_threads()
             list(run_tasks(record, threads, iter([task]), num_workers=1, stop=stop, doing=doing))
-        recorded = list(map(load, tasks, words))
+        recorded = [load(word) for word in words]
         if len(words) == 1:
             say(f"compare it with another side: trnpipe parity {recorded[0].uri} SIDE")
             return EXIT_OK
@@ -364,8 +364,8 @@ def record(threads: int, task: SideTask) -> None:
 
 
 def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
-    settings, prepared, label = task.settings, load_prepared(ctx), f"{task.name} of run {task.run}"
-    train, model = settings.train, settings.model
+    settings, train, model = task.settings, task.settings.train, task.settings.model
+    prepared, label = load_prepared(ctx), f"{task.name} of run {task.run}"
     place = open_storage(task.place, retry=settings.storage, stop=ctx.stop)
     inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx))
     # All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same.
@@ -374,8 +374,9 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined)
     inputs = replace(inputs, selection=selection, identity=identity)
     if read_manifest(place, ARRAYS) is None:
-        rows = open_rows(ctx.workspace, inputs.sets, "valid", ctx.scratch / "tokens")
-        scored, device = _score(task, checkpoint, rows, ctx.stop)
+        limit, cache_dir = settings.parity.rows, ctx.scratch / "tokens"
+        holdout = open_holdout(ctx.workspace, inputs.sets, "valid", cache_dir, limit, "parity.rows")
+        scored, device = _score(task, checkpoint, holdout, ctx.stop)
         save_arrays(place, ARRAYS, KIND, scored, ctx.scratch, {"side": label, "device": device})
     manifest = require_manifest(place, ARRAYS)
     # Nothing of another task may be taken for a part of this one.
@@ -424,19 +425,12 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     ctx.console.info(f"parity: {task.name} is recorded in {place.root}")
 
 
-def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSignal) -> tuple[Arrays, str]:
+def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopSignal) -> tuple[Arrays, str]:
     """Score the holdout as training evaluates it. Return the arrays of a side and the name of the device.
 
-    Raises DataError for an empty holdout, Preempted.
+    Raises Preempted.
     """
-    train = task.settings.train
-    order = choose_rows(read_column(rows, "query_id"), task.settings.parity.rows)
-    if not order.total:
-        raise DataError(
-            "the holdout is empty",
-            expected="rows in the valid split, in queries of at most parity.rows rows",
-            next_command="raise data.valid_fraction, or give a split column",
-        )
+    train, rows, order = task.settings.train, holdout.rows, holdout.order
     backend = open_device(task.settings.backend, World())
     with torch.device("meta"):
         model = RelevanceModel(task.settings.model, checkpoint.state.inputs)

@@ -22,8 +22,8 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
+from pipeline.embed.catalogue import chunk_tokens, cut_tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.texts import chunk_tokens, cut_tokens
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
 from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.hf import from_hf
@@ -352,13 +352,10 @@ _TINY = np.float32(1e-12)
 @dataclass
 class EmbedFigures:
     texts: int = 0
-    distinct: int = 0
-    """Texts that went to the device: those that are equal within a window go once."""
     tokens: int = 0
-    """Of these, without padding."""
+    """That went to the device, without padding; texts that are equal within a window go once."""
     padded_tokens: int = 0
     """Padding that was computed with them."""
-    batches: int = 0
     seconds: float = 0.0
     """Within stream."""
     idle_s: float = 0.0
@@ -446,7 +443,6 @@ class Embedder:
             window.vectors[host.texts] = wait()
             window.batches_left -= 1
             tokens = int(host.lengths.sum())
-            figures.batches += 1
             figures.tokens += tokens
             figures.padded_tokens += host.num_slots - tokens
             lap()
@@ -459,7 +455,6 @@ class Embedder:
                 figures.texts += len(window.place)
                 with idle():
                     vectors = window.pooled()
-                    figures.distinct += len(vectors)
                     vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), _TINY)[:, None]
                     yield vectors if len(vectors) == len(window.place) else vectors[window.place]
 

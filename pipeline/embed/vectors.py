@@ -25,7 +25,6 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import open_parquet
-from pipeline.embed.catalogue import ID_TYPES, IdType
 from pipeline.io import atomic
 from pipeline.io.atomic import exclusive, make_dirs, staging_dir
 from pipeline.io.commit import check_sizes, commit_dir, read_manifest
@@ -33,6 +32,8 @@ from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
 
+IdType = Literal["int64", "uint64", "string"]
+ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
 """Vectors that are read together when a few of a part are wanted."""
@@ -104,10 +105,8 @@ def to_stored(vectors: Float32s, layout: VectorLayout) -> tuple[Stored, Float32s
     """Convert fp32 vectors [N, dim] for storage; int8 values times their scale [N] give the vector again."""
     if layout.dtype == "fp32":
         return vectors.copy(), None
-    if layout.dtype == "fp16":  # the bits NumPy comes to, in 40 % of its time
-        import torch  # here, as the processes that tokenise import this module and need none of it
-
-        return torch.from_numpy(vectors).to(torch.float16).numpy(), None
+    if layout.dtype == "fp16":
+        return vectors.astype(np.float16), None
     scale = (np.abs(vectors).max(axis=1) / _INT8_MAX).astype(np.float32)
     scale[scale == 0] = 1.0
     return np.rint(vectors / scale[:, None]).astype(np.int8), scale

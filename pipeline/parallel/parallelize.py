@@ -22,8 +22,7 @@ from pipeline.parallel.activations import recompute_units
 from pipeline.parallel.checkpoint import load
 from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group
 from pipeline.parallel.mesh import TENSOR, Mesh, check_same, current_mesh, has_mesh, init, raise_on_all_ranks
-from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles
-from pipeline.parallel.tensors import load_shard, watch_tensors
+from pipeline.parallel.tensors import TensorPlan, fused_parts, load_shard, split, tensor_styles, watch_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Unit = tuple[str, nn.Module]
@@ -45,15 +44,12 @@ def _units(module: nn.Module, prefix: str) -> Iterator[Unit]:
     if isinstance(module, nn.ModuleList | nn.Sequential):
         weighty = [(name, child) for name, child in members if next(child.parameters(), None) is not None]
         # A list of lists is never called itself: its members' members are.
-        if len(weighty) > 1 and len({type(child) for _, child in weighty}) == 1 and _is_called(weighty[0][1]):
+        is_called = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for _, child in weighty)
+        if len(weighty) > 1 and len({type(child) for _, child in weighty}) == 1 and is_called:
             yield from weighty
             return
     for name, child in members:
         yield from _units(child, f"{name}.")
-
-
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def transform(

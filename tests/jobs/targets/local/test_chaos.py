@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import JobState
 from jobs.plan.spec import JobSpec, Plan, Resources, Retry
 from jobs.targets.local.target import LocalTarget, Slots
 from pipeline.core.stop import StopSignal

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import JobState
 from jobs.plan.spec import Dependency, JobSpec, Retry
 from jobs.targets.local import target as engine
 from jobs.targets.local.nodes import NodeEnd
