@@ -316,8 +316,7 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                     try:
                         values.append(_json_bytes(record.get(column), may_join))
                     except TypeError as error:
-                        kind = "a list" if isinstance(record[column], list) else "an object"
-                        raise _no_text(f"{uri}: column {column!r} is {kind} in line {number}") from error
+                        raise _no_text(f"{uri}: column {column!r} is {error} in line {number}") from error
                 yield number, values
 
         yield from _batches(source, plan, position, rows())
@@ -371,9 +370,11 @@ def _parse(line: bytes) -> dict[str, Any] | Malformed:
 
 def _json_bytes(value: Any, may_join: bool) -> bytes | None:
     """Return the bytes of a value. Numbers and booleans become text. Raises TypeError for lists and objects."""
-    if isinstance(value, dict) or (isinstance(value, list) and not may_join):
-        raise TypeError("neither text nor number")
+    if isinstance(value, dict):
+        raise TypeError("an object")
     if isinstance(value, list):
+        if not may_join:
+            raise TypeError("a list")
         value = join_texts(value)
     if value is None or value == "" or value != value:  # NaN is no value
         return None

@@ -301,7 +301,7 @@ def join_texts(values: list[Any] | None) -> str | None:
     if values is None:
         return None
     if not all(value is None or isinstance(value, str) for value in values):
-        raise TypeError("not a list of texts")
+        raise TypeError("a list of other values than texts")
     return " ".join(filter(None, values))
 
 

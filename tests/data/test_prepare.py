@@ -329,23 +329,6 @@ def test_a_file_changed_after_it_was_named_is_prepared_by_the_next_run(
 
 
 @pytest.mark.stage
-def test_what_other_readers_made_is_not_taken(workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of files are named by the version of the readers too; the synthetic catalogue has none."""
-    write_days(tmp_path / "in", days=1)
-    config = DataConfig(path=str(tmp_path / "in"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
-    made = DataConfig(
-        num_workers=1, tokenizer=TokenizerConfig(vocab_size=256), synthetic=SyntheticConfig(num_queries=10)
-    )
-    place = workplace("one")
-    first, synthetic = place.prepare(config), place.prepare(made)
-    monkeypatch.setattr("pipeline.data.input_files.READER_VERSION", 99)
-    assert place.prepare(config).reused == 0 and place.prepare(made).reused == 1
-    monkeypatch.undo()
-    assert place.prepare(config).token_set_prefixes == first.token_set_prefixes
-    assert place.prepare(made).token_set_prefixes == synthetic.token_set_prefixes
-
-
-@pytest.mark.stage
 def test_token_sets_on_s3_are_those_of_local_disk_and_found_again(
     workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

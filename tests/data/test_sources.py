@@ -192,6 +192,18 @@ def test_the_same_file_under_two_days_is_a_warning(tmp_path: Path) -> None:
     assert "content of another, such as dt=2026-11-20/a.csv of dt=2026-11-19/a.csv" in warning
 
 
+def test_what_other_readers_made_has_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are named by the version of the readers too; the synthetic catalogue has none."""
+
+    def content_ids(config: DataConfig) -> list[str]:
+        return [part.content_id for part in open_source(config, scratch=folder, stop=StopSignal()).partitions]
+
+    files, made = DataConfig(path=str(folder)), DataConfig()
+    before = content_ids(files), content_ids(made)
+    monkeypatch.setattr("pipeline.data.input_files.READER_VERSION", 99)
+    assert content_ids(files) != before[0] and content_ids(made) == before[1]
+
+
 @pytest.mark.stage
 def test_keys_with_empty_parts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of S3 that end in a slash and hold rows; markers of consoles are folders."""
