@@ -158,10 +158,8 @@ def test_the_error_tells_what_to_do(text: str, backend: CpuBackend, kind: type[B
 def test_what_the_settings_allow_is_no_fault_of_the_device() -> None:
     error = RuntimeError("the loader ended at step 3 of 4")
     coarse = Faulty(lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype))
-    for config, kind in (
-        (HealthConfig(), TransientError),
-        (HealthConfig(tolerances=dict.fromkeys(get_args(OperationName), 0.05)), RuntimeError),
-    ):
+    lenient = HealthConfig(tolerances=dict.fromkeys(get_args(OperationName), 0.05))
+    for config, kind in ((HealthConfig(), TransientError), (lenient, RuntimeError)):
         assert type(diagnose_device_error(error, coarse, config, stop=StopSignal())) is kind
 
 
@@ -357,11 +355,3 @@ def test_a_slow_core_is_named_among_all_nodes(
     annotated = with_slow_ranks(reports)
     assert [one.node_rank for one in annotated if one.verdict is not Verdict.PASS] == slow
     assert all(one.results[-1].verdict is verdict for one in annotated if one.node_rank in slow)
-
-
-@pytest.mark.parametrize("text", [b"\xff\x00", b"[" * 100_000, b'{"schema_version": 1}'])
-def test_rubbish_is_no_report(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "rank-0.json").write_bytes(text)
-    (tmp_path / "rank-0-so-far.json").write_bytes(text)
-    (result,) = results_of(tmp_path, [0])
-    assert result.seen == "rank 0 of this node ended without a word"

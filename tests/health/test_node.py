@@ -107,12 +107,6 @@ def dead_clock(checks: HostChecks, patch: pytest.MonkeyPatch) -> HostChecks:
         (dead_clock, "clock", RETRY, "it is "),
         (lambda one, patch: replace(one, env={"MASTER_ADDR": "no.such.host.invalid"}), "address", RETRY, "resolved"),
         (lambda one, patch: replace(one, env={"NEURON_RT_ROOT_COMM_ID": "1.2.3.4:x"}), "address", FIX, "'x'"),
-        (
-            lambda one, patch: replace(one, env={"MASTER_PORT": "7", "NEURON_RT_ROOT_COMM_ID": "a:7"}),
-            "address",
-            FIX,
-            "7",
-        ),
         (small_shm, "shared memory", FIX, "64.0 MiB"),
         (lambda one, patch: replace(small_shm(one, patch), on_neuron=False), "shared memory", WARN, "64.0 MiB"),
         (full, "disk", RETRY, "scratch + compile cache: 15.0 GiB of 100.0 GiB free"),
