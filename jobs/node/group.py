@@ -14,7 +14,7 @@ import hmac
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -91,10 +91,6 @@ class NodeGroup:
         late = self._missing() if self.trouble else []
         known = all(one.ended or one.lost or node in late for node, one in self._nodes.items())
         return known or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
-
-    def sockets(self) -> Iterator[socket.socket]:
-        yield from [self._listener] if self._listener else []
-        yield from (link.socket for link in self._links)
 
     def tick(self) -> None:
         """Receive and send messages, and note what has gone wrong; never blocks for long."""

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import select
 import signal
 import socket
 import threading
@@ -52,7 +51,7 @@ MIN_BUNDLE_S = 1.0
 LINGER_S = 1.0
 STACKS_S = 1.0  # for processes to show their stacks before they are killed
 UNKILLABLE_S = 4.0
-MAX_WAIT_S = 0.5
+POLL_S = 0.05
 
 
 def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
@@ -64,11 +63,11 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     place = Place.from_env({**env, **ours})
-    with watched_signals() as (stop, wake), guarded_temp_folder() as folder:
+    with watched_signals() as stop, guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         group, linger_s = NodeGroup(place, timing, say), 0.0
         try:
-            attempt = Attempt(place, timing, words, env, folder, group, stop, wake, say)
+            attempt = Attempt(place, timing, words, env, folder, group, stop, say)
             attempt.run()
             code = attempt.code
             if attempt.reason:
@@ -87,31 +86,20 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
 
 
 @contextmanager
-def watched_signals() -> Iterator[tuple[StopSignal, socket.socket]]:
-    """Yield the signal to stop, and a socket that can be read when SIGTERM, SIGINT or the end of a child has come.
-
-    Main thread only. Handlers are set even as PID 1, where the kernel drops signals that have none.
-    """
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
+def watched_signals() -> Iterator[StopSignal]:
+    """Yield the signal to stop, which SIGTERM and SIGINT set: as PID 1 too, where the kernel drops signals that have
+    no handler. Main thread only."""
     stop = StopSignal()
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
-        if signum != signal.SIGCHLD:
-            stop.set(signal.Signals(signum).name)
+        stop.set(signal.Signals(signum).name)
 
-    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-    earlier = {signum: signal.signal(signum, on_signal) for signum in watched}
-    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    earlier = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield stop, reader
+        yield stop
     finally:
-        signal.set_wakeup_fd(earlier_fd)
         for signum, handler in earlier.items():
             signal.signal(signum, handler)
-        reader.close()
-        writer.close()
 
 
 @dataclass
@@ -128,7 +116,6 @@ class Attempt:
     folder: Path
     group: NodeGroup
     stop: StopSignal
-    wake: socket.socket
     say: Say
     command: Command | None = None
     code: int = EXIT_BUG
@@ -173,13 +160,7 @@ class Attempt:
                     self.reason = f"{type(error).__name__}: {error}"
                     self._end(error.exit_code)
             elif self.own_code is None or not self.group.settled:
-                poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
-                for one in (self.wake, *self.group.sockets()):
-                    poll.register(one, select.POLLIN)
-                poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
-                with suppress(BlockingIOError):
-                    while self.wake.recv(4096):
-                        continue
+                time.sleep(min(POLL_S, self.timing.heartbeat_s / 4))
         self.code = self.group.exit_code(self.own_code, stopped=self.stopped)
         self.reason = self.reason or self.group.trouble
 

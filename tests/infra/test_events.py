@@ -35,7 +35,7 @@ BATCH = botocore.session.get_session().get_service_model("batch")
 
 def job_event(status: str, queue: str, *, kind: str = "Batch Job State Change", **detail: Any) -> dict[str, Any]:
     """As AWS Batch sends it (its user guide, "Job state change events"): `detail` is like DescribeJobs."""
-    held = {
+    held: dict[str, Any] = {
         "jobName": "relevance-2026-11-20-train",
         "jobQueue": FLEET.batch_arn(f"job-queue/{queue}"),
         "status": status,

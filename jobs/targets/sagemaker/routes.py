@@ -226,8 +226,6 @@ class QueueRoute(BatchClient):
     def __init__(self, raw: Any, training: DirectRoute, warn: Say, **more: Any) -> None:
         super().__init__(raw, **more)
         self._training, self._warn = training, warn
-        self._ids = dict[str, str]()
-        """Of service jobs by name, once known."""
 
     def check(self, plan: Plan) -> None:
         """Raises ConfigError with everything for which this account would not run the jobs of the plan."""
@@ -279,20 +277,13 @@ class QueueRoute(BatchClient):
             self.terminate_job(detail["jobId"], reason, "service_job")
 
     def _find(self, cycle: Cycle, leaf: Leaf, round_: int) -> Detail | None:
-        name = cycle.leaf_id(leaf, round_)
-        if known := self._ids.get(name):
-            return self._describe(known)
-        found = self._named(sagemaker_placement_of(cycle.plan, leaf.spec).queue, name)
-        if found is not None:
-            self._ids[name] = str(found["jobId"])
-        return found
+        return self._named(sagemaker_placement_of(cycle.plan, leaf.spec).queue, cycle.leaf_id(leaf, round_))
 
     def _named(self, queue: str, name: str) -> Detail | None:
         """Return the oldest of exactly this name in any state; None if there is none, or it is not described yet."""
         ours = self.jobs_named(queue, name, "service_job")
-        oldest = min(ours, key=lambda one: (one["createdAt"], one["jobId"]), default=None)
-        return oldest and self._describe(oldest["jobId"])
-
-    def _describe(self, job_id: str) -> Detail | None:
+        if not ours:
+            return None
+        job_id = min(ours, key=lambda one: (one["createdAt"], one["jobId"]))["jobId"]
         doing, operation = f"describing service job {job_id}", "describe_service_job"
         return self.call(doing, operation, accepted=is_missing, jobId=job_id) or None

@@ -52,18 +52,15 @@ class SageMakerTarget(Target):
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Raises Preempted when stopped, TransientError when nobody answers for 15 min; the same command goes on."""
         self.record_submissions(plan, round_, jobs)
-        trouble_since: float | None = None
+        answered_at = self.store.clock()
         while True:
             try:
-                records = self.advance(plan)
-                trouble_since = None
-                if all(record.state.is_final for record in records):
+                if all(record.state.is_final for record in self.advance(plan)):
                     return
+                answered_at = self.store.clock()
             except TransientError as error:
-                now = self.store.clock()
-                trouble_since = trouble_since or now
                 self.say(f"not reached: {error.seen}")
-                if now - trouble_since > PATIENCE_S:
+                if self.store.clock() - answered_at > PATIENCE_S:
                     raise
             self.stop.wait(self.poll_s)
             self.stop.raise_if_set("following training jobs, which run on; trnjobs submit follows them again")
