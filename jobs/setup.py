@@ -23,8 +23,7 @@ from jobs.plan.cycle import plan_cycle
 from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
-from jobs.targets.base import Target, with_errors
-from jobs.targets.placement import with_placements
+from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_duration

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from jobs.plan.spec import JobSpec, Plan
+from jobs.targets.base import placement_of
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.requests import Request, check_plan, definition_request
-from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.machines import NODES
 

@@ -8,11 +8,10 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Sighting, Submission
 from jobs.cycle.job_states import Leaf, in_our_words, unneeded_jobs
 from jobs.plan.spec import JobSpec, Plan
-from jobs.targets.base import Target, keep_cancels, log_stream, no_log, read_cancels, seconds_of
+from jobs.targets.base import Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
-from jobs.targets.placement import placement_of
 from pipeline.core.errors import TransientError
 from pipeline.core.format import format_duration
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from jobs.cycle.job_states import EXITED, SERVICE_FAULT, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd, Leaf
 from jobs.plan.spec import Plan
-from jobs.targets.base import seconds_of
+from jobs.targets.base import placement_of, sagemaker_placement_of, seconds_of
 from jobs.targets.batch.account import look_up, queue_problems, refuse_account, share_warnings
 from jobs.targets.batch.client import AwsClient, BatchClient, Detail, is_missing, message_of, name_of
-from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
     PLAN,
     RECEIVED,

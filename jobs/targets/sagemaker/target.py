@@ -21,10 +21,10 @@ from jobs.targets.base import (
     log_stream,
     no_log,
     read_cancels,
+    sagemaker_placement_of,
 )
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.batch.target import next_command, reason_in
-from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.requests import Cycle, check_plan
 from jobs.targets.sagemaker.routes import QUEUED, QUOTA, DirectRoute, QueueRoute, Seen
 from pipeline.core.errors import TransientError

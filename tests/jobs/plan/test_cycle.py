@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
 from jobs.plan.spec import Plan, Retry
+from jobs.targets.base import placement_of, with_placements
 from jobs.targets.batch.requests import check_plan
-from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 

@@ -9,8 +9,8 @@ from jobs.config import JobsConfig, Step
 from jobs.plan.cycle import plan_cycle, stages
 from jobs.plan.script import CHECKPOINT_URI, ordered, plan_script, script_of
 from jobs.plan.spec import Plan
+from jobs.targets.base import with_placements
 from jobs.targets.batch.requests import check_plan
-from jobs.targets.placement import with_placements
 from pipeline.core.errors import ConfigError
 
 ARGV = ("python", "train.py", "--lr", "1e-3")

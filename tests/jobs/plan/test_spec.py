@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jobs.plan.spec import JobSpec, Plan
-from jobs.targets.placement import placement_of
+from jobs.targets.base import placement_of
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.plan.test_cycle import planned, trainium
 

@@ -20,6 +20,8 @@ from jobs.cycle.job_states import (
     running_record,
     starting_record,
 )
+from jobs.cycle.ledger import ledger_of
+from jobs.plan.resources import prices_of
 from jobs.plan.spec import JobSpec
 from jobs.settings import CycleSettings, of_all_jobs
 from jobs.setup import OpenCycle
@@ -164,6 +166,20 @@ def test_the_log_of_a_node_is_that_of_all_starts_of_its_host(tmp_path: Path) -> 
     for attempt, node in ((1, 2), (2, 0), (1, 11)):
         with pytest.raises(ConfigError, match="no log of attempt"):
             next(target.logs(record, attempt=attempt, node=node))
+
+
+def test_cost_is_that_of_billable_seconds_of_whole_machines(tmp_path: Path) -> None:
+    at = Setting(tmp_path, plan=ml_plan(job("train", num_nodes=2, resources=TRN1)))
+    at.tick()
+    name = at.name("train")
+    at.ml.start(name)
+    at.clock.now += 7200
+    at.ml.finish(name, 0)
+    at.ml.jobs[name]["BillableTimeInSeconds"] = 1800  # Spot: a quarter of the time was paid
+    settings = CycleSettings.model_validate({"jobs": {"prices": {"ml.trn1.32xlarge": 24.0}}})
+    prices, records = prices_of(settings.jobs, "sagemaker"), tuple(at.tick().values())
+    ledger = ledger_of(at.plan, records, (), prices, now=at.clock(), outcome="succeeded", deadline_at=None)
+    assert ledger.total.usd == pytest.approx(2 * 0.5 * 24.0)
 
 
 # Through a queue of AWS Batch.
