@@ -25,15 +25,9 @@ BENCHES: dict[str, Bench] = {
     "trainer_ratio_small": Bench(
         "trainer_ratio", "the same with preset small", ("--architecture", "small", "--no-lengths")
     ),
-    "loader": Bench("loader", "loader at least 20 x faster than training consumes"),
-    "checkpoint_stall": Bench("checkpoint_stall", "under 1 % of the time held up by checkpoints"),
     "resume": Bench("resume", "process start to first new step, split"),
     "start_up": Bench("start_up", "process start to first step of a new run, cold and compiled ahead, split"),
     "graphs": Bench("graphs", "graphs, operations and compile time by preset and step boundary"),
-    "embed_flow": Bench("embed_flow", "memory of embedding stays flat from 1 to 10 million rows, time grows with them"),
-    "prepare_rows": Bench(
-        "prepare_rows", "memory of preparing stays flat from 1 to 50 million rows (an hour: --only)", by_default=False
-    ),
     "mining": Bench(
         "mining",
         "negatives of 100,000 queries from 1 million items in under 4 GiB (half an hour: --only)",
@@ -45,12 +39,6 @@ BENCHES: dict[str, Bench] = {
         by_default=False,
     ),
     "gpu": Bench("gpu", "over 50 % of a GPU's peak, ahead of DDP and Trainer (needs a GPU: --only)", by_default=False),
-    "revisions": Bench(
-        "revisions",
-        "not slower than before the plans of parallelism (--only)",
-        ("--before", "26b7675"),
-        by_default=False,
-    ),
     "plans": Bench("plans", "every plan of parallelism gives the losses of one process; what a rank takes under each"),
     "cycle_page": Bench("cycle_page", "the page of 128 nodes and 200,000 steps: under 300 kB, 5 s and 500 MiB"),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),

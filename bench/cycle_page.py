@@ -22,12 +22,23 @@ from pipeline.data.token_sets import PartitionDigest, PrepareDigest, Quarantined
 from pipeline.data.token_sets import digest_key as prepared_key
 from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.digest import digest_key as vectors_key
-from pipeline.evaluate.digest import SCORE_BINS, Bin, Example, ModelDigest, QueryChanges, ScoreDigest
-from pipeline.evaluate.digest import digest_key as scores_key
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS
 from pipeline.evaluate.metrics.measure import MetricReport
-from pipeline.evaluate.report import BaselineReport, EvaluationReport, HoldoutReport, ModelReport, store_report
+from pipeline.evaluate.report import (
+    SCORE_BINS,
+    BaselineReport,
+    Bin,
+    EvaluationReport,
+    Example,
+    HoldoutReport,
+    ModelDigest,
+    ModelReport,
+    QueryChanges,
+    ScoreDigest,
+    store_report,
+)
+from pipeline.evaluate.report import digest_key as scores_key
 from pipeline.health.check import CheckResult, NodeReport
 from pipeline.health.check import Verdict as Health
 from pipeline.health.check import store_report as store_health

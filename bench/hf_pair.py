@@ -16,10 +16,9 @@ from pipeline.data.loader import target_tensors, to_tensors
 from pipeline.data.shards import Arrays
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
 from pipeline.model.hf import to_hf
-from pipeline.model.interactions import Interactions
-from pipeline.model.losses import Targets, relevance_loss
-from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
+from pipeline.model.relevance import Interactions, RelevanceModel, RelevanceOutputs
 from pipeline.train.config import TrainConfig
+from pipeline.train.loss import Targets, relevance_loss
 
 
 class HfPairModel(nn.Module):

@@ -7,8 +7,6 @@ import argparse
 import json
 import os
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,10 @@ from pipeline.data.token_sets import open_rows, read_token_sets, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens
 from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
-from pipeline.model.losses import Targets, contrastive_loss
 from pipeline.model.weights import initial_model
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import TrainConfig
+from pipeline.train.loss import Targets, contrastive_loss
 from pipeline.train.step import TrainProgram
 
 BATCH, MAX_TOKENS = 64, 64
@@ -169,9 +167,7 @@ def serve_ours(place: Place, line: Line, device: str, precision: str, micro: int
     program = make_program(place.model_config(), spec, config, backend, rows.buckets, LOG_EVERY, TrainProgram)
     with open_stepper(program, backend, rows, config, LOG_EVERY) as stepper:
         stepper.warm_up()
-        steps = line.ready(backend.compile_count())
-        while steps:
-            steps = line.took(stepper.seconds(steps), backend.compile_count())
+        line.serve(stepper.seconds, backend.compile_count)
 
 
 def serve_peer(place: Place, line: Line, precision: str) -> None:
@@ -188,15 +184,6 @@ def serve_peer(place: Place, line: Line, precision: str) -> None:
     query, title = place.texts()
     loss = MultipleNegativesRankingLoss(model)
     check_same_loss(place, model, loss, query[:BATCH], title[:BATCH])
-
-    def blocks() -> Iterator[int]:
-        """Steps until the next pause."""
-        yield WARM_UP_STEPS
-        steps = line.ready(0)
-        while steps:
-            started = time.monotonic()
-            yield steps
-            steps = line.took(time.monotonic() - started, 0)
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = SentenceTransformerTrainingArguments(
@@ -218,7 +205,7 @@ def serve_peer(place: Place, line: Line, precision: str) -> None:
             args=arguments,
             train_dataset=Dataset.from_dict({"query": query, "title": title}),
             loss=loss,
-            callbacks=[BlockCallback(blocks())],
+            callbacks=[BlockCallback(line.blocks(WARM_UP_STEPS, lambda: None))],
         ).train()
 
 

@@ -7,6 +7,8 @@ The side prints `ready <graphs compiled>` after warm-up; a line with a number as
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -74,15 +76,41 @@ class Line:
         os.dup2(2, 1)
         return line
 
-    def ready(self, compiles: int) -> int:
-        """Steps of the first block; 0 at the end."""
-        print("ready", compiles, file=self.answers, flush=True)
-        return self._asked()
+    def serve(self, take: Callable[[int], float], compiles: Callable[[], int] = lambda: 0) -> None:
+        """Answer with the seconds that `take(steps)` returns until the input ends."""
+        steps = self._asked("ready", compiles())
+        while steps:
+            steps = self._asked(take(steps), compiles())
 
-    def took(self, seconds: float, compiles: int) -> int:
-        """Steps of the next block; 0 at the end."""
-        print(seconds, compiles, file=self.answers, flush=True)
-        return self._asked()
+    def blocks(
+        self,
+        warm_up: int,
+        wait: Callable[[], object],
+        *,
+        again: int = 0,
+        after: Callable[[], object] = lambda: None,
+        compiles: Callable[[], int] = lambda: 0,
+    ) -> Iterator[int]:
+        """Yield the steps until the next pause, for a loop that is not ours. `wait`: for the device.
 
-    def _asked(self) -> int:
+        `again`: steps before each block that are not timed. `after`: called after each block.
+        """
+        yield warm_up
+        wait()
+        after()
+        steps = self._asked("ready", compiles())
+        while steps:
+            if again:
+                yield again
+                wait()
+            started = time.monotonic()
+            yield steps
+            wait()
+            seconds = time.monotonic() - started
+            after()
+            steps = self._asked(seconds, compiles())
+
+    def _asked(self, *answer: object) -> int:
+        """Answer, and return the steps of the next block; 0 at the end."""
+        print(*answer, file=self.answers, flush=True)
         return int(sys.stdin.readline().strip() or 0)

@@ -1,16 +1,32 @@
 """Samples a second against Hugging Face Trainer: same device, architecture, batch, loss and optimizer."""
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from bench.catalogue import prepared_catalogue
+from bench.hf_pair import BlockCallback, HfPairModel, RowDataset, run_trainer
 from bench.results import Figure, Result, Target, figure, finish
-from bench.side_process import Side
-from bench.trainer_side import ARCHITECTURES
+from bench.rows import RandomRows, input_spec
+from bench.side_process import Line, Side
+from bench.stepper import ENDLESS, BucketedRows, make_program, open_stepper, train_config
+from pipeline.backends import open_backend
+from pipeline.core.batch_order import Bucket
+from pipeline.data.shards import Arrays, TokenRows
+from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.relevance import RelevanceInputs, build_model
+from pipeline.train.config import TrainConfig
+from pipeline.train.loss import Targets, relevance_loss
+from pipeline.train.step import TrainProgram
 
 NAME = "trainer_ratio"
 TITLE = "Samples/s against Hugging Face Trainer on the same XLA:CPU device"
@@ -26,6 +42,100 @@ evaluation or tqdm, batches gathered at once by the dataset.
 """
 TARGET = Target(figure="ratio", comparison=">=", value=1.3)
 DEFAULT = "4x256"
+
+
+WARM_UP_STEPS = 3
+LOG_EVERY = 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An encoder and a batch."""
+
+    model: ModelConfig
+    vocab_size: int
+    batch_size: int
+    tokens: int
+
+
+ARCHITECTURES = {
+    "4x256": Shape(ModelConfig(hidden_size=256, num_layers=4, num_heads=4, intermediate_size=1024), 8192, 64, 40),
+    "small": Shape(ModelConfig(preset="small"), 30522, 32, 64),
+    "tiny": Shape(ModelConfig(preset="tiny"), 1000, 32, 16),  # for --quick
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What both sides train: the same rows, ours in `buckets`, Trainer's all padded to one shape."""
+
+    shape: Shape
+    spec: InputSpec
+    source: BucketedRows
+    buckets: tuple[Bucket, ...]
+    padded: Arrays
+
+
+def random_task(shape: Shape) -> Task:
+    """Every batch of one shape."""
+    spec, bucket = input_spec(shape.vocab_size), Bucket(shape.tokens, shape.tokens)
+    source = RandomRows(spec, bucket, rows=shape.batch_size * 64)
+    return Task(shape, spec, source, (bucket,), source.arrays)
+
+
+def catalogue_task(shape: Shape, folder: Path, num_queries: int) -> Task:
+    """Rows of the built-in catalogue."""
+    data = prepared_catalogue(folder, num_queries, vocab_size=shape.vocab_size)
+    rows = data.rows("train")
+    return Task(shape, data.spec, rows, rows.buckets, all_rows(rows))
+
+
+def all_rows(rows: TokenRows) -> Arrays:
+    """Every row of a split in the largest bucket's shape."""
+    largest = len(rows.buckets) - 1
+    pools = np.repeat(np.arange(len(rows.sizes)), rows.sizes).astype(np.int64)
+    numbers = np.concatenate([np.arange(size) for size in rows.sizes]).astype(np.int64)
+    return rows.read(pools, numbers, largest)
+
+
+def serve_ours(task: Task, line: Line) -> None:
+    """Our loop: TrainProgram through MpDeviceLoader, default settings."""
+    config, backend = train_config(task.shape.batch_size), open_backend("xla")
+    program = make_program(task.shape.model, task.spec, config, backend, task.buckets, LOG_EVERY, TrainProgram)
+    with open_stepper(program, backend, task.source, config, LOG_EVERY) as stepper:
+        stepper.warm_up()
+        line.serve(stepper.seconds, backend.compile_count)
+
+
+def serve_trainer(task: Task, line: Line) -> None:
+    """Hugging Face Trainer on torch_xla as it comes, without our backend's choices for the process."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    import torch_xla  # only here: XLA is set up by Trainer's own libraries
+    from torch_xla.debug import metrics
+
+    config = train_config(task.shape.batch_size)
+    model = build_model(task.shape.model, task.spec, config.seed)
+    peer = HfPairModel(model, task.shape.model, task.spec, config.loss)
+    check_same_loss(model, peer, task.padded, config)
+
+    def compiles() -> int:
+        data = metrics.metric_data("CompileTime")  # type: ignore[no-untyped-call]
+        return 0 if data is None else int(data[0])
+
+    blocks = line.blocks(WARM_UP_STEPS, partial(torch_xla.sync, wait=True), compiles=compiles)
+    run_trainer(peer, task.padded, config, ENDLESS, BlockCallback(blocks))
+
+
+def check_same_loss(ours: torch.nn.Module, theirs: HfPairModel, rows: Arrays, config: TrainConfig) -> None:
+    """Both models give the same loss for the same batch on CPU, else the comparison would mean nothing."""
+    batch = RowDataset(rows).__getitems__(list(range(config.global_batch_size)))[0]
+    with torch.no_grad():
+        inputs = RelevanceInputs(batch["query"], batch["product"], batch["numeric"], batch["categorical"])
+        targets = Targets(*(batch[name] for name in Targets._fields))
+        mine = float(relevance_loss(ours.eval()(inputs), targets, config.loss))
+        peers = float(theirs.eval()(**batch)["loss"])
+    if abs(mine - peers) > 1e-4 * abs(mine):
+        raise ValueError(f"our loss is {mine}, the peer's {peers}: not the same model")
 
 
 @dataclass
@@ -55,9 +165,9 @@ def alternate(flags: list[str], batch_size: int, *, repeats: int, blocks: int, b
     rates = Rates()
     for _ in range(repeats):
         with ExitStack() as stack:
-            command = [sys.executable, "-m", "bench.trainer_side"]
-            ours = stack.enter_context(Side([*command, "ours", *flags]))
-            trainer = stack.enter_context(Side([*command, "trainer", *flags]))
+            command = [sys.executable, "-m", f"bench.{NAME}", *flags, "--side"]
+            ours = stack.enter_context(Side([*command, "ours"]))
+            trainer = stack.enter_context(Side([*command, "trainer"]))
             for number in range(blocks):
                 for side in (ours, trainer) if number % 2 else (trainer, ours):
                     side.block(block)
@@ -88,10 +198,23 @@ def run(*, quick: bool, architecture: str = DEFAULT, lengths: bool = True) -> Re
     return finish(name, TITLE, METHOD, figures, quick=quick, target=TARGET, also=also, settings=settings)
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
     parser.add_argument("--quick", action="store_true", help="few steps: proves that the script works")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default=DEFAULT)
     parser.add_argument("--no-lengths", action="store_true", help="only batches of one shape")
+    parser.add_argument("--side", choices=("ours", "trainer"), help="be this side of it, see bench/side_process.py")
+    parser.add_argument("--catalogue", type=Path, help="of a side: folder of a prepared catalogue; none: random rows")
+    parser.add_argument("--num-queries", type=int, default=0, help="of the catalogue")
     arguments = parser.parse_args()
-    run(quick=arguments.quick, architecture=arguments.architecture, lengths=not arguments.no_lengths)
+    if not arguments.side:
+        run(quick=arguments.quick, architecture=arguments.architecture, lengths=not arguments.no_lengths)
+        return
+    line, shape = Line.open(), ARCHITECTURES[arguments.architecture]
+    rows = arguments.catalogue
+    task = catalogue_task(shape, rows, arguments.num_queries) if rows else random_task(shape)
+    (serve_ours if arguments.side == "ours" else serve_trainer)(task, line)
+
+
+if __name__ == "__main__":
+    main()

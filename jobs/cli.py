@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from pipeline.command_line import CommandParser, run_program, show
+from pipeline.cli import CommandParser, run_program, show
 from pipeline.core.errors import EXIT_OK
 
 # A command is `run_<name>(arguments, say) -> exit code` in the module of jobs/commands that MODULES names. It finds the

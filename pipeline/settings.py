@@ -27,7 +27,7 @@ from pipeline.backends import Name
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.record import Record, fitted, is_neutral, without_retired
+from pipeline.core.record import Record, fitted, without_retired
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
@@ -229,22 +229,10 @@ def retired(model: type[BaseModel], section: str = "") -> dict[str, Any]:
     return found
 
 
-def _is_retired(model: type[BaseModel], name: str, given: "Given") -> bool:
-    """Return whether a setting of a file or of the environment is one of an earlier version, to be passed over.
-
-    Raises ConfigError if it has a value that this version cannot honour.
-    """
+def _is_retired(model: type[BaseModel], name: str) -> bool:
+    """Return whether a name, or a section above it, is of an earlier version. Validation looks at its value."""
     words = name.split(".")
-    for depth in range(len(words), 0, -1):
-        known = ".".join(words[:depth])
-        if known in retired(model):
-            if is_neutral(retired(model)[known], given.value):
-                return True
-            raise ConfigError(
-                f"{name} = {shown(given.value)} ({given.source}): this version has no such setting",
-                next_command=f"remove {name}",
-            )
-    return False
+    return any(".".join(words[:depth]) in retired(model) for depth in range(1, len(words) + 1))
 
 
 @cache
@@ -285,10 +273,13 @@ def resolve(
     found = dict[str, Given]()
     layers = [*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)]
     for layer in (*layers, _of_tree(model, given or {}, "a value given in Python")):
-        for unknown in layer.keys() - leaves(model).keys():
-            raise _unknown(model, unknown, layer[unknown], other_flags)
         for name, (value, source) in layer.items():
-            found[name] = Given(fitted(leaves(model)[name].field.annotation, value), source)
+            if name in leaves(model):
+                found[name] = Given(fitted(leaves(model)[name].field.annotation, value), source)
+            elif _is_retired(model, name):
+                found[name] = Given(value, source)
+            else:
+                raise _unknown(model, name, layer[name], other_flags)
     try:
         settings = model.model_validate(_nested(found))
     except ValidationError as error:
@@ -326,26 +317,19 @@ def _of_file(model: type[Settings], path: Path) -> Layer:
 
 
 def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
-    found = {name: Given(value, source) for name, value in _flat(tree, leaves(model))}
-    return {name: given for name, given in found.items() if not _is_retired(model, name, given)}
+    return {name: Given(value, source) for name, value in _flat(tree, leaves(model))}
 
 
 def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
     """`__` separates levels; `TRNPIPE_DATA__FILTER__column=x` is one key of a mapping."""
-    names = {
-        key.removeprefix(ENV_PREFIX).replace("__", "."): key
-        for key in sorted(env)
-        if key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE
-    }
-    return _of_texts(
-        model,
-        (
-            (name, env[key], f"env {key}")
-            for name, key in names.items()
-            if name.partition(".")[0].lower() not in model.other_programs
-            and not _is_retired(model, _spelled(name), Given(env[key], f"env {key}"))
-        ),
-    )
+    words = list[tuple[str, str | None, str]]()
+    for key in sorted(env):
+        name = key.removeprefix(ENV_PREFIX).replace("__", ".")
+        is_ours = key.startswith(ENV_PREFIX) and key != PLAN_VARIABLE
+        if is_ours and name.partition(".")[0].lower() not in model.other_programs:
+            name = _spelled(name) if _is_retired(model, _spelled(name)) else name
+            words.append((name, env[key], f"env {key}"))
+    return _of_texts(model, words)
 
 
 def _of_flags(model: type[Settings], flags: Sequence[tuple[str, str | None]]) -> Layer:

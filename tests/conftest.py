@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from pipeline.proc import pool
-from tests.pool_worker import PoolWorker
+from tests.kit.pool_worker import PoolWorker
 
 ROOT = Path(__file__).parents[1]
 # Before torch is imported, here and in children: two threads that spin on a busy machine of two cores take a second for

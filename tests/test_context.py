@@ -2,21 +2,16 @@
 
 import json
 import subprocess
-import sys
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import pipeline
-from pipeline.cli import run_stage
 from pipeline.compile.manifest import GraphManifest, store_manifest
 from pipeline.context import (
     NoEvents,
-    StageContext,
-    StageResult,
     open_context,
     scratch_folder,
     store_result,
@@ -26,7 +21,7 @@ from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, read_manifest
-from pipeline.io.storage import Storage, open_storage
+from pipeline.io.storage import open_storage
 from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings, resolve, settings_hash
 from pipeline.telemetry import console
@@ -123,22 +118,6 @@ def test_auto_on_a_host_alone_goes_by_the_model_and_by_how_the_cycle_began(
     assert len(said) == (0 if is_tiny else 1) and all(f"backend {expected}" in line for line in said)
 
 
-@needs_xla
-def test_a_stage_runs_on_the_backend_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    seen = list[str]()
-
-    def run(settings: Settings, ctx: StageContext) -> StageResult:
-        seen.append(settings.backend)
-        assert ctx.settings_hash == settings_hash(small), "the settings as they were given"
-        return ctx.finish("train", datetime.now(UTC), inputs={}, outputs={}, figures={})
-
-    small = Settings(workspace=str(tmp_path / "w"), cycle="c1", model=ModelConfig(preset="small"))
-    monkeypatch.setitem(sys.modules, "pipeline.stages.train", SimpleNamespace(run=run))
-    assert run_stage("train", small) == 0
-    assert seen == ["cpu"]
-
-
 def test_after_the_stop_signal_one_storage_gives_up_and_one_still_commits(tmp_path: Path) -> None:
     stop = StopSignal()
     with open_context(Settings(workspace=str(tmp_path / "w"), cycle="c1"), stop, {}) as ctx:
@@ -150,25 +129,6 @@ def test_after_the_stop_signal_one_storage_gives_up_and_one_still_commits(tmp_pa
                 commit_dir(storage, tmp_path / prefix, prefix, kind="test", fields={})
         assert read_manifest(ctx.workspace_after_stop, "a") is None
         assert read_manifest(ctx.workspace_after_stop, "b") is not None
-
-
-def test_events_are_still_sent_after_the_stop_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, stops = StopSignal(), list[StopSignal]()
-
-    class Log(NoEvents):
-        def __init__(self, storage: Storage, key: str, *, writer: str) -> None:
-            stops.append(storage.stop)
-
-    monkeypatch.setattr("pipeline.context.EventLog", Log)
-    with open_context(Settings(workspace=str(tmp_path)), stop, {}):
-        stop.set("SIGTERM")
-    assert [signal.is_set() for signal in stops] == [False]
-
-
-def test_cycle_is_the_date_by_default(tmp_path: Path) -> None:
-    before = datetime.now(UTC).date()
-    with open_context(Settings(workspace=str(tmp_path)), StopSignal(), {}) as ctx:
-        assert before <= datetime.fromisoformat(ctx.cycle).date() <= datetime.now(UTC).date()
 
 
 def test_other_ranks_write_no_events_and_no_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

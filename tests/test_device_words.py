@@ -114,7 +114,7 @@ def test_a_question_is_found(code: str, word: str) -> None:
         'tensor.to("cpu")',
         'torch.load(path, map_location="cpu")',
         "from pipeline.backends import Backend, open_backend",
-        "from pipeline.backends.prefetch import prefetched",
+        "from pipeline.backends.base import prefetched",
         "os.cpu_count()",
     ],
 )

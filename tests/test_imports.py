@@ -27,7 +27,6 @@ LAYERS = (
     ("evaluate",),
     ("mine",),
     ("train", "convert"),
-    ("command_line",),
     ("stages",),
     ("commands",),
     ("cli", "__main__"),

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests import zygote
 from tests.backends.xla_process import needs_xla
+from tests.kit import zygote
 
 ROOT = Path(__file__).parents[1]
 CONVENTIONS = frozenset({"_asdict", "_exit", "_fields", "_getframe", "_make"})

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from jobs.settings import CycleSettings
 from pipeline.core.errors import ConfigError
@@ -230,12 +230,6 @@ def test_any_list_survives_as_json(values: list[str]) -> None:
     assert with_flags(("--data.numeric", json.dumps(values))).data.numeric == tuple(values)
 
 
-@given(st.integers(0, 2**31), st.floats(1e-6, 1.0))
-def test_numbers_survive_as_text(seed: int, rate: float) -> None:
-    settings = with_flags(("--train.seed", str(seed)), ("--train.optimizer.learning-rate", repr(rate)))
-    assert (settings.train.seed, settings.train.optimizer.learning_rate) == (seed, rate)
-
-
 @pytest.mark.parametrize(
     ("toml_text", "env", "flags", "words"),
     [
@@ -301,14 +295,6 @@ def test_bad_values_are_refused_with_value_and_source(flag: str, text: str | Non
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_the_heads_of_a_modernbert_are_of_even_width() -> None:
-    sizes = [("--model.hidden-size", "36"), ("--model.num-heads", "4")]
-    assert with_flags(*sizes).model.encoder.hidden_size == 36
-    with pytest.raises(ConfigError, match=r"hidden_size 36 with model\.num_heads 4") as caught:
-        with_flags(*sizes, ("--model.architecture", "modernbert"))
-    assert caught.value.next_command.startswith("--model.hidden-size 40,")
-
-
 def test_mined_negatives_without_a_loss_that_learns_of_them_are_refused() -> None:
     flags = [("--train.mined-per-query", "2"), ("--train.loss.contrastive-weight", "0")]
     with pytest.raises(ConfigError, match="mined_per_query 2 without a contrastive loss"):
@@ -358,29 +344,6 @@ def test_shipped_configs_are_valid_and_do_something(path: Path) -> None:
         max(bucket.product_tokens for bucket in resolved.settings.data.bucket_shapes)
         <= resolved.settings.model.max_positions
     )
-
-
-def test_presets_are_shipped() -> None:
-    presets = {path.stem: resolve([path], {}, []).settings.model.preset for path in CONFIGS}
-    assert presets == {"quickstart": "tiny", "small": "small", "base": "base", "large": "large"}
-
-
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        Settings().workspace = "x"  # type: ignore[misc]
-
-
-def test_hash_ignores_where_and_when_and_sees_what() -> None:
-    base = settings_hash(Settings())
-    same = [("--workspace", "s3://b/p"), ("--cycle", "c"), ("--launch.processes", "2"), ("--data.num-workers", "3")]
-    other = [
-        ("--train.seed", "2"),
-        ("--data.buckets", "8x8"),
-        ("--model.preset", "small"),
-        ("--train.start", "scratch"),
-    ]
-    assert {settings_hash(with_flags(flag)) for flag in same} == {base}
-    assert len({settings_hash(with_flags(flag)) for flag in other} | {base}) == len(other) + 1
 
 
 NOT_HASHED = frozenset(
@@ -500,9 +463,8 @@ def test_a_retired_setting_is_read_at_its_neutral_value_alone(tmp_path: Path) ->
     path = toml(tmp_path, "[search]\ntrials = 3\n[width]\nhalves = 2\nwhole = 4")
     assert resolve([path], {"TRNPIPE_WIDTH__HALVES": "2"}, [], Earlier).settings.width.whole == 4
     for files, env in (([toml(tmp_path, "[width]\nhalves = 3")], {}), ([], {"TRNPIPE_WIDTH__HALVES": "3"})):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match=r"width\.halves from .*halves = 3: this version has no such setting"):
             resolve(files, env, [], Earlier)
-        assert refused.value.next_command == "remove width.halves"
     with pytest.raises(ValueError, match="halves = 3"):
         Width.model_validate({"halves": 3})
 

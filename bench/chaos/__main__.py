@@ -18,13 +18,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import mkdtemp
 
-from bench.chaos.disk import small_disk
 from bench.chaos.faults import draw
 from bench.chaos.lane import ATTEMPTS, CycleResult, Lane, Shape
 from bench.chaos.processes import Watch
 from bench.chaos.s3 import FailingServer
 from bench.results import Figure, Target, figure, finish
-from tests.s3 import s3_env
+from tests.kit.s3 import s3_env
 
 CYCLES_PER_LANE = 7
 ALONE, NODES, RANKS, BOTH = (1, 1), (2, 1), (1, 2), (2, 2)
@@ -37,7 +36,7 @@ KINDS = {
     "kill_driver": "kill -9 of trnjobs driver",
     "hang_rank": "a rank stopped for good",
     "lost_heartbeat": "the entry of a node stopped",
-    "full_disk": "no space for seconds",
+    "full_disk": "a process that can write no large file",
     "s3_errors": "S3 failed for seconds",
     "corrupt_checkpoint": "newest checkpoint damaged while training was down",
 }
@@ -62,7 +61,7 @@ def main() -> int:
     with ExitStack() as stack:
         chaos = Chaos(folder, arguments.seed, started + arguments.limit_s, stack)
         results = chaos.run(cycles, arguments.parallel)
-        figures = figures_of(results, chaos.twice(results), (time.monotonic() - started) / 60)
+        figures = figures_of(results, (time.monotonic() - started) / 60)
     finish(
         "chaos",
         f"{len(results)} cycles of jobs under random faults",
@@ -106,35 +105,28 @@ class Chaos:
                 done.result()
         return self._results
 
-    def twice(self, results: Sequence[CycleResult]) -> list[str]:
-        """Jobs that ran twice at once: seen while they did, or by what keepers wrote."""
-        seen = [f"{leaf}: {attempts}" for watch in self._watches for leaf, attempts in watch.twice]
-        return seen + [one for result in results for one in result.run_twice]
-
     def _lane(self, number: int, size: int) -> None:
         name, dice = f"lane-{number}", random.Random(f"{self._seed}/{number}")
         place = self._folder / name
         place.mkdir()
         on_s3 = number % 4 == 3
-        with small_disk(place / "disk") as disk:
-            lane = Lane(
-                name=name,
-                folder=place,
-                disk=disk,
-                watch=self._watches[on_s3],
-                dice=dice,
-                server=self.server if on_s3 else None,
-                command="driver" if number % 4 == 2 else "submit",
-            )
-            for cycle in range(size):
-                if time.monotonic() > self._until:
-                    return
-                shape = SHAPES[(number + cycle) % len(SHAPES)]
-                faults = draw(dice, lane.kinds_for(shape), gang=shape != (1, 1))
-                result = lane.run(cycle, shape, faults)
-                with self._lock:
-                    self._results.append(result)
-                    tell(result, len(self._results))
+        lane = Lane(
+            name=name,
+            folder=place,
+            watch=self._watches[on_s3],
+            dice=dice,
+            server=self.server if on_s3 else None,
+            command="driver" if number % 4 == 2 else "submit",
+        )
+        for cycle in range(size):
+            if time.monotonic() > self._until:
+                return
+            shape = SHAPES[(number + cycle) % len(SHAPES)]
+            faults = draw(dice, lane.kinds_for(shape), gang=shape != (1, 1))
+            result = lane.run(cycle, shape, faults)
+            with self._lock:
+                self._results.append(result)
+                tell(result, len(self._results))
 
 
 def tell(result: CycleResult, number: int) -> None:
@@ -152,7 +144,7 @@ def tell(result: CycleResult, number: int) -> None:
         print(f"  MUST NOT BE: {problem}", flush=True)
 
 
-def figures_of(results: Sequence[CycleResult], twice: Sequence[str], minutes: float) -> list[Figure]:
+def figures_of(results: Sequence[CycleResult], minutes: float) -> list[Figure]:
     """What was measured."""
     jobs, hits = sum(one.jobs for one in results), Counter(hit.kind for one in results for hit in one.hits)
     finished = sum(one.jobs_finished for one in results) / jobs
@@ -166,7 +158,7 @@ def figures_of(results: Sequence[CycleResult], twice: Sequence[str], minutes: fl
         figure("cycles_finished", succeeded, "share", f"of {len(results)} cycles finished"),
         figure("wrong_models", wrong_models, "", "faults of what was promoted"),
         figure("wrong_vectors", wrong_vectors, "", "ids twice, missing, or other faults of vectors"),
-        figure("run_twice", len(twice), "", "jobs of which two tries ran at once"),
+        figure("run_twice", sum(len(one.run_twice) for one in results), "", "jobs of which two tries ran at once"),
         figure("attempts", attempts, "", "tries in all (a child of an array counts as one)"),
         figure("runs", sum(one.runs for one in results), "", "runs of the command in all"),
         figure("faults", hits.total(), "", "faults that hit"),

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.chaos.disk import Disk
 from bench.chaos.processes import Role, Seen, Watch, is_alive, scan
 from bench.chaos.s3 import FailingServer
 
@@ -54,7 +53,6 @@ class Injector:
     watch: Watch
     workspace: str
     cycle: str
-    disk: Disk
     server: FailingServer | None = None
     engine: subprocess.Popen[bytes] | None = None
     hits: list[Hit] = field(default_factory=list)
@@ -154,11 +152,6 @@ class Injector:
         return f"entry of {one.leaf}#{one.node}"
 
     def _fill_disk(self, running: Sequence[Seen]) -> str:
-        if self.disk.own:
-            seconds = self.dice.uniform(1.0, 5.0)
-            self._later(0.0, lambda: self.disk.full_for(seconds))
-            jobs = ", ".join(sorted({one.leaf for one in running}))
-            return f"no space for {seconds:.1f} s while {jobs or 'nothing'} ran"
         ones = [one for one in running if one.role in ("launcher", "rank")]
         if not ones:
             return ""

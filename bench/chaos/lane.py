@@ -11,7 +11,6 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 from bench.chaos.checks import Expected, tries_beside, wrong_model, wrong_vectors
-from bench.chaos.disk import Disk
 from bench.chaos.faults import Fault, Hit, Injector
 from bench.chaos.processes import Watch
 from bench.chaos.s3 import FailingServer
@@ -22,7 +21,7 @@ from jobs.targets.local.nodes import LocalFiles, local_files
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.records import read_pointer
-from tests.s3 import s3_env
+from tests.kit.s3 import s3_env
 
 MODEL = "chaos"
 FIRST_DAY = date(2026, 1, 1)
@@ -141,7 +140,6 @@ class Lane:
 
     name: str
     folder: Path
-    disk: Disk
     watch: Watch
     dice: random.Random
     server: FailingServer | None = None
@@ -150,7 +148,7 @@ class Lane:
     workspace: str = field(init=False)
 
     def __post_init__(self) -> None:
-        local = f"file://{self.disk.folder / 'workspace'}"
+        local = f"file://{(self.folder / 'disk' / 'workspace').absolute()}"
         self.workspace = f"s3://{self.server.bucket}/{self.name}" if self.server else local
         (self.folder / "chaos.toml").write_text(config_text())
         of_place = ("s3_errors", "s3_errors") if self.server else ("full_disk", "corrupt_checkpoint")
@@ -167,7 +165,7 @@ class Lane:
         day = FIRST_DAY + timedelta(days=FIRST_DAYS + number)
         cycle, started = f"{day}", time.monotonic()
         expected = self._expected(number, cycle)
-        with Injector(faults, self.dice, self.watch, self.workspace, cycle, self.disk, self.server) as injector:
+        with Injector(faults, self.dice, self.watch, self.workspace, cycle, self.server) as injector:
             runs = self._until_ended(injector, self._words(cycle, number, shape), cycle, started)
         if self.server:
             self.server.fail_for(0.0, 0.0)
@@ -208,8 +206,8 @@ class Lane:
 
     @property
     def _scratch(self) -> Path:
-        """For S3, on this lane's disk: where a local workspace has its own."""
-        return self.disk.folder / "scratch"
+        """For S3, where a local workspace has its own."""
+        return self.folder / "disk" / "scratch"
 
     def _expected(self, number: int, cycle: str) -> Expected:
         days, pointer = FIRST_DAYS + number, read_pointer(self.storage, MODEL)

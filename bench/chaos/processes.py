@@ -1,7 +1,6 @@
-"""The processes of jobs on this machine, found by what their environment says, and whether a job runs twice at once."""
+"""The processes of jobs on this machine, found by what their environment says."""
 
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,21 +50,6 @@ def is_alive(seen: Seen) -> bool:
         return False
 
 
-def run_beside(before: Sequence[Seen]) -> set[tuple[str, str]]:
-    """(workspace and leaf, attempts) of jobs of which two tries were at work at once, keepers aside."""
-    attempts = defaultdict[tuple[str, str, str], dict[str, list[Seen]]](lambda: defaultdict(list))
-    for seen in before:
-        if seen.role != "keeper":
-            attempts[seen.workspace, seen.cycle, seen.leaf][seen.attempt].append(seen)
-    twice = set()
-    for leaf, tries in attempts.items():
-        if len(tries) > 1:  # looked at one after the other: only those that live on ran beside each other
-            alive = [attempt for attempt, processes in tries.items() if any(map(is_alive, processes))]
-            if len(alive) > 1:
-                twice.add((" ".join(leaf), " ".join(sorted(alive))))
-    return twice
-
-
 @dataclass
 class Watch:
     """Looks again and again, in a thread of its own, while inside `with`."""
@@ -73,8 +57,6 @@ class Watch:
     workspaces: str
     seen: tuple[Seen, ...] = ()
     """The newest look."""
-    twice: set[tuple[str, str]] = field(default_factory=set)
-    looks: int = 0
     _end: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> "Watch":
@@ -92,8 +74,6 @@ class Watch:
     def _run(self) -> None:
         while not self._end.wait(SCAN_S):
             self.seen = tuple(scan(self.workspaces))
-            self.twice |= run_beside(self.seen)
-            self.looks += 1
 
 
 def _seen(pid: int, workspaces: str) -> Seen | None:

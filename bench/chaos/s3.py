@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tests.s3 import MotoServer
+from tests.kit.s3 import MotoServer
 
 BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>reduce</Message></Error>"
 FAILED = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>again</Message></Error>"

@@ -3,19 +3,17 @@
 Every trained side starts from the same MiniLM weights (`--model FOLDER`), sees the same number of pairs in the same
 precision, and is scored by the same search and metric code. A part keeps its result as a small file in
 bench/results/quality (`--keep`), so the bench may be run in parts, over days. `table` makes the results of what is
-there. `changes` runs the recipe with one thing changed at a time, on valid; `incremental` five daily cycles beside
-one training on all. Both go on where they ended. Choices are made with `--split valid`; each run with `--split test` is
-counted, and the table tells how many.
+there. `incremental` runs five daily cycles beside one training on all, and goes on where it ended. Choices are made
+with `--split valid`; each run with `--split test` is counted, and the table tells how many.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from bench.quality.changes import chosen, is_kept
-from bench.quality.incremental import NO_REPLAY, SYNTHETIC, TOGETHER, Arm, Chain
+from bench.quality.incremental import NO_REPLAY, TOGETHER, Arm, Chain
 from bench.quality.incremental import PART as INCREMENTAL
-from bench.quality.part import CPU, DEVICES, KEPT, OURS, PartResult, keep
+from bench.quality.part import CPU, DEVICES, KEPT, OURS, PartResult, is_kept, keep
 from bench.quality.run import PARTS, Run, run_part
 from bench.quality.table import write
 from bench.quality.tasks import TASKS
@@ -24,39 +22,21 @@ from bench.quality.tasks import TASKS
 def main() -> None:
     words, more = _split(sys.argv[1:])
     arguments = _parser().parse_args(words)
-    arguments.precision = arguments.precision or ("fp32" if arguments.task == SYNTHETIC else "autocast")
     if more and (arguments.part != OURS or not arguments.variant):
         raise SystemExit("settings after -- are those of `ours`, and need a name: --variant NAME")
     if arguments.part == "table":
         write(arguments.keep)
-    elif arguments.part == "changes":
-        run_changes(arguments)
     elif arguments.part == INCREMENTAL:
         run_incremental(arguments)
     else:
         run = run_of(arguments, arguments.part, arguments.variant, more)
-        if arguments.task not in TASKS:
-            raise SystemExit(f"{arguments.task} is a task of {INCREMENTAL} alone")
         show(keep(run_part(run), arguments.keep))
-
-
-def run_changes(arguments: argparse.Namespace) -> None:
-    """The recipe and its changes, those that are not kept yet. Raises SystemExit for the test split."""
-    if arguments.split != "valid":
-        raise SystemExit("choices are made on valid: --split valid")
-    wanted = [("", ()), *((change.name, change.flags) for change in chosen(arguments.only))]
-    for name, flags in wanted:
-        run = run_of(arguments, OURS, name, flags)
-        if is_kept(run.result, arguments.keep):
-            print(f"{run.result.name}: kept already", flush=True)
-        else:
-            show(keep(run_part(run), arguments.keep))
 
 
 def run_incremental(arguments: argparse.Namespace) -> None:
     """Every arm that is not kept yet; one that was ended goes on."""
     arms = [TOGETHER, NO_REPLAY, *(Arm(share, rate) for share in arguments.replay for rate in arguments.later_rate)]
-    names = ("task", "data", "model", "split", "steps", "batch", "precision", "device", "seed", "queries_per_day")
+    names = ("task", "data", "model", "split", "steps", "batch", "precision", "device", "seed")
     for arm in arms:
         chain = Chain(arm=arm, **{name: getattr(arguments, name) for name in names})
         if is_kept(chain.result, arguments.keep):
@@ -76,24 +56,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.quality", description=__doc__, epilog="After --: further settings of ours."
     )
-    parser.add_argument("part", choices=[*PARTS, "changes", INCREMENTAL, "table"])
-    parser.add_argument("--task", choices=[*sorted(TASKS), SYNTHETIC], default="pricerunner")
+    parser.add_argument("part", choices=[*PARTS, INCREMENTAL, "table"])
+    parser.add_argument("--task", choices=sorted(TASKS), default="pricerunner")
     parser.add_argument("--data", type=Path, help="folder of the data sets")
     parser.add_argument("--model", type=Path, help="folder of the MiniLM weights and tokenizer")
     parser.add_argument("--split", choices=("valid", "test"), default="valid")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=5e-5, help="learning rate of a peer; ours has that of its recipe")
-    parser.add_argument("--precision", choices=("fp32", "autocast"), help="default: autocast, and fp32 from scratch")
+    parser.add_argument("--precision", choices=("fp32", "autocast"), default="autocast")
     parser.add_argument("--device", choices=DEVICES, default=CPU, help="that trains and scores")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--variant", default="", help="name of the settings after --; it is no row of the table")
-    parser.add_argument("--only", nargs="+", default=[], help="of the changes: these (bench/quality/changes.py)")
     parser.add_argument("--replay", type=float, nargs="+", default=[0.1], help="shares of older days, an arm each")
     parser.add_argument(
         "--later-rate", type=float, nargs="+", default=[1.0], help="peaks after the first day, as shares"
     )
-    parser.add_argument("--queries-per-day", type=int, default=1500, help="of the synthetic catalogue")
     parser.add_argument("--keep", type=Path, default=KEPT, help="folder of the parts' results")
     return parser
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from bench.machine import gpu_name
 from bench.quality import ours
-from bench.quality.part import CPU, EARLIER, Budget, PartResult
+from bench.quality.part import CPU, Budget, PartResult
 from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
@@ -23,11 +23,10 @@ from pipeline.io.storage import open_storage
 from pipeline.settings import resolve
 from pipeline.telemetry.events import code_version
 
-PART, SYNTHETIC, NDCG = "incremental", "synthetic", "ndcg@10"
+PART, NDCG = "incremental", "ndcg@10"
 DAYS = 5
 WORK = ROOT / "build" / "quality"
 """Workspaces of chains that have not ended; a chain that is started again goes on in its own."""
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
 _FIRST_DAY = date(2026, 1, 1)
 _CHEAP = [
     *("--evaluate.split", "valid", "--evaluate.retrieval.enabled", "false"),
@@ -43,13 +42,9 @@ Rows are dealt to five days by a hash of their query. Five cycles (`trnpipe prep
 `evaluate` with promotion), each with the newest day beside the older ones, against one training on all days; the same
 pairs seen in all ({pairs:,} in {precision} and batches of {batch}, on {device}), shared evenly by the days. Every
 cycle has a schedule of its own: warm-up, peak, down to zero. `replay`: the share of a cycle's samples that are of older
-days. Then the last model is searched exactly, in the same catalogue for all. Mean and range over seeds. {source}
+days. Then the last model is searched exactly, in the same catalogue for all. Mean and range over seeds.
+configs/small.toml from published MiniLM-L6 weights.
 The test split was read {reads} times for this table, and {others} more times by other parts that are kept."""
-_SOURCES = {
-    SYNTHETIC: "The built-in catalogue, {queries} queries a day, configs/quickstart.toml from scratch; the first day's "
-    "tokenizer is kept.",
-    "files": "configs/small.toml from published MiniLM-L6 weights.",
-}
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,6 @@ class Arm:
 TOGETHER, NO_REPLAY = Arm(), Arm(0.0)
 
 
-def config_of(task: str) -> Path:
-    """The preset of a task."""
-    return QUICKSTART if task == SYNTHETIC else ours.CONFIG
-
-
 @dataclass(frozen=True)
 class Chain:
     """One arm on one task."""
@@ -95,13 +85,10 @@ class Chain:
     precision: str
     device: str
     seed: int
-    queries_per_day: int
-    """Of the synthetic catalogue."""
 
     @property
     def result(self) -> PartResult:
         """The part, with nothing found yet."""
-        queries = (f"queries_per_day={self.queries_per_day}",) if self.task == SYNTHETIC else ()
         return PartResult(
             task=self.task,
             part=PART,
@@ -114,8 +101,7 @@ class Chain:
             device=self.device,
             gpu=gpu_name() if self.device != CPU else "",
             rate=0.0,
-            settings=queries,
-            recipe=ours.recipe(config_of(self.task), *queries),
+            recipe=ours.recipe(),
             figures={},
             train_seconds=0.0,
             code_version=code_version(),
@@ -155,28 +141,14 @@ class Chain:
     def flags(self, workspace: Path, days: Path, day: int, cycle: int) -> list[str]:
         """Of the cycle that is the first to see `day`."""
         steps = self.steps // self.arm.cycles
-        flags = (
-            self._synthetic(workspace, day, steps)
-            if self.task == SYNTHETIC
-            else self._files(workspace, days, day, steps)
-        )
+        flags = self._files(workspace, days, day, steps)
         flags += ["--cycle", self._name(cycle), *_PROMOTE]
         if self.arm.replay is not None:
             flags += ["--train.replay-share", f"{self.arm.replay:g}"]
         if cycle > 1 and self.arm.later_rate != 1.0:
-            peak = resolve([config_of(self.task)], {}, []).settings.train.optimizer.learning_rate
+            peak = resolve([ours.CONFIG], {}, []).settings.train.optimizer.learning_rate
             flags += ["--train.optimizer.learning-rate", repr(peak * self.arm.later_rate)]
         return flags + (_CHEAP if cycle < self.arm.cycles else [])
-
-    def _synthetic(self, workspace: Path, day: int, steps: int) -> list[str]:
-        """The quickstart; its rows have no split, so a choice on valid is made without a test split."""
-        flags = ["--config", str(QUICKSTART), "--workspace", str(workspace), "--backend", self.device]
-        flags += ["--data.synthetic.num-queries", str(self.queries_per_day), "--data.synthetic.num-days", str(day)]
-        flags += ["--train.max-steps", str(steps)]
-        flags += ["--train.seed", str(self.seed), "--train.precision", self.precision, "--train.evaluate-every", "0"]
-        flags += ["--train.global-batch-size", str(self.batch), "--train.micro-batch-size", str(self.batch)]
-        flags += ["--evaluate.split", self.split]
-        return flags + (["--data.test-fraction", "0"] if self.split == "valid" else [])
 
     def _files(self, workspace: Path, days: Path, day: int, steps: int) -> list[str]:
         """Published weights and a file; days that have come by then are folders of it."""
@@ -184,7 +156,7 @@ class Chain:
             raise SystemExit(f"{self.task} needs --data and --model")
         task = TASKS[self.task]
         if not task.catalogue:
-            raise SystemExit(f"{self.task} has no catalogue to search; there are pricerunner and {SYNTHETIC}")
+            raise SystemExit(f"{self.task} has no catalogue to search; pricerunner has one")
         deal_days(self.data / task.pairs, days, day)
         flags = ours.flags_of(
             task,
@@ -221,7 +193,7 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
     if len({(one.recipe, one.settings) for one in runs}) > 1:
         raise Incomplete(f"chains of {task} with different recipes; run all of them again")
     sides = {runs[0].variant: runs for runs in sides_of(runs).values()}
-    shipped = Arm(resolve([config_of(task)], {}, []).settings.train.replay_share).name
+    shipped = Arm(resolve([ours.CONFIG], {}, []).settings.train.replay_share).name
     for wanted in (TOGETHER.name, shipped, NO_REPLAY.name):
         if wanted not in sides:
             raise Incomplete(f"{wanted} was not run on test")
@@ -237,13 +209,10 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
         *interval_figures(sides[TOGETHER.name], {shipped: sides[shipped], NO_REPLAY.name: sides[NO_REPLAY.name]}),
     ]
     used = sum(one.reads for one in runs)
-    queries = dict(word.split("=") for word in runs[0].settings).get("queries_per_day", "")
-    source = _SOURCES[SYNTHETIC if task == SYNTHETIC else "files"].format(queries=queries)
     return Table(
         bench=f"quality_incremental_{task}_{budget.name}",
-        title=f"{task}: nDCG@10 that five daily cycles with replay lose to one training on all, {budget.seen}"
-        + ("" if runs[0].recipe == ours.recipe(config_of(task), *runs[0].settings) else EARLIER),
-        method=METHOD.format(**budget._asdict(), source=source, reads=used, others=reads - used),
+        title=f"{task}: nDCG@10 that five daily cycles with replay lose to one training on all, {budget.seen}",
+        method=METHOD.format(**budget._asdict(), reads=used, others=reads - used),
         figures=figures,
         targets=(Target(figure="behind", comparison="<=", value=0.01),),
         also=[f"{TOGETHER.name}_{NDCG}", f"{shipped}_{NDCG}", f"{NO_REPLAY.name}_{NDCG}"],

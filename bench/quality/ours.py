@@ -12,7 +12,7 @@ from bench.quality.tasks import SEARCH_FLAGS, Task
 from bench.results import ROOT
 from pipeline.core.fingerprint import fingerprint
 from pipeline.evaluate.report import EvaluationReport, load_report
-from pipeline.evaluate.scores import load_arrays
+from pipeline.evaluate.score import load_arrays
 from pipeline.io.storage import open_storage
 
 CONFIG = ROOT / "configs" / "small.toml"
@@ -23,9 +23,9 @@ OPEN_GATE = ("--gate.first-baselines", "warn")
 """A model worse than a baseline is a result here, not a refusal."""
 
 
-def recipe(config: Path = CONFIG, *more: str) -> str:
-    """Names the content of a preset, and what this bench sets beside it."""
-    return fingerprint([tomllib.loads(config.read_text(encoding="utf-8")), *(more or BUCKETS)])
+def recipe() -> str:
+    """Names the content of the preset, and what this bench sets beside it."""
+    return fingerprint([tomllib.loads(CONFIG.read_text(encoding="utf-8")), *BUCKETS])
 
 
 def flags_of(

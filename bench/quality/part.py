@@ -13,8 +13,6 @@ KEPT = RESULTS / "quality"
 OURS, BM25 = "ours", "bm25"
 SPLIT_DIGITS = "mnrl_split_digits"
 """MNRL with texts cut as `data.tokenizer.split_digits` cuts them: what a change of tokenizer would give the peer."""
-EARLIER = " (an earlier recipe)"
-"""Ends the title of a table whose parts of ours had another recipe than the present one."""
 _DIGITS = 4
 _USUAL_BATCH, _USUAL_PRECISION = 64, "autocast"
 CPU = "cpu"
@@ -108,6 +106,12 @@ def read_part(path: Path) -> PartResult:
         return PartResult.model_validate_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SystemExit(f"{path} is no part of this bench: {error}; delete it and run the part again") from error
+
+
+def is_kept(result: PartResult, folder: Path = KEPT) -> bool:
+    """This part was run, with the same recipe."""
+    path = folder / f"{result.name}.json"
+    return path.exists() and read_part(path).recipe == result.recipe
 
 
 def read_parts(folder: Path) -> list[PartResult]:

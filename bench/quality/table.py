@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.quality import ours
-from bench.quality.changes import changes_table
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
-from bench.quality.part import BM25, EARLIER, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
+from bench.quality.part import BM25, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
 from bench.quality.sides import (
     Incomplete,
     Sides,
@@ -32,8 +31,6 @@ _END = """
 Mean and range over seeds. Our settings were chosen on valid; {choice}. The test split was read {reads} times for this
 table, once for each run of a part, and {others} more times by other parts that are kept. Seconds are not compared here,
 so parts may come from several machines, those of a GPU from the one in the settings; the one below made the table."""
-_EARLIER = """
-Ours was run with an earlier configs/small.toml; what has changed in it is in the history of that file."""
 _SEARCH = """
 Every side is searched exactly by the same code: all offers of the catalogue for the names of the test products.
 sentence-transformers: its trainer, positive pairs, no duplicates in a batch, cosine schedule with 10 % warm-up; loss
@@ -69,9 +66,6 @@ def tables(parts: Sequence[PartResult]) -> tuple[list[Table], list[str]]:
             made.append(incremental_table(task, budget, parts, reads_of_test(parts, task)))
         except Incomplete as reason:
             missing.append(f"{task} by day, {budget.pairs:,} pairs: {reason}")
-    for task, budget in sorted({(part.task, part.budget) for part in parts if part.part == OURS}):
-        table = changes_table(task, budget, parts)
-        made += [table] if table else []
     return made, missing
 
 
@@ -83,9 +77,9 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     recipe = ours.recipe()
     variants = [part for part in of_task if part.part == OURS and part.split == "test" and part.variant]
     changed = sides_of([part for part in variants if part.recipe == recipe])
-    if OURS not in test:
-        raise Incomplete("ours was not run on test")
-    test[OURS], is_present = _of_one_recipe(test[OURS], recipe)
+    test[OURS] = [part for part in test.get(OURS, ()) if part.recipe == recipe]
+    if not test[OURS]:
+        raise Incomplete("ours was not run on test with the present configs/small.toml")
     searched = bool(TASKS[task].catalogue)
     if searched or set(test) - {OURS, BM25}:
         best, choice = best_peer(test, valid, NDCG if searched else F1)
@@ -93,17 +87,17 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
         best, choice = "", "no bi-encoder was trained on this many pairs, so only boosting is beside it"
     of_table = [part for sides in (test, changed) for runs in sides.values() for part in runs]
     used = sum(part.reads for part in of_table)
-    method = (_START + (_SEARCH if searched else _PAIRS) + _END + ("" if is_present else _EARLIER)).format(
+    method = (_START + (_SEARCH if searched else _PAIRS) + _END).format(
         **budget._asdict(), choice=choice, reads=used, others=reads - used
     )
     codes = sorted({part.code_version for part in of_table if part.code_version})
     gpus = sorted({part.gpu for part in of_table if part.gpu})
     build = _searched if searched else _paired
     figures, targets, also = build(task, test, best)
-    figures += _of_sides(changed if is_present else {}, (NDCG, ACCURACY) if searched else (F1,))
+    figures += _of_sides(changed, (NDCG, ACCURACY) if searched else (F1,))
     return Table(
         bench=f"quality_{task}_{budget.name}",
-        title=_title(task, budget, best, searched=searched) + ("" if is_present else EARLIER),
+        title=_title(task, budget, best, searched=searched),
         method=method,
         figures=figures,
         targets=targets,
@@ -115,16 +109,6 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
             **({"gpu": ", ".join(gpus)} if gpus else {}),
         },
     )
-
-
-def _of_one_recipe(runs: list[PartResult], recipe: str) -> tuple[list[PartResult], bool]:
-    """Those with `recipe`, the present one (True), else all of the only earlier one. Raises Incomplete for several."""
-    present = [run for run in runs if run.recipe == recipe]
-    if present:
-        return present, True
-    if len({run.recipe for run in runs}) > 1:
-        raise Incomplete("ours was run with several recipes, none of them the present one (configs/small.toml)")
-    return runs, False
 
 
 def _title(task: str, budget: Budget, best: str, *, searched: bool) -> str:

@@ -45,8 +45,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.parallel.world import gang_variables, has_efa, own_interface
 from pipeline.proc.children import EXPLAIN_S, adopt_orphans, kills_for_memory
-from pipeline.proc.cleanup import guarded_temp_folder
 from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
+from pipeline.proc.tool import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "numpy", "pyarrow", "boto3")

@@ -12,6 +12,7 @@ from pipeline.backends.base import Batch as Batch
 from pipeline.backends.base import HostGather as HostGather
 from pipeline.backends.base import HostMean as HostMean
 from pipeline.backends.base import RankGroup as RankGroup
+from pipeline.backends.base import prefetched as prefetched
 from pipeline.core.errors import ConfigError
 
 if TYPE_CHECKING:

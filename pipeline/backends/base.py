@@ -1,7 +1,9 @@
 """What a backend answers. The only things the rest of the code may ask of a device. Imports no torch."""
 
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Item = TypeVar("Item")
 HostMean = Callable[[list["Tensor"]], list["Tensor"]]
 HostGather = Callable[[list["Tensor"]], list["Tensor"]]
 """CPU tensors of this rank to those of all ranks, concatenated in rank order along their first dimension."""
@@ -145,16 +148,54 @@ class Backend(Protocol):
         """Name that graph, the same in every process of one version; empty on eager devices."""
         return ""
 
-    def execute_seconds(self) -> float:
-        """Return the seconds the device spent executing so far (0 where the runtime does not tell)."""
-        return 0.0
-
     def memory_bytes(self) -> int | None:
         """Return the device memory in use; on the host the resident set; None where nothing tells it safely."""
 
     def synchronise(self) -> None:
         """Wait until everything started has finished."""
         return
+
+
+@contextmanager
+def prefetched(items: Iterable[Item], depth: int) -> Iterator[Iterator[Item]]:
+    """Iterate `items`, such as batches, made up to `depth` ahead by one thread. Leaving the context ends the thread.
+
+    An error in it is raised at the consumer's next item.
+    """
+    ready: queue.Queue[tuple[Item] | BaseException | None] = queue.Queue(maxsize=depth)
+    left = threading.Event()
+
+    def put(found: tuple[Item] | BaseException | None) -> bool:
+        while not left.is_set():
+            try:
+                ready.put(found, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for item in items:
+                if not put((item,)):
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    def consume() -> Iterator[Item]:
+        while (found := ready.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found[0]
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        yield consume()
+    finally:
+        left.set()
+        thread.join(timeout=10)
 
 
 NATIVE_SINCE = (2, 13)

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup
-from pipeline.backends.prefetch import prefetched
+from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, prefetched
 
 # Their names since torch 2.14, which warns of those before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

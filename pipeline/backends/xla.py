@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, pjrt_device
+from pipeline.backends.base import Backend, Batch, HostGather, HostMean, RankGroup, pjrt_device, prefetched
 from pipeline.backends.cpu import CpuBackend, replayed
-from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 from pipeline.core.optional import missing_package
 
@@ -194,9 +193,6 @@ class XlaBackend(Backend):
 
     def graph_hash(self, tensors: Sequence[Tensor]) -> str:
         return str(self._xla._XLAC._get_graph_hash(list(tensors)).hex())
-
-    def execute_seconds(self) -> float:
-        return self._metric("ExecuteTime")[1]
 
     def memory_bytes(self) -> int | None:
         """Return what the driver counts, on Neuron: torch_xla's get_memory_info ends a process whose plug-in has none

@@ -1,10 +1,9 @@
 """Saving behind training: the caller hands over host copies; one thread writes, commits and prunes."""
 
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -58,32 +57,22 @@ class Snapshot:
     tokenizer: bytes
 
 
+@dataclass
 class CheckpointWriter:
     """Writes one snapshot at a time. A failed save is reported and the run goes on; the last good checkpoint stays."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        config: CheckpointConfig,
-        staging: Path,
-        before_commit: Callable[[], None] = lambda: None,
-        in_use: Callable[[], Collection[str]] = frozenset,
-    ) -> None:
-        """`staging` may be shared by the cycles of a machine: each save has a folder of its own there.
-
-        `before_commit` makes durable what must not be lost once the checkpoint is there (the events before it).
-
-        `in_use` tells the prefixes of checkpoints that retention must leave alone, such as promoted ones.
-        """
-        self._store = store
-        self._config = config
-        self._staging = staging
-        self._before_commit = before_commit
-        self._in_use = in_use
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self.failure: str = ""
-        self.last_saved: int | None = None
+    store: CheckpointStore
+    config: CheckpointConfig
+    staging: Path
+    """May be shared by the cycles of a machine: each save has a folder of its own there."""
+    before_commit: Callable[[], None] = lambda: None
+    """Makes durable what must not be lost once the checkpoint is there (the events before it)."""
+    in_use: Callable[[], Collection[str]] = frozenset
+    """Returns the prefixes of checkpoints that retention must leave alone, such as promoted ones."""
+    failure: str = field(init=False, default="")
+    last_saved: int | None = field(init=False, default=None)
+    _thread: threading.Thread | None = field(init=False, default=None)
+    _error: BaseException | None = field(init=False, default=None)
 
     def submit(self, snapshot: Snapshot) -> None:
         """Start saving; waits first for a save still under way."""
@@ -109,7 +98,7 @@ class CheckpointWriter:
 
     def _saved(self, snapshot: Snapshot) -> bool:
         """Save and tell; False when it failed in an expected way."""
-        step, store, size_bytes = snapshot.state.step, self._store, 0
+        step, store, size_bytes = snapshot.state.step, self.store, 0
         started = time.monotonic()
         try:
             is_whole = False
@@ -120,9 +109,7 @@ class CheckpointWriter:
                 except CheckpointError:
                     store.delete(step)
             if not is_whole:
-                with atomic.staging_dir(self._staging) as home:
-                    manifest = commit_snapshot(store.storage, snapshot, home / f"step-{step}", self._before_commit)
-                size_bytes = manifest.size_bytes
+                size_bytes = commit_snapshot(store.storage, snapshot, self.staging, self.before_commit).size_bytes
         # SafetensorError: how safetensors reports a full disk.
         except (TransientError, DataError, ConfigError, OSError, SafetensorError, Preempted) as error:
             self.failure = str(error)
@@ -144,32 +131,31 @@ class CheckpointWriter:
         try:
             # A later step was passed over as damaged when this run continued: it must not push out the good ones.
             old = steps_to_delete(
-                [saved for saved in self._store.steps() if saved <= step],
-                keep_last=self._config.keep_last,
-                keep_every_steps=self._config.keep_every_steps,
+                [saved for saved in self.store.steps() if saved <= step],
+                keep_last=self.config.keep_last,
+                keep_every_steps=self.config.keep_every_steps,
                 best_step=best.step if best else None,
             )
-            kept = self._in_use() if old else ()
+            kept = self.in_use() if old else ()
             for one in old:
-                if prefix_of(self._store.cycle, one) not in kept:
-                    self._store.delete(one)
+                if prefix_of(self.store.cycle, one) not in kept:
+                    self.store.delete(one)
         # CheckpointError, DataError: what is in use cannot be told, so nothing goes.
         except (TransientError, ConfigError, CheckpointError, DataError, OSError) as error:
             reason = f"old checkpoints could not be deleted: {error}"
-            self._store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=reason)
+            self.store.emit(EventName.CHECKPOINT_FAILED, step=step, reason=reason)
 
 
 def commit_snapshot(
-    storage: Storage, snapshot: Snapshot, folder: Path, before_commit: Callable[[], None] = lambda: None
+    storage: Storage, snapshot: Snapshot, staging: Path, before_commit: Callable[[], None] = lambda: None
 ) -> Manifest:
-    """Publish a snapshot as the checkpoint of its cycle and step, by way of the empty folder `folder`."""
+    """Publish a snapshot as the checkpoint of its cycle and step, by way of a temporary folder in `staging`."""
     state = snapshot.state
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in snapshot.weights.items()}, folder / WEIGHTS, {"format": "pt"}
-        )
+    with atomic.staging_dir(staging) as home:
+        folder = home / f"step-{state.step}"
+        folder.mkdir()
+        weights = {name: tensor.contiguous() for name, tensor in snapshot.weights.items()}
+        save_file(weights, folder / WEIGHTS, {"format": "pt"})
         save_file(dict(snapshot.optimizer), folder / OPTIMIZER)
         (folder / STATE).write_bytes(state.model_dump_json(indent=1).encode())
         (folder / HF_CONFIG).write_text(snapshot.hf_config)
@@ -183,5 +169,3 @@ def commit_snapshot(
         }
         before_commit()
         return commit_dir(storage, folder, prefix_of(state.cycle, state.step), kind=KIND, fields=fields)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -176,12 +176,14 @@ def open_checkpoint(storage: Storage, prefix: str, cache_dir: Path) -> Checkpoin
     return Checkpoint(prefix, uri, folder, manifest.digest, state)
 
 
+@dataclass(frozen=True)
 class CheckpointStore:
-    def __init__(self, storage: Storage, cycle: str, *, cache_dir: Path, emit: Emit) -> None:
-        self.storage = storage
-        self.cycle = cycle
-        self._cache_dir = cache_dir
-        self.emit = emit
+    """The checkpoints of one cycle. What is opened is fetched into `cache_dir`."""
+
+    storage: Storage
+    cycle: str
+    cache_dir: Path
+    emit: Emit
 
     def steps(self) -> list[int]:
         """Steps that have a marker, ascending; not yet verified."""
@@ -191,7 +193,7 @@ class CheckpointStore:
 
     def open(self, step: int) -> Checkpoint:
         """One step's checkpoint, verified. Raises CheckpointError."""
-        return open_checkpoint(self.storage, prefix_of(self.cycle, step), self._cache_dir)
+        return open_checkpoint(self.storage, prefix_of(self.cycle, step), self.cache_dir)
 
     def newest_valid(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint that verifies, and what was wrong with the newer ones (each also an event)."""

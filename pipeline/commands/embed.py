@@ -6,7 +6,6 @@ Vectors that have passed are served if their model is in production (registry/se
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from functools import partial
 
 from pipeline.backends import open_host
 from pipeline.commands import ToolCall
@@ -19,7 +18,6 @@ from pipeline.embed.config import chunk_of
 from pipeline.embed.digest import Check, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
-from pipeline.embed.texts import judge_again
 from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
     Picked,
@@ -32,7 +30,6 @@ from pipeline.embed.verify import (
     run_check,
     skipped,
 )
-from pipeline.proc.pool import run_tasks
 from pipeline.registry.records import Author, who
 from pipeline.registry.serving import Pair, Vectors, serve_verified_pair
 from pipeline.settings import Settings
@@ -106,19 +103,8 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
         plan = pinned_plan(ctx.workspace, ctx.cycle)
         if plan is None or plan.fingerprint != vectors.info.plan:
             return skipped("catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown")
-        check, found = check_catalogue(
-            vectors,
-            plan,
-            catalogue_storage(plan, settings, ctx),
-            judged=partial(
-                run_tasks,
-                judge_again,
-                num_workers=settings.data.num_workers,
-                stop=ctx.stop,
-                doing="reading the catalogue again",
-                in_order=True,
-            ),
-        )
+        storage, num_workers = catalogue_storage(plan, settings, ctx), settings.data.num_workers
+        check, found = check_catalogue(vectors, plan, storage, ctx.stop, num_workers=num_workers)
         picked.extend(found)
         return check
 

@@ -33,8 +33,7 @@ from pipeline.data.shards import Arrays, TokenRows
 from pipeline.data.token_sets import Selection, open_rows
 from pipeline.evaluate.config import ParityConfig
 from pipeline.evaluate.holdout import choose_rows, read_column
-from pipeline.evaluate.score import ScoreProgram, Scorer, figures
-from pipeline.evaluate.scores import load_arrays, save_arrays, to_probabilities
+from pipeline.evaluate.score import ScoreProgram, Scorer, figures, load_arrays, save_arrays, to_probabilities
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
 from pipeline.io.storage import Storage, open_storage, read_record

@@ -23,7 +23,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.storage import Storage, is_temp, os_errors
+from pipeline.io.storage import Storage, os_errors
 
 NEFF_NAME = "model.neff"
 DONE_NAME = "model.done"  # an empty marker, written last
@@ -137,7 +137,7 @@ def _local_files(root: Path, key: str) -> Iterator[tuple[str, int, float | None]
             return
         for path in sorted(root.glob(f"{key}/**/*" if key else "neuronxcc-*/MODULE_*/**/*")):
             with suppress(FileNotFoundError):
-                if path.is_file() and not is_temp(path.name):
+                if path.is_file() and not atomic.is_temp(path.name):
                     stat = path.stat()
                     yield path.relative_to(root).as_posix(), stat.st_size, now_s - stat.st_mtime
 
@@ -244,42 +244,35 @@ def repair(storage: Storage, *, stale_s: float = STALE_LOCK_S, compilers: Compil
     """
     root = storage.local_path("")
     if root is None:
-        return list(_repair(storage, stale_s, compilers))
+        return list(_cleaned(storage, stale_s, compilers, (EntryState.FAILED,)))
     if not root.is_dir():
         return []
     refuse_network_root(root)
     with cache_lock(root, storage.stop):
-        return list(_repair(storage, stale_s, compilers))
-
-
-def _repair(storage: Storage, stale_s: float, compilers: Compilers) -> Iterator[str]:
-    is_local = storage.local_path("") is not None
-    for listed in list_entries(storage):
-        storage.stop.raise_if_set("repairing the compile cache")
-        if not listed.locks and (
-            listed.state is EntryState.DONE or (listed.state is EntryState.PARTIAL and not is_local)
-        ):
-            continue
-        for entry in list_entries(storage, listed.key):  # as it is now
-            if entry.state is not EntryState.FAILED and not _is_stale(storage, entry, stale_s, compilers):
-                continue
-            if entry.locks and (entry.state is EntryState.DONE or not is_local):
-                storage.delete(entry.locks)
-                yield f"unlock {entry.key}"
-            else:
-                storage.delete_prefix(entry.key)
-                yield f"drop {entry.state} {entry.key}"
+        return list(_cleaned(storage, stale_s, compilers, (EntryState.FAILED, EntryState.PARTIAL, EntryState.LOCKED)))
 
 
 def release_locks(storage: Storage, *, stale_s: float = 0.0, compilers: Compilers = live_compilers) -> list[str]:
     """Delete the locks that dead compilers left, so that waiting processes go on. Return a line for each."""
-    actions = []
+    return list(_cleaned(storage, stale_s, compilers, ()))
+
+
+def _cleaned(storage: Storage, stale_s: float, compilers: Compilers, dropped: Collection[EntryState]) -> Iterator[str]:
+    """Delete stale locks, and whole entries of the `dropped` states. Yield a line for each."""
     for listed in list_entries(storage):
-        for entry in list_entries(storage, listed.key) if listed.locks else ():  # as it is now
-            if entry.locks and _is_stale(storage, entry, stale_s, compilers):
+        storage.stop.raise_if_set("repairing the compile cache")
+        # As it is now: a compiler may have started since the listing.
+        for entry in list_entries(storage, listed.key) if listed.locks or listed.state in dropped else ():
+            if not (entry.locks or entry.state in dropped):
+                continue
+            if entry.state is not EntryState.FAILED and not _is_stale(storage, entry, stale_s, compilers):
+                continue
+            if entry.state in dropped:
+                storage.delete_prefix(entry.key)
+                yield f"drop {entry.state} {entry.key}"
+            else:
                 storage.delete(entry.locks)
-                actions.append(f"unlock {entry.key}")
-    return actions
+                yield f"unlock {entry.key}"
 
 
 def _is_stale(storage: Storage, entry: CacheEntry, stale_s: float, compilers: Compilers) -> bool:

@@ -15,9 +15,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -49,7 +49,7 @@ from pipeline.core.format import format_duration
 from pipeline.core.neuron_errors import COMPILER_KILLED
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import open_storage
+from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import NUM_NODES, TRACE_FILE
 from pipeline.proc.children import TOOL_S
@@ -115,16 +115,16 @@ class _Summary(BaseModel):
 
 @dataclass(frozen=True)
 class NeuronLog:
-    """A log, read to its end."""
+    """A log, read to its end. Graphs by the keys of their cache entries."""
 
     wanted: tuple[str, ...]
-    """Keys of all cache entries that are named as needed: found there, extracted, or reported on."""
+    """All that are named as needed: found there, extracted, or reported on."""
     failures: tuple[str, ...]
     """Lines about graphs that were not compiled."""
     was_killed: bool
     """A compiler was killed, as the host does when memory runs out."""
     report: Mapping[str, GraphReport]
-    """Graphs of the last complete summary, by key."""
+    """Graphs of the last complete summary."""
 
 
 _WANTED = re.compile(
@@ -196,13 +196,11 @@ class Attempt:
         names = ", ".join(key.partition("/")[2] for key in self.missing[:NUM_NAMED]) or "no graph named"
         more = f" and {len(self.missing) - NUM_NAMED} more" if len(self.missing) > NUM_NAMED else ""
         kind: type[TrnpipeError] = ConfigError if self.is_final or self.was_killed else TransientError
-        seen = f"graphs were not compiled: {names}{more}"
+        seen, next_command = f"graphs were not compiled: {names}{more}", f"less {self.log_file}"
         expected = "graphs that neuronx-cc accepts; each was tried twice"
-        next_command = f"less {self.log_file}"
         if self.trial_code not in (0, None):
             kind = _BY_EXIT_CODE.get(self.trial_code, TrnpipeError)
-            seen = f"the trial run ended with exit code {self.trial_code}"
-            expected = "a run to its end, with exit code 0"
+            seen, expected = f"the trial run ended with exit code {self.trial_code}", "exit code 0"
         elif self.was_killed:
             seen += "; a compiler was killed (-9)"
             expected = "memory for one neuronx-cc: tens of GB for a large graph"
@@ -231,30 +229,22 @@ def log_tail(log: Path) -> str:
     return "\n".join(f"  | {line[:400]}" for line in lines[-TAIL_LINES:])
 
 
-class _LogFollower:
-    """Reads a log while it grows."""
+def progress_of(text: str) -> tuple[str, bool]:
+    """Return a line about the progress, or '', and whether a compile waits for a lock, by the newest lines of a log."""
+    waiting, counts = _WAITING.findall(text), _COUNTS.findall(text)
+    if counts:
+        todo, locked, failed, done = counts[-1]
+        return f"graphs in the cache: {done} done, {todo} to do, {locked} locked, {failed} failed", bool(waiting)
+    return f"a compile waits for the lock of {waiting[-1] or 'a graph'}" if waiting else "", bool(waiting)
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._position, self._last = path, 0, ""
-        self.is_waiting = False
-        """The newest text says that a compile waits for a lock."""
 
-    def news(self) -> str:
-        """Return a line about the progress if it has changed, else ''."""
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._position += len(whole)
-        text = whole.decode(errors="replace")
-        waiting, counts = _WAITING.findall(text), _COUNTS.findall(text)
-        self.is_waiting = bool(waiting)
-        line = f"a compile waits for the lock of {waiting[-1] or 'a graph'}" if waiting else ""
-        if counts:
-            todo, locked, failed, done = counts[-1]
-            line = f"graphs in the cache: {done} done, {todo} to do, {locked} locked, {failed} failed"
-        self._last, before = line or self._last, self._last
-        return line if line != before else ""
+@contextmanager
+def noted(error: BaseException, failure: str) -> Iterator[None]:
+    """Add an error of ours in the block to `error` as a note."""
+    try:
+        yield
+    except TrnpipeError as second:
+        error.add_note(f"and {failure}: {second}")
 
 
 @dataclass(frozen=True)
@@ -285,6 +275,7 @@ class NeuronCompile:
     compilers: Compilers = live_compilers
 
     def __post_init__(self) -> None:
+        self.repaired: list[str] = []
         self.scratch = self.scratch.absolute()
         self._deadline = time.monotonic() + self.config.time_limit_s
         # No stop signal: locks of a stopped run are removed, too.
@@ -311,10 +302,8 @@ class NeuronCompile:
             if not attempt.is_done:
                 raise attempt.error()
         except BaseException as error:
-            try:
+            with noted(error, "the cache could not be repaired"):
                 self._repair()
-            except TrnpipeError as second:
-                error.add_note(f"and the cache could not be repaired: {second}")
             raise
         reports = {**first.log.report, **attempt.log.report}
         seconds = {key: one.compile_time for key, one in reports.items() if one.status}
@@ -322,8 +311,13 @@ class NeuronCompile:
 
     def _repair(self) -> None:
         """Delete failures, locks and half entries that no living compiler of this host is at work on."""
-        for action in repair(self._cache, stale_s=0.0, compilers=self.compilers):
-            self.say(f"compile cache: {action}")
+        self._note(repair(self._cache, stale_s=0.0, compilers=self.compilers))
+
+    def _note(self, actions: Sequence[str]) -> None:
+        lines = [f"compile cache: {action}" for action in actions]
+        self.repaired += lines
+        for line in lines:
+            self.say(line)
 
     def _attempt(self, number: int, parallel: int) -> Attempt:
         """Run the tool once and collect its results. No process of it is alive afterwards."""
@@ -353,7 +347,7 @@ class NeuronCompile:
         attempt = Attempt(exit_code, trial_code, log, self._missing(log.wanted), log_file)
         if attempt.missing and not attempt.is_final:
             self._wait_for_locks(attempt.missing)
-            attempt = Attempt(exit_code, trial_code, log, self._missing(log.wanted), log_file)
+            attempt = replace(attempt, missing=self._missing(log.wanted))
         if not attempt.is_done:
             self.say(f"attempt {number} ended with exit code {exit_code}; not compiled: {len(attempt.missing)}")
         return attempt
@@ -363,9 +357,8 @@ class NeuronCompile:
 
         A peer that fails ends a trial run, which waits for it; compiling goes on for the cache's sake.
         """
-        checked, log_file = time.monotonic(), folder / LOG_NAME
-        with process_tree(tool, cwd=folder, env=env, log=log_file) as tree:
-            log = _LogFollower(log_file)
+        checked, log_file, said, held = time.monotonic(), folder / LOG_NAME, "", b""
+        with process_tree(tool, cwd=folder, env=env, log=log_file) as tree, log_file.open("rb") as log:
             while (exit_code := tree.poll()) is None:
                 if self.peers is not None and time.monotonic() - checked > OTHERS_POLL_S and not trial_exit.exists():
                     self.peers.check()
@@ -373,9 +366,12 @@ class NeuronCompile:
                 if self.stop.wait(POLL_S):
                     tree.end(TOOL_S)
                     self.stop.raise_if_set("compiling graphs")
-                if line := log.news():
+                whole, _, held = (held + log.read()).rpartition(b"\n")
+                line, is_waiting = progress_of(whole.decode(errors="replace"))
+                if line and line != said:
                     self.say(line)
-                if log.is_waiting:  # a killed compiler leaves its lock, and the next one waits for it without end
+                    said = line
+                if is_waiting:  # a killed compiler leaves its lock, and the next one waits for it without end
                     self._release_locks()
                 if time.monotonic() > self._deadline:
                     tree.end(TOOL_S)
@@ -383,7 +379,7 @@ class NeuronCompile:
         return exit_code
 
     def _missing(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        done = {one.key for one in list_entries(self._cache) if one.state is EntryState.DONE}
+        done = done_keys(self._cache)
         return tuple(key for key in wanted if key not in done)
 
     def _wait_for_locks(self, missing: Sequence[str]) -> None:
@@ -396,8 +392,7 @@ class NeuronCompile:
                 raise self._too_long(f"locked by another process: {', '.join(missing[:NUM_NAMED])}")
 
     def _release_locks(self) -> None:
-        for action in release_locks(self._cache, stale_s=DEAD_LOCK_S, compilers=self.compilers):
-            self.say(f"compile cache: {action}")
+        self._note(release_locks(self._cache, stale_s=DEAD_LOCK_S, compilers=self.compilers))
 
     def _too_long(self, seen: str) -> TransientError:
         return TransientError(
@@ -405,6 +400,10 @@ class NeuronCompile:
             expected=f"all graphs within compile.time_limit_s = {self.config.time_limit_s:g}",
             next_command="run the same command again (what is compiled stays in the cache) or raise the limit",
         )
+
+
+def done_keys(cache: Storage) -> set[str]:
+    return {one.key for one in list_entries(cache) if one.state is EntryState.DONE}
 
 
 # On every node of the job, into a cache that the nodes can share.
@@ -438,26 +437,19 @@ def compile_on_neuron(
         traced = folder / "traced.json"
         traced.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pipeline", *ctx.words, "--cycle", ctx.cycle, *flags]
-        lines: list[str] = []
-
-        def note(line: str) -> None:
-            say(line)
-            lines.append(line)
-
+        run = NeuronCompile(
+            *(command, config, root, folder, ctx.stop), env={**env, TRACE_FILE: str(traced)}, say=say, peers=peers
+        )
         try:
-            done = NeuronCompile(
-                *(command, config, root, folder, ctx.stop), env={**env, TRACE_FILE: str(traced)}, say=note, peers=peers
-            ).run()
+            done = run.run()
         except TrnpipeError as error:
-            if not ctx.stop.is_set():
-                try:  # a graph that failed must not cost the others again on the next machine
+            if not ctx.stop.is_set():  # a graph that failed must not cost the others again on the next machine
+                with noted(error, "what is compiled could not be shared"):
                     exchange()
-                except TrnpipeError as second:
-                    error.add_note(f"and what is compiled could not be shared: {second}")
             raise
         finally:
-            if actions := [line for line in lines if line.startswith("compile cache: ")]:
-                ctx.events.emit(EventName.CACHE_REPAIRED, actions=actions)
+            if run.repaired:
+                ctx.events.emit(EventName.CACHE_REPAIRED, actions=run.repaired)
         return [_manifest(ctx, wanted, traced, done, say)] if is_main else []
 
     with nodes.telling():
@@ -466,7 +458,7 @@ def compile_on_neuron(
         exchange()
         parts = scoring if is_main else {}
         known = [load_manifest(ctx.workspace, one) for one in (plan, *parts.values())]
-        done = {one.key for one in list_entries(open_storage(root)) if one.state is EntryState.DONE}
+        done = done_keys(open_storage(root))
         # A manifest without entries was not made by Neuron's tool.
         warm = all(one is not None and one.cache_entries and one.cache_entries.keys() <= done for one in known)
         if not nodes.any("cold", not warm, timeout_s=ALL_THERE_S):

@@ -91,7 +91,7 @@ class Workload:
     shards: int = 1
     """Cores that share one state of the optimizer (parallel/strategies/zero1.py)."""
     match_bytes: int = 0
-    """Kept by model/interactions.TokenMatch for the backward pass."""
+    """Kept by model/relevance.TokenMatch for the backward pass."""
     measured: MeasuredTexts | None = None
     """In place of `rows`, of an encoder whose layers are not known (model/factory.py)."""
 

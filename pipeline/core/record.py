@@ -32,8 +32,9 @@ def without_retired(retired: Mapping[str, Any], value: Any) -> Any:
     if not retired or not isinstance(value, Mapping):
         return value
     for name in retired.keys() & value.keys():
-        if not is_neutral(retired[name], value[name]):
-            raise ValueError(f"{name} = {value[name]}: this version has no such setting; it reads {retired[name]} only")
+        neutral = retired[name]
+        if neutral is not ... and value[name] != neutral and value[name] != _as_text(neutral):
+            raise ValueError(f"{name} = {value[name]}: this version has no such setting; it reads {neutral} only")
     return {name: item for name, item in value.items() if name not in retired}
 
 
@@ -44,11 +45,6 @@ def with_retired(record: Record) -> dict[str, Any]:
         inner = getattr(record, name)
         found[name] = with_retired(inner) if isinstance(inner, Record) else value
     return found
-
-
-def is_neutral(neutral: Any, value: Any) -> bool:
-    """Return whether a retired field may be dropped: its value, or the text of it, is the neutral one."""
-    return neutral is ... or value == neutral or (isinstance(value, str) and value == _as_text(neutral))
 
 
 def fitted(kind: Any, value: Any, *, inside: bool = False) -> Any:

@@ -84,7 +84,7 @@ def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Ten
 
 
 def target_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """Return the targets of groups, see model/losses.Targets."""
+    """Return the targets of groups, see train/loss.Targets."""
     is_row = arrays["is_row"]
     without = np.where(arrays["is_mined"], 0.0, -1.0)
     return {

@@ -1,21 +1,21 @@
-"""Vectors of an earlier cycle: which cycle, where its rows lie by the hashes of id and text, and taking them over."""
+"""Vectors of an earlier cycle: which cycle, and where its rows lie by the hashes of id and text."""
 
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.lib import format as npy
 from pydantic import Field, JsonValue
 
-from pipeline.core.arrays import Bools, Float32s, Int64s, UInt64s
+from pipeline.core.arrays import Bools, Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.format import natural_key
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
-from pipeline.embed.vectors import Stored, VectorLayout, VectorSet, find_vectors
+from pipeline.embed.vectors import VectorLayout, VectorSet, find_vectors
 from pipeline.io import atomic
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import Storage, os_errors
@@ -42,38 +42,30 @@ def find_earlier(
 ) -> Earlier:
     """Find finished vectors of other cycles: the newest, and the newest that were made as ours will be.
 
-    `wanted` is output.carry_over.
+    Those that are unfinished, damaged or of another version are passed over. `wanted` is output.carry_over.
     """
+
+    def finished(name: str) -> VectorSet | None:
+        try:
+            return find_vectors(workspace, name)
+        except DataError:
+            return None
+
+    def made(made_by: Mapping[str, JsonValue], layout: VectorLayout) -> dict[str, JsonValue]:
+        """Return all that must be equal for vectors to be taken over; the format of their files may differ."""
+        return {**made_by, **layout.model_dump(exclude={"format"})}
+
+    def named(vectors: VectorSet | None) -> EarlierCycle | None:
+        return EarlierCycle(cycle=vectors.info.cycle, digest=vectors.manifest.digest) if vectors else None
+
     others = [name for name in workspace.list_dirs("embeddings") if name != cycle]
-    found = run_parallel(
-        lambda name: _finished(workspace, name),
-        others,
-        num_threads=_READ_THREADS,
-        stop=workspace.stop,
-        doing="looking for earlier vectors",
-    )
-    sets = [one for one in found if one is not None]
-    sets.sort(key=lambda one: (one.info.generation, natural_key(one.info.cycle)))
-    fitting = (one for one in reversed(sets) if _made(one.info.made_by, one.layout) == _made(made_by, layout))
-    chosen = next(fitting, None) if wanted == "auto" else None
-    previous, carry_from = (
-        EarlierCycle(cycle=one.info.cycle, digest=one.manifest.digest) if one else None
-        for one in (sets[-1] if sets else None, chosen)
-    )
-    return Earlier(previous, carry_from, sets[-1].info.generation if sets else 0)
-
-
-def _finished(workspace: Storage, cycle: str) -> VectorSet | None:
-    """Return the vectors of a cycle; None if they are unfinished, damaged or of another version."""
-    try:
-        return find_vectors(workspace, cycle)
-    except DataError:
-        return None
-
-
-def _made(made_by: Mapping[str, JsonValue], layout: VectorLayout) -> dict[str, JsonValue]:
-    """Return all that must be equal for vectors to be taken over; the format of their files may differ."""
-    return {**made_by, **layout.model_dump(exclude={"format"})}
+    doing = "looking for earlier vectors"
+    found = run_parallel(finished, others, num_threads=_READ_THREADS, stop=workspace.stop, doing=doing)
+    sets = [vectors for vectors in found if vectors is not None]
+    sets.sort(key=lambda vectors: (vectors.info.generation, natural_key(vectors.info.cycle)), reverse=True)
+    fitting = (one for one in sets if wanted == "auto" and made(one.info.made_by, one.layout) == made(made_by, layout))
+    newest = sets[0] if sets else None
+    return Earlier(named(newest), named(next(fitting, None)), newest.info.generation if newest else 0)
 
 
 def open_earlier(workspace: Storage, earlier: EarlierCycle) -> VectorSet:
@@ -106,69 +98,48 @@ def index_of(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
 
     Processes of one machine make it once. Memory: 40 bytes a row while it is made.
     """
-    folder = scratch / "embed" / "index" / vectors.manifest.digest
-    with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder.with_suffix(".lock"), stop):
-        if folder.is_dir():
-            return folder
-        ids, texts, places = (list[Any]() for _ in range(3))
-        with progress("reading the earlier vectors' ids", vectors.info.rows, "rows") as advance:
+    path, doing = scratch / "embed" / "index" / f"{vectors.manifest.digest}.npy", "reading the earlier vectors' ids"
+    with os_errors("writing", f"file://{path}"), atomic.exclusive(path.with_suffix(".lock"), stop):
+        if path.exists():
+            return path
+        columns = tuple([np.zeros(0, dtype=np.uint64)] for _ in range(3))  # hash of the id, of the text, and the place
+        with progress(doing, vectors.info.rows, "rows") as advance:
             for part in range(len(vectors.info.parts)):
-                stop.raise_if_set("reading the earlier vectors' ids")
+                stop.raise_if_set(doing)
                 id_hash, text_hash = vectors.hashes(part)
-                ids.append(id_hash)
-                texts.append(text_hash)
-                places.append(place_of(part, np.arange(len(id_hash), dtype=np.int64)))
+                place = place_of(part, np.arange(len(id_hash), dtype=np.int64)).view(np.uint64)
+                for column, values in zip(columns, (id_hash, text_hash, place), strict=True):
+                    column.append(values)
                 advance(len(id_hash))
-        order = np.argsort(np.concatenate(ids), kind="stable") if ids else np.zeros(0, dtype=np.int64)
-        making = folder.with_suffix(".making")
-        making.mkdir(exist_ok=True)
-        for name, values in (("hash", ids), ("text", texts), ("place", places)):
-            (np.concatenate(values)[order] if values else order).tofile(making / name)
-        making.rename(folder)
-    return folder
+        order, making = np.argsort(np.concatenate(columns[0]), kind="stable"), path.with_suffix(".making")
+        header = {"descr": "<u8", "fortran_order": False, "shape": (len(columns), len(order))}
+        with making.open("wb") as file:
+            npy.write_array_header_1_0(file, header)
+            for column in columns:
+                np.concatenate(column)[order].tofile(file)
+        making.rename(path)
+    return path
 
 
 class RowIndex:
     """A finished index, mapped into memory. Pages are returned to the system after each look-up."""
 
-    def __init__(self, folder: Path) -> None:
-        self._maps: list[mmap.mmap] = []
-        self._hash, self._text = self._open(folder / "hash"), self._open(folder / "text")
-        self._place = self._open(folder / "place").view(np.int64)
+    def __init__(self, path: Path) -> None:
+        self._index = np.load(path, mmap_mode="r")
 
     def look_up(self, id_hash: UInt64s, text_hash: UInt64s | None = None) -> tuple[Int64s, Bools]:
         """Return places [N] of rows with this id and this text (None: any) or -1, and which ids were found [N].
 
         Rows are compared by these hashes of 64 bits alone.
         """
-        at = np.searchsorted(self._hash, id_hash)
-        known = at < len(self._hash)
-        known[known] = self._hash[at[known]] == id_hash[known]
+        ids, texts, places = self._index
+        at = np.searchsorted(ids, id_hash)
+        known = at < len(ids)
+        known[known] = ids[at[known]] == id_hash[known]
         same = known.copy()
         if text_hash is not None:
-            same[known] = self._text[at[known]] == text_hash[known]
+            same[known] = texts[at[known]] == text_hash[known]
         place = np.full(len(at), -1, dtype=np.int64)
-        place[same] = self._place[at[same]]
-        for one in self._maps:
-            one.madvise(mmap.MADV_DONTNEED)
+        place[same] = places[at[same]]
+        self._index.base.madvise(mmap.MADV_DONTNEED)
         return place, known
-
-    def _open(self, path: Path) -> UInt64s:
-        if not path.stat().st_size:
-            return np.zeros(0, dtype=np.uint64)
-        with path.open("rb") as file:
-            self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        return np.frombuffer(self._maps[-1], dtype=np.uint64)
-
-
-def take_over(vectors: VectorSet, place: Int64s) -> tuple[Stored, Float32s | None]:
-    """Return stored vectors [N, dim] and scales [N] of rows by their place in the earlier cycle."""
-    parts, rows = part_and_row(place)
-    values = np.empty((len(place), vectors.layout.dim), dtype=vectors.layout.numpy_dtype)
-    scale = np.empty(len(place), dtype=np.float32) if vectors.layout.has_scale else None
-    for part in np.unique(parts).tolist():
-        chosen = np.flatnonzero(parts == part)
-        values[chosen], found = vectors.stored(part, rows[chosen])
-        if scale is not None and found is not None:
-            scale[chosen] = found
-    return values, scale

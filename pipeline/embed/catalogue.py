@@ -12,7 +12,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record
 from pipeline.data.readers import open_parquet, refuse_unreadable
-from pipeline.data.rows import FILTER, JOINED_FIELDS, ColumnPlan, is_text_list, match_columns, to_fields
+from pipeline.data.rows import FILTER, ColumnPlan, match_columns, to_fields
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.io.requests import run_parallel
 from pipeline.io.storage import ObjectStat, Storage
@@ -162,20 +162,13 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
     try:
         with open_parquet(storage, stat.key) as file:
             schema, metadata = file.schema_arrow, file.metadata
-            plan = columns.plan(schema.names, uri)
             groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
     except (pa.ArrowException, OSError) as error:
         refuse_unreadable(storage, stat.key, "parquet")
         raise not_parquet(uri, error) from error
-    for field, column in plan.pairs:
-        kind = _value_type(schema.field(column).type)
-        if field != "id" and pa.types.is_nested(kind) and not (field in JOINED_FIELDS and is_text_list(kind)):
-            raise DataError(
-                f"column {column!r} of {uri} holds {schema.field(column).type}",
-                expected="text",
-                next_command="name a column of text with --embed.catalogue.title, .text or .filter",
-            )
-    kind = _value_type(schema.field(columns.id).type)
+    plan = columns.plan(schema.names, uri)
+    kind = schema.field(columns.id).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     id_type: IdType | None = None
     if pa.types.is_integer(kind):
         id_type = "uint64" if kind == pa.uint64() else "int64"
@@ -187,6 +180,14 @@ def _footer(storage: Storage, stat: ObjectStat, columns: CatalogueColumns) -> tu
             expected="text or whole numbers",
             next_command="name another column with --embed.catalogue.id, or write the ids as text",
         )
+    try:
+        to_fields({name: pa.nulls(0, schema.field(name).type) for name in plan.inputs}, plan)
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{uri}: {error}",
+            expected="text",
+            next_command="name a column of text with --embed.catalogue.title, .text or .filter",
+        ) from error
     return CatalogueFile(key=stat.key, etag=stat.etag, size_bytes=stat.size_bytes, groups=groups), id_type
 
 
@@ -197,10 +198,6 @@ def not_parquet(uri: str, error: Exception) -> DataError:
         expected="a whole Parquet file",
         next_command="write the file again, or set --embed.catalogue.format",
     )
-
-
-def _value_type(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 # Rows of work shards, read row group by row group: memory stays within a few batches, whatever the files look like.

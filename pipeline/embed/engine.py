@@ -101,18 +101,6 @@ def _fill(counts: Int64s, room: int, most: int) -> list[int]:
     return pattern
 
 
-def batches_by_length(lengths: Int64s, tokens: int) -> Iterator[Int64s]:
-    """Yield texts in batches of at most `tokens` tokens, the longest first; a longer text has a batch for itself."""
-    order = np.argsort(-lengths, kind="stable")
-    ends = np.cumsum(lengths[order])
-    first = 0
-    while first < len(order):
-        before = int(ends[first - 1]) if first else 0
-        last = max(first + 1, int(np.searchsorted(ends, before + tokens, side="right")))
-        yield order[first:last]
-        first = last
-
-
 _TOKENS_PER_TEXT = 4  # texts shorter than this on average leave room in their row
 
 
@@ -210,13 +198,22 @@ def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iter
 
 
 def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch]:
-    """Yield batches of about `budget` tokens without padding between texts, `ids` [S], the longest texts first."""
-    for texts in batches_by_length(tokens.lengths, budget):
+    """Yield batches of at most `budget` tokens, the longest texts first, `ids` [S] without padding between texts.
+
+    A longer text has a batch for itself.
+    """
+    lengths = tokens.lengths
+    order = np.argsort(-lengths, kind="stable")
+    ends = np.cumsum(lengths[order])
+    first = 0
+    while first < len(order):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + budget, side="right")))
+        texts, first = order[first:last], last
         ids = take(tokens, texts).ids
         padded = np.full(-(-len(ids) // _STEP) * _STEP, pad_id, dtype=np.int32)
         padded[: len(ids)] = ids
-        batch = {"ids": torch.from_numpy(padded)}
-        yield HostBatch(batch, texts, np.arange(len(texts)), tokens.lengths[texts])
+        yield HostBatch({"ids": torch.from_numpy(padded)}, texts, np.arange(len(texts)), lengths[texts])
 
 
 # What differs between devices: the program of one with static shapes, how texts are batched, what starts a batch.
@@ -427,9 +424,21 @@ class Embedder:
         Windows are asked for in a thread of the backend's loader, some batches before they are needed. Raises what that
         raises, and Preempted.
         """
-        clock, figures = _Clock(self.figures), self.figures
+        figures, last = self.figures, time.monotonic()
         open_windows, given = deque[_Window](), deque[tuple[_Window, HostBatch]]()  # the loader appends, we take
         started = deque[tuple[_Window, HostBatch, Wait]]()
+
+        def lap() -> None:
+            nonlocal last
+            now = time.monotonic()
+            figures.seconds, last = figures.seconds + now - last, now
+
+        @contextmanager
+        def idle() -> Iterator[None]:
+            began = time.monotonic()
+            yield
+            figures.idle_s += time.monotonic() - began
+            lap()
 
         def finish_batch() -> Iterator[Float32s]:
             """Wait for the first batch that was started. Yield the windows that are complete with it."""
@@ -440,7 +449,7 @@ class Embedder:
             figures.batches += 1
             figures.tokens += tokens
             figures.padded_tokens += host.num_slots - tokens
-            clock.lap()
+            lap()
             return complete()
 
         def complete() -> Iterator[Float32s]:
@@ -448,7 +457,7 @@ class Embedder:
             while open_windows and not open_windows[0].batches_left:
                 window = open_windows.popleft()
                 figures.texts += len(window.place)
-                with clock.idle():
+                with idle():
                     vectors = window.pooled()
                     figures.distinct += len(vectors)
                     vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), _TINY)[:, None]
@@ -457,7 +466,7 @@ class Embedder:
         feed = self._feed(windows, open_windows, given)
         with self._engine.opened() as start, self._backend.loader(feed) as ready:
             while True:
-                with clock.idle():
+                with idle():
                     batch = next(ready, None)
                 if batch is None:
                     break
@@ -488,23 +497,6 @@ class Embedder:
             for host in batches:
                 given.append((window, host))
                 yield host.tensors
-
-
-class _Clock:
-    def __init__(self, figures: EmbedFigures) -> None:
-        self._figures, self._last = figures, time.monotonic()
-
-    def lap(self) -> None:
-        now = time.monotonic()
-        self._figures.seconds += now - self._last
-        self._last = now
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self._figures.idle_s += time.monotonic() - started
-        self.lap()
 
 
 def with_progress(vectors: Iterable[Float32s], doing: str, texts: int) -> Iterator[Float32s]:

@@ -14,29 +14,27 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.backends.prefetch import prefetched
+from pipeline.backends import prefetched
 from pipeline.context import Figure, StageContext
-from pipeline.core.arrays import Float32s, Int64s
+from pipeline.core.arrays import Int64s
 from pipeline.core.format import format_count, format_duration, format_share
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.catalogue import RawWindow, WorkShard, read_shard
+from pipeline.embed.catalogue import WorkShard, read_shard
 from pipeline.embed.engine import Embed, EmbedFigures
 from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix, too_many_bad
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRules, Window, make_window
+from pipeline.embed.texts import TextRules, make_window
 from pipeline.embed.vectors import VectorSet
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import run_tasks
+from pipeline.retrieval.products import join_tokens
 from pipeline.telemetry.events import EventName
 
 FEED_DEPTH = 2
 """Windows of tokens that wait for the device."""
 BEHIND_DEPTH = 6
 """Windows of vectors, and complete parts, that wait to be converted and written."""
-
-MakeWindows = Callable[[TextRules, Iterator[RawWindow]], Generator[Window, None, None]]
-"""Runs make_window for each, in order."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,10 @@ class Flow:
     catalogue: Storage
     workspace: Storage
     rules: TextRules
-    windows: MakeWindows
+    num_workers: int
+    """Processes that judge and tokenise; 0: one per core."""
     earlier: VectorSet | None
     stop: StopSignal
-
-
-def worker_processes(num_workers: int, stop: StopSignal) -> MakeWindows:
-    """Return what runs make_window in processes, one per core for 0."""
-    return partial(
-        run_tasks, make_window, num_workers=num_workers, stop=stop, doing="reading the catalogue", in_order=True
-    )
 
 
 def embed_shards(
@@ -71,7 +63,10 @@ def embed_shards(
 
     `embedded` is called in this thread after each window, `written` with each part in the thread that writes.
     """
-    last = time.monotonic()
+    last, failed, lock = time.monotonic(), False, threading.Lock()
+    # What the device was given and has not answered, in order, with whole parts in between. It is appended to by the
+    # thread in which the embedder asks for windows. Another thread converts vectors and writes parts.
+    waiting, behind = deque[Texts | OpenPart](), deque[Future[None]]()
 
     def write(part: OpenPart) -> None:
         nonlocal last
@@ -80,17 +75,57 @@ def embed_shards(
         seconds, last = time.monotonic() - last, time.monotonic()
         written(commit_part(flow.workspace, flow.plan, part, seconds=seconds))
 
+    def unless_failed(work: Callable[[], None]) -> None:
+        nonlocal failed
+        if not failed:  # nothing is written after what failed
+            try:
+                work()
+            except BaseException:
+                failed = True
+                raise
+
+    def wait_for_all_but(number: int) -> None:
+        """Raise the error of the first that failed. It stays: nothing goes on after it."""
+        while len(behind) > number or (behind and behind[0].done()):
+            behind[0].result()
+            behind.popleft()
+
+    def submit(work: Callable[[], None]) -> None:
+        wait_for_all_but(BEHIND_DEPTH)
+        behind.append(writer.submit(unless_failed, work))
+
+    def write_whole_parts() -> None:
+        """Write the parts that wait for no vectors."""
+        while waiting and isinstance(first := waiting[0], OpenPart):
+            submit(partial(write, first))
+            waiting.popleft()
+
+    def windows(ready: Iterator[Texts | OpenPart]) -> Iterator[Tokens]:
+        for item in ready:
+            flow.stop.raise_if_set("embedding")
+            with lock:
+                waiting.append(item)
+                write_whole_parts()
+            if isinstance(item, Texts):
+                yield item.tokens
+
     items = feed(flow, shards)
     with (
         _closed_after(items),
         ThreadPoolExecutor(1, "part-writer") as writer,  # on leaving, also by an error, what was handed over is written
         prefetched(items, FEED_DEPTH) as ready,
     ):
-        pending = _PendingWindows(ready, write, writer, flow.stop)
-        for vectors in embed(pending.windows()):
-            pending.store_vectors(vectors)
+        for vectors in embed(windows(ready)):
+            with lock:
+                first = waiting.popleft()
+                if not isinstance(first, Texts):
+                    raise RuntimeError("the embedder answered more windows than it was given")
+                submit(partial(first.part.fill, first.rows, vectors))
+                write_whole_parts()
             embedded()
-        pending.finish()
+        wait_for_all_but(0)
+        if waiting:
+            raise RuntimeError("the embedder ended before all windows had their vectors")
 
 
 @contextmanager
@@ -112,120 +147,35 @@ class Texts:
     part: OpenPart
 
 
-@dataclass(frozen=True)
-class Complete:
-    """All rows of a part are read, and its texts have gone before."""
-
-    part: OpenPart
-
-
-def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | Complete, None, None]:
-    """Yield the texts of all shards in order, `plan.window_rows` at a time, and each part as it is complete.
+def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart, None, None]:
+    """Yield the texts of all shards in order, `plan.window_rows` at a time, and each part after its texts.
 
     Texts of one window belong to one part, so that vectors do not depend on which worker does what, or on stops.
     """
-    plan = flow.plan
-    raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, plan.window_rows))
-    with closing(flow.windows(flow.rules, raws)) as windows:
+    plan, limit = flow.plan, flow.plan.window_rows
+    raws = (raw for shard in shards for raw in read_shard(plan.catalogue, flow.catalogue, shard, limit))
+    making = run_tasks(
+        make_window,
+        flow.rules,
+        raws,
+        num_workers=flow.num_workers,
+        stop=flow.stop,
+        doing="reading the catalogue",
+        in_order=True,
+    )
+    with closing(making) as windows:
         for shard in shards:
             part = OpenPart(shard.index, plan.layout, shard.rows, plan.quarantine_rows)
-            yield from _texts_of(part, windows, plan.window_rows)
-            yield Complete(part)
-
-
-def _texts_of(part: OpenPart, windows: Iterator[Window], limit: int) -> Iterator[Texts]:
-    """Yield the texts of one part, `limit` at a time."""
-    held: list[tuple[Tokens, Int64s]] = []
-    room = limit
-
-    def joined() -> Texts:
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate([tokens.lengths for tokens, _ in held]))])
-        ids = np.concatenate([tokens.ids for tokens, _ in held])
-        return Texts(Tokens(ids, offsets.astype(np.int64)), np.concatenate([rows for _, rows in held]), part)
-
-    for window in windows:
-        tokens, rows = part.add(window)
-        start = 0
-        while start < len(rows):
-            end = min(len(rows), start + room)
-            held.append((tokens.part(start, end), rows[start:end]))
-            room -= end - start
-            start = end
-            if not room:
-                yield joined()
-                held, room = [], limit
-        if window.rows.is_last:
-            break
-    if held:
-        yield joined()
-
-
-class _PendingWindows:
-    """What the device was given and has not answered, in order, with complete parts in between.
-
-    Vectors are converted and parts written by one thread behind the one that drives the device. The embedder may ask
-    for windows in a thread of its own.
-    """
-
-    def __init__(
-        self,
-        ready: Iterator[Texts | Complete],
-        write: Callable[[OpenPart], None],
-        writer: ThreadPoolExecutor,
-        stop: StopSignal,
-    ) -> None:
-        self._ready, self._write, self._writer, self._stop = ready, write, writer, stop
-        self._waiting, self._behind = deque[Texts | Complete](), deque[Future[None]]()
-        self._lock, self._failed = threading.Lock(), False
-
-    def windows(self) -> Iterator[Tokens]:
-        """Yield the texts for the device."""
-        for item in self._ready:
-            self._stop.raise_if_set("embedding")
-            with self._lock:
-                self._waiting.append(item)
-                self._flush_completed_parts()
-            if isinstance(item, Texts):
-                yield item.tokens
-
-    def store_vectors(self, vectors: Float32s) -> None:
-        """Convert the vectors of the first texts that wait, behind this thread. Raises the error of an earlier task."""
-        with self._lock:
-            first = self._waiting.popleft()
-            if not isinstance(first, Texts):
-                raise RuntimeError("the embedder answered more windows than it was given")
-            self._submit(partial(first.part.fill, first.rows, vectors))
-            self._flush_completed_parts()
-
-    def finish(self) -> None:
-        """Wait until every part is written."""
-        self._wait_for_all_but(0)
-        if self._waiting:
-            raise RuntimeError("the embedder ended before all windows had their vectors")
-
-    def _flush_completed_parts(self) -> None:
-        """Write the parts that wait for no vectors, behind this thread."""
-        while self._waiting and isinstance(first := self._waiting[0], Complete):
-            self._submit(partial(self._write, first.part))
-            self._waiting.popleft()
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        def unless_failed() -> None:
-            if not self._failed:  # nothing is written after what failed
-                try:
-                    work()
-                except BaseException:
-                    self._failed = True
-                    raise
-
-        self._wait_for_all_but(BEHIND_DEPTH)
-        self._behind.append(self._writer.submit(unless_failed))
-
-    def _wait_for_all_but(self, number: int) -> None:
-        """Raise the error of the first that failed. It stays: nothing goes on after it."""
-        while len(self._behind) > number or (self._behind and self._behind[0].done()):
-            self._behind[0].result()
-            self._behind.popleft()
+            tokens, rows, is_last = join_tokens(()), np.zeros(0, dtype=np.int64), False
+            while not is_last:
+                window = next(windows)
+                more, places = part.add(window)
+                tokens, rows, is_last = join_tokens((tokens, more)), np.concatenate([rows, places]), window.rows.is_last
+                while len(rows) >= limit or (is_last and len(rows)):
+                    end = min(limit, len(rows))
+                    yield Texts(tokens.part(0, end), rows[:end], part)
+                    tokens, rows = tokens.part(end, len(rows)), rows[end:]
+            yield part
 
 
 # Progress of one worker: lines, events, figures, and an early end when too much of the catalogue is bad.

@@ -6,7 +6,7 @@ once, or again after a kill: all of them write the same bytes.
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue
 
 from pipeline import __version__
 from pipeline.context import Figure, StageContext, StageResult
-from pipeline.core.arrays import Float32s, Int64s, UInt64s
+from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import DataError, NumericError, TransientError
 from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -27,16 +27,15 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.rows import BadRow, quarantine_lines, quarantined
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.carry_over import RowIndex, index_of, open_earlier, part_and_row, place_of, take_over
-from pipeline.embed.catalogue import ID_TYPES
+from pipeline.embed.carry_over import RowIndex, index_of, open_earlier, part_and_row, place_of
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.texts import DUPLICATE_ID, Window
 from pipeline.embed.vectors import (
+    KEYS,
     KIND,
     QUARANTINE,
     PartCounts,
     PartInfo,
-    PartRows,
     Stored,
     VectorLayout,
     VectorSet,
@@ -70,7 +69,7 @@ class OpenPart:
 
     def __post_init__(self) -> None:
         self.counts, self.reasons, self.bad = Counter[str](), Counter[str](), list[BadRow]()
-        self.rows, self._windows, self._seen = 0, list[Window](), set[Any]()
+        self.rows, self._tables, self._seen = 0, list[pa.Table](), set[Any]()
         # Memory is taken as rows are filled in.
         self._vectors = np.empty((self.room, self.layout.dim), dtype=self.layout.numpy_dtype)
         self._scale = np.empty(self.room, dtype=np.float32) if self.layout.has_scale else None
@@ -80,16 +79,16 @@ class OpenPart:
         self.counts["read"] += window.rows.num_read
         self._add_bad(window.rows.bad)
         window = self._without_duplicates(window)
-        fresh = np.flatnonzero(window.place < 0)
+        table = window.rows.table
+        fresh = np.flatnonzero(table["place"].to_numpy() < 0)
         self.counts["embedded"] += len(fresh)
-        self.counts["carried"] += len(window.place) - len(fresh)
-        self.counts["known"] += int(window.known.sum())
-        self.counts["truncated"] += int(window.truncated.sum())
-        self.counts["chunked"] += int(window.chunked.sum())
+        self.counts["carried"] += len(table) - len(fresh)
+        for name in ("known", "truncated", "chunked"):
+            self.counts[name] += pc.sum(table[name]).as_py() or 0
         self.counts["tokens"] += len(window.tokens.ids)
         target = fresh + self.rows
-        self.rows += len(window.place)
-        self._windows.append(window)
+        self.rows += len(table)
+        self._tables.append(table)
         return window.tokens, target
 
     def fill(self, rows: Int64s, vectors: Float32s) -> None:
@@ -105,20 +104,16 @@ class OpenPart:
 
     def carry(self, earlier: VectorSet) -> None:
         """Take over the vectors that an earlier cycle has."""
-        place = np.concatenate([np.zeros(0, dtype=np.int64), *(window.place for window in self._windows)])
-        if len(taken := np.flatnonzero(place >= 0)):
-            self._put(taken, *take_over(earlier, place[taken]))
+        parts, rows = part_and_row(pa.concat_tables(self._tables)["place"].to_numpy())
+        for part in np.unique(parts[parts >= 0]).tolist():
+            chosen = np.flatnonzero(parts == part)
+            self._put(chosen, *earlier.stored(part, rows[chosen]))
 
-    def finished(self) -> PartRows:
-        """Return all rows, once every vector is in."""
-        rows, empty = [window.rows for window in self._windows], np.zeros(0, dtype=np.uint64)
-        return PartRows(
-            ids=pa.concat_arrays([pa.array([], ID_TYPES[self.layout.id_type]), *(one.ids for one in rows)]),
-            vectors=self._vectors[: self.rows],
-            scale=None if self._scale is None else self._scale[: self.rows],
-            id_hash=np.concatenate([empty, *(one.id_hash for one in rows)]),
-            text_hash=np.concatenate([empty, *(one.text_hash for one in rows)]),
-        )
+    def files(self, stem: str, metadata: Mapping[str, str]) -> tuple[pa.Array, dict[str, bytes]]:
+        """Return ids and files, once every vector is in."""
+        rows = pa.concat_tables(self._tables)
+        scale = None if self._scale is None else self._scale[: self.rows]
+        return rows["id"], part_files(self.layout, stem, rows, self._vectors[: self.rows], scale, metadata)
 
     def _put(self, rows: Int64s, vectors: Stored, scale: Float32s | None) -> None:
         self._vectors[rows] = vectors
@@ -133,17 +128,16 @@ class OpenPart:
 
     def _without_duplicates(self, window: Window) -> Window:
         """Return the rows whose id is new in this part; the others are bad rows."""
-        rows = window.rows
-        ids = rows.ids.to_pylist()
+        rows, ids = window.rows, window.rows.table["id"].to_pylist()
         new = set(ids)
         if len(new) == len(ids) and self._seen.isdisjoint(new):
             self._seen |= new
             return window
-        keep, bad = np.ones(len(ids), dtype=np.bool_), list[BadRow]()
+        keep, bad, numbers = np.ones(len(ids), dtype=np.bool_), list[BadRow](), rows.table["row"].to_pylist()
         for place, name in enumerate(ids):
             if name in self._seen:
                 keep[place] = False
-                bad.append(BadRow(rows.file, int(rows.rows[place]), DUPLICATE_ID, {"id": name}))
+                bad.append(BadRow(rows.file, numbers[place], DUPLICATE_ID, {"id": name}))
             self._seen.add(name)
         self._add_bad(bad)
         return window.keep(keep)
@@ -191,11 +185,11 @@ def parts_of(storage: Storage, plan: EmbedPlan) -> Parts[PartRecord]:
 
 def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: float) -> PartRecord:
     """Publish the files of one part, then its record. Raises what storage raises; may be repeated."""
-    rows = part.finished()
-    low, high = id_range(rows.ids)
+    ids, files = part.files(stem_of(part.index), plan.metadata)
+    low, high = id_range(ids)
     record = PartRecord(
         index=part.index,
-        rows=len(rows.ids),
+        rows=len(ids),
         id_min=low,
         id_max=high,
         counts=PartCounts(**part.counts),
@@ -203,48 +197,26 @@ def commit_part(storage: Storage, plan: EmbedPlan, part: OpenPart, *, seconds: f
         quarantined=quarantined(part.bad),
         seconds=round(seconds, 3),
     )
-    files = part_files(plan.layout, stem_of(part.index), rows, plan.metadata)
     return parts_of(storage, plan).commit(record, files)
 
 
-def id_range(ids: pa.Array) -> tuple[str, str]:
+def id_range(ids: pa.Array | pa.ChunkedArray) -> tuple[str, str]:
     """Return the smallest and the largest id as text; empty for no ids."""
     found = pc.min_max(ids)
     return tuple("" if found[end].as_py() is None else str(found[end].as_py()) for end in ("min", "max"))  # type: ignore[return-value]
 
 
-def load_records(storage: Storage, plan: EmbedPlan) -> list[PartRecord]:
-    """Return the records of all parts, in order, with the first `plan.quarantine_rows` bad rows of them all.
-
-    Raises TransientError when a record is missing, DataError when one is damaged.
-    """
-    records: list[PartRecord] = []
-    room = plan.quarantine_rows
-    for record in parts_of(storage, plan).read_all(range(len(plan.shards))):
-        records.append(record.model_copy(update={"quarantined": record.quarantined[:room]}))
-        room -= len(records[-1].quarantined)
-    return records
-
-
-# Ids that are in more than one part. Within a part they are found as rows are read; this is the look over all.
-
-
-def find_duplicates(
-    hashes: Iterable[UInt64s], ids_of: Callable[[int, Int64s], list[Any]], *, limit: int, stop: StopSignal
-) -> dict[int, Int64s]:
+def find_duplicates(vectors: VectorSet, *, limit: int, stop: StopSignal) -> dict[int, Int64s]:
     """Return the rows, by part, whose id is in an earlier part: the first in the order of the catalogue stays.
 
-    Args:
-        hashes: those of the ids of each part, in order.
-        ids_of: the ids of some rows of a part; called only for rows with equal hashes, which alone prove nothing.
-        limit: if more rows have equal hashes, about so many of them are returned.
-    Memory: 40 bytes a row, and the ids of rows with equal hashes.
+    Ids themselves are read of rows with equal hashes alone, which prove nothing yet; `limit`: of about so many.
+    Memory: 40 bytes a row, and these ids.
     """
     every, places = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
-    for part, values in enumerate(hashes):
+    for part in range(len(vectors.info.parts)):
         stop.raise_if_set("looking for ids in several parts")
-        every.append(values)
-        places.append(place_of(part, np.arange(len(values), dtype=np.int64)))
+        every.append(vectors.hashes(part)[0])
+        places.append(place_of(part, np.arange(len(every[-1]), dtype=np.int64)))
     order = np.argsort(np.concatenate(every), kind="stable")
     ordered, place = np.concatenate(every)[order], np.concatenate(places)[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=~ordered[:1]))
@@ -255,7 +227,7 @@ def find_duplicates(
     for part in np.unique(parts).tolist():
         chosen = np.flatnonzero(parts == part)
         chosen = chosen[np.argsort(rows[chosen])]
-        names[chosen] = ids_of(part, rows[chosen])
+        names[chosen] = vectors.ids_at(part, rows[chosen])
     later, seen = np.zeros(len(parts), dtype=np.bool_), set[Any]()
     for number, name in enumerate(names.tolist()):  # by hash, then by place
         later[number] = name in seen
@@ -290,19 +262,15 @@ def _finish(
     workspace: Storage, plan: EmbedPlan, scratch: Path, stop: StopSignal, *, max_bad_fraction: float
 ) -> VectorSet:
     prefix = vectors_prefix(plan.cycle)
-    records = load_records(workspace, plan)
+    records, bad = list[PartRecord](), list(plan.catalogue.unreadable_sample)
+    for record in parts_of(workspace, plan).read_all(range(len(plan.shards))):
+        bad += record.quarantined[: max(0, plan.quarantine_rows - len(bad))]
+        records.append(record.model_copy(update={"quarantined": ()}))
     draft = VectorSet(workspace, prefix, _manifest(plan, records, PartCounts(), {}, None))
     earlier = open_earlier(workspace, plan.carry_from) if plan.carry_from else None
     limit = int(max_bad_fraction * draft.info.counts.read)
-    bad = [*plan.catalogue.unreadable_sample, *(row for record in records for row in record.quarantined)]
     dropped = PartCounts()
-    duplicates = find_duplicates(
-        (draft.hashes(part)[0] for part in range(len(draft.info.parts))),
-        draft.ids_at,
-        limit=limit,
-        stop=stop,
-    )
-    for index, rows in duplicates.items():
+    for index, rows in find_duplicates(draft, limit=limit, stop=stop).items():
         stop.raise_if_set("taking out duplicate ids")
         file, shown = draft.info.parts[index].files[-1], rows[: max(0, plan.quarantine_rows - len(bad))]
         for row, name in zip(shown.tolist(), draft.ids_at(index, shown), strict=True):
@@ -371,16 +339,14 @@ def _without(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s
     """Write a part again without some rows, under another name: the first files stay what their record says."""
     kept = np.setdiff1d(np.arange(record.rows, dtype=np.int64), rows)
     vectors, scale = draft.stored(record.index, kept)
-    id_hash, text_hash = draft.hashes(record.index)
-    names = [batch["id"] for batch in draft.columns(record.index, ["id"])]
-    ids = pa.concat_arrays(names).take(kept)
-    part = PartRows(ids, vectors, scale, id_hash[kept], text_hash[kept])
-    files = part_files(plan.layout, f"{stem_of(record.index)}-unique", part, plan.metadata)
+    part = pa.Table.from_batches(draft.columns(record.index, KEYS)).take(kept)
+    stem = f"{stem_of(record.index)}-unique"
+    files = part_files(plan.layout, stem, part, vectors, scale, plan.metadata)
     there: dict[str, FileRecord] = {}
     for name, data in files.items():
         draft.storage.write_bytes(draft.key(name), data)
         there[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
-    low, high = id_range(ids)
+    low, high = id_range(part["id"])
     return record.model_copy(update={"rows": len(kept), "files": there, "id_min": low, "id_max": high})
 
 

@@ -108,16 +108,13 @@ class TextRules:
 
 @dataclass(frozen=True)
 class TextRows:
-    """N usable rows of a window in catalogue order, and what was wrong with the others."""
+    """The usable rows of a window in catalogue order, and what was wrong with the others."""
 
     file: str
     is_last: bool
     """The window is the last of its shard."""
-    ids: pa.Array
-    id_hash: UInt64s
-    text_hash: UInt64s
-    rows: Int64s
-    """Number of each row in its file."""
+    table: pa.Table
+    """Columns id, id_hash, text_hash and row, the number of the row in its file."""
     texts: list[str]
     num_rows: int
     """All rows of the window."""
@@ -130,45 +127,42 @@ class TextRows:
 class Window:
     """A window ready for the device.
 
-    `place` [N]: row of the earlier cycle to take the vector from, -1 for a text to embed; `tokens` holds these alone,
-    in order; `truncated` and `chunked` say of each whether it was cut, and whether it takes several chunks. `known`
-    [N]: the earlier cycle had the id.
+    `rows.table` has four more columns here: `place`, the row of the earlier cycle to take the vector from, -1 for a
+    text to embed; `known`, whether that cycle had the id; `truncated`, `chunked`, whether a text to embed was cut, or
+    takes several chunks. `tokens` are those of texts to embed alone, in order.
     """
 
     rows: TextRows
     """Without their texts."""
-    place: Int64s
-    known: Bools
     tokens: Tokens
-    truncated: Bools
-    chunked: Bools
 
     def keep(self, rows: Bools) -> "Window":
-        fresh, one = rows[self.place < 0], self.rows
-        kept = replace(
-            one,
-            ids=one.ids.filter(pa.array(rows)),
-            id_hash=one.id_hash[rows],
-            text_hash=one.text_hash[rows],
-            rows=one.rows[rows],
-        )
-        tokens = take(self.tokens, np.flatnonzero(fresh))
-        return Window(kept, self.place[rows], self.known[rows], tokens, self.truncated[fresh], self.chunked[fresh])
+        table = self.rows.table
+        fresh = rows[table["place"].to_numpy() < 0]
+        kept = replace(self.rows, table=table.filter(pa.array(rows)))
+        return Window(kept, take(self.tokens, np.flatnonzero(fresh)))
 
 
 def make_window(rules: TextRules, raw: RawWindow) -> Window:
     """Judge, hash and tokenise a window in a worker process."""
     rows = judge_rows(rules, raw)
-    place, known = np.full(len(rows.texts), -1, dtype=np.int64), np.zeros(len(rows.texts), dtype=np.bool_)
+    count = len(rows.texts)
+    place, known = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.bool_)
     if rules.index:
-        place, known = _row_index(Path(rules.index)).look_up(rows.id_hash, rows.text_hash)
-    tokenizer = _tokenizer(rules.tokenizer)
-    tokens = tokenizer.encode([rules.prefix + rows.texts[row] for row in np.flatnonzero(place < 0).tolist()])
-    truncated = tokens.lengths > rules.max_tokens
+        place, known = _row_index(Path(rules.index)).look_up(
+            rows.table["id_hash"].to_numpy(), rows.table["text_hash"].to_numpy()
+        )
+    tokenizer, fresh = _tokenizer(rules.tokenizer), np.flatnonzero(place < 0)
+    tokens = tokenizer.encode([rules.prefix + rows.texts[row] for row in fresh.tolist()])
+    truncated, chunked = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
+    truncated[fresh] = tokens.lengths > rules.max_tokens
     if truncated.any():
         tokens = cut_tokens(tokens, rules.max_tokens, tokenizer.sep_id)
-    chunked = tokens.lengths > chunk_of(rules.max_tokens, rules.chunks)
-    return Window(replace(rows, texts=[]), place, known, tokens, truncated, chunked)
+    chunked[fresh] = tokens.lengths > chunk_of(rules.max_tokens, rules.chunks)
+    table = rows.table
+    for name, column in (("place", place), ("known", known), ("truncated", truncated), ("chunked", chunked)):
+        table = table.append_column(name, pa.array(column))
+    return Window(replace(rows, table=table, texts=[]), tokens)
 
 
 def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
@@ -181,38 +175,32 @@ def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
         batch, rows = batch.filter(pa.array(keep)), rows[keep]
     limit = CHARACTERS_PER_TOKEN * rules.max_tokens
     columns = {name: batch[name].to_pylist() for name in ("id", "title", "text") if name in batch.schema.names}
-    texts = columns.get("text") or [None] * len(rows)
-    ids: list[Any] = []
-    kept: list[int] = []
-    found: list[str] = []
-    bad: list[BadRow] = []
-    for row, values in enumerate(zip(columns["id"], columns["title"], texts, strict=True)):
-        value, joined, reason = _judge(*values, limit)
+    longer = columns.get("text") or [None] * len(rows)
+    ids, kept, texts, bad = list[Any](), list[int](), list[str](), list[BadRow]()
+    for row, values in enumerate(zip(columns["id"], columns["title"], longer, strict=True)):
+        value, text, reason = _judge(*values, limit)
         if reason:
             bad.append(BadRow(raw.file, int(rows[row]), reason, row_content(batch, row)))
             continue
         ids.append(value)
         kept.append(row)
-        found.append(joined)
-    return TextRows(
-        file=raw.file,
-        is_last=raw.is_last,
-        ids=pa.array(ids, ID_TYPES[rules.id_type]),
-        id_hash=id_hashes(ids),
-        text_hash=_hashes([text.encode() for text in found]),
-        rows=rows[np.array(kept, dtype=np.int64)],
-        texts=found,
-        num_rows=num_rows,
-        num_read=len(rows),
-        bad=tuple(bad),
+        texts.append(text)
+    table = pa.table(
+        {
+            "id": pa.array(ids, ID_TYPES[rules.id_type]),
+            "id_hash": id_hashes(ids),
+            "text_hash": _hashes([text.encode() for text in texts]),
+            "row": rows[np.array(kept, dtype=np.int64)],
+        }
     )
+    return TextRows(raw.file, raw.is_last, table, texts, num_rows, num_read=len(rows), bad=tuple(bad))
 
 
 def judge_again(context: tuple[TextRules, int], raw: RawWindow) -> TextRows:
     """Judge rows in a worker process of verify. Return the texts of ids whose hash is a multiple of the step."""
     rules, step = context
     rows = judge_rows(rules, raw)
-    chosen = np.flatnonzero(rows.id_hash % np.uint64(step) == 0).tolist()
+    chosen = np.flatnonzero(rows.table["id_hash"].to_numpy() % np.uint64(step) == 0).tolist()
     return replace(rows, texts=[rows.texts[row] for row in chosen])
 
 

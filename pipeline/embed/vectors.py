@@ -5,7 +5,7 @@ The same rows give the same bytes. `open_vectors` is for programs: one memory-ma
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,12 @@ from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import open_parquet
 from pipeline.embed.catalogue import ID_TYPES, IdType
+from pipeline.io import atomic
 from pipeline.io.atomic import exclusive, make_dirs, staging_dir
 from pipeline.io.commit import check_sizes, commit_dir, read_manifest
 from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import Storage, is_temp, join_key, open_storage, os_errors, place_of
+from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
 
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
@@ -42,6 +43,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _INT8_MAX = 127.0
 _METADATA = "trnpipe."
+KEYS = ("id", "id_hash", "text_hash")
+"""Columns that name a row and its text."""
 
 
 class VectorLayout(Record):
@@ -75,17 +78,6 @@ class VectorLayout(Record):
             pa.field("text_hash", pa.uint64(), nullable=False),
         ]
         return pa.schema(fields)
-
-
-@dataclass(frozen=True)
-class PartRows:
-    """N finished rows: ids, stored vectors [N, dim], scales [N] (int8 only), hashes [N]."""
-
-    ids: pa.Array
-    vectors: Stored
-    scale: Float32s | None
-    id_hash: npt.NDArray[np.uint64]
-    text_hash: npt.NDArray[np.uint64]
 
 
 def check_dimensions(setting: str, dimensions: int, width: int) -> None:
@@ -127,24 +119,29 @@ def from_stored(vectors: Stored, scale: Float32s | None) -> Float32s:
     return values if scale is None else values * scale[:, None]
 
 
-def part_files(layout: VectorLayout, stem: str, rows: PartRows, metadata: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the files of a part by name, in the order in which they must be written."""
+def part_files(
+    layout: VectorLayout,
+    stem: str,
+    rows: pa.Table,
+    vectors: Stored,
+    scale: Float32s | None,
+    metadata: Mapping[str, str],
+) -> dict[str, bytes]:
+    """Return the files of a part by name, in the order in which they must be written.
+
+    `rows` has the columns KEYS of N rows; `vectors` [N, dim] and, if they are int8, `scale` [N] are as stored.
+    """
     names = layout.names(stem)
     files: dict[str, bytes] = {}
     if layout.format == "npy":
         stream = io.BytesIO()
-        np.save(stream, np.ascontiguousarray(rows.vectors))
+        np.save(stream, np.ascontiguousarray(vectors))
         files[names[0]] = stream.getvalue()
     schema = layout.columns(with_vectors=layout.format == "parquet")
     schema = schema.with_metadata({_METADATA + name: value for name, value in sorted(metadata.items())})
-    columns: dict[str, Any] = {
-        "id": rows.ids,
-        "scale": rows.scale,
-        "id_hash": rows.id_hash,
-        "text_hash": rows.text_hash,
-    }
+    columns: dict[str, Any] = {**{name: rows[name] for name in KEYS}, "scale": scale}
     if layout.format == "parquet":
-        flat = pa.array(np.ascontiguousarray(rows.vectors).reshape(-1))
+        flat = pa.array(np.ascontiguousarray(vectors).reshape(-1))
         columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, type=schema.field("vector").type)
     table = pa.table([columns[name] for name in schema.names], schema=schema)
     sink = pa.BufferOutputStream()
@@ -241,12 +238,12 @@ class VectorSet:
     def key(self, name: str) -> str:
         return join_key(self.prefix, name)
 
-    def columns(self, part: int, names: list[str]) -> Iterator[pa.RecordBatch]:
+    def columns(self, part: int, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield some columns of a part's Parquet file, ROWS_PER_GROUP rows at a time. Raises DataError."""
         with self._open(part) as file:
             if missing := set(names) - set(file.schema_arrow.names):
                 raise ValueError(f"it has no column {min(missing)}")
-            yield from file.iter_batches(ROWS_PER_GROUP, columns=names, use_threads=False)
+            yield from file.iter_batches(ROWS_PER_GROUP, columns=list(names), use_threads=False)
 
     def schema(self, part: int) -> pa.Schema:
         """Return the schema of a part's Parquet file, with its metadata."""
@@ -309,7 +306,7 @@ class VectorSet:
     def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
         """Yield the rows of a part, ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the vectors, fp32."""
         start = 0
-        for batch in self.columns(part, ["id", "id_hash", "text_hash"]):
+        for batch in self.columns(part, KEYS):
             rows = np.arange(start, start + len(batch), dtype=np.int64)
             yield batch, from_stored(*self.stored(part, rows))
             start += len(batch)
@@ -422,7 +419,7 @@ def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest
             except DataError:  # a file of it was lost
                 parent.delete([join_key(folder.name, MANIFEST_NAME)])
         # A writer that was killed has left the matrix or the ids.
-        others = {path.name for path in folder.iterdir() if not is_temp(path.name)} - {MATRIX, IDS}
+        others = {path.name for path in folder.iterdir() if not atomic.is_temp(path.name)} - {MATRIX, IDS}
         if others:
             raise ConfigError(
                 f"{folder} holds {min(others)}",

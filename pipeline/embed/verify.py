@@ -4,7 +4,7 @@ Files, numbers and ids need the vectors alone; then the catalogue is read again,
 """
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -17,15 +17,16 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
-from pipeline.embed.catalogue import RawWindow, read_shard
+from pipeline.embed.catalogue import read_shard
 from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.parts import find_duplicates, id_range
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRows, TextRules, cut_tokens, id_hashes
+from pipeline.embed.texts import TextRules, cut_tokens, id_hashes, judge_again
 from pipeline.embed.vectors import VectorSet, from_stored, metadata_of, shorten_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
+from pipeline.proc.pool import run_tasks
 
 MAX_NAMED = 3
 """Problems of one check that are named one by one."""
@@ -142,8 +143,7 @@ def check_numbers(vectors: VectorSet, stop: StopSignal) -> Check:
 
 def check_unique(vectors: VectorSet, stop: StopSignal) -> Check:
     """Check that no id is in two rows, of one part or of several."""
-    hashes = (vectors.hashes(part)[0] for part in range(len(vectors.info.parts)))
-    found = find_duplicates(hashes, vectors.ids_at, limit=_MAX_DUPLICATES, stop=stop)
+    found = find_duplicates(vectors, limit=_MAX_DUPLICATES, stop=stop)
     problems = [
         f"{len(rows)} ids of {vectors.info.parts[part].files[-1]} are there before, such as"
         f" {vectors.ids_at(part, rows[:1])[0]!r}"
@@ -164,14 +164,10 @@ class Picked:
     text: str
 
 
-JudgeWindows = Callable[[tuple[TextRules, int], Iterator[RawWindow]], Generator[TextRows, None, None]]
-"""Runs texts.judge_again for each, in order."""
-
-
 def check_catalogue(
-    vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, *, judged: JudgeWindows
+    vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, stop: StopSignal, *, num_workers: int
 ) -> tuple[Check, list[Picked]]:
-    """Hold the parts against the catalogue. Return about SAMPLE_TEXTS of its texts, too.
+    """Hold the parts against the catalogue, read by `num_workers` processes. Return some of its texts too.
 
     Raises DataError if the catalogue has changed.
     """
@@ -180,19 +176,18 @@ def check_catalogue(
     bad = read = sum(plan.catalogue.unreadable.values())
     missing, problems, picked = [np.zeros(0, dtype=np.uint64)], list[str](), list[Picked]()
     raws = (raw for shard in plan.shards for raw in read_shard(plan.catalogue, catalogue, shard, plan.window_rows))
-    with (
-        closing(judged((rules, step), raws)) as windows,
-        progress("reading the catalogue again", plan.catalogue.rows, "rows") as advance,
-    ):
+    doing = "reading the catalogue again"
+    judged = run_tasks(judge_again, (rules, step), raws, num_workers=num_workers, stop=stop, doing=doing, in_order=True)
+    with closing(judged) as windows, progress(doing, plan.catalogue.rows, "rows") as advance:
         for shard in plan.shards:
             id_hash, text_hash, of_shard = list[UInt64s](), list[UInt64s](), dict[int, Picked]()
             for rows in windows:
                 advance(rows.num_rows)
                 read += rows.num_read
                 bad += len(rows.bad)
-                id_hash.append(rows.id_hash)
-                text_hash.append(rows.text_hash)
-                chosen = rows.id_hash[rows.id_hash % np.uint64(step) == 0]
+                id_hash.append(rows.table["id_hash"].to_numpy())
+                text_hash.append(rows.table["text_hash"].to_numpy())
+                chosen = id_hash[-1][id_hash[-1] % np.uint64(step) == 0]
                 for one, text in zip(map(int, chosen), rows.texts, strict=True):
                     of_shard.setdefault(one, Picked(shard.index, one, text))
                 if rows.is_last:

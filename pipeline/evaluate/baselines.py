@@ -29,8 +29,7 @@ from pipeline.evaluate.metrics.measure import metric_report, retrieval_report
 from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
-from pipeline.evaluate.score import by_sample_id
-from pipeline.evaluate.scores import load_arrays, save_arrays, scored_rows
+from pipeline.evaluate.score import by_sample_id, load_arrays, save_arrays, scored_rows
 from pipeline.io.commit import read_manifest
 from pipeline.retrieval.bm25 import K1, WORDS, B, Bm25, nothing_found
 from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight

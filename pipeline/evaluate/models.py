@@ -1,11 +1,12 @@
 """The two models of an evaluation, the candidate and what it is held against: opened, verified and scored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
@@ -13,7 +14,7 @@ from pipeline.compile.manifest import GraphWatch
 from pipeline.compile.plan import evaluation_plan, open_part_guard
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
-from pipeline.core.fingerprint import fingerprint
+from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.record import with_retired
 from pipeline.data.token_sets import TokenSet, spec_of
 from pipeline.embed.engine import open_embedder
@@ -21,8 +22,17 @@ from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Embed, open_catalogue
-from pipeline.evaluate.score import PartStore, ScoreProgram, Scorer
-from pipeline.evaluate.scores import ARRAYS, SLICE, ScoreInfo, ScoreSet, load_scores, save_scores
+from pipeline.evaluate.score import (
+    ARRAYS,
+    SLICE,
+    PartStore,
+    ScoreInfo,
+    ScoreProgram,
+    Scorer,
+    ScoreSet,
+    load_scores,
+    save_scores,
+)
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf
@@ -66,6 +76,13 @@ class Models:
         asked["retrieval"] |= {"window_rows": 16_384}
         asked = {name: value for name, value in asked.items() if name not in ("promote", "force_reason", "candidate")}
         # What is as it is by default is left out, so that verdicts of earlier versions stand.
+        more = {
+            "dimensions": dimensions,
+            "chunks": chunks if chunks > 1 else "",
+            "embed_precision": precision if precision != "fp32" else "",
+            "row_tokens": limit,
+            "catalogue": open_catalogue(retrieval, path, ctx.stop).content if path else "",
+        }
         return {
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
@@ -74,11 +91,7 @@ class Models:
             "gate": fingerprint(with_retired(settings.gate)),
             "precision": settings.train.precision,
             "code_version": ctx.code_version,
-            **({"dimensions": str(dimensions)} if dimensions else {}),
-            **({"chunks": str(chunks)} if chunks > 1 else {}),
-            **({"embed_precision": precision} if precision != "fp32" else {}),
-            **({"row_tokens": str(limit)} if limit else {}),
-            **({"catalogue": open_catalogue(retrieval, path, ctx.stop).content} if path else {}),
+            **{name: str(value) for name, value in more.items() if value},
         }
 
     def verdict(self, settings: Settings, ctx: StageContext, report: EvaluationReport) -> StoredVerdict:
@@ -168,12 +181,12 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
         )
 
 
-# Scores of a model on a holdout, kept in the cycle: found there, or computed on all ranks.
-
-
 @dataclass
 class ModelScorer:
-    """Scores one model after the other; models of one architecture share a program and its graphs."""
+    """Scores one model after the other, and keeps the scores in the cycle.
+
+    Models of one architecture share a program and its graphs.
+    """
 
     settings: Settings
     ctx: StageContext
@@ -188,21 +201,17 @@ class ModelScorer:
         key = self._key(checkpoint, holdout)
         if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return load_scores(ctx.workspace, key, ctx.scratch / "scores") if ctx.world.is_main else None, key
-        program = self._loaded(checkpoint, holdout)
-        train = self.settings.train
-        scorer = Scorer(
-            self.backend,
-            self.gang,
-            ctx.stop,
-            min(train.micro_batch_size, train.global_batch_size),  # as in training: the same graphs
-            SAVE_EVERY_S,
-        )
+        program, train = self._loaded(checkpoint, holdout), self.settings.train
+        batch_size = min(train.micro_batch_size, train.global_batch_size)  # as in training: the same graphs
+        scorer = Scorer(self.backend, self.gang, ctx.stop, batch_size, SAVE_EVERY_S)
         folder = key.replace("/scores/", "/parts/")
         parts = PartStore.open(ctx.workspace_after_stop, folder, ctx.scratch, ctx.console.warn)
+
+        def logits(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            return {"logits": program.outputs(batch).logits}
+
         with ctx.console.progress(f"{role}, split {holdout.split}", holdout.order.total, "rows") as advance:
-            arrays = scorer.run(
-                lambda batch: {"logits": program.outputs(batch).logits}, holdout.rows, holdout.order, parts, advance
-            )
+            arrays = scorer.run(logits, holdout.rows, holdout.order, parts, advance)
         if not ctx.world.is_main:
             return None, key
         info, columns = holdout.sets[0].info, holdout.slices(arrays)
@@ -268,32 +277,26 @@ class ModelScorer:
         if name not in self._watches:
             dropout = self.settings.model.dropout  # of no effect here, but part of the plan of training
             model = checkpoint.state.model.model_copy(update={"dropout": dropout})
-            trained = self.settings.model_copy(update={"model": model})
-            plan = evaluation_plan(
-                trained,
-                spec_of(holdout.sets[0].info),
-                holdout.rows.buckets,
-                self.ctx.world.world_size,
-                self.backend.device_name(),
-            )
+            trained, spec = self.settings.model_copy(update={"model": model}), spec_of(holdout.sets[0].info)
+            ranks, device = self.ctx.world.world_size, self.backend.device_name()
+            plan = evaluation_plan(trained, spec, holdout.rows.buckets, ranks, device)
             self._watches[name] = open_part_guard(
                 self.ctx.workspace, plan, self.backend, self.settings.compile, self.ctx.console
             )
         return self._watches[name]
 
     def _key(self, checkpoint: Checkpoint, holdout: Holdout) -> str:
-        """Named by all that decides the scores, so that another attempt finds those of the same question only."""
-        renamed = sorted({PARTITION, QUERY_TOKENS}.intersection(holdout.sets[0].info.slice_columns))
-        decides = fingerprint(
-            {
-                "holdout": holdout.name,
-                "query_tokens": list(QUERY_EDGES),
-                "precision": self.settings.train.precision,
-                "device": self.backend.device_name(),
-                **({"renamed": renamed} if renamed else {}),
-            }
-        )
-        return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{decides[:8]}"
+        """Name the scores by all that decides them, so that another attempt finds those of the same question only."""
+        decides: dict[str, Json] = {
+            "holdout": holdout.name,
+            "query_tokens": list(QUERY_EDGES),
+            "precision": self.settings.train.precision,
+            "device": self.backend.device_name(),
+        }
+        if renamed := sorted({PARTITION, QUERY_TOKENS}.intersection(holdout.sets[0].info.slice_columns)):
+            decides["renamed"] = renamed
+        mark = fingerprint(decides)[:8]
+        return f"cycles/{self.ctx.cycle}/evaluate/scores/{holdout.split}-{checkpoint.digest[:16]}-{mark}"
 
 
 def _architecture(model: ModelConfig) -> str:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
-from pipeline.evaluate.scores import load_arrays, save_arrays
+from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
@@ -84,11 +84,10 @@ class RetrievalTask:
 
 
 class CatalogueQueries(NamedTuple):
-    """The queries of a catalogue file, number to text, and its R rows.
+    """The queries of a catalogue file, number to text, those for tuning, and its R rows.
 
-    `valid_texts`: further queries, from which the weight of hybrid search is chosen. `query_of` [R]: the number of the
-    query that the row's item is relevant to, or NO_QUERY. `item_of` [R]: the number of the item. `is_item` [R]: whether
-    the row is the first one of its item, whose title and text count.
+    `query_of` [R]: the number of the query that the row's item is relevant to, or NO_QUERY. `item_of` [R]: the number
+    of the item. `is_item` [R]: whether the row is the first one of its item, whose title and text count.
     """
 
     texts: dict[int, str]
@@ -119,8 +118,7 @@ class CatalogueFile:
         Raises DataError for missing columns, rows without an id, or no query.
         """
         config, texts, valid_texts = self.config, dict[int, str](), dict[int, str]()
-        items: list[Int64s] = [np.zeros(0, dtype=np.int64)]
-        numbers: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+        items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         num_nameless = 0
         for batch in self._batches(("id", "query", "query_id")):
             ids, queries, names = (_texts(batch, name) for name in ("id", "query", "query_id"))
@@ -173,8 +171,20 @@ class CatalogueFile:
             yield number * WINDOW_ROWS, held
 
     def _batches(self, fields: Sequence[str]) -> Iterator[RawBatch]:
-        planner = partial(self._plan, fields=fields)
-        for batch in self.files.read(lambda uri: partial(planner, uri), _BATCH_ROWS, "reading the catalogue"):
+        config = self.config
+        names = ("id", "title", "query", "text", *(["query_id"] if config.query_id else []))
+        pairs = [(name, getattr(config, name)) for name in names]
+        pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
+
+        def setting(field: str) -> str:
+            if field.startswith(FILTER):
+                field = "queries" if field.removeprefix(FILTER) in config.queries else "valid-queries"
+            return f"--evaluate.retrieval.{field.replace('_', '-')}"
+
+        def planner(uri: str) -> Callable[[Sequence[str]], ColumnPlan]:
+            return lambda columns: match_columns(pairs, columns, uri, setting).only(fields)
+
+        for batch in self.files.read(planner, _BATCH_ROWS, "reading the catalogue"):
             if batch.bad:
                 raise DataError(
                     f"{batch.bad[0].file} has a bad row at {batch.bad[0].row}: {batch.bad[0].reason}",
@@ -182,20 +192,6 @@ class CatalogueFile:
                     next_command="repair the file",
                 )
             yield batch
-
-    def _plan(self, uri: str, names: Sequence[str], fields: Sequence[str]) -> ColumnPlan:
-        config = self.config
-        pairs = [(name, getattr(config, name)) for name in ("id", "title", "query", "text")]
-        pairs += [("query_id", config.query_id)] if config.query_id else []
-        pairs += [(FILTER + column, column) for column in {**config.queries, **config.valid_queries}]
-
-        def setting(field: str) -> str:
-            column = field.removeprefix(FILTER)
-            if column != field:
-                field = "queries" if column in config.queries else "valid-queries"
-            return f"--evaluate.retrieval.{field.replace('_', '-')}"
-
-        return match_columns(pairs, names, uri, setting).only(fields)
 
 
 def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> CatalogueFile:
@@ -458,10 +454,8 @@ class ModelSearch:
             "catalogue": self._catalogue.content if self._catalogue else "",
             "retrieval": retrieval,
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
-            # Nothing without chunks, as before there were any.
             **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
-            # Earlier versions asked the query of the first row of an item alone.
-            **({"asked": "every row"} if self._catalogue else {}),
+            **({"asked": "every row"} if self._catalogue else {}),  # once: the query of an item's first row alone
         }
 
     @cached_property

@@ -1,7 +1,7 @@
 """The work of an evaluation on all ranks: score both models, search with both, judge. Rank 0 gets the report."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -13,22 +13,15 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
-from pipeline.evaluate.digest import (
-    ScoreDigest,
-    digest_key,
-    find_examples,
-    model_digest,
-    query_changes,
-)
 from pipeline.evaluate.gate.compare import Side
 from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_doubts, open_holdout, refuse_leak
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
-from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, store_digest
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
-from pipeline.evaluate.scores import ScoreSet
+from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import Gang, open_ranks
@@ -91,26 +84,30 @@ class Notes:
         self.seconds[part] = round(time.monotonic() - started, 3)
 
 
-def _open_valid(open_split: Callable[[Split], Holdout], gang: Gang) -> Holdout | str:
+def new_sets(sets: list[TokenSet], new: Collection[str], split: Split) -> list[TokenSet]:
+    """Return the sets of the new partitions that have rows of a split."""
+    return [one for one in sets if one.info.partition in new and split in one.info.splits]
+
+
+def open_valid(open_split: Callable[[Split], Holdout], gang: Gang) -> Holdout | str:
     """Open the valid split, or return why there is none: the same on all ranks.
 
     Raises DataError when it can be read on some ranks only: their collectives would get out of step.
     """
-    valid: Holdout | str
+    valid, reason = None, ""
     try:
         valid = open_split(VALID)
     except DataError as error:
-        valid = error.seen
-    reasons = gang.gather(valid if isinstance(valid, str) else "")
+        reason = error.seen
+    reasons = gang.gather(reason)
     if any(reasons) and not all(reasons):
         rank = next(rank for rank, reason in enumerate(reasons) if reason)
         raise DataError(
             f"split {VALID} cannot be used on rank {rank} of {len(reasons)}: {reasons[rank]}",
             expected="the same prepared rows on all ranks",
-            next_command="delete the tokens folder in the scratch of that rank's machine and run the same command"
-            " again; if it stays, prepare again",
+            next_command="delete the tokens folder in the scratch of that rank's machine and run the command again",
         )
-    return valid
+    return valid or reason
 
 
 def _find_leak(
@@ -167,13 +164,11 @@ class Evaluation:
         new = frozenset(partition.name for partition in selection.new)  # to the incumbent; all of them without one
 
         def open_split(split: Split) -> Holdout:
-            """Of all partitions, or of the new ones; of all when the new ones hold nothing of the split."""
-            config, chosen = settings.evaluate, sets
-            if config.partitions == "new":
-                chosen = [one for one in sets if one.info.partition in new and split in one.info.splits]
-                if not chosen:
-                    notes.warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
-            return open_holdout(ctx.workspace, chosen or sets, split, ctx.scratch / "tokens", config.max_rows)
+            chosen = sets if settings.evaluate.partitions == "all" else new_sets(sets, new, split)
+            if not chosen:
+                notes.warn(f"new partitions hold no row of split {split}: the holdout is that of all partitions")
+            cache_dir, max_rows = ctx.scratch / "tokens", settings.evaluate.max_rows
+            return open_holdout(ctx.workspace, chosen or sets, split, cache_dir, max_rows)
 
         holdout = open_split(settings.evaluate.split)
         ctx.console.info(
@@ -185,7 +180,7 @@ class Evaluation:
             leak = _find_leak(settings, ctx, models, holdout, gang, notes)
         tokenizer = models.candidate.tokenizer()
         # The valid split beside the one that is judged.
-        valid = "the valid split is the one that is judged" if holdout.split == VALID else _open_valid(open_split, gang)
+        valid = "the valid split is the one that is judged" if holdout.split == VALID else open_valid(open_split, gang)
         self.settings, self.ctx, self.models, self.inputs, self.backend = settings, ctx, models, inputs, backend
         self.notes, self.new, self.holdout, self.leak = notes, new, holdout, leak
         self.scorer = ModelScorer(settings, ctx, backend, gang)
@@ -290,9 +285,6 @@ class Evaluation:
         )
 
     def _store_digest(self, ours: ScoredModel, theirs: ScoredModel | None) -> None:
-        """Store what pages draw of the scores."""
-        compared = theirs if theirs and not theirs.judged.rows.meaningless else None
-
         def texts_of(numbers: Int64s) -> dict[int, tuple[str, str]]:
             if not len(numbers):
                 return {}
@@ -301,20 +293,8 @@ class Evaluation:
             pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
-        rows, before = ours.judged.rows, compared.judged.rows if compared else None
-        examples, lost, won = find_examples(rows, before, self.settings.report.examples, texts_of)
-        digest = ScoreDigest(
-            cycle=self.ctx.cycle,
-            labels=rows.labels,
-            top_gain=max(rows.label_gains),
-            candidate=model_digest(ours.checkpoint.digest, rows),
-            incumbent=model_digest(compared.checkpoint.digest, compared.judged.rows) if compared else None,
-            queries=query_changes(ours.judged.retrieval, theirs.judged.retrieval if theirs else None),
-            lost=lost,
-            won=won,
-            examples=examples,
-        )
-        self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
+        models = [(one.checkpoint.digest, one.judged) for one in (ours, theirs) if one]
+        store_digest(self.ctx.workspace, self.ctx.cycle, models, self.settings.report.examples, texts_of)
 
     def _measured(self, model: ScoredModel, scored: list[ScoredBaseline]) -> ModelReport:
         state, metrics, found = model.checkpoint.state, self.settings.evaluate.metrics, model.found

@@ -19,7 +19,7 @@ from pipeline.core.neuron_errors import Evidence, classify, decisive
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
 from pipeline.health.config import NCCOM_LIMIT_S, HealthConfig
-from pipeline.proc.tool import ToolRun, last_line, run_tool
+from pipeline.proc.tool import NOT_INSTALLED, ToolRun, last_line, run_tool
 
 # Versions, and whether driver and runtime fit.
 
@@ -155,7 +155,7 @@ def judge_nccom(
     def bad(verdict: Verdict, seen: str, expected: str = wanted, do: str = _ELSEWHERE) -> CheckResult:
         return CheckResult(test.name, verdict, seen, expected, do, figures, run.seconds)
 
-    if run.missing:  # the image brings the tools, so every machine that runs it lacks them
+    if run.failure == NOT_INSTALLED:  # the image brings the tools, so every machine that runs it lacks them
         return bad(Verdict.FIX, f"{NAME} is not installed", do="aws-neuronx-tools in the image")
     if _USAGE.search(run.output) and not rows:
         return bad(Verdict.FIX, run.told(), do="nccom-test --help: are these options of your version of the tools?")

@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import TEMP_PREFIX, is_temp
 
+TEMP_PREFIX = ".trnpipe-tmp-"
 COPY_BLOCK_BYTES = 8 * 2**20
 # A temp file is created a moment before it is locked; younger ones are left alone.
 SWEEP_MIN_AGE_S = 10.0
+
+
+def is_temp(name: str) -> bool:
+    """True for the last part of a name that only a writer may see."""
+    return name.startswith(TEMP_PREFIX)
 
 
 def fsync_path(path: Path) -> None:

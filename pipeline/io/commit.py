@@ -18,7 +18,7 @@ from pipeline.core.progress import Advance
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import KeyNotFound, Storage, check_key, folder_key, is_temp, join_key, key_not_found, os_errors
+from pipeline.io.storage import KeyNotFound, Storage, check_key, folder_key, join_key, key_not_found, os_errors
 
 # xxh3_128: the content checksum of every artefact (fast enough to be disk-bound; not a defence against malice).
 
@@ -266,7 +266,7 @@ def _names(local_dir: Path) -> list[str]:
     if not local_dir.is_dir():
         raise DataError(f"{local_dir} is not a folder", expected="the folder with the files to commit")
     paths = (path.relative_to(local_dir) for path in local_dir.rglob("*") if path.is_file())
-    names = [path.as_posix() for path in paths if not any(is_temp(part) for part in path.parts)]
+    names = [path.as_posix() for path in paths if not any(atomic.is_temp(part) for part in path.parts)]
     return sorted(name for name in names if name != MANIFEST_NAME)
 
 

@@ -49,19 +49,6 @@ class TransferSettings:
     num_threads: int = 8
 
 
-@dataclass(frozen=True)
-class Target:
-    """One object. `uri` is for messages."""
-
-    bucket: str
-    key: str
-    uri: str
-
-    @property
-    def where(self) -> dict[str, str]:
-        return {"Bucket": self.bucket, "Key": self.key}
-
-
 # A seekable file over ranged GETs.
 
 MIN_RANGE_BYTES = 8 * 2**20
@@ -238,13 +225,13 @@ class S3Storage:
         return None
 
     def stat(self, key: str) -> ObjectStat | None:
-        target = self._source(key)
+        where = self._where(key, is_ours=False)
         try:
-            found = self._client.attempt("looking at", target.uri, lambda raw: raw.head_object(**target.where))
+            found = self._client.attempt("looking at", self.uri(key), lambda raw: raw.head_object(**where))
         except S3_ERRORS as error:
             if is_missing(error):
                 return None
-            raise translate(error, "looking at", target.uri) from error
+            raise translate(error, "looking at", self.uri(key)) from error
         return ObjectStat(key, int(found["ContentLength"]), str(found["ETag"]), _age_s(found, found["LastModified"]))
 
     def list(self, prefix: str) -> Iterator[ObjectStat]:
@@ -263,21 +250,21 @@ class S3Storage:
         return sorted(names, key=str.encode)  # S3 sorts them with their '/', which puts a-b before a
 
     def read_bytes(self, key: str) -> bytes:
-        target = self._source(key)
-        return self._client.call("reading", target.uri, lambda raw: _body(raw.get_object(**target.where), self.stop))
+        where = self._where(key, is_ours=False)
+        return self._client.call("reading", self.uri(key), lambda raw: _body(raw.get_object(**where), self.stop))
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        return self._read_range(self._source(key), start, length)
+        return self._read_range(key, start, length)
 
     def open_read(self, key: str) -> BinaryIO:
-        found, target = self._require(key), self._source(key)
+        found = self._require(key)
         return buffered(
-            lambda start, length: self._read_range(target, start, length, IfMatch=found.etag), found.size_bytes
+            lambda start, length: self._read_range(key, start, length, IfMatch=found.etag), found.size_bytes
         )
 
     def write_bytes(self, key: str, data: bytes) -> None:
-        target = self._target(key)
-        self._client.call("writing", target.uri, lambda raw: raw.put_object(**target.where, Body=data))
+        where = self._where(key)
+        self._client.call("writing", self.uri(key), lambda raw: raw.put_object(**where, Body=data))
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         return self._write_if(key, data, IfNoneMatch="*")
@@ -286,9 +273,17 @@ class S3Storage:
         return self._write_if(key, data, IfMatch=etag)
 
     def delete(self, keys_: Iterable[str]) -> None:
-        full_keys = [self._target(key).key for key in keys_]
-        for start in range(0, len(full_keys), DELETE_BATCH):
-            self._delete_batch(full_keys[start : start + DELETE_BATCH])
+        objects = [{"Key": self._where(key)["Key"]} for key in keys_]
+
+        def remove(raw: Any) -> None:
+            answer = raw.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
+            for error in answer.get("Errors", ()):
+                # The request is a 200 even when single keys fail: give such a key's error its usual form.
+                raise ClientError({"Error": {"Code": error["Code"]}, "ResponseMetadata": {}}, "DeleteObjects")
+
+        for start in range(0, len(objects), DELETE_BATCH):
+            batch = objects[start : start + DELETE_BATCH]
+            self._client.call("deleting", self.root, remove)
 
     def delete_prefix(self, prefix: str) -> None:
         storage.check_key(storage.folder_key(prefix))
@@ -315,16 +310,15 @@ class S3Storage:
         self._download({local_dir / name: found[key] for name, key in keys.items()}, f"downloading {prefix}")
 
     def _upload(self, files: Mapping[str, Path], doing: str) -> None:
-        sizes = {key: _size(local) for key, local in files.items()}
+        sizes = {key: local.stat().st_size if local.exists() else 0 for key, local in files.items()}
         with (
             progress(doing, sum(sizes.values()), "bytes") as advance,
             self._manager(OSUtils(), self._transfer.part_bytes + 1) as manager,
         ):
             futures = {}
             for key, local in files.items():
-                target, follower = self._target(key), _Follower(advance, self.stop, doing)
-                size = {"MpuObjectSize": sizes[key]}
-                futures[local] = manager.upload(str(local), target.bucket, target.key, size, [follower])
+                follower, size = _Follower(advance, self.stop, doing), {"MpuObjectSize": sizes[key]}
+                futures[local] = manager.upload(str(local), *self._where(key).values(), size, [follower])
             for local, future in futures.items():
                 with os_errors("reading", f"file://{local}"):
                     future.result()
@@ -339,8 +333,8 @@ class S3Storage:
             for local, stat in files.items():
                 with os_errors("writing", f"file://{local}"):
                     atomic.make_dirs(local.parent)
-                target, follower = self._target(stat.key), _Follower(advance, self.stop, doing, stat)
-                futures[local] = manager.download(target.bucket, target.key, str(local), None, [follower])
+                follower = _Follower(advance, self.stop, doing, stat)
+                futures[local] = manager.download(*self._where(stat.key).values(), str(local), None, [follower])
             for local, future in futures.items():
                 with os_errors("writing", f"file://{local}"):
                     future.result()
@@ -356,13 +350,10 @@ class S3Storage:
         )
         return TransferManager(_TransferClient(self._client), config, files)
 
-    def _target(self, key: str) -> Target:
-        return Target(self._bucket, storage.join_key(self._prefix, storage.check_key(key)), self.uri(key))
-
-    def _source(self, key: str) -> Target:
-        """The target of an object to read: keys that others wrote may have empty parts."""
-        storage.check_key("/".join(filter(None, key.split("/"))))
-        return Target(self._bucket, storage.join_key(self._prefix, key), self.uri(key))
+    def _where(self, key: str, *, is_ours: bool = True) -> dict[str, str]:
+        """Return bucket and key of an object for a request. Keys that others wrote may have empty parts."""
+        storage.check_key(key if is_ours else "/".join(filter(None, key.split("/"))))
+        return {"Bucket": self._bucket, "Key": storage.join_key(self._prefix, key)}
 
     def _folder(self, prefix: str) -> str:
         """The S3 prefix of a folder: ends in '/', '' for the whole bucket."""
@@ -376,69 +367,55 @@ class S3Storage:
         return found
 
     def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
-        where = {"Bucket": self._bucket, "Prefix": self._folder(prefix), **options}
-        token: dict[str, str] = {}
+        request = {"Bucket": self._bucket, "Prefix": self._folder(prefix), **options}
         while True:
-            page = self._list_page(prefix, where | token)
+            page = self._client.call("listing", self.uri(prefix), lambda raw: raw.list_objects_v2(**request))
             yield page
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            request["ContinuationToken"] = page["NextContinuationToken"]
 
-    def _list_page(self, prefix: str, request: dict[str, str]) -> dict[str, Any]:
-        return self._client.call("listing", self.uri(prefix), lambda raw: raw.list_objects_v2(**request))
-
-    def _read_range(self, target: Target, start: int, length: int, **options: str) -> bytes:
+    def _read_range(self, key: str, start: int, length: int, **options: str) -> bytes:
         """S3 answers 416 to a start at or after the end."""
+        where = self._where(key, is_ours=False)
         if length <= 0:
             return b""
 
         def get(raw: Any) -> bytes:
             inclusive = f"bytes={start}-{start + length - 1}"
-            answer = raw.get_object(**target.where, Range=inclusive, **options)
+            answer = raw.get_object(**where, Range=inclusive, **options)
             total = int(str(answer["ContentRange"]).rsplit("/", 1)[-1])
             return checked_length(_body(answer, self.stop), min(length, total - start))
 
         try:
-            return self._client.attempt("reading", target.uri, get)
+            return self._client.attempt("reading", self.uri(key), get)
         except S3_ERRORS as error:
             if status_of(error) == 416:
                 return b""
-            raise translate(error, "reading", target.uri) from error
+            raise translate(error, "reading", self.uri(key)) from error
 
     def _write_if(self, key: str, data: bytes, **condition: str) -> bool:
         """A conditional PUT. When its answer is lost, the repeat meets our own object: the writer's tag tells."""
-        target, writer = self._target(key), secrets.token_hex(8)
+        where, writer = self._where(key), secrets.token_hex(8)
         attempts = 0
 
         def put(raw: Any) -> None:
             nonlocal attempts
             attempts += 1
-            raw.put_object(**target.where, Body=data, Metadata={WRITER_TAG: writer}, **condition)
+            raw.put_object(**where, Body=data, Metadata={WRITER_TAG: writer}, **condition)
 
         try:
-            self._client.attempt("writing", target.uri, put)
+            self._client.attempt("writing", self.uri(key), put)
         except S3_ERRORS as error:
             if is_precondition_failed(error):
                 if attempts == 1:
                     return False
-                found = self._client.call("looking at", target.uri, lambda raw: raw.head_object(**target.where))
+                found = self._client.call("looking at", self.uri(key), lambda raw: raw.head_object(**where))
                 return bool(found.get("Metadata", {}).get(WRITER_TAG) == writer)
             if "IfMatch" in condition and is_missing(error):
                 return False
-            raise translate(error, "writing", target.uri) from error
+            raise translate(error, "writing", self.uri(key)) from error
         return True
-
-    def _delete_batch(self, full_keys: Names) -> None:
-        request = {"Objects": [{"Key": key} for key in full_keys], "Quiet": True}
-
-        def remove(raw: Any) -> None:
-            answer = raw.delete_objects(Bucket=self._bucket, Delete=request)
-            for error in answer.get("Errors", ()):
-                # The request is a 200 even when single keys fail: give such a key's error its usual form.
-                raise ClientError({"Error": {"Code": error["Code"]}, "ResponseMetadata": {}}, "DeleteObjects")
-
-        self._client.call("deleting", self.root, remove)
 
 
 def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
@@ -478,7 +455,3 @@ def _body(answer: dict[str, Any], stop: StopSignal) -> bytes:
             stop.raise_if_set("reading an object")
             blocks.append(block)
     return checked_length(b"".join(blocks), int(answer["ContentLength"]))
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -226,16 +226,6 @@ def hidden_scores(masked: Tensor, hidden: Tensor) -> Tensor:
     return (masked.to(hidden.dtype) * _MASKED)[:, None]
 
 
-def initialise(encoder: TextEncoder, generator: torch.Generator) -> None:
-    """Normal with std 0.02 and zero biases, as BERT begins; drawn on CPU."""
-    with torch.no_grad():
-        for child in encoder.modules():
-            if isinstance(child, nn.Linear | nn.Embedding):
-                child.weight.normal_(0.0, 0.02, generator=generator)
-            if isinstance(child, nn.Linear) and child.bias is not None:
-                child.bias.zero_()
-
-
 # ModernBERT (Warner et al. 2024): rotary positions, gated feed-forward, mostly local attention.
 #
 # No matrix and no layer norm has a bias, norms come before what they are for, and there is one after the last layer.

@@ -45,15 +45,11 @@ _OLD_NORM = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".Layer
 class Family:
     """How a family's files differ from those of BERT."""
 
-    model_type: str
-    """In config.json."""
     prefix: str
     """What names of the encoder may begin with."""
-    class_name: str
-    """In transformers."""
     architecture: Architecture
     """Which encoder here computes it."""
-    has_offset: bool
+    has_offset: bool = False
     """Positions begin behind the number of the padding token."""
 
     @property
@@ -67,16 +63,16 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family("bert", "bert.", "BertModel", "bert", has_offset=False),
-        Family("roberta", "roberta.", "RobertaModel", "bert", has_offset=True),
-        Family("xlm-roberta", "roberta.", "XLMRobertaModel", "bert", has_offset=True),
-        Family("camembert", "roberta.", "CamembertModel", "bert", has_offset=True),
-        Family("mpnet", "mpnet.", "MPNetModel", "mpnet", has_offset=True),
-        Family("modernbert", "model.", "ModernBertModel", "modernbert", has_offset=False),
-    )
+    "bert": Family("bert.", "bert"),
+    "roberta": Family("roberta.", "bert", has_offset=True),
+    "xlm-roberta": Family("roberta.", "bert", has_offset=True),
+    "camembert": Family("roberta.", "bert", has_offset=True),
+    "mpnet": Family("mpnet.", "mpnet", has_offset=True),
+    "modernbert": Family("model.", "modernbert"),
 }
+"""By model_type in config.json."""
+_CLASSES = {"bert": "BertModel", "mpnet": "MPNetModel", "modernbert": "ModernBertModel"}
+"""In transformers, of what is written here."""
 
 
 def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, source: str) -> dict[str, Tensor]:
@@ -257,11 +253,10 @@ def hf_config(config: ModelConfig, spec: InputSpec) -> str:
     """
     if config.factory is not None:
         return json.dumps({"model_type": "trnpipe-factory", **config.shape()}, indent=1)
-    family = FAMILIES[config.architecture]
-    size, offset = config.encoder, family.offset(spec.pad_id)
+    size, offset = config.encoder, FAMILIES[config.architecture].offset(spec.pad_id)
     found: dict[str, Any] = {
-        "architectures": [family.class_name],
-        "model_type": family.model_type,
+        "architectures": [_CLASSES[config.architecture]],
+        "model_type": config.architecture,
         "hidden_size": size.hidden_size,
         "num_hidden_layers": size.num_layers,
         "num_attention_heads": size.num_heads,
@@ -320,11 +315,6 @@ class _Names:
     qkv: tuple[str, ...]  # query, key and value; one where they are one matrix there too
     ignored: tuple[str, ...]  # how names begin of what is no part of the encoder: pooler, heads of tasks
     offset: int = 0  # rows of the table of positions before that of the first token
-
-    @property
-    def begins(self) -> tuple[str, ...]:
-        """How names of the encoder begin where they have no prefix."""
-        return (*sorted({name.partition(".")[0] + "." for name in self.single.values()}), self.layers)
 
 
 _NAMES: Mapping[str, _Names] = {
@@ -464,13 +454,12 @@ def model_from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor],
 
     Raises CheckpointError naming the first tensor that is too many, missing or of another shape.
     """
-    names = _names_of(template)
-    is_foreign = any(name.startswith(FACTORY_PREFIX) for name in template)
+    known = _expected(template)
+    is_of_factory = any(name.startswith(FACTORY_PREFIX) for name in template)
+    prefix = FACTORY_PREFIX if is_of_factory else _names_of(template).prefix
 
     def named_whole(name: str) -> str:
-        if is_foreign:
-            return name if name.startswith((*HEAD_PARTS, *_OF_TRAINING, FACTORY_PREFIX)) else FACTORY_PREFIX + name
-        return names.prefix + name if name.startswith(names.begins) else name
+        return prefix + name if name not in known and prefix + name in known else name
 
     found = _renamed(weights, named_whole, template, lambda name: name.startswith(_OF_TRAINING), source)
     return from_hf(found, template, source=source)

@@ -6,33 +6,33 @@ their parents when those died first. So members are known by a mark in their env
 A sick device makes its tools hang, print half an answer or flood; none of that may hang or crash the check.
 """
 
-import json
+import fcntl
 import os
-import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, Annotated
+from typing import IO
 
 import psutil
-from pydantic import Field
 
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
+from pipeline.io.atomic import sweep_temps, temp_beside
 from pipeline.io.paths import temporary_folder
-from pipeline.proc.children import end_marked, processes_with_mark
+from pipeline.proc.children import end_marked, kill_marked, processes_with_mark
 
 # Not on PATH under every container entry point.
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin")
 OUTPUT_LIMIT_BYTES = 8 * 2**20
-MARK_VARIABLE = "TRN_PROCESS_TREE"  # not TRNPIPE_: those are settings
+MARK_VARIABLE, FOLDER_VARIABLE = "TRN_PROCESS_TREE", "TRN_GUARD"  # not TRNPIPE_: those are settings
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+NOT_INSTALLED = "is not installed"
 _SEEN_LENGTH = 300
 
 
@@ -127,17 +127,14 @@ def _session(pid: int) -> int | None:
 class ToolRun:
     """How a program ended.
 
-    exit_code: None where it did not end by itself. timed_out: the time limit ended it. failure: why it could not be
-    started or was ended by us; empty where it ended by itself or had said enough. num_left: processes of it that
-    SIGKILL did not end, as one stuck in a driver.
+    exit_code: None if it did not end by itself. failure: why it could not be started or was ended by us, else empty.
+    num_left: processes of it that SIGKILL did not end, as one stuck in a driver.
     """
 
     command: tuple[str, ...]
     exit_code: int | None = None
     stdout: str = ""
     stderr: str = ""
-    missing: bool = False
-    timed_out: bool = False
     failure: str = ""
     num_left: int = 0
     seconds: float = 0.0
@@ -148,13 +145,10 @@ class ToolRun:
 
     def told(self) -> str:
         """One line: how it ended and its last words."""
-        how = self.failure or ("ended when asked" if self.exit_code is None else f"exit code {self.exit_code}")
-        words = last_line(self.stderr) or last_line(self.stdout)
+        how = self.failure or f"exit code {self.exit_code}"
         stuck = f"; {self.num_left} of its processes cannot be killed" if self.num_left else ""
-        name = Path(self.command[0]).name
-        if self.missing:
-            return f"{name} {how}"
-        return f"{name}: {how}{stuck}" + (f": {words}" if words else ", no output")
+        words = last_line(self.stderr) or last_line(self.stdout) or "no output"
+        return f"{Path(self.command[0]).name}: {how}{stuck}: {words}"
 
 
 def run_tool(
@@ -164,77 +158,50 @@ def run_tool(
     stop: StopSignal,
     env: Mapping[str, str] | None = None,
     output_limit_bytes: int = OUTPUT_LIMIT_BYTES,
-    enough: Callable[[str], bool] | None = None,
 ) -> ToolRun:
     """Run `command` to its end or a limit. Raises Preempted on the stop signal, and nothing for what a tool does.
 
     Args:
         env: its environment; None is ours.
         output_limit_bytes: of standard output and error each; more ends it, and is cut off.
-        enough: given the standard output so far, says that the program may be ended (for one that runs for ever).
     """
     environment = dict(os.environ if env is None else env)
-    folders = os.pathsep.join((environment.get("PATH", os.defpath), *TOOL_FOLDERS))
-    found = shutil.which(command[0], path=folders)
+    found = shutil.which(command[0], path=os.pathsep.join((environment.get("PATH", os.defpath), *TOOL_FOLDERS)))
     if found is None:
-        return ToolRun(tuple(command), missing=True, failure="is not installed")
-    started = time.monotonic()
+        return ToolRun(tuple(command), failure=NOT_INSTALLED)
+    words, started = (found, *command[1:]), time.monotonic()
     try:
-        with TemporaryDirectory(dir=temporary_folder(), ignore_cleanup_errors=True) as folder:
-            out, err = Path(folder) / "stdout", Path(folder) / "stderr"
-            # Two files: warnings in the middle of a JSON answer would spoil it.
-            with out.open("wb") as to_out, err.open("wb") as to_err:
-                words = (found, *command[1:])
+        with tempfile.TemporaryDirectory(dir=temporary_folder(), ignore_cleanup_errors=True) as folder:
+            outputs = Path(folder) / "stdout", Path(folder) / "stderr"
+            # Two files: warnings in the middle of an answer would spoil it.
+            with outputs[0].open("wb") as to_out, outputs[1].open("wb") as to_err:
                 tree = ProcessTree(words, cwd=Path(folder), env=environment, out=to_out, err=to_err)
-            timed_out, failure, name = False, "", Path(found).name
-            too_much = f"wrote more than {output_limit_bytes} bytes"
+            failure, pause_s = "", 0.01
             try:
-                size, pause_s = 0, 0.01
-                while tree.poll() is None:
-                    stop.raise_if_set(f"running {name}")
-                    if _size(out, err) > output_limit_bytes:
-                        failure = too_much
+                while not failure:
+                    code = tree.poll()
+                    stop.raise_if_set(f"running {Path(found).name}")
+                    if max(file.stat().st_size for file in outputs) > output_limit_bytes:
+                        failure = f"wrote more than {output_limit_bytes} bytes"
+                    elif code is not None:
                         break
-                    if enough and _size(out) != size:
-                        size = _size(out)
-                        if enough(_read(out, output_limit_bytes)):
-                            break
-                    if time.monotonic() >= started + timeout_s:
-                        timed_out, failure = True, f"did not end within {timeout_s:g} s"
-                        break
+                    elif time.monotonic() >= started + timeout_s:
+                        failure = f"did not end within {timeout_s:g} s"
                     stop.wait(pause_s)
                     pause_s = min(0.1, 1.5 * pause_s)
-                code = tree.poll()
             finally:
                 tree.end(0.0)
-            if not failure and _size(out, err) > output_limit_bytes:
-                failure = too_much
-            return ToolRun(
-                words,
-                exit_code=code,
-                stdout=_read(out, output_limit_bytes),
-                stderr=_read(err, output_limit_bytes),
-                timed_out=timed_out,
-                failure=failure,
-                num_left=len(tree.members()) if timed_out else 0,
-                seconds=time.monotonic() - started,
-            )
+            stdout, stderr = (_read(file, output_limit_bytes) for file in outputs)
+            seconds, num_left = time.monotonic() - started, len(tree.members()) if failure else 0
+            return ToolRun(words, code, stdout, stderr, failure, num_left, seconds)
     except OSError as error:  # not a program for this machine, no memory for a process, no space for its output
         why = f"could not be run: {error.strerror or error}"
         return ToolRun(tuple(command), failure=why, seconds=time.monotonic() - started)
 
 
-def _size(*files: Path) -> int:
-    return max(file.stat().st_size for file in files)
-
-
 def _read(file: Path, limit_bytes: int) -> str:
     with file.open("rb") as content:
         return content.read(limit_bytes).decode(errors="replace")
-
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-"""A number that a tool counts: more is none, and breaks arithmetic."""
 
 
 def last_line(text: str) -> str:
@@ -244,15 +211,54 @@ def last_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in line).strip()[:_SEEN_LENGTH]
 
 
-def json_in(text: str) -> object:
-    """The JSON value a tool printed, maybe after lines of other text; None where there is none or it is cut off."""
-    # Only at the start of a line: an inner object of one that is cut off must not pass for the whole.
-    for start in _JSON_START.finditer(text):
-        try:
-            return json.JSONDecoder().raw_decode(text, start.start())[0]
-        except (ValueError, RecursionError):
-            continue
-    return None
+# Child processes and temporary files that are gone when we are. kill -9 removes neither the children of a process nor
+# its files. The next start does: it sweeps the folder, on which the owner holds a lock while it lives, and kills the
+# processes that carry the mark of a folder that is gone.
 
 
-_JSON_START = re.compile(r"^[\[{]", re.MULTILINE)
+@contextmanager
+def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes that are started inside; restore the earlier values on leaving."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def guarded_temp_folder() -> Iterator[Path]:
+    """Yield a folder for the temporary files of this process and of all it starts inside. One at a time in a process.
+
+    On leaving, the folder is removed and what was started inside is killed. Raises TransientError if no folder can be
+    made.
+    """
+    place = Path()
+    try:
+        place = Path(tempfile.gettempdir())
+        sweep_temps(place)
+        kill_marked(FOLDER_VARIABLE, lambda folder: not Path(folder).exists())
+        folder = temp_beside(place / "health")
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise TransientError(
+            f"the checks cannot be started: {error}",
+            expected=f"a folder for temporary files that can be written ({place})",
+            next_command="look at that machine; the job itself may be retried elsewhere",
+        ) from error
+    with ExitStack() as stack:
+        stack.callback(os.close, lock)
+        with suppress(OSError):  # a file system without locks: the folder is never swept
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(end_marked, FOLDER_VARIABLE, str(folder).__eq__)
+        # Children get the mark; their temporary files and ours go into the folder.
+        stack.callback(setattr, tempfile, "tempdir", tempfile.tempdir)
+        tempfile.tempdir = str(folder)
+        stack.enter_context(temporary_environment({FOLDER_VARIABLE: str(folder), "TMPDIR": str(folder)}))
+        yield folder

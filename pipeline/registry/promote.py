@@ -6,7 +6,6 @@ the old one or the new one, and the history (see records.py) tells every change 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from pipeline.core.errors import CheckpointError, ConfigError, GateRefused, TransientError
@@ -73,34 +72,13 @@ def promote(
     return _put(workspace, current, etag, entry)
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """What a rollback was decided against. `target`: what it puts into production; None: it is there already."""
-
-    current: Pointer
-    etag: str
-    past: tuple[Entry, ...]
-    target: Production | None
-    reason: str
-
-
-def plan_rollback(workspace: Storage, model: str, to: str, *, reason: str) -> Rollback:
+def rollback_target(current: Pointer, past: Iterable[Entry], to: str) -> Production | None:
     """Find the checkpoint at prefix `to`, or with '' the one before this, among those that were in production.
 
-    Raises ConfigError if there is none, or no reason.
+    None: it is there already. Raises ConfigError if there is none.
     """
-    reason = one_line(reason)
-    if not reason:
-        raise ConfigError(
-            "no reason is given", expected="why, in a few words", next_command="trnpipe registry rollback --reason TEXT"
-        )
-    pointer = read_pointer(workspace, model)
-    if pointer is None:
-        raise ConfigError(f"nothing is in production of {model}", expected="a promoted checkpoint to roll back from")
-    current, etag = pointer
-    past = append(workspace, model, current)  # whoever wrote the pointer may have died before its entry
     if to and check_prefix(to) == current.checkpoint:
-        return Rollback(current, etag, past, None, reason)
+        return None
     if to:
         changes = changes_of(past)
         found = [entry.production for entry in changes if entry.checkpoint == to]
@@ -110,7 +88,7 @@ def plan_rollback(workspace: Storage, model: str, to: str, *, reason: str) -> Ro
                 expected=f"one of {', '.join(sorted({entry.checkpoint for entry in changes}))}",
                 next_command=f"trnpipe registry promote {to}",
             )
-        return Rollback(current, etag, past, found[-1], reason)
+        return found[-1]
     if current.previous is None:
         raise ConfigError(
             f"{current.checkpoint} has nothing before it to roll back to",
@@ -118,16 +96,23 @@ def plan_rollback(workspace: Storage, model: str, to: str, *, reason: str) -> Ro
             next_command="trnpipe registry rollback TO --reason TEXT, or trnpipe registry promote CHECKPOINT"
             " --force REASON",
         )
-    return Rollback(current, etag, past, current.previous, reason)
+    return current.previous
 
 
-def put_back(workspace: Storage, rollback: Rollback, *, author: Author) -> Pointer:
-    """Put the target of a rollback into production. What is rolled back from is promoted again only by force.
+def put_back(
+    workspace: Storage,
+    found: tuple[Pointer, str],
+    past: Iterable[Entry],
+    target: Production | None,
+    reason: str,
+    author: Author,
+) -> Pointer:
+    """Put the target of a rollback, None for what is there, into production in place of the pointer that was `found`.
 
-    Raises CheckpointError if it does not verify or is not what was promoted then, TransientError if production has
-    changed meanwhile.
+    What is rolled back from is promoted again only by force. Raises CheckpointError if the target does not verify or
+    is not what was promoted then, TransientError if production has changed meanwhile.
     """
-    current, past, target = rollback.current, rollback.past, rollback.target
+    current, etag = found
     if target is None:
         return current
     restored = verified_target(workspace, target)
@@ -137,11 +122,11 @@ def put_back(workspace: Storage, rollback: Rollback, *, author: Author) -> Point
         action="rolled_back",
         generation=_generation(current, past) + 1,
         previous=then.previous if then else None,
-        reasons=(rollback.reason,),
+        reasons=(reason,),
         figures=then.figures if then else {},
         verdict=then.verdict if then else "",
     )
-    return _put(workspace, current, rollback.etag, entry)
+    return _put(workspace, current, etag, entry)
 
 
 def verified_target(workspace: Storage, target: Production) -> CommittedCheckpoint:

@@ -18,13 +18,14 @@ from pipeline.core.format import natural_key
 from pipeline.core.record import Record
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage
-from pipeline.registry.promote import plan_rollback, put_back, verified_target
+from pipeline.registry.promote import put_back, rollback_target, verified_target
 from pipeline.registry.records import (
     FOLDER,
     Author,
     Digest,
     OfModel,
     Pointer,
+    append,
     check_model,
     one_line,
     read_current,
@@ -150,11 +151,14 @@ def roll_back_model(
     what it began, and the name of the checkpoint that is still in production takes it back. Raises ConfigError if no
     vectors of that checkpoint were ever served, CheckpointError if it is damaged.
     """
-    served = read_pair(workspace, model)
-    rollback = plan_rollback(workspace, model, to, reason=reason)
-    current, target = rollback.current, rollback.target
+    served, reason = read_pair(workspace, model), _required(reason, "trnpipe registry rollback --reason TEXT")
+    found = read_pointer(workspace, model)
+    if found is None:
+        raise ConfigError(f"nothing is in production of {model}", expected="a promoted checkpoint to roll back from")
+    current, past = found[0], append(workspace, model, found[0])  # its writer may have died before its entry
+    target = rollback_target(current, past, to)
     if served is None or without_vectors:
-        return put_back(workspace, rollback, author=author)
+        return put_back(workspace, found, past, target, reason, author)
     if target is None and served[0].production_follows != current.generation:
         return current
     wanted, pairs = target or current.production, past_pairs(workspace, model)
@@ -174,9 +178,9 @@ def roll_back_model(
         follows = current.generation
     # Written even if the pair is served already: a verify that saw production before this rollback then loses.
     if target is None or served[0].is_of != pair.is_of or served[0].production_follows != follows:
-        changes = {"reason": rollback.reason, "author": author, "production_follows": follows}
+        changes = {"reason": reason, "author": author, "production_follows": follows}
         _put(workspace, pair, served, action="rolled_back", **changes)
-    return put_back(workspace, rollback, author=author)
+    return put_back(workspace, found, past, target, reason, author)
 
 
 def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
@@ -185,9 +189,7 @@ def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str
     Production stays; vectors of another model come back with it (roll_back_model). Raises ConfigError if there are no
     such vectors, CheckpointError if they are gone, TransientError if another process changes serving.json.
     """
-    served, again = read_pair(workspace, model), "trnpipe serving rollback [CYCLE] --reason TEXT"
-    if not one_line(reason):
-        raise ConfigError("no reason is given", expected="why, in a few words", next_command=again)
+    served, reason = read_pair(workspace, model), _required(reason, "trnpipe serving rollback [CYCLE] --reason TEXT")
     if served is None:
         raise ConfigError(f"nothing is served of {model}", expected="vectors to roll back from")
     now, pairs = served[0], past_pairs(workspace, model)
@@ -211,7 +213,14 @@ def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str
     pair = max(known, key=lambda pair: (_has_vectors(workspace, pair), pair.generation))
     _check_vectors(workspace, pair)
     follows = {"production_follows": now.production_follows}
-    return _put(workspace, pair, served, action="rolled_back", reason=one_line(reason), author=author, **follows)
+    return _put(workspace, pair, served, action="rolled_back", reason=reason, author=author, **follows)
+
+
+def _required(reason: str, command: str) -> str:
+    """Return the reason on one line. Raises ConfigError without one."""
+    if not one_line(reason):
+        raise ConfigError("no reason is given", expected="why, in a few words", next_command=command)
+    return one_line(reason)
 
 
 def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, **changes: object) -> Pair:

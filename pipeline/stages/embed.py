@@ -9,7 +9,7 @@ from pipeline.core.errors import ConfigError, Preempted
 from pipeline.embed.carry_over import index_of, open_earlier
 from pipeline.embed.catalogue import WorkShard
 from pipeline.embed.engine import open_device_embedder
-from pipeline.embed.flow import EmbedWatch, Flow, embed_shards, worker_processes
+from pipeline.embed.flow import EmbedWatch, Flow, embed_shards
 from pipeline.embed.parts import finish, parts_of, report_end, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.texts import TextRules
@@ -116,7 +116,7 @@ def _embed(
             prefix=checkpoint.state.inputs.product_prefix,
             chunks=settings.embed.chunks,
         ),
-        windows=worker_processes(settings.data.num_workers, ctx.stop),
+        num_workers=settings.data.num_workers,
         earlier=earlier,
         stop=ctx.stop,
     )

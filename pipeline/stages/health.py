@@ -33,7 +33,7 @@ from pipeline.health.neuron import neuron_checks
 from pipeline.parallel.launch import launch
 from pipeline.parallel.node_barrier import Nodes
 from pipeline.parallel.world import RANK_REPORTS
-from pipeline.proc.cleanup import guarded_temp_folder, temporary_environment
+from pipeline.proc.tool import guarded_temp_folder, temporary_environment
 from pipeline.settings import Settings
 
 NAME = "health"

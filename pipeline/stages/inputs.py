@@ -26,9 +26,9 @@ from pipeline.train.trial import Trial
 # The checkpoint a cycle starts from, pinned at its first attempt, opened and verified.
 
 
-def find_parent(settings: Settings, ctx: StageContext) -> Checkpoint | None:
+def find_parent(ctx: StageContext) -> Checkpoint | None:
     """The verified parent checkpoint; None for scratch, or when nothing was promoted. Raises CheckpointError."""
-    cache_dir = ctx.scratch / "parent"
+    settings, cache_dir = ctx.settings, ctx.scratch / "parent"
     if settings.train.start != "incumbent":
         place = start_place(settings.train.start, settings, ctx.workspace)
         return None if place is None else open_checkpoint(*place, cache_dir)

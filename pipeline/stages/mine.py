@@ -50,7 +50,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 def _run(settings: Settings, ctx: StageContext) -> StageResult:
     started, config = datetime.now(UTC), settings.mine
     worker, workers = worker_of(config.workers, ctx.world, os.environ, NAME)
-    prepared, parent = load_prepared(ctx), find_parent(settings, ctx)
+    prepared, parent = load_prepared(ctx), find_parent(ctx)
     model = None if config.source == BM25 else parent
     if config.source not in (BM25, PARENT):
         model = open_model(config.source.rstrip("/"), settings, ctx)

@@ -27,7 +27,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Train this cycle's model, or say that it is done already. Raises TrnpipeError."""
     started = datetime.now(UTC)
     prepared = load_prepared(ctx)
-    parent = find_parent(settings, ctx)
+    parent = find_parent(ctx)
     inputs = gather_inputs(
         ctx.workspace, prepared.token_sets, parent, settings.train, settings.model, mined_negatives(ctx)
     )
@@ -56,10 +56,9 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
 
     with open_run(config, ctx, inputs, tokenizer, open_watch) as opened:
         outcome = train(opened)
-    with_scores = settings.train.loss.trains_head
-    figures = _figures(outcome, with_scores) | _start(opened.saver.base.published)
+    figures = _figures(outcome) | _start(opened.saver.base.published)
     result = _commit(ctx, inputs, outcome.prefix, figures, started)
-    _tell(ctx, outcome, (result.finished - started).total_seconds(), with_scores)
+    _tell(ctx, outcome, (result.finished - started).total_seconds())
     return result
 
 
@@ -76,8 +75,8 @@ def _start(published: PublishedWeights | None) -> dict[str, Figure]:
     return {} if published is None else {"began_from": published.text}
 
 
-def _figures(outcome: Outcome, with_scores: bool) -> dict[str, Figure]:
-    """By split; without what a relevance head that was not trained would score."""
+def _figures(outcome: Outcome) -> dict[str, Figure]:
+    """Return the figures by split, without what a relevance head that was not trained would score."""
     figures: dict[str, Figure] = {
         "step": outcome.step,
         "steps_done": outcome.steps_done,
@@ -89,14 +88,14 @@ def _figures(outcome: Outcome, with_scores: bool) -> dict[str, Figure]:
         figures |= {
             f"{split}_{name}": value
             for name, value in asdict(values).items()
-            if value is not None and value == value and (with_scores or name in _WITHOUT_SCORES)
+            if value is not None and value == value and (outcome.has_scores or name in _WITHOUT_SCORES)
         }
     return figures
 
 
-def _tell(ctx: StageContext, outcome: Outcome, seconds: float, with_scores: bool) -> None:
+def _tell(ctx: StageContext, outcome: Outcome, seconds: float) -> None:
     for split, values in outcome.holdouts.items():
-        if not with_scores:
+        if not outcome.has_scores:
             ctx.console.info(f"{split}: {values.rows} rows | no scores: train.loss.graded_weight is 0")
             continue
         ctx.console.info(

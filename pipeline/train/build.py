@@ -3,13 +3,12 @@
 Read on in `loop`, which trains it, then `step` and `optimizer`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.save import CheckpointWriter, Snapshot
@@ -70,17 +69,10 @@ class Saver:
         chosen = int(self.gang.gather(step)[0])
         return checkpoint if self.gang.world.is_main else None if chosen < 0 else self.store.open(chosen)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint of this run: weights, moments, guard."""
-        self._load(checkpoint, checkpoint.optimizer())
-
-    def start_from(self, parent: Checkpoint) -> None:
-        """Take over a parent's weights. The optimizer starts anew."""
-        self._load(parent, None)
-
-    def _load(self, checkpoint: Checkpoint, optimizer: Mapping[str, Tensor] | None) -> None:
-        template = self.program.strategy.template
-        self.program.restore(from_hf(checkpoint.weights(), template, source=checkpoint.prefix), optimizer)
+    def restore(self, checkpoint: Checkpoint, *, is_parent: bool = False) -> None:
+        """Put weights, moments and guard on the device; of a parent the weights alone."""
+        weights = from_hf(checkpoint.weights(), self.program.strategy.template, source=checkpoint.prefix)
+        self.program.restore(weights, None if is_parent else checkpoint.optimizer())
 
     def save(self, step: int, best: Best | None) -> None:
         """Copy to the host and hand over, with the `best` evaluation so far. Warns of a failed earlier save, once."""
@@ -332,7 +324,7 @@ def _load_start(saver: Saver, ctx: StageContext, inputs: RunInputs) -> Position:
     saver.base = saver.base.model_copy(update={"published": published})
     if newest is None:
         if inputs.parent is not None:
-            saver.start_from(inputs.parent)
+            saver.restore(inputs.parent, is_parent=True)
         return Position()
     check_identity(newest.state.identity_parts, inputs.identity, where=newest.prefix)
     saver.restore(newest)

@@ -42,6 +42,8 @@ class Outcome:
     steps_done: int
     late: bool
     holdouts: dict[str, HoldoutFigures]
+    has_scores: bool
+    """Whether the relevance head was trained, so that its scores mean something."""
     groups_new: int
     groups_replayed: int
     """Of earlier partitions; a group is a query with its products."""
@@ -49,28 +51,25 @@ class Outcome:
 
 def train(run: Run) -> Outcome:
     """Train to the end and score the candidate. Raises Preempted, after saving, when told to stop."""
-    ctx, deadline, deadline_s = run.ctx, run.config.train.deadline, None
+    ctx, config = run.ctx, run.config
     _announce(run)
     best = BestStep(run)
-    if deadline is not None:
-        aware = deadline if deadline.tzinfo else deadline.replace(tzinfo=UTC)
-        deadline_s = (aware - datetime.now(UTC)).total_seconds()
     with ExitStack() as stack:
         sink = None
-        if run.config.log.tensorboard and ctx.world.is_main:
+        if config.log.tensorboard and ctx.world.is_main:
             local = ctx.workspace.local_path(f"cycles/{ctx.cycle}/tensorboard")
             sink = stack.enter_context(closing(TensorBoardSink(local or ctx.scratch / "tensorboard")))
         loop = TrainLoop(
             program=run.program,
-            stream=BatchStream(run.pools, run.plan, run.share, run.config.train, run.start.step, run.max_steps),
+            stream=BatchStream(run.pools, run.plan, run.share, config.train, run.start.step, run.max_steps),
             gang=run.gang,
             stop=ctx.stop,
             console=ctx.console,
-            cadence=Cadence(
-                run.config.log.every_steps, run.config.train.evaluate_every, run.config.checkpoint.every_steps
-            ),
-            hooks=Hooks(best.evaluate, best.save, ctx.events.emit, sink.scalars if sink else None),
-            deadline_s=deadline_s,
+            cadence=Cadence(config.log.every_steps, config.train.evaluate_every, config.checkpoint.every_steps),
+            evaluate=best.evaluate,
+            save=best.save,
+            emit=ctx.events.emit,
+            scalars=sink.scalars if sink else None,
             skipped=run.start.skipped,
         )
         ended = loop.run()
@@ -200,6 +199,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         step,
         late,
         holdouts,
+        has_scores=run.config.train.loss.trains_head,
         groups_new=sum(run.pools.new.sizes),
         groups_replayed=sum(run.pools.kept),
     )
@@ -248,16 +248,6 @@ class EvaluationOutcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hooks:
-    """What the loop calls out to: evaluation of the holdout at a step, saving it, events, TensorBoard."""
-
-    evaluate: Callable[[int], EvaluationOutcome]
-    save: Callable[[int], None]
-    emit: Callable[..., None]
-    scalars: Callable[[int, dict[str, float]], None] | None = None
-
-
-@dataclass(frozen=True)
 class Cadence:
     """Steps between things. `evaluate` 0: only at the end."""
 
@@ -266,34 +256,35 @@ class Cadence:
     save: int
 
 
+@dataclass
 class TrainLoop:
-    def __init__(
-        self,
-        program: TrainProgram,
-        stream: BatchStream,
-        gang: Gang,
-        stop: StopSignal,
-        console: Console,
-        cadence: Cadence,
-        hooks: Hooks,
-        *,
-        deadline_s: float | None = None,
-        values_are_real: bool = True,
-        skipped: int = 0,
-    ) -> None:
-        """`deadline_s`: seconds from now. `skipped`: steps that the guard skipped before the first one.
+    """The steps of a run from its start, or of a trial run, and what is due between them."""
 
-        `values_are_real`: false in a trial run; on Neuron the values of graph extraction mean nothing, so none is
-        judged.
-        """
-        self.program, self.stream, self.gang = program, stream, gang
-        self.stop, self.console, self.cadence, self.hooks = stop, console, cadence, hooks
-        self.values_are_real, self.skipped = values_are_real, skipped
-        self.config, self.backend = program.config, program.backend
-        self.step, self.max_steps = stream.start, stream.max_steps
-        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+    program: TrainProgram
+    stream: BatchStream
+    gang: Gang
+    stop: StopSignal
+    console: Console
+    cadence: Cadence
+    evaluate: Callable[[int], EvaluationOutcome]
+    """Scores the holdout after a step."""
+    save: Callable[[int], None]
+    emit: Callable[..., None]
+    scalars: Callable[[int, dict[str, float]], None] | None = None
+    values_are_real: bool = True
+    """False in a trial run: on Neuron the values of graph extraction mean nothing, so none is judged."""
+    skipped: int = 0
+    """Steps that the guard skipped so far."""
+
+    def __post_init__(self) -> None:
+        self.config, self.backend = self.program.config, self.program.backend
+        self.step, self.max_steps = self.stream.start, self.stream.max_steps
         self._digests: list[int] = []
-        self._pace = Pace(self.config.global_batch_size, gang.layout.data_size)
+        self._pace = Pace(self.config.global_batch_size, self.gang.layout.data_size)
+        self._ends_at = math.inf
+        if (deadline := self.config.deadline) is not None:
+            left = deadline.replace(tzinfo=deadline.tzinfo or UTC) - datetime.now(UTC)
+            self._ends_at = time.monotonic() + left.total_seconds()
         self._warned = False
         self._compiles, self._compile_s = 0, 0.0
         self._on_host: Counter[str] = Counter()
@@ -306,7 +297,7 @@ class TrainLoop:
         Evaluating and saving the last step is left to the caller.
         """
         # The attempt before may have been stopped before or within this evaluation.
-        if self.step > 0 and self._midway(self.cadence.evaluate) and self.hooks.evaluate(self.step).is_enough:
+        if self.step > 0 and self._midway(self.cadence.evaluate) and self.evaluate(self.step).is_enough:
             return "converged"
         self._forget_host_operators()
         with self.backend.loader(self.stream) as batches:
@@ -323,7 +314,7 @@ class TrainLoop:
                     (is_best, enough), stopping = self._evaluate()
                     saving = saving or is_best or enough or stopping
                 if saving and (stopping or not late):  # the last step's is saved once, with what its evaluation said
-                    self.hooks.save(self.step)
+                    self.save(self.step)
                 if evaluating or saving:
                     self._forget_host_operators()  # those were of no step
                     self._pace.resume()
@@ -366,7 +357,7 @@ class TrainLoop:
     def _evaluate(self) -> tuple[EvaluationOutcome, bool]:
         """Return (the outcome, whether it was stopped). A stop must not cost the steps since the last checkpoint."""
         try:
-            return self.hooks.evaluate(self.step), False
+            return self.evaluate(self.step), False
         except (Preempted, TransientError):  # transient: a peer noticed the stop before us and left
             if not self.stop.is_set():
                 raise
@@ -389,10 +380,9 @@ class TrainLoop:
         last = figures[-1]
         losses = [row["loss"] for row in figures]
         rate = schedule_of(self.config.optimizer, self.step, self.max_steps)
-        left_s = None if self._deadline is None else self._deadline - time.monotonic()
         pace_s = self._pace.seconds_per_step
         eta_s = None if pace_s is None else (self.max_steps - self.step) * pace_s
-        self.hooks.emit(
+        self.emit(
             EventName.TRAIN_STEPS,
             step=self.step,
             losses=losses,
@@ -419,19 +409,23 @@ class TrainLoop:
                 eta_s=eta_s,
             )
         )
-        if self.hooks.scalars is not None:
+        if self.scalars:
             values = {"train/loss": losses[-1], "train/grad_norm": last["grad_norm"], "train/rate": rate}
-            self.hooks.scalars(self.step, values)
+            self.scalars(self.step, values)
         self._note_host_operators(count)
         self._judge(figures)
-        needed_s = eta_s or 0.0
-        if left_s is not None and left_s < needed_s and not self._warned:
+        return self._is_late(eta_s or 0.0)
+
+    def _is_late(self, needed_s: float) -> bool:
+        """Warn once of a deadline that will be missed. Return True if it has passed and ends the run."""
+        if self.config.deadline is None:
+            return False
+        left_s = self._ends_at - time.monotonic()
+        if left_s < needed_s and not self._warned:
             self._warned = True
             self.console.warn(f"the deadline will be missed by about {needed_s - left_s:.0f} s at this pace")
-            self.hooks.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=needed_s, spare_s=left_s - needed_s)
-        if left_s is None or self.config.on_deadline == "warn":
-            return False
-        return self.gang.agree_now(left_s <= 0)
+            self.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=needed_s, spare_s=left_s - needed_s)
+        return self.config.on_deadline == "finish" and self.gang.agree_now(left_s <= 0)
 
     def _note_compiles(self) -> float:
         """Report graphs that were compiled since the last call. Return the seconds it took."""
@@ -442,7 +436,7 @@ class TrainLoop:
         new, self._compiles = compiles - self._compiles, compiles
         seconds = self._compile_s - before
         fields = {"step": self.step, "new": new, "total": compiles, "compile_s": round(seconds, 3)}
-        self.hooks.emit(EventName.GRAPH_COMPILED, **fields)
+        self.emit(EventName.GRAPH_COMPILED, **fields)
         return seconds
 
     def _forget_host_operators(self) -> None:
@@ -478,7 +472,7 @@ class TrainLoop:
         skipped, in_a_row = int(last["skipped"]), int(last["skipped_in_a_row"])
         if skipped > self.skipped:
             self.console.warn(f"{skipped - self.skipped} steps skipped (NaN or a gradient spike), {skipped} in all")
-            self.hooks.emit(EventName.STEP_SKIPPED, step=self.step, new=skipped - self.skipped, total=skipped)
+            self.emit(EventName.STEP_SKIPPED, step=self.step, new=skipped - self.skipped, total=skipped)
         self.skipped = skipped
         if in_a_row >= self.config.guard.patience:
             raise NumericError(

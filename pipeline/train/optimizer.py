@@ -74,8 +74,25 @@ class AdamW:
         if self._traced:
             self._written_out(grads, control, clip, ok)
             return
+        config = self.config
         for indices in self._calls:
-            self._fused(indices, [grads[index] for index in indices], control, clip, ok)
+            torch._fused_adamw_(
+                [self.masters[index] for index in indices],
+                [grads[index] for index in indices],
+                [self.exp_avg[index] for index in indices],
+                [self.exp_avg_sq[index] for index in indices],
+                [],
+                [control[3]] * len(indices),
+                lr=control[0] * self._rates[indices[0]],
+                beta1=config.beta1,
+                beta2=config.beta2,
+                weight_decay=self._decays[indices[0]],
+                eps=config.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=1.0 / clip,
+                found_inf=1.0 - ok.float(),
+            )
 
     def _written_out(self, grads: Sequence[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
         """Update vector by vector; what they have in common is traced once.
@@ -100,26 +117,6 @@ class AdamW:
             master.copy_(kept - direction * steps[factor])
             first.copy_(new_first)
             second.copy_(new_second)
-
-    def _fused(self, indices: Sequence[int], grads: list[Tensor], control: Tensor, clip: Tensor, ok: Tensor) -> None:
-        config = self.config
-        torch._fused_adamw_(
-            [self.masters[index] for index in indices],
-            grads,
-            [self.exp_avg[index] for index in indices],
-            [self.exp_avg_sq[index] for index in indices],
-            [],
-            [control[3]] * len(indices),
-            lr=control[0] * self._rates[indices[0]],
-            beta1=config.beta1,
-            beta2=config.beta2,
-            weight_decay=self._decays[indices[0]],
-            eps=config.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=1.0 / clip,
-            found_inf=1.0 - ok.float(),
-        )
 
 
 # NaN and spike guard, decided on the device: a bad step changes nothing, and the host learns of it later.

@@ -26,7 +26,7 @@ from pipeline.parallel.mesh import check_plan
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
-from pipeline.train.loop import Cadence, EvaluationOutcome, Hooks, TrainLoop
+from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
 from pipeline.train.step import open_program
 from pipeline.train.stream import BatchStream
 
@@ -160,7 +160,9 @@ class Trial:
             stop=self.stop,
             console=self.console,
             cadence=Cadence(min(log_every, 2), max(1, steps // 2), max(1, steps // 2)),
-            hooks=Hooks(evaluate, save, lambda *name, **fields: None),
+            evaluate=evaluate,
+            save=save,
+            emit=lambda *name, **fields: None,
             values_are_real=False,
         )
         if loop.run() == "stopped":

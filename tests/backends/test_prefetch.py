@@ -8,9 +8,8 @@ from itertools import count
 import pytest
 import torch
 
-from pipeline.backends import Batch, open_backend
+from pipeline.backends import Batch, open_backend, prefetched
 from pipeline.backends.cpu import CpuBackend
-from pipeline.backends.prefetch import prefetched
 from pipeline.core.errors import ConfigError
 
 

@@ -19,12 +19,12 @@ from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig, ModelConfig
-from pipeline.model.losses import Targets
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig
+from pipeline.train.loss import Targets
 from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
 from pipeline.train.stream import BatchStream
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import zygote
+from tests.kit import zygote
 
 LITTLE_WORK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 FAST_COMPILE = f"{LITTLE_WORK} --xla_cpu_use_fusion_emitters=false"

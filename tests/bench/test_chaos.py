@@ -12,7 +12,7 @@ import pytest
 
 from bench.chaos.faults import draw
 from bench.chaos.lane import config_text
-from bench.chaos.processes import run_beside, scan
+from bench.chaos.processes import scan
 from jobs.settings import CycleSettings
 from jobs.targets.local.node_keeper import MARK
 from pipeline.settings import resolve
@@ -63,18 +63,6 @@ def test_processes_are_told_apart(tmp_path: Path) -> None:
         assert seen["rank"].in_group and not seen["launcher"].in_group
         assert {(one.leaf, one.attempt, one.node) for one in seen.values()} == {("train", "id/1", 0)}
         assert scan(str(tmp_path / "elsewhere")) == []
-
-
-def test_two_tries_at_once_are_seen(tmp_path: Path) -> None:
-    with process_of(tmp_path, "id/1"):
-        with process_of(tmp_path, "id/2"):
-            seen = scan(str(tmp_path))
-            assert [tries for _, tries in run_beside(seen)] == ["id/1 id/2"]
-        assert run_beside(seen) == set(), "one of them has ended meanwhile"
-        with process_of(tmp_path, "id/2", "node_keeper.py"):
-            assert run_beside(scan(str(tmp_path))) == set(), "a keeper does no work"
-        with process_of(tmp_path, "id/2", TRNJOBS_INDEX="1"):
-            assert run_beside(scan(str(tmp_path))) == set(), "another child of an array"
 
 
 def test_faults_are_aimed_where_they_can_hit() -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from bench.gpu import flops, peak_flops
-from bench.gpu_side import Task
+from bench.gpu import Task, flops, peak_flops
 from pipeline.model.config import PRESETS
 
 

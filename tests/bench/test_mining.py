@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.mining import figures_of
-from bench.mining_side import JUDGED, MadeUpVectors, Passed, mine, recall
+from bench.mining import JUDGED, MadeUpVectors, MemoryPeak, Passed, figures_of, mine_here, recall
 
 pytestmark = pytest.mark.unit
 
@@ -46,8 +45,16 @@ def test_figures_are_refused_where_the_second_try_ended_elsewhere() -> None:
 
 
 def test_a_small_mining_finds_everything(tmp_path: Path) -> None:
-    first = mine(tmp_path, 3_000, 60)
+    first = mine_here(tmp_path, 3_000, 60)
     assert first.parts_found == 0 and first.negatives > 400
-    again = mine(tmp_path, 3_000, 60)
+    again = mine_here(tmp_path, 3_000, 60)
     assert (again.digest, again.parts_found) == (first.digest, 1)
     assert recall(tmp_path, 3_000, 60, 10) == 1.0
+
+
+def test_memory_is_that_of_the_process() -> None:
+    with MemoryPeak() as peak:
+        before = peak.anonymous_bytes
+        held = np.ones(64 * 2**20, dtype=np.uint8)
+        peak._look()
+    assert peak.resident_bytes > peak.anonymous_bytes >= before + 0.9 * len(held) > 0

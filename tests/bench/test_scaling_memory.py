@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from bench.scaling.memory import Memory, track
 from pipeline.model.config import InputSpec, LossConfig, ModelConfig
-from pipeline.model.losses import Targets, relevance_loss
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel
 from pipeline.parallel.config import Plan
+from pipeline.train.loss import Targets, relevance_loss
 
 SPEC = InputSpec(vocab_size=30522, pad_id=0, labels=("no", "yes"), label_gains=(0.0, 1.0))
 PAIRS = 64

@@ -17,8 +17,8 @@ from pipeline.compile.sync import sync_cache
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import open_storage
 from tests.compile.cache_cases import FILES, ONE, THREE, TWO, content_of, done_files, entries_of, name_of, write_entry
-from tests.s3 import MotoServer, lead_to
-from tests.storages import FAST
+from tests.kit.s3 import MotoServer, lead_to
+from tests.kit.storages import FAST
 
 
 @pytest.fixture

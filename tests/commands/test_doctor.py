@@ -11,7 +11,7 @@ import pytest
 from pipeline import cli
 from tests.backends.xla_process import needs_xla
 from tests.fault.harness import ENV
-from tests.peak import measured, peak_mib
+from tests.kit.peak import measured, peak_mib
 
 CONFIG_CODE = 78
 

@@ -35,7 +35,6 @@ from pipeline.train import build, optimizer, stream
 from pipeline.train.build import RunConfig, open_run
 from pipeline.train.inputs import gather_inputs
 from pipeline.train.loop import train
-from tests import zygote
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
 from tests.train.rows import MODEL, TRAIN, write_token_set
 
@@ -273,8 +272,3 @@ def test_xla_in_a_process_of_its_own_agrees_with_the_cpu(
     settings = case.settings.model_copy(update={"parity": ParityConfig(steps=12)})
     assert command.run(settings, StopSignal(), said.append, call) == EXIT_OK
     assert "parity of A cpu.fp32 and B xla.fp32" in said[0]
-
-
-def test_the_command_line_reaches_it(tmp_path: Path) -> None:
-    done = zygote.run("pipeline", "parity", "gpu", f"--workspace={tmp_path}")
-    assert done.returncode == 78 and "trnpipe parity: ConfigError: sides gpu" in done.stderr

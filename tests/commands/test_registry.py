@@ -128,14 +128,6 @@ def test_list_and_show(ask: Ask, workspace: Storage, family: Family) -> None:
     assert len(document["lineage"]) == 2
 
 
-@pytest.mark.fault
-def test_a_lineage_that_is_lost_says_so(ask: Ask, workspace: Storage, family: Family) -> None:
-    workspace.delete_prefix(family[1])
-    lines = ask("registry", "show", family[2]).splitlines()
-    assert "seen dt=2026-01-01, dt=2026-01-02" in lines[2]
-    assert lines[4].startswith(f"  {workspace.uri(family[1])} | ") and "the lineage ends here: it is gone" in lines[4]
-
-
 @pytest.mark.parametrize("name", ["s3://other/checkpoints/c1/step-1", "../x", "/etc", "checkpoints/c1/../../x"])
 def test_a_checkpoint_elsewhere_is_refused(ask: Ask, family: Family, name: str) -> None:
     for action, *words in (("show",), ("promote",), ("rollback", "--reason", "x")):
@@ -155,20 +147,6 @@ def test_promote_by_a_verdict(ask: Ask, workspace: Storage, family: Family) -> N
     assert consistent(workspace).pointer == pointer
 
 
-def test_without_a_passing_verdict_it_is_refused_and_recorded(ask: Ask, workspace: Storage, family: Family) -> None:
-    text = ask("registry", "promote", family[1], code=80)
-    assert "no verdict of checkpoints/c2/step-1 is stored" in text
-    assert "trnpipe evaluate --cycle c2" in text and "--force REASON" in text
-    judge(workspace, family[1], passes=False)
-    assert "ndcg@10 -0.0300" in ask("registry", "promote", family[1], code=80)
-    judge(workspace, family[1])
-    put(workspace, family[2])
-    assert "judged against checkpoints/c1/step-1" in ask("registry", "promote", family[1], code=80)
-    actions = [action for action, _ in consistent(workspace).actions]
-    assert actions == ["promoted", "refused", "refused", "promoted", "refused"]
-    assert f"refused {family[1]}" in ask("registry", "show")
-
-
 def test_force(ask: Ask, workspace: Storage, family: Family) -> None:
     judge(workspace, family[1], passes=False)
     for empty in ("--force=", "--force= ", "--force"):
@@ -181,19 +159,6 @@ def test_force(ask: Ask, workspace: Storage, family: Family) -> None:
     workspace.write_bytes(f"{family[2]}/{WEIGHTS}", b"other weights 1")
     assert "model.safetensors" in ask("registry", "promote", family[2], "--force", "now", code=74)
     ask("registry", "promote", prefix("none"), "--force", "now", code=74)
-
-
-def test_rollback(ask: Ask, workspace: Storage, family: Family) -> None:
-    put(workspace, family[1])
-    put(workspace, family[2])
-    assert "no reason is given" in ask("registry", "rollback", code=78)
-    out = ask("registry", "rollback", "--reason", "clicks fell")
-    assert out == f"relevance: rolled back to {family[1]}, in place of {family[2]} | every byte verified\n"
-    ask("registry", "rollback", family[2], "--reason", "it was the index")
-    assert "unchanged, production already is" in ask("registry", "rollback", family[2], "--reason", "again")
-    actions = [action for action, _ in consistent(workspace).actions]
-    assert actions == ["promoted"] * 3 + ["rolled_back"] * 2
-    assert "clicks fell" in ask("registry", "show")
 
 
 @pytest.mark.parametrize(
@@ -213,13 +178,6 @@ def test_rollback(ask: Ask, workspace: Storage, family: Family) -> None:
 )
 def test_what_cannot_be_is_refused(ask: Ask, words: tuple[str, ...]) -> None:
     ask(*words, code=78)
-
-
-def test_other_models_have_their_own(ask: Ask, workspace: Storage, family: Family) -> None:
-    ask("registry", "promote", family[1], "--model-name", "second", "--force", "new")
-    assert [row["model"] for row in json.loads(ask("registry", "list", "--json"))] == [MODEL, "second"]
-    pointer = production(workspace)
-    assert pointer is not None and pointer.checkpoint == family[0]
 
 
 @pytest.mark.fault

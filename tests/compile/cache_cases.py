@@ -10,7 +10,7 @@ from pipeline.compile.cache import LOCK_DIR, EntryState
 from pipeline.compile.config import CompilerFlags
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from tests.storages import FAST
+from tests.kit.storages import FAST
 
 VERSION = "neuronxcc-2.24.8799.0+6f62ff7c"
 GRAPH, NEFF, DONE, LOG = "model.hlo_module.pb", "model.neff", "model.done", "model.log"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.compile import traces
 from tests.compile.cache_cases import ONE, TWO, done_files, write_entry
-from tests.storages import aws, moto_address, s3_uri, stop, storage, storage_uri
+from tests.kit.storages import aws, moto_address, s3_uri, stop, storage, storage_uri
 
 __all__ = ["aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
 

@@ -68,15 +68,9 @@ D, F, L, P = EntryState
 @pytest.mark.parametrize(
     ("neff", "done", "log", "lock", "expected"),
     [
-        (1, 1, 0, 0, D),
         (1, 1, 1, 1, D),  # compiled in the end; the lock was left over
-        (0, 0, 1, 0, F),
         (1, 0, 1, 0, F),
-        (0, 0, 0, 1, L),
         (0, 0, 1, 1, L),  # a failure that is tried again
-        (1, 0, 0, 1, L),
-        (0, 1, 1, 1, L),
-        (0, 0, 0, 0, P),
         (1, 0, 0, 0, P),
         (0, 1, 1, 0, P),
     ],
@@ -106,9 +100,7 @@ def test_states_of_torn_and_of_published_entries() -> None:
         ("neuronxcc-2.24.8799.0+6f62ff7c/MODULE_18108742649528384371+839ddec0", True),
         ("neuronxcc-2.24.8799.0+6f62ff7c/MODULE_0a1b2c3d4e5f60718293+e30acd3a", True),  # of torch_neuronx.trace
         ("neuronxcc-2.9.0/MODULE_1+d41d8cd9", True),
-        ("neuronxcc-2.24.8799.0+6f62ff7c/MODULE_1", False),
         ("neuronxcc-2.24.8799.0+6f62ff7c/MODULE_1+e30acd3", False),
-        ("neuronxcc/MODULE_1+e30acd3a", False),
         ("xla-2.9.0+cpu/MODULE_1+d41d8cd9", False),
         (f"{LOCK_DIR}/MODULE_1+e30acd3a", False),
     ],
@@ -118,11 +110,6 @@ def test_names_of_entries(tmp_path: Path, key: str, is_entry: bool) -> None:
     assert [one.key for one in list_entries(opened(str(tmp_path)))] == ([key] if is_entry else [])
 
 
-def test_a_missing_root_is_empty(tmp_path: Path) -> None:
-    assert list_entries(opened(str(tmp_path / "none"))) == [] and done(tmp_path / "none") == []
-    assert not (tmp_path / "none").exists()
-
-
 def test_repair_deletes_what_is_failed_or_stale(root: Path) -> None:
     kept = entries_of(root, DONE)
     write_entry(root, name_of(7), {**done_files(), LOCK: b""}, age_s=OLD_S)
@@ -130,6 +117,7 @@ def test_repair_deletes_what_is_failed_or_stale(root: Path) -> None:
     assert done(root) == expected
     assert content_of(root) == kept | {f"{name_of(7)}/{name}": data for name, data in done_files().items()}
     assert done(root) == [], "a second repair finds nothing to do"
+    assert done(root / "none") == [] and not (root / "none").exists(), "a missing root is empty"
 
 
 @pytest.mark.parametrize(("age_s", "compilers"), [(OLD_S, somebody), (500.0, nobody)])
@@ -221,7 +209,6 @@ def test_status_warns_of_a_cache_made_with_other_flags(tmp_path: Path) -> None:
 
 def test_flags_have_one_spelling_in_one_order() -> None:
     """The cache key hashes the text."""
-    assert CompilerFlags().text() == "--model-type=transformer --auto-cast=none --optlevel=1"
     text = CompilerFlags(auto_cast="all", optlevel=2).text()
     assert text == "--model-type=transformer --auto-cast=all --auto-cast-type=bf16 --optlevel=2"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.compile.graphs import arrays, describe, difference, op_counts, read_instructions
-from tests import zygote
 from tests.backends.xla_process import needs_xla
 from tests.compile import traces
+from tests.kit import zygote
 
 # As XLA prints it, with what real traces seldom have: comments, quotes, an array over several lines.
 LONG = r"""HloModule IrToHlo.12, entry_computation_layout={(f32[], /*index=1*/s64[4,5]{1,0})->(f32[4]{0})}, replica_count=2

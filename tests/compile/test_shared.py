@@ -1,6 +1,7 @@
 """A compile cache that machines share: locks of the dead on S3 are removed by age, programs are copied."""
 
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,19 +82,12 @@ XLA = {"PJRT_DEVICE": "NEURON"}
     ],
 )
 def test_the_main_node_removes_them_before_a_stage(s3_uri: str, env: dict[str, str], released: bool) -> None:
+    """From S3; a cache on a disk is left to repairs."""
     live, said = opened(f"{s3_uri}/compile-cache"), list[str]()
     lock = put(live, ONE, lock_age_s=DEAD_S)
     with shared_compile_cache(settings_of(s3_uri), StopSignal(), said.append, env):
         assert (lock not in keys(live)) is released
     assert any(ONE in line for line in said) is released
-
-
-def test_a_cache_on_a_disk_is_left_to_repairs(tmp_path: Path) -> None:
-    lock = tmp_path / "compile-cache" / ONE / LOCK
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    with shared_compile_cache(settings_of(str(tmp_path)), StopSignal(), print, XLA):
-        assert lock.exists()
 
 
 # Programs of the native device.
@@ -140,17 +134,24 @@ def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     return {"TORCH_NEURONX_NEFF_CACHE_DIR": str(tmp_path / "local")}
 
 
+def stage(workspace: str, env: dict[str, str], stop: StopSignal | None = None) -> AbstractContextManager[None]:
+    return shared_compile_cache(settings_of(workspace), stop or StopSignal(), print, env)
+
+
 def test_a_stage_downloads_first_and_uploads_at_its_end(s3_uri: str, native: dict[str, str], tmp_path: Path) -> None:
     settings, local, shared = settings_of(s3_uri), tmp_path / "local", opened(f"{s3_uri}/compile-cache/neff")
     assert use_neuron_cache(settings.compile, settings.workspace, "neuron", native) == ""
     assert native == {"TORCH_NEURONX_NEFF_CACHE_DIR": str(local)}, "S3 is no folder: the machine's own stays"
     shared.write_bytes(PROGRAM, b"NEFF")
-    with shared_compile_cache(settings, StopSignal(), print, native):
+    for more in ({"WORLD_SIZE": "2"}, {TRACE_FILE: "/f"}):
+        with stage(s3_uri, native | more):
+            assert not local.exists(), "ranks leave it to their launcher"
+    with stage(s3_uri, native):
         assert (local / PROGRAM).read_bytes() == b"NEFF"
         write(local, {"12/34/1234.neff": b"new"})
     assert shared.read_bytes("12/34/1234.neff") == b"new"
     write(local, {"56/78/5678.neff": b"of a stage that failed"})
-    with pytest.raises(KeyError), shared_compile_cache(settings, StopSignal(), print, native):
+    with pytest.raises(KeyError), stage(s3_uri, native):
         raise KeyError
     assert "56/78/5678.neff" in keys(shared)
 
@@ -160,39 +161,30 @@ def test_a_machine_that_is_lost_has_left_what_it_had_compiled(
 ) -> None:
     monkeypatch.setattr("pipeline.compile.sync.PUSH_EVERY_S", 0.02)
     shared, until = opened(f"{s3_uri}/compile-cache/neff"), time.monotonic() + 200
-    with shared_compile_cache(settings_of(s3_uri), StopSignal(), print, native):
+    with stage(s3_uri, native):
         write(tmp_path / "local", {PROGRAM: b"NEFF"})
         while not keys(shared) and time.monotonic() < until:
             time.sleep(0.02)
         assert keys(shared) == {PROGRAM}, "while the stage still works"
 
 
-@pytest.mark.parametrize("more", [{"WORLD_SIZE": "2"}, {TRACE_FILE: "/f"}])
-def test_ranks_leave_it_to_their_launcher(
-    s3_uri: str, native: dict[str, str], tmp_path: Path, more: dict[str, str]
+def test_a_stop_ends_without_an_upload_and_one_that_fails_does_not_fail_the_stage(
+    s3_uri: str,
+    native: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    opened(f"{s3_uri}/compile-cache/neff").write_bytes(PROGRAM, b"NEFF")
-    with shared_compile_cache(settings_of(s3_uri), StopSignal(), print, native | more):
-        assert not (tmp_path / "local").exists()
-
-
-def test_a_stop_ends_without_an_upload(s3_uri: str, native: dict[str, str], tmp_path: Path) -> None:
     stop = StopSignal()
-    with shared_compile_cache(settings_of(s3_uri), stop, print, native):
+    with stage(s3_uri, native, stop):
         write(tmp_path / "local", {PROGRAM: b"NEFF"})
         stop.set("SIGTERM")
     assert keys(opened(s3_uri)) == set()
-
-
-def test_what_cannot_be_shared_does_not_fail_the_stage(
-    s3_uri: str, native: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = list[str]()
 
     def refused(programs: Programs) -> None:
         raise TransientError("S3 is not there")
 
     monkeypatch.setattr(Programs, "push", refused)
-    with shared_compile_cache(settings_of(s3_uri), StopSignal(), said.append, native):
+    with stage(s3_uri, native):
         pass
-    assert said == ["compile cache: compiled programs could not be shared: S3 is not there"]
+    assert capsys.readouterr().out == "compile cache: compiled programs could not be shared: S3 is not there\n"

@@ -5,8 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -44,8 +43,8 @@ from tests.compile.cache_cases import (
     opened,
     write_entry,
 )
-from tests.counted import counted, watched
-from tests.killing import killed_at, killed_at_byte
+from tests.kit.counted import counted, watched
+from tests.kit.killing import killed_at, killed_at_byte
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,13 +52,6 @@ ROOT = Path(__file__).parents[2]
 def moved(report: SyncReport) -> tuple[list[str], list[str]]:
     """Keys pulled and pushed."""
     return list(report.pulled), list(report.pushed)
-
-
-def requests_of(storage: Storage, work: Callable[[], object]) -> Counter[str]:
-    """How many requests of each kind `work` sends."""
-    with counted(storage) as counts:
-        work()
-    return counts
 
 
 def local(root: Path) -> dict[str, EntryState]:
@@ -83,12 +75,13 @@ def test_a_second_machine_with_an_empty_disk_starts_warm(storage: Storage, here:
 
 def test_only_new_entries_are_sent(storage: Storage, here: Path) -> None:
     sync(here, storage)
-    idle = requests_of(storage, lambda: sync(here, storage))
+    with counted(storage) as idle:
+        sync(here, storage)
     assert (idle["put"], idle["get"], idle["head"], idle["delete"]) == (0, 0, 0, 0) and idle["list"] <= 1
     write_entry(here, THREE, done_files("c"))
-    sent = requests_of(storage, lambda: sync(here, storage))
-    assert sent["put"] == NUM_FILES + 1, "the files of one entry and its marker"
-    assert sent["get"] == 0
+    with counted(storage) as sent:
+        sync(here, storage)
+    assert (sent["put"], sent["get"]) == (NUM_FILES + 1, 0), "the files of one entry and its marker"
 
 
 def test_only_finished_entries_are_sent(storage: Storage, tmp_path: Path) -> None:
@@ -99,21 +92,20 @@ def test_only_finished_entries_are_sent(storage: Storage, tmp_path: Path) -> Non
     assert not any(LOCK in stat.key for stat in storage.list(""))
 
 
-@pytest.mark.parametrize("state", [EntryState.FAILED, EntryState.PARTIAL])
-def test_a_pull_heals_what_is_not_finished(storage: Storage, here: Path, there: Path, state: EntryState) -> None:
+@pytest.mark.parametrize("state", [EntryState.FAILED, EntryState.PARTIAL, EntryState.LOCKED])
+def test_a_pull_heals_what_is_not_finished_and_leaves_what_is_locked(
+    storage: Storage, here: Path, there: Path, state: EntryState
+) -> None:
     sync(here, storage)
     write_entry(there, ONE, FILES[state])
-    assert sync(there, storage).left_out == ()
-    assert content_of(there) == content_of(here), "finished, and without the log of the failure"
-
-
-def test_a_pull_leaves_a_locked_entry_to_its_compiler(storage: Storage, here: Path, there: Path) -> None:
-    sync(here, storage)
-    write_entry(there, ONE, FILES[EntryState.LOCKED])
     before = content_of(there)
     report = sync(there, storage)
-    assert moved(report) == ([TWO], []) and [key for key, _ in report.left_out] == [ONE]
-    assert content_of(there) == {**before, **entries_of(here, TWO)}
+    if state is EntryState.LOCKED:
+        assert moved(report) == ([TWO], []) and [key for key, _ in report.left_out] == [ONE]
+        assert content_of(there) == {**before, **entries_of(here, TWO)}
+    else:
+        assert report.left_out == ()
+        assert content_of(there) == content_of(here), "finished, and without the log of the failure"
 
 
 def test_a_compiler_that_starts_during_the_download_keeps_its_entry(storage: Storage, here: Path, there: Path) -> None:
@@ -237,7 +229,9 @@ def test_a_node_that_has_the_bytes_heals_the_storage(storage: Storage, here: Pat
     damage(storage, ONE, NEFF)
     storage.delete(keys_of(storage, TWO, NEFF))
     assert {key for key, _ in sync(there, storage).left_out} == {ONE, TWO}
-    assert requests_of(storage, lambda: sync(here, storage))["put"] == 2 * (NUM_FILES + 1)
+    with counted(storage) as sent:
+        sync(here, storage)
+    assert sent["put"] == 2 * (NUM_FILES + 1)
     assert moved(sync(there, storage)) == ([ONE, TWO], [])
     assert content_of(there) == content_of(here)
 
@@ -251,6 +245,20 @@ def is_usable(root: Path, *originals: Path) -> bool:
     return all(entries_of(root, key) in [entries_of(one, key) for one in originals] for key in finished)
 
 
+def killed_everywhere(tmp_path: Path, prepare: Callable[[Path], Callable[[], object]]) -> Iterator[Path]:
+    """Run what `prepare` returns for each folder, killed at its first change, its second, and so on to its end."""
+    number, exit_code = 0, -signal.SIGKILL
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)  # only a power cut asks for it
+        while exit_code == -signal.SIGKILL:
+            number += 1
+            base = tmp_path / f"case{number}"
+            base.mkdir()
+            exit_code = killed_at(number, prepare(base))
+            yield base
+    assert exit_code == 0
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize(
     "before",
@@ -260,62 +268,59 @@ def is_usable(root: Path, *originals: Path) -> bool:
         pytest.param({GRAPH: b"graph", DONE: b""}, id="no neff", marks=pytest.mark.thorough),
     ],
 )
-def test_kill_9_at_every_change_of_a_pull(
-    tmp_path: Path, before: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # only a power cut asks for it
+def test_kill_9_at_every_change_of_a_pull(tmp_path: Path, before: dict[str, bytes]) -> None:
     source, storage = tmp_path / "source", opened(str(tmp_path / "storage"))
     write_entry(source, ONE, {**done_files(), "weights.bin": b"after the NEFF in order"})
     sync(source, storage)
-    number, exit_code, num_partly = 0, -signal.SIGKILL, 0
-    while exit_code == -signal.SIGKILL:
-        number += 1
-        root = tmp_path / f"case{number}"
+
+    def pull(root: Path) -> Callable[[], object]:
         if before:
             write_entry(root, ONE, before)
-        exit_code = killed_at(number, partial(sync, root, storage))
+        return partial(sync, root, storage)
+
+    num_partly = 0
+    for root in killed_everywhere(tmp_path, pull):
         assert is_usable(root, source)
         num_partly += (root / LOCK_DIR / "staging").exists()
         report = sync(root, storage)
         assert report.left_out == () and content_of(root) == content_of(source)
         assert not (root / LOCK_DIR / "staging").exists(), "nothing is left of the dead one"
         assert verify_dir(storage, ONE, deep=True)
-    assert exit_code == 0
-    assert number > 15 and num_partly > 5, "the kills reached the operations"
+    assert num_partly > 5, "the kills reached the operations"
 
 
 @pytest.mark.fault
-def test_kill_9_while_an_entry_is_placed_over_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_9_while_an_entry_is_placed_over_a_finished_one(tmp_path: Path) -> None:
     """Never called done with files of both."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
     old, new = tmp_path / "old", tmp_path / "new"
     write_entry(old, ONE, {**done_files("old"), "weights.bin": b"old", LOG: b"[ERROR] failed before"})
     write_entry(new, ONE, {**done_files("new"), "weights.bin": b"new"})
-    number, exit_code, unfinished = 0, -signal.SIGKILL, 0
-    while exit_code == -signal.SIGKILL:
-        number += 1
-        root, staged = tmp_path / f"case{number}", tmp_path / f"staged{number}"
-        shutil.copytree(old, root)
-        shutil.copytree(new / ONE, staged)
-        exit_code = killed_at(number, partial(place_entry, root, ONE, staged))
-        assert is_usable(root, old, new)
-        unfinished += local(root)[ONE] is not EntryState.DONE
-    assert exit_code == 0 and unfinished > 3
-    assert content_of(root) == content_of(new), "the log of an earlier failure is gone too"
+
+    def place(base: Path) -> Callable[[], object]:
+        shutil.copytree(old, base / "root")
+        shutil.copytree(new / ONE, base / "staged")
+        return partial(place_entry, base / "root", ONE, base / "staged")
+
+    unfinished = 0
+    for base in killed_everywhere(tmp_path, place):
+        assert is_usable(base / "root", old, new)
+        unfinished += local(base / "root")[ONE] is not EntryState.DONE
+    assert unfinished > 3
+    assert content_of(base / "root") == content_of(new), "the log of an earlier failure is gone too"
 
 
 @pytest.mark.fault
-def test_kill_9_at_every_change_of_a_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+def test_kill_9_at_every_change_of_a_push(tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_entry(source, ONE, done_files())
-    number, exit_code, num_unpublished = 0, -signal.SIGKILL, 0
-    while exit_code == -signal.SIGKILL:
-        number += 1
-        base = tmp_path / f"case{number}"
+
+    def push(base: Path) -> Callable[[], object]:
         shutil.copytree(source, base / "here")
+        return partial(sync, base / "here", opened(str(base / "storage")))
+
+    num_unpublished = 0
+    for base in killed_everywhere(tmp_path, push):
         storage = opened(str(base / "storage"))
-        exit_code = killed_at(number, partial(sync, base / "here", storage))
         assert content_of(base / "here") == content_of(source)
         early = sync(base / "early", storage)
         assert early.left_out == () and is_usable(base / "early", source)
@@ -325,7 +330,6 @@ def test_kill_9_at_every_change_of_a_push(tmp_path: Path, monkeypatch: pytest.Mo
         assert sync(base / "early", storage).left_out == ()
         assert content_of(base / "early") == content_of(source)
         assert len(keys_of(storage, ONE)) == NUM_FILES + 1
-    assert exit_code == 0
     assert num_unpublished > 10, "the kills reached the operations"
 
 
@@ -347,7 +351,7 @@ import itertools, os, signal, sys
 from pathlib import Path
 from pipeline.compile.sync import sync_cache
 from tests.compile.cache_cases import opened
-from tests.counted import watched
+from tests.kit.counted import watched
 
 root, uri, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 storage, numbers = opened(uri), itertools.count(1)

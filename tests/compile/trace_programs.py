@@ -13,12 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.core.batch_order import Bucket
-
 torch_xla: Any = importlib.import_module("torch_xla")
 metrics: Any = importlib.import_module("torch_xla.debug.metrics")
 DEVICE = torch_xla.device()
-BUCKET = Bucket(8, 16)
 
 
 def hlo_text(tensors: Sequence[Tensor]) -> str:
@@ -30,42 +27,6 @@ def hlo_text(tensors: Sequence[Tensor]) -> str:
 def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Ones that are an input of the graph, not a constant."""
     return torch.ones(shape, dtype=dtype).to(DEVICE)
-
-
-def inverse() -> list[Tensor]:
-    return [torch.linalg.inv_ex(data(4, 4)).inverse]
-
-
-def complex_product() -> list[Tensor]:
-    return [data(4, dtype=torch.complex64) * data(4, dtype=torch.complex64)]
-
-
-def eight_bit() -> list[Tensor]:
-    return [data(4).to(torch.float8_e4m3fn)]
-
-
-def random_numbers() -> list[Tensor]:
-    return [torch.rand(4, device=DEVICE)]
-
-
-def topk_of_integers() -> list[Tensor]:
-    return list(torch.topk(data(8, dtype=torch.int32), 2))
-
-
-def scatter_of_integers() -> list[Tensor]:
-    return [data(8, dtype=torch.int32).scatter_add(0, data(4, dtype=torch.int64), data(4, dtype=torch.int32))]
-
-
-def compare_with_a_python_float() -> list[Tensor]:
-    return [data(4) < 0.5]
-
-
-def nonzero() -> list[Tensor]:
-    return [torch.nonzero(data(4))]
-
-
-def integer_product() -> list[Tensor]:
-    return [torch.matmul(data(4, 4, dtype=torch.int32), data(4, 4, dtype=torch.int32))]
 
 
 def classifier() -> list[Tensor]:
@@ -81,19 +42,20 @@ def sorts_and_sums() -> list[Tensor]:
     return [torch.sort(data(8)).values, torch.cumsum(data(8), 0), torch.argmax(data(8)), *torch.topk(data(8), 2)]
 
 
-PROGRAMS: tuple[Callable[[], list[Tensor]], ...] = (
-    inverse,
-    complex_product,
-    eight_bit,
-    random_numbers,
-    topk_of_integers,
-    scatter_of_integers,
-    compare_with_a_python_float,
-    nonzero,
-    integer_product,
-    classifier,
-    sorts_and_sums,
-)
+INT, LONG, COMPLEX = torch.int32, torch.int64, torch.complex64
+PROGRAMS: dict[str, Callable[[], Sequence[Tensor]]] = {
+    "inverse": lambda: [torch.linalg.inv_ex(data(4, 4)).inverse],
+    "complex_product": lambda: [data(4, dtype=COMPLEX) * data(4, dtype=COMPLEX)],
+    "eight_bit": lambda: [data(4).to(torch.float8_e4m3fn)],
+    "random_numbers": lambda: [torch.rand(4, device=DEVICE)],
+    "topk_of_integers": lambda: torch.topk(data(8, dtype=INT), 2),
+    "scatter_of_integers": lambda: [data(8, dtype=INT).scatter_add(0, data(4, dtype=LONG), data(4, dtype=INT))],
+    "compare_with_a_python_float": lambda: [data(4) < 0.5],
+    "nonzero": lambda: [torch.nonzero(data(4))],
+    "integer_product": lambda: [torch.matmul(data(4, 4, dtype=INT), data(4, 4, dtype=INT))],
+    "classifier": classifier,
+    "sorts_and_sums": sorts_and_sums,
+}
 
 
 def counters_of(program: Callable[[], object]) -> dict[str, int]:
@@ -103,11 +65,11 @@ def counters_of(program: Callable[[], object]) -> dict[str, int]:
 
 
 def main(folder: Path) -> None:
-    for program in PROGRAMS:
+    for name, program in PROGRAMS.items():
         try:
-            (folder / f"{program.__name__}.hlo").write_text(hlo_text(program()), encoding="utf-8")
+            (folder / f"{name}.hlo").write_text(hlo_text(program()), encoding="utf-8")
         except Exception:  # one program that cannot be traced fails the tests that need it, not all
-            (folder / f"{program.__name__}.error").write_text(traceback.format_exc(), encoding="utf-8")
+            (folder / f"{name}.error").write_text(traceback.format_exc(), encoding="utf-8")
         gc.collect()  # what is traced and never run must not become part of the next graph
     counted = {
         "fallback": counters_of(lambda: torch.bincount(data(4, dtype=torch.int64))),

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests import zygote
 from tests.backends.xla_process import FAST_COMPILE
+from tests.kit import zygote
 
 FOLDER = Path()  # set by conftest.py
 # Where source lines come from; and what makes torch_xla trace things that it avoids by default.

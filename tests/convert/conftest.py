@@ -20,7 +20,7 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
-from tests.s3 import MotoServer
+from tests.kit.s3 import MotoServer
 
 RETRY = RetryPolicy()
 TEXT = "the red blue running shoe phone case leather size large small für größe 12 64 gb café ü ö x"

@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, place_of
 from tests.convert.conftest import RETRY
-from tests.s3 import lead_to
+from tests.kit.s3 import lead_to
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import MODEL, Folder, given, source_of
-from tests.s3 import MotoServer, lead_to
+from tests.kit.s3 import MotoServer, lead_to
 
 
 @pytest.fixture

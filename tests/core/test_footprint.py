@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,11 +19,9 @@ from pipeline.core.footprint import (
     footprint,
     step_flops,
 )
-from pipeline.core.machines import GIB, MACHINES
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder
-from pipeline.model.interactions import TokenMatch
-from pipeline.model.relevance import GroupInputs, RelevanceModel
+from pipeline.model.relevance import GroupInputs, RelevanceModel, TokenMatch
 from pipeline.parallel.activations import recompute_units
 
 TINY = EncoderSizes(vocab=40, positions=64, layers=2, width=128, heads=2, intermediate=512)
@@ -140,75 +136,6 @@ def test_recompute_is_one_more_forward_pass() -> None:
     assert step_flops(TINY, replace(kept, recompute=True)) == pytest.approx(step_flops(TINY, kept) * 4 / 3)
 
 
-def test_bytes_of_each_precision() -> None:
-    parameters = 1000
-    sizes = {p: footprint(parameters, TINY, Workload.of_groups(4, 16, precision=p)) for p in PRECISIONS}
-    assert [sizes[p].master_bytes for p in PRECISIONS] == [4000] * 3
-    assert [sizes[p].compute_bytes for p in PRECISIONS] == [0, 2000, 2000]
-    assert [sizes[p].gradient_bytes for p in PRECISIONS] == [4000, 4000, 6000]
-    assert [sizes[p].optimizer_bytes for p in PRECISIONS] == [8000] * 3
-    activations = [sizes[p].activation_bytes for p in PRECISIONS]
-    assert activations[0] == 2 * activations[2] and activations[2] < activations[1] < activations[0]
-    one = footprint(parameters, TINY, Workload.of_groups(4, 16, accumulation=2))
-    assert (one.optimizer_bytes, one.gradient_bytes) == (8000, 8000)
-
-
-sizes = st.builds(
-    EncoderSizes,
-    vocab=st.integers(10, 1000),
-    positions=st.integers(8, 64),
-    layers=st.integers(1, 4),
-    width=st.sampled_from([8, 16]),
-    heads=st.sampled_from([1, 2]),
-    intermediate=st.integers(8, 64),
-)
-
-
-@given(sizes, st.integers(1, 64), st.integers(1, 64), st.sampled_from(PRECISIONS), st.booleans())
-def test_more_samples_cost_more(
-    encoder: EncoderSizes, samples: int, tokens: int, precision: Precision, drop: bool
-) -> None:
-    def of(samples: int, accumulation: int = 1) -> tuple[int, float]:
-        work = Workload.of_groups(samples, 2 * tokens, precision=precision, dropout=drop, accumulation=accumulation)
-        return footprint(encoder.parameters, encoder, work).peak_bytes, step_flops(encoder, work, 10)
-
-    (small, few), (large, many) = of(samples), of(2 * samples)
-    assert small < large < 2 * small and many == pytest.approx(2 * few)
-    assert of(samples, 3)[1] == pytest.approx(3 * few)
-
-
-def test_the_instances_are_those_of_the_table() -> None:
-    """Chips x figures a chip (AWS, Trn1 and Trn2 pages): 32 GiB, 190 / 47.5 TFLOPS; 96 GiB, 667 / 181 TFLOPS."""
-    for name, chips, memory_gib, bf16, fp32 in (
-        ("trn1.2xlarge", 1, 32, 190, 47.5),
-        ("trn1.32xlarge", 16, 512, 3040, 760),
-        ("trn1n.32xlarge", 16, 512, 3040, 760),
-        ("trn2.3xlarge", 1, 96, 667, 181),
-        ("trn2.48xlarge", 16, 1536, 16 * 667, 16 * 181),
-        ("trn2u.48xlarge", 16, 1536, 16 * 667, 16 * 181),
-    ):
-        instance = MACHINES[name]
-        assert instance.num_cores * instance.core_memory_bytes == memory_gib * GIB
-        assert instance.num_cores * instance.core_tflops_bf16 == pytest.approx(bf16)
-        assert instance.num_cores * instance.core_tflops_fp32 == pytest.approx(fp32)
-        assert instance.num_cores % chips == 0
-
-
-def test_large_on_one_core_of_trn1() -> None:
-    def of(samples: int) -> tuple[bool, float]:
-        work = Workload.of_groups(samples, 128, precision="bf16")
-        found = estimate(LARGE.parameters, LARGE, work, instance="trn1.32xlarge", mfu=0.3)
-        return found.fits(), found.memory_share
-
-    assert of(16)[0] and not of(512)[0] and of(512)[1] > 1.0
-
-
-def test_step_time() -> None:
-    work = Workload.of_groups(64, 64, precision="bf16")
-    found = estimate(BASE.parameters, BASE, work, instance="trn1.2xlarge", mfu=0.4)
-    assert found.step_s == pytest.approx(found.flops / (0.4 * 95e12))
-
-
 def test_unknown_instance() -> None:
     with pytest.raises(ConfigError, match=r"p4d\.24xlarge"):
         estimate(1, TINY, Workload.of_groups(1, 16), instance="p4d.24xlarge", mfu=0.4)
@@ -239,14 +166,3 @@ def test_memory_of_the_contrastive_loss() -> None:
     matrices = 16 * 10_000 * 40_000
     kept = 4 * 128 * 50_000
     assert extra(10_000, two_passes=True) == kept + matrices - beside.activation_bytes - beside.workspace_bytes
-
-
-@pytest.mark.parametrize(("precision", "compute"), [("bf16", 2), ("fp32", 4), ("autocast", 6)])
-def test_slices_of_the_state_leave_whole_weights(precision: Precision, compute: int) -> None:
-    parameters = 1_000_000
-    alone, shared = (
-        footprint(parameters, TINY, Workload.of_groups(4, 16, precision=precision, shards=shards)) for shards in (1, 4)
-    )
-    assert shared.master_bytes == parameters
-    assert (shared.compute_bytes, shared.optimizer_bytes) == (compute * parameters, 2 * parameters)
-    assert (shared.gradient_bytes, shared.activation_bytes) == (alone.gradient_bytes, alone.activation_bytes)

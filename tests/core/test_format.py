@@ -87,19 +87,6 @@ def test_counts_are_close(value: float) -> None:
     assert len(text) <= 6
 
 
-@given(st.floats(min_value=0, max_value=1e7))
-def test_durations_are_close(seconds: float) -> None:
-    text, total = format_duration(seconds), 0.0
-    number = ""
-    for letter in text:
-        if letter in "dhms":
-            total += float(number) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[letter]
-            number = ""
-        else:
-            number += letter
-    assert total == pytest.approx(seconds, rel=0.03, abs=0.06)
-
-
 def test_a_quotable_text_is_a_json_string_between_quotation_marks() -> None:
     for text in ('say "no" to C:\\x', "\x1b[31mred\x1b[0m\n", "plain, naïve"):
         assert json.loads(f'"{quotable(text)}"') == quotable(text)

@@ -12,7 +12,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
-from tests.real_data import real_file
+from tests.kit.real_data import real_file
 
 
 @pytest.fixture

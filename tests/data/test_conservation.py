@@ -29,7 +29,7 @@ from pipeline.evaluate.retrieval import CatalogueFile
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
-from tests.s3 import MotoServer, lead_to
+from tests.kit.s3 import MotoServer, lead_to
 
 QUICK, THOROUGH = range(120), range(120, 2700)
 RULES = RowRules(DataConfig(valid_fraction=0, test_fraction=0), FLAT, ("no", "yes"), (0.0, 1.0), carve_valid=False)
@@ -78,7 +78,7 @@ def check_catalogue(storage: Storage, made: Made, chooser: random.Random, worksp
         for window in read_shard(catalogue, place, shard, window_rows):
             rows = judge_rows(TextRules(b"", 16, "string"), window)
             assert not rows.bad
-            ids += rows.ids.to_pylist()
+            ids += rows.table["id"].to_pylist()
     assert ids == made.ids
 
 

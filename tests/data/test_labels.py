@@ -10,7 +10,7 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.survey import LabelCount, Survey, decide_labels, known_order
-from tests.real_data import real_file
+from tests.kit.real_data import real_file
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pipeline.data.token_sets import FileRows, SliceInfo, TokenSetInfo, read_tok
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, store_tokenizer
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import tokenizer_json
-from tests.fields import check_named, without_effect
+from tests.kit.fields import check_named, without_effect
 from tests.train.rows import token_set_info
 
 CONFIG = DataConfig(

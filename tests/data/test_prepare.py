@@ -29,7 +29,7 @@ from pipeline.io.commit import read_manifest, verify_dir
 from pipeline.proc import pool
 from pipeline.stages.prepare import summary
 from pipeline.telemetry.events import EventName
-from tests.shown import Shown
+from tests.kit.shown import Shown
 
 Make = Callable[[str], Any]
 START = pool._start

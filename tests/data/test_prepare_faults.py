@@ -14,7 +14,7 @@ import pytest
 from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
 from pipeline.data.encode import ChunkRecord, Staging
 from pipeline.proc import pool
-from tests.pool_worker import PoolWorker
+from tests.kit.pool_worker import PoolWorker
 
 CONFIG = DataConfig(
     synthetic=SyntheticConfig(num_queries=220),

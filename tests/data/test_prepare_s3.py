@@ -16,7 +16,7 @@ from pipeline.data.sources import open_source
 from pipeline.data.synthetic import generate, partitions
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import open_storage
-from tests.s3 import MotoServer, lead_to
+from tests.kit.s3 import MotoServer, lead_to
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.input_files import find_files
 from pipeline.data.sources import open_source
 from pipeline.data.tokenizer import given_tokenizer
-from tests.s3 import MotoServer, lead_to
+from tests.kit.s3 import MotoServer, lead_to
 
 CSV = "query,title,label\nq,t,yes\n"
 

@@ -1,10 +1,11 @@
 """Small catalogues, and a whole embedding run on them with a model that costs nothing."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +16,13 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
-from pipeline.embed.catalogue import CatalogueColumns, RawWindow, look_at
+from pipeline.embed.catalogue import CatalogueColumns, look_at
 from pipeline.embed.flow import Flow, embed_shards
 from pipeline.embed.parts import finish, parts_of
 from pipeline.embed.plan import EmbedPlan, pin_plan
-from pipeline.embed.texts import TextRules, Window, cut_tokens, make_window
+from pipeline.embed.texts import TextRules, cut_tokens
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
+from pipeline.io import atomic
 from pipeline.io.storage import Storage, open_storage
 
 WIDTH, MAX_TOKENS = 16, 12
@@ -55,42 +57,43 @@ def write_catalogue(folder: Path, tables: Sequence[pa.Table], group_rows: int = 
 
 
 @cache
-def _table(width: int) -> Float32s:
+def _table() -> Float32s:
     """A row for each token id."""
-    return np.random.default_rng(3).normal(size=(4096, width)).astype(np.float32)
+    return np.random.default_rng(3).normal(size=(4096, WIDTH)).astype(np.float32)
 
 
 @dataclass
 class HashEmbedder:
-    """Unit vectors that depend on the tokens alone. `fail_at`: raise `error` at that window."""
+    """Unit vectors that depend on the tokens alone. `acts`: what happens before the vectors of a window."""
 
-    width: int = WIDTH
-    fail_at: int | None = None
-    error: Exception = field(default_factory=lambda: RuntimeError("the device broke"))
+    acts: Mapping[int, Callable[[], object]] = field(default_factory=dict)
+    sign: float = 1.0
+    """-1: other hardware, other vectors."""
     windows: list[int] = field(default_factory=list)
 
     def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
         for number, tokens in enumerate(windows):
-            if number == self.fail_at:
-                raise self.error
+            if number in self.acts:
+                self.acts[number]()
             self.windows.append(len(tokens.lengths))
             yield self.vectors(tokens)
 
     def vectors(self, tokens: Tokens) -> Float32s:
-        table = _table(self.width)
-        sums = np.stack(
-            [
-                table[tokens.ids[start:end]].sum(axis=0) + (end - start)
-                for start, end in zip(tokens.offsets[:-1].tolist(), tokens.offsets[1:].tolist(), strict=True)
-            ]
-        )
-        vectors: Float32s = (sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)
+        sums = np.add.reduceat(_table()[tokens.ids], tokens.offsets[:-1]) + tokens.lengths[:, None]
+        vectors: Float32s = (self.sign * sums / np.linalg.norm(sums, axis=1, keepdims=True)).astype(np.float32)
         return vectors
 
 
-def inline(rules: TextRules, raws: Iterator[RawWindow]) -> Generator[Window, None, None]:
-    """Worker processes without processes."""
-    return (make_window(rules, raw) for raw in raws)
+def failing(error: BaseException) -> Callable[[], NoReturn]:
+    def act() -> NoReturn:
+        raise error
+
+    return act
+
+
+def inline(function: Callable[[Any, Any], Any], context: Any, tasks: Iterator[Any], **options: Any) -> Iterator[Any]:
+    """Do what run_tasks does, without processes."""
+    return (function(context, task) for task in tasks)
 
 
 @dataclass
@@ -149,12 +152,13 @@ class Case:
         todo = [shard for shard in plan.shards[worker::workers] if shard.index not in done]
         earlier = open_earlier(self.workspace, plan.carry_from) if plan.carry_from else None
         catalogue = open_storage(plan.catalogue.root, stop=self.stop)
-        flow = Flow(plan, catalogue, self.workspace, self.rules(plan), inline, earlier, self.stop)
-        embed_shards(flow, todo, embedder.stream)
+        flow = Flow(plan, catalogue, self.workspace, self.rules(plan), 1, earlier, self.stop)
+        with mock.patch("pipeline.embed.flow.run_tasks", inline):
+            embed_shards(flow, todo, embedder.stream)
         return embedder
 
-    def finish(self, plan: EmbedPlan, max_bad_fraction: float = 0.05) -> VectorSet:
-        scratch = self.folder / "scratch"
+    def finish(self, plan: EmbedPlan, max_bad_fraction: float = 0.05, scratch: Path | None = None) -> VectorSet:
+        scratch = scratch or self.folder / "scratch"
         return finish(self.workspace, plan, scratch, self.stop, max_bad_fraction=max_bad_fraction)
 
     def embed(self, catalogue: Path, cycle: str = "c1", **options: Any) -> VectorSet:
@@ -164,9 +168,9 @@ class Case:
         return self.finish(plan, **options)
 
     def files(self, cycle: str = "c1") -> dict[str, bytes]:
-        """Everything below embeddings/<cycle>."""
+        """Everything below embeddings/<cycle>, but for what a killed writer left."""
         folder = self.folder / "workspace" / "embeddings" / cycle
-        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not atomic.is_temp(path.name)}
 
 
 def rows_of(vectors: VectorSet) -> dict[Any, Float32s]:

@@ -1,6 +1,7 @@
 """A small encoder and random texts for the tests of the engine."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,9 +43,9 @@ def texts(lengths: Sequence[int], seed: int = 0) -> Tokens:
 
 
 def one_by_one(made: TextEncoder, tokens: Tokens) -> Tensor:
-    """What it says of each text alone [N, D]."""
+    """What it says of each text alone [N, D], of length one."""
     parts = np.split(tokens.ids, tokens.offsets[1:-1])
-    return torch.cat([made(torch.from_numpy(part)[None]) for part in parts])
+    return torch.nn.functional.normalize(torch.cat([made(torch.from_numpy(part)[None]) for part in parts]), dim=1)
 
 
 def embedder(
@@ -52,19 +53,15 @@ def embedder(
     config: EmbedConfig = CONFIG,
     *,
     rows: bool = False,
+    pooling: str = "mean",
     limit: int = 80,
-    chunk: int | None = None,
-    stop: StopSignal | None = None,
+    **options: Any,
 ) -> Embedder:
     """On the CPU; `rows`: with the engine of devices with static shapes."""
-    device = backend or open_backend("cpu")
-    engine: Engine = (
-        EmbedProgram(encoder(), device, config, GraphWatch())
-        if rows
-        else open_engine(encoder(), device, config, GraphWatch())
-    )
+    device, made = backend or open_backend("cpu"), encoder(pooling)
+    engine: Engine = EmbedProgram(made, device, config) if rows else open_engine(made, device, config, GraphWatch())
     assert rows or backend is not None or isinstance(engine, CpuEngine)
-    return Embedder(engine, device, limit=limit, chunk=chunk, sep_id=SEP, stop=stop or StopSignal())
+    return Embedder(engine, device, **{"limit": limit, "sep_id": SEP, "stop": StopSignal(), **options})
 
 
 def vectors_of(made: Embedder, *windows: Tokens) -> list[Float32s]:

@@ -1,5 +1,6 @@
 """Looking up rows of earlier vectors, and ids that are in several parts, against plain dictionaries."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,13 @@ def u64(values: list[int]) -> Any:
     return np.array(values, dtype=np.uint64)
 
 
-def earlier(parts: list[list[int]]) -> Any:
-    """Vectors of these ids, whose text has the hash of a third."""
+def vectors_of(parts: list[list[int]], hash_of: Callable[[int], int] = lambda name: name) -> Any:
+    """Vectors of these ids; the hash of a text is a third of its id."""
     return SimpleNamespace(
         manifest=SimpleNamespace(digest="digest"),
         info=SimpleNamespace(rows=sum(map(len, parts)), parts=parts),
-        hashes=lambda part: (u64(parts[part]), u64([n // 3 for n in parts[part]])),
+        hashes=lambda part: (u64([hash_of(n) for n in parts[part]]), u64([n // 3 for n in parts[part]])),
+        ids_at=lambda part, rows: [parts[part][row] for row in rows],
     )
 
 
@@ -36,7 +38,7 @@ def test_the_index_finds_what_was_put_in(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], cut: int, asked: list[int]
 ) -> None:
     parts = [ids[:cut], ids[cut:]]
-    index = RowIndex(index_of(earlier(parts), tmp_path_factory.mktemp("index"), StopSignal()))
+    index = RowIndex(index_of(vectors_of(parts), tmp_path_factory.mktemp("index"), StopSignal()))
     wanted = [*ids, *asked]
     place, known = index.look_up(u64(wanted), u64([n // 3 for n in wanted]))
     where = {name: (number, row) for number, part in enumerate(parts) for row, name in enumerate(part)}
@@ -50,7 +52,7 @@ def test_the_index_finds_what_was_put_in(
 
 
 def test_an_index_is_made_once(tmp_path: Path) -> None:
-    first = index_of(earlier([[1]]), tmp_path, StopSignal())
+    first = index_of(vectors_of([[1]]), tmp_path, StopSignal())
     assert index_of(SimpleNamespace(manifest=SimpleNamespace(digest="digest")), tmp_path, StopSignal()) == first  # type: ignore[arg-type]
 
 
@@ -60,12 +62,7 @@ PARTS = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=20), max_siz
 @given(parts=PARTS, buckets=st.sampled_from([1, 7, 2**60]))
 def test_duplicates_are_found_whatever_their_hashes(parts: list[list[int]], buckets: int) -> None:
     """With few different hashes most of those that meet are of different ids."""
-    found = find_duplicates(
-        [u64([name * 2**57 % buckets for name in part]) for part in parts],
-        lambda part, rows: [parts[part][row] for row in rows],
-        limit=1000,
-        stop=StopSignal(),
-    )
+    found = find_duplicates(vectors_of(parts, lambda name: name * 2**57 % buckets), limit=1000, stop=StopSignal())
     seen: set[int] = set()
     expected: dict[int, list[int]] = {}
     for number, part in enumerate(parts):
@@ -76,11 +73,5 @@ def test_duplicates_are_found_whatever_their_hashes(parts: list[list[int]], buck
 
 
 def test_it_gives_up_when_nearly_all_are_duplicates() -> None:
-    parts = [list(range(500))] * 4
-    found = find_duplicates(
-        [u64([n * 2**54 for n in part]) for part in parts],
-        lambda part, rows: rows.tolist(),
-        limit=30,
-        stop=StopSignal(),
-    )
+    found = find_duplicates(vectors_of([list(range(500))] * 4), limit=30, stop=StopSignal())
     assert 30 < sum(map(len, found.values())) < 1500

@@ -17,29 +17,45 @@ from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import open_embedder
+from pipeline.embed.engine import EmbedProgram, RowEncoder, open_embedder, row_batches, row_shapes
 from pipeline.embed.texts import cut_tokens
+from pipeline.embed.unpadded import PackedLinear, packs_weights, runs_of
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.catalogues import title, tokenizer_json
 from tests.embed.checkpoints import state_of
 from tests.embed.models import CONFIG, MODEL, SEP, SPEC, embedder, encoder, one_by_one, texts, vectors_of
 
-WINDOWS = [texts(lengths, seed) for seed, lengths in enumerate([[5, 80, 3, 9, 9], [], [24] * 40, [2], []])]
+# On both sides of where attention takes another form, alone and several of one length.
+MANY = [70, 64, 64, 63, 40, 40, 40, 16, 16, 15, 15, 9, 3, 2, 2, 80, 24, 25, 7, 7, 7]
+WINDOWS = [texts(lengths, seed) for seed, lengths in enumerate([[5, 80, 3, 9, 9], [], MANY, [24] * 40, [2], []])]
+both = pytest.mark.parametrize("rows", [False, True])
 
 
-@pytest.mark.parametrize("rows", [False, True])
-def test_each_window_has_unit_vectors_in_the_order_of_its_texts(rows: bool) -> None:
-    found = vectors_of(embedder(rows=rows), *WINDOWS)
-    assert [len(vectors) for vectors in found] == [5, 0, 40, 1, 0]
+def close(found: object, expected: object, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+@pytest.mark.parametrize("engine", ["rows", "flat", "flat without oneDNN"])
+def test_each_window_has_unit_vectors_in_the_order_of_its_texts(
+    monkeypatch: pytest.MonkeyPatch, pooling: str, precision: str, tolerance: float, engine: str
+) -> None:
+    if engine == "flat without oneDNN":
+        monkeypatch.setattr("pipeline.embed.engine.packs_weights", lambda dtype: False)
+    elif engine == "flat" and not packs_weights(torch.bfloat16 if precision == "bf16" else torch.float32):
+        pytest.skip("no oneDNN for it here")
+    config = EmbedConfig.model_validate({**CONFIG.model_dump(), "precision": precision})
+    found = vectors_of(embedder(config=config, rows=engine == "rows", pooling=pooling), *WINDOWS)
+    assert [len(vectors) for vectors in found] == [len(window.lengths) for window in WINDOWS]
     for window, vectors in zip(WINDOWS, found, strict=True):
         assert vectors.dtype == np.float32 and vectors.shape[1] == 32
         if len(vectors):
-            expected = torch.nn.functional.normalize(one_by_one(encoder(), window), dim=1)
-            torch.testing.assert_close(torch.from_numpy(vectors), expected, rtol=0, atol=1e-5)
+            close(vectors, one_by_one(encoder(pooling), window), tolerance)
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@both
 def test_a_text_of_two_chunks_is_their_mean_by_tokens(rows: bool) -> None:
     """By hand; a text that fits has the vector it has without chunks."""
     long, short = texts([70], 1), texts([5, 24, 24], 2)
@@ -51,14 +67,14 @@ def test_a_text_of_two_chunks_is_their_mean_by_tokens(rows: bool) -> None:
     parts = [np.concatenate([[1], part, [SEP]]).astype(np.int32) for part in (inner[:48], inner[48:])]
     alone = [encoder()(torch.from_numpy(part)[None]) for part in parts]
     mean = (alone[0] * len(parts[0]) + alone[1] * len(parts[1])) / (len(parts[0]) + len(parts[1]))
-    torch.testing.assert_close(torch.from_numpy(found[3:4]), torch.nn.functional.normalize(mean), rtol=0, atol=1e-5)
+    close(found[3:4], torch.nn.functional.normalize(mean))
     (without,) = vectors_of(embedder(rows=rows), short)
-    np.testing.assert_allclose(found[[0, 1, 2, 4, 5]], without[[0, 1, 2, 1, 2]], rtol=0, atol=1e-6)
+    close(found[[0, 1, 2, 4, 5]], without[[0, 1, 2, 1, 2]], 1e-6)
     assert (made.figures.texts, made.figures.distinct) == (6, 4)
     assert made.figures.tokens == 5 + 24 + 24 + len(parts[0]) + len(parts[1])
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@both
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_order_company_and_shapes_make_no_difference(rows: bool, data: st.DataObject) -> None:
@@ -70,7 +86,7 @@ def test_order_company_and_shapes_make_no_difference(rows: bool, data: st.DataOb
     tokens = texts(lengths)
     (one,) = vectors_of(embedder(rows=rows), tokens)
     parts = vectors_of(embedder(config=other, rows=rows), take(tokens, order[:cut]), take(tokens, order[cut:]))
-    np.testing.assert_allclose(np.concatenate(parts), one[order], rtol=0, atol=1e-5)
+    close(np.concatenate(parts), one[order])
 
 
 def test_a_window_is_the_same_to_the_last_bit_whatever_else_is_embedded_and_by_how_many_threads() -> None:
@@ -78,13 +94,13 @@ def test_a_window_is_the_same_to_the_last_bit_whatever_else_is_embedded_and_by_h
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        found = vectors_of(embedder(), WINDOWS[2], *WINDOWS)
+        found = vectors_of(embedder(), WINDOWS[3], *WINDOWS)
     finally:
         torch.set_num_threads(before)
     assert (found[1] == alone).all()
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@both
 def test_longer_texts_are_cut_as_in_training(rows: bool) -> None:
     long, cut = texts([60]), texts([60])
     cut.ids[29] = cut.ids[59]
@@ -112,24 +128,20 @@ def endless(stop: StopSignal | None = None) -> Iterator[Tokens]:
     raise AssertionError("nobody stopped")
 
 
-@pytest.mark.parametrize("rows", [False, True])
+@both
 def test_a_stop_ends_it_between_two_batches(rows: bool) -> None:
     stop = StopSignal()
     with pytest.raises(Preempted, match="SIGTERM while embedding"):
-        for _ in embedder(rows=rows, stop=stop).stream(endless(stop)):
-            pass
+        list(embedder(rows=rows, stop=stop).stream(endless(stop)))
 
 
-def test_an_error_of_the_input_surfaces_after_what_came_before_it() -> None:
+def test_errors_of_the_input_and_of_the_device_surface() -> None:
     def windows() -> Iterator[Tokens]:
         yield texts([5, 6])
         raise DataError("a bad file")
 
     with pytest.raises(DataError, match="a bad file"):
         list(embedder().stream(windows()))
-
-
-def test_an_error_of_the_device_surfaces() -> None:
     bad = texts([5, 6])
     bad.ids[2] = 5000  # no such token
     with pytest.raises(IndexError):
@@ -143,6 +155,42 @@ def test_leaving_early_ends_all_threads_and_gives_them_back() -> None:
     stream.close()  # type: ignore[attr-defined]
     assert not set(threading.enumerate()) - threads
     assert torch.get_num_threads() == before
+
+
+def test_a_program_takes_its_shapes_alone_and_makes_no_nan_of_a_batch_without_texts() -> None:
+    program = EmbedProgram(encoder(), open_backend("cpu"), CONFIG)
+    assert program.shapes == row_shapes((24, 80), 160)
+    assert all(program.vectors(shape.blank()).isfinite().all() for shape in program.shapes)
+    for rows, length in ((program.shapes[0].rows - 1, 24), (6, 16)):
+        with pytest.raises(ValueError, match=f"{rows} rows of {length} tokens"):
+            program.vectors({name: torch.zeros(rows, length, dtype=torch.int32) for name in ("tokens", "positions")})
+
+
+def test_the_whole_of_it_is_one_graph_for_a_compiler() -> None:
+    """As on cuda; captured here without generating code."""
+    plain = RowEncoder(encoder())
+    compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend="eager")
+    (shape, _) = row_shapes(CONFIG.buckets, 160)
+    (batch,) = row_batches(texts([24, 7, 7]), (shape,), SPEC.pad_id)
+    inputs = (batch.tensors["tokens"], batch.tensors["positions"], batch.tensors["segments"], shape.texts)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), plain(*inputs))
+
+
+def test_neighbours_of_one_length_are_a_run() -> None:
+    assert runs_of([5, 5, 3, 5]) == [(0, 2, 5), (10, 1, 3), (13, 1, 5)]
+    assert runs_of([]) == []
+
+
+@pytest.mark.skipif(not packs_weights(torch.float32), reason="PyTorch without oneDNN")
+@pytest.mark.parametrize("rows", [64, 65, 1])
+def test_packed_products_are_the_ordinary_ones(rows: int) -> None:
+    torch.manual_seed(1)
+    layer, values, other = torch.nn.Linear(48, 80), torch.randn(rows, 48), torch.randn(rows, 80)
+    packed, plain = (PackedLinear(layer, torch.float32, 64, packed=packed) for packed in (True, False))
+    torch.testing.assert_close(packed(values), plain(values))
+    torch.testing.assert_close(packed.gelu(values), plain.gelu(values))
+    torch.testing.assert_close(packed.plus(values, other), plain.plus(values, other))
 
 
 @pytest.mark.parametrize(
@@ -160,9 +208,7 @@ def test_settings_that_cannot_be(changes: dict[str, object], message: str) -> No
 
 def test_texts_are_read_as_far_as_the_model_has_learnt_to() -> None:
     config = EmbedConfig(buckets=(128, 256))
-    assert config.text_limit(64, 512) == 64
-    assert config.text_limit(None, 100) == 100
-    assert config.text_limit(400, 512) == 256
+    assert [config.text_limit(*known) for known in ((64, 512), (None, 100), (400, 512))] == [64, 100, 256]
     chunked = EmbedConfig(buckets=(128, 256), chunks=3)
     assert (chunked.chunk_limit(64, 512), chunked.text_limit(64, 512)) == (64, 3 * 62 + 2)
 
@@ -178,6 +224,4 @@ def test_a_checkpoint_is_opened_with_its_weights_and_read_as_far_as_it_has_learn
     window = tokenizer.encode(["a drill", title(2), title(3)])
     assert window.lengths.max() > 6
     (found,) = open_embedder(checkpoint, open_backend("cpu"), CONFIG).stream([window])
-    cut = cut_tokens(window, 6, tokenizer.sep_id)
-    expected = torch.nn.functional.normalize(one_by_one(model.encoder.eval(), cut), dim=1)
-    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=0, atol=1e-5)
+    close(found, one_by_one(model.encoder.eval(), cut_tokens(window, 6, tokenizer.sep_id)).detach())

@@ -15,10 +15,11 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.embed.vectors import IDS, MATRIX, MappedVectors, VectorSet, open_vectors, write_matrix
-from pipeline.io.storage import is_temp, open_storage
+from pipeline.io import atomic
+from pipeline.io.storage import open_storage
 from tests.embed.catalogues import Case, products, rows_of, write_catalogue
-from tests.killing import killed_at
-from tests.s3 import MotoServer, lead_to
+from tests.kit.killing import killed_at
+from tests.kit.s3 import MotoServer, lead_to
 
 ODD = ['a"b\\', "tab\there", "two\nlines\r", "é中\u2028\u202e", "<script>", "'; drop table", "\\N", "\\."]
 
@@ -68,7 +69,7 @@ def test_killed_anywhere_it_is_written_anew(vectors: VectorSet, tmp_path: Path) 
     out, number = tmp_path / "out", 1
     while killed_at(number, lambda: write_matrix(vectors, out, StopSignal())) < 0:
         assert write_matrix(vectors, out, StopSignal()).fields["rows"] == 108
-        assert {path.name for path in out.iterdir() if not is_temp(path.name)} == {MATRIX, IDS, "MANIFEST.json"}
+        assert {path.name for path in out.iterdir() if not atomic.is_temp(path.name)} == {MATRIX, IDS, "MANIFEST.json"}
         shutil.rmtree(out)
         number += 1
     assert number > 8
@@ -101,54 +102,62 @@ def test_the_command(vectors: VectorSet, tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main([*words[:-1], "--out=s3://bucket/x"]) == 78
 
 
-def run_example(name: str, vectors: VectorSet, out: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(out.parent / "cache"))
-    scope = runpy.run_path(f"examples/vectors_to_{name}.py")
-    scope["main"].__globals__.update(values)
-    scope["main"](vectors.storage.uri(vectors.prefix), str(out))
-
-
 def ids_beside(out: Path) -> list[Any]:
     ids: list[Any] = pa.ipc.open_file(pa.memory_map(f"{out}.ids.arrow")).read_all()["id"].to_pylist()
     return ids
 
 
-def test_usearch(vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = pytest.importorskip("usearch.index").Index
-    run_example("usearch", vectors, tmp_path / "out", monkeypatch, ROWS=40)
-    found = index.restore(str(tmp_path / "out"), view=True)
-    check_all(ids_beside(tmp_path / "out"), found.get(np.arange(108, dtype=np.uint64)), vectors)
+def of_usearch(out: Path) -> tuple[list[Any], Any]:
+    index = pytest.importorskip("usearch.index").Index.restore(str(out), view=True)
+    return ids_beside(out), index.get(np.arange(108, dtype=np.uint64))
 
 
-def test_faiss(vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faiss = pytest.importorskip("faiss")
-    run_example("faiss", vectors, tmp_path / "out", monkeypatch, ROWS=40)
-    check_all(ids_beside(tmp_path / "out"), faiss.read_index(str(tmp_path / "out")).reconstruct_n(0, 108), vectors)
+def of_faiss(out: Path) -> tuple[list[Any], Any]:
+    return ids_beside(out), pytest.importorskip("faiss").read_index(str(out)).reconstruct_n(0, 108)
 
 
-def test_lance(vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lance = pytest.importorskip("lance")
-    run_example("lance", vectors, tmp_path / "out", monkeypatch, ROWS=40)
-    table = lance.dataset(str(tmp_path / "out")).to_table()
-    check_all(table["id"].to_pylist(), table["vector"].to_pylist(), vectors)
+def of_lance(out: Path) -> tuple[list[Any], Any]:
+    table = pytest.importorskip("lance").dataset(str(out)).to_table()
+    return table["id"].to_pylist(), table["vector"].to_pylist()
 
 
-def test_opensearch(vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_example("opensearch", vectors, tmp_path / "out", monkeypatch, MOST=2000)
-    files = sorted((tmp_path / "out").iterdir())
+def of_opensearch(out: Path) -> tuple[list[Any], Any]:
+    files = sorted(out.iterdir())
     assert len(files) > 8 and all(path.stat().st_size <= 2000 for path in files)
     lines = [json.loads(line) for path in files for line in path.read_bytes().split(b"\n")[:-1]]
     assert [one["index"]["_id"] for one in lines[::2]] == [one["id"] for one in lines[1::2]]
-    check_all([one["id"] for one in lines[1::2]], [one["vector"] for one in lines[1::2]], vectors)
+    return [one["id"] for one in lines[1::2]], [one["vector"] for one in lines[1::2]]
 
 
-def test_pgvector(vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_example("pgvector", vectors, tmp_path / "out", monkeypatch)
-    rows = [line.split("\t") for line in (tmp_path / "out").read_bytes().decode().split("\n")[:-1]]
+def of_pgvector(out: Path) -> tuple[list[Any], Any]:
+    rows = [line.split("\t") for line in out.read_bytes().decode().split("\n")[:-1]]
     escapes = {"t": "\t", "n": "\n", "r": "\r", "\\": "\\"}
 
     def unescaped(text: str) -> str:
         letters = iter(text)
         return "".join(escapes[next(letters)] if letter == "\\" else letter for letter in letters)
 
-    check_all([unescaped(name) for name, _ in rows], [json.loads(numbers) for _, numbers in rows], vectors)
+    return [unescaped(name) for name, _ in rows], [json.loads(numbers) for _, numbers in rows]
+
+
+@pytest.mark.parametrize(
+    ("read", "library", "values"),
+    [
+        (of_usearch, "usearch", {"ROWS": 40}),
+        (of_faiss, "faiss", {"ROWS": 40}),
+        (of_lance, "lance", {"ROWS": 40}),
+        (of_opensearch, "", {"MOST": 2000}),
+        (of_pgvector, "", {}),
+    ],
+)
+def test_examples(
+    vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any, library: str, values: dict[str, int]
+) -> None:
+    if library:
+        pytest.importorskip(library)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scope = runpy.run_path(f"examples/vectors_to_{read.__name__.removeprefix('of_')}.py")
+    scope["main"].__globals__.update(values)
+    scope["main"](vectors.storage.uri(vectors.prefix), str(tmp_path / "out"))
+    ids, found = read(tmp_path / "out")
+    check_all(ids, found, vectors)

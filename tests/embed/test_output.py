@@ -13,7 +13,6 @@ from hypothesis.extra.numpy import arrays
 from pipeline.core.arrays import Float32s
 from pipeline.embed.vectors import (
     ROWS_PER_GROUP,
-    PartRows,
     VectorLayout,
     from_stored,
     metadata_of,
@@ -23,20 +22,14 @@ from pipeline.embed.vectors import (
 )
 
 
-def unit(rows: int, width: int = 24, seed: int = 0) -> Float32s:
-    values: Float32s = np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
+def unit(rows: int) -> Float32s:
+    values: Float32s = np.random.default_rng(0).normal(size=(rows, 24)).astype(np.float32)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
     return values
 
 
 def layout(dtype: str = "fp16", format: str = "parquet", dim: int = 24) -> VectorLayout:
     return VectorLayout.model_validate({"format": format, "dtype": dtype, "dim": dim, "id_type": "string"})
-
-
-def part(rows: int, of: VectorLayout) -> PartRows:
-    values, scale = to_stored(unit(rows, of.dim), of)
-    hashes = np.arange(rows, dtype=np.uint64)
-    return PartRows(pa.array([f"p{n}" for n in range(rows)], pa.string()), values, scale, hashes, hashes)
 
 
 @given(st.integers(0, 40), st.integers(1, 24))
@@ -70,26 +63,27 @@ def test_halves_are_those_of_numpy_bit_by_bit(values: Float32s) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS_PER_GROUP + 3])
 @pytest.mark.parametrize("format", ["parquet", "npy"])
-def test_the_same_rows_give_the_same_bytes(rows: int, format: str) -> None:
-    of = layout("int8", format)
-    files = part_files(of, "part-00000", part(rows, of), {"b": "2", "a": "1"})
-    assert files == part_files(of, "part-00000", part(rows, of), {"a": "1", "b": "2"})
-    assert tuple(files) == of.names("part-00000")
-    table = pq.read_table(io.BytesIO(files[of.names("part-00000")[-1]]))
-    assert table["id"].to_pylist() == [f"p{n}" for n in range(rows)]
+@pytest.mark.parametrize("dtype", ["int8", "fp16"])
+def test_the_same_rows_give_the_same_bytes_and_say_what_they_are(rows: int, format: str, dtype: str) -> None:
+    of, hashes = layout(dtype, format), np.arange(rows, dtype=np.uint64)
+    ids = pa.array([f"p{n}" for n in range(rows)], pa.string())
+    table = pa.table({"id": ids, "id_hash": hashes, "text_hash": hashes})
+    told = {"model": "relevance", "checkpoint_digest": "abc"}
+    files, again = (
+        part_files(of, "part-00000", table, *to_stored(unit(rows), of), metadata)
+        for metadata in (told, dict(reversed(told.items())))
+    )
+    assert files == again and tuple(files) == of.names("part-00000")
+    found = pq.ParquetFile(io.BytesIO(files[of.names("part-00000")[-1]]))
+    schema = found.schema_arrow
+    assert found.read()["id"].to_pylist() == ids.to_pylist()
+    assert metadata_of(schema) == told
+    assert metadata_of(schema.with_metadata({"pandas": "{}", "trnpipe.plan": "p"})) == {"plan": "p"}
+    assert metadata_of(schema.remove_metadata()) == {}
+    scale = ["scale"] if dtype == "int8" else []
+    assert [name for name in schema.names if name != "vector"] == ["id", *scale, "id_hash", "text_hash"]
     if format == "npy":
         assert np.load(io.BytesIO(files["part-00000.npy"])).shape == (rows, 24)
     else:
-        groups = pq.ParquetFile(io.BytesIO(files["part-00000.parquet"])).num_row_groups
-        assert groups == max(1, -(-rows // ROWS_PER_GROUP))
-
-
-def test_a_part_says_what_it_is() -> None:
-    of = layout("fp16")
-    told = {"model": "relevance", "checkpoint_digest": "abc", "tokenizer": "def", "pooling": "mean", "dtype": "fp16"}
-    schema = pq.read_schema(io.BytesIO(part_files(of, "p", part(3, of), told)["p.parquet"]))
-    assert metadata_of(schema) == told
-    assert schema.field("vector").type == pa.list_(pa.float16(), 24)
-    assert schema.names == ["id", "vector", "id_hash", "text_hash"]
-    assert metadata_of(schema.with_metadata({"pandas": "{}", "trnpipe.plan": "p"})) == {"plan": "p"}
-    assert metadata_of(schema.remove_metadata()) == {}
+        assert schema.field("vector").type == pa.list_(pa.from_numpy_dtype(of.numpy_dtype), 24)
+        assert found.num_row_groups == max(1, -(-rows // ROWS_PER_GROUP))

@@ -16,6 +16,7 @@ from pipeline.embed import plan as plan_module
 from pipeline.embed.catalogue import look_at
 from pipeline.embed.config import EmbedConfig, OutputConfig
 from pipeline.embed.plan import (
+    EmbedPlan,
     catalogue_storage,
     check_lengths,
     cycle_plan,
@@ -56,18 +57,14 @@ def _found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "open_checkpoint", lambda *given: CHECKPOINT)
 
 
-@pytest.mark.parametrize(("dimensions", "dim"), [(0, WIDTH), (8, 8), (WIDTH, WIDTH)])
-def test_vectors_are_as_wide_as_the_model_unless_told_otherwise(
-    settings: Settings, ctx: StageContext, dimensions: int, dim: int
-) -> None:
-    embed = settings.embed.model_copy(update={"output": OutputConfig(dimensions=dimensions)})
-    assert make_plan(settings.model_copy(update={"embed": embed}), ctx)[0].layout.dim == dim
+def test_vectors_are_as_wide_as_the_model_unless_told_otherwise(settings: Settings, ctx: StageContext) -> None:
+    def dim(dimensions: int) -> int:
+        embed = settings.embed.model_copy(update={"output": OutputConfig(dimensions=dimensions)})
+        return make_plan(settings.model_copy(update={"embed": embed}), ctx)[0].layout.dim
 
-
-def test_no_wider_than_the_model(settings: Settings, ctx: StageContext) -> None:
-    embed = settings.embed.model_copy(update={"output": OutputConfig(dimensions=WIDTH + 1)})
+    assert [dim(0), dim(8), dim(WIDTH)] == [WIDTH, 8, WIDTH]
     with pytest.raises(ConfigError, match=f"the model's vectors have {WIDTH}") as caught:
-        make_plan(settings.model_copy(update={"embed": embed}), ctx)
+        dim(WIDTH + 1)
     assert caught.value.next_command == "--embed.output.dimensions 0 for all"
 
 
@@ -118,23 +115,17 @@ def test_which_checkpoint_is_meant(settings: Settings, ctx: StageContext) -> Non
     assert model_place(promoted, ctx) == "checkpoints/c9/step-1"
 
 
-def test_the_checkpoint_of_the_plan_must_be_as_it_was(settings: Settings, ctx: StageContext) -> None:
+def test_what_the_plan_pins_must_be_as_it_was(settings: Settings, ctx: StageContext, tmp_path: Path) -> None:
+    """Its checkpoint, the length at which texts are cut, and where the files of the catalogue lie."""
     plan, _ = make_plan(settings, ctx)
+    assert EmbedPlan.model_validate_json(plan.model_dump_json()).fingerprint == plan.fingerprint
     assert open_pinned(plan.model, settings, ctx) is CHECKPOINT
     with pytest.raises(CheckpointError, match="has digest digest"):
         open_pinned(plan.model.model_copy(update={"digest": "before"}), settings, ctx)
-
-
-def test_texts_of_a_cycle_are_cut_at_one_length(settings: Settings, ctx: StageContext) -> None:
-    plan, _ = make_plan(settings, ctx)
     check_lengths(plan, settings, CHECKPOINT)
     shorter = replace(CHECKPOINT, state=CHECKPOINT.state.model_copy(update={"max_tokens": 8}))
     with pytest.raises(ConfigError, match=rf"at 8 tokens; cycle c1 was begun with {plan.max_tokens}"):
         check_lengths(plan, settings, shorter)
-
-
-def test_where_the_files_of_the_catalogue_lie(settings: Settings, ctx: StageContext, tmp_path: Path) -> None:
-    plan, _ = make_plan(settings, ctx)
     assert catalogue_storage(plan, settings, ctx).root == f"file://{tmp_path}/in"
     gathered = plan.model_copy(update={"catalogue": plan.catalogue.model_copy(update={"root": ""})})
     assert catalogue_storage(gathered, settings, ctx) is ctx.workspace

@@ -62,7 +62,7 @@ def test_a_row_is_usable_or_has_one_reason(
     if reason:
         (bad,) = rows.bad
         assert (bad.file, bad.row, bad.reason) == ("a.parquet", 101, reason)
-        assert rows.ids.to_pylist() == ["good"]
+        assert rows.table["id"].to_pylist() == ["good"]
     else:
         assert not rows.bad
         assert rows.texts[1] == " ".join((b" ".join(part for part in (title, text) if part)).decode().split())
@@ -75,14 +75,14 @@ def test_a_prefix_is_for_the_tokenizer_alone() -> None:
     )
     expected = TextTokenizer(tokenizer_json()).encode(["red phone", "red laptop"])
     assert prefixed.tokens.ids.tolist() == expected.ids.tolist() != plain.tokens.ids.tolist()
-    assert np.array_equal(prefixed.rows.text_hash, plain.rows.text_hash)
+    assert np.array_equal(prefixed.rows.table["text_hash"], plain.rows.table["text_hash"])
 
 
 def test_ids_keep_their_type() -> None:
     rows = judge_rows(TextRules(b"", 8, "int64"), raw(id=[7, 0, -3], title=[b"a", b"b", b"c"]))
-    assert rows.ids.type == pa.int64() and rows.ids.to_pylist() == [7, 0, -3]
+    assert rows.table["id"].type == pa.int64() and rows.table["id"].to_pylist() == [7, 0, -3]
     text = judge_rows(RULES, raw(id=[b"7", b"0", b"-3"], title=[b"a", b"b", b"c"]))
-    assert np.array_equal(rows.id_hash, text.id_hash)
+    assert rows.table["id_hash"] == text.table["id_hash"]
 
 
 def test_the_hash_is_of_the_text_that_is_read() -> None:
@@ -91,24 +91,18 @@ def test_the_hash_is_of_the_text_that_is_read() -> None:
         RULES,
         raw(id=[b"a", b"b", b"c"], title=[b"x" * limit, b"x" * limit + b"tail", b" " + b"x" * limit], text=[b"y"] * 3),
     )
-    assert len({*rows.text_hash.tolist()}) == 1 and {*rows.texts} == {"x" * limit}
+    assert len({*rows.table["text_hash"].to_pylist()}) == 1 and {*rows.texts} == {"x" * limit}
 
 
 def test_rows_outside_the_filter_are_not_counted() -> None:
     window = raw(id=[b"a", b"b", None], title=[b"x", b"y", b"z"], **{FILTER + "shop": [b"1", b"2", b"2"]})
     rows = judge_rows(TextRules(b"", 8, "string", (("shop", "1|3"),)), window)
-    assert (rows.ids.to_pylist(), rows.rows.tolist(), rows.num_read, rows.bad) == (["a"], [100], 1, ())
-
-
-def test_a_text_of_100_kb_is_cut_and_counted() -> None:
-    rules = TextRules(tokenizer_json(), 12, "string")
-    window = make_window(rules, raw(id=[b"a", b"b"], title=[b"phone model " * 8500, b"phone"]))
-    assert window.tokens.lengths.tolist()[0] == 12
-    assert window.truncated.tolist() == [True, False]
-    tokenizer = TextTokenizer(tokenizer_json())
-    first = window.tokens.ids[:12]
-    assert (first[0], first[-1]) == (tokenizer.cls_id, tokenizer.sep_id)
-    assert np.array_equal(first[:-1], tokenizer.encode(["phone model " * 20]).ids[:11])
+    assert (rows.table["id"].to_pylist(), rows.table["row"].to_pylist(), rows.num_read, rows.bad) == (
+        ["a"],
+        [100],
+        1,
+        (),
+    )
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), limit=st.integers(3, 70))
@@ -130,14 +124,22 @@ def test_chunks_hold_every_token_of_a_text_once(lengths: list[int], limit: int) 
         assert all(len(part) == limit for part in parts[start : end - 1])
 
 
-def test_what_is_chunked_and_what_is_cut_is_counted() -> None:
-    rules = TextRules(tokenizer_json(), whole_limit(12, 3), "string", chunks=3)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_what_is_chunked_and_what_is_cut_is_counted(chunks: int) -> None:
+    """A text of 100 kB among them."""
+    limit, tokenizer = whole_limit(12, chunks), TextTokenizer(tokenizer_json())
     titles = [b"phone model " * 8500, b"phone " * 6, b"phone"]
-    window = make_window(rules, raw(id=[b"a", b"b", b"c"], title=titles))
-    assert (window.truncated.tolist(), window.chunked.tolist()) == ([True, False, False], [True, True, False])
-    assert window.tokens.lengths[0] == 32, "three times ten, [CLS] and [SEP]"
+    window = make_window(
+        TextRules(tokenizer_json(), limit, "string", chunks=chunks), raw(id=[b"a", b"b", b"c"], title=titles)
+    )
+    found = window.rows.table.select(["truncated", "chunked"]).to_pydict()
+    some = chunks > 1
+    assert found == {"truncated": [True, not some, False], "chunked": [some, some, False]}
+    first = window.tokens.ids[: window.tokens.lengths[0]]
+    assert len(first) == limit and (first[0], first[-1]) == (tokenizer.cls_id, tokenizer.sep_id)
+    assert np.array_equal(first[:-1], tokenizer.encode(["phone model " * 20]).ids[: limit - 1])
     kept = window.keep(np.array([False, True, True]))
-    assert kept.chunked.tolist() == [True, False]
+    assert kept.rows.table["chunked"].to_pylist() == [some, False] and len(kept.tokens.lengths) == 2
 
 
 ID_ARRAYS = {

@@ -51,25 +51,17 @@ def changed(**parts: object) -> bytes:
     return json.dumps({**json.loads(tokenizer_json()), **parts}).encode()
 
 
+TOKEN = {"id": 9, "content": "black edition", "normalized": True} | dict.fromkeys(
+    ("special", "single_word", "lstrip", "rstrip"), False
+)
+
+
 @pytest.mark.parametrize(
     "data",
     [
         changed(pre_tokenizer={"type": "Whitespace"}),
         changed(normalizer=None),
-        changed(
-            added_tokens=[
-                *json.loads(tokenizer_json())["added_tokens"],
-                {
-                    "id": 9,
-                    "content": "black edition",
-                    "special": False,
-                    "single_word": False,
-                    "lstrip": False,
-                    "rstrip": False,
-                    "normalized": True,
-                },
-            ]
-        ),
+        changed(added_tokens=[*json.loads(tokenizer_json())["added_tokens"], TOKEN]),
     ],
     ids=["splits in another way", "normalises in another way", "a token with a space"],
 )

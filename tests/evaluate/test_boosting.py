@@ -2,49 +2,42 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import ShardFile, TokenRows
+from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import TokenSet
 from pipeline.evaluate.baselines import Boosting, fit, to_rows
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder
-from tests.train.rows import token_set_info
+from tests.train.rows import BUCKETS, PAD, token_set_info, write_shard
 
-BUCKETS = (Bucket(4, 6), Bucket(6, 8))
 INFO = token_set_info("flat")
 
 
 def rows_of(folder: Path, sizes: tuple[int, int], features: int = 2, labels: int = 2, seed: int = 1) -> TokenRows:
     """The first feature is the label with some noise; sample ids fall, so that their order is not that of the rows."""
-    stream, first, tensors = np.random.default_rng(seed), sum(sizes), dict[str, npt.NDArray[Any]]()
-    for number, (size, shape) in enumerate(zip(sizes, BUCKETS, strict=True)):
-        label = stream.integers(0, labels, size)
-        numeric = stream.normal(size=(size, features)).astype(np.float32)
-        if features:
-            numeric[:, 0] = label + 0.3 * numeric[:, 0]
+    path = folder / f"{seed}.safetensors"
+    stream, shard = np.random.default_rng(seed), write_shard(path, sizes, first_id=1)
+    tensors = load_file(path)
+    for bucket in (0, 1) if tensors else ():
+        label = stream.integers(0, labels, sizes[bucket])
+        numeric = stream.normal(size=(sizes[bucket], features)).astype(np.float32)
+        numeric[:, :1] = label[:, None] + 0.3 * numeric[:, :1]
         label[::7] = -1
-        ids = np.arange(first, first - size, -1, dtype=np.int64)
-        first -= size
+        ids = sum(sizes) + 1 - tensors[f"b{bucket}.sample_id"]
         tensors |= {
-            f"b{number}.query": np.ones((size, shape.query_tokens), dtype=np.uint16),
-            f"b{number}.product": np.ones((size, shape.product_tokens), dtype=np.uint16),
-            f"b{number}.label": label.astype(np.int16),
-            f"b{number}.gain": np.maximum(label, 0).astype(np.float32),
-            f"b{number}.numeric": numeric,
-            f"b{number}.categorical": np.zeros((size, 1), dtype=np.int32),
-            f"b{number}.sample_id": ids,
-            f"b{number}.query_id": ids // 5,
+            f"b{bucket}.label": label.astype(np.int16),
+            f"b{bucket}.gain": np.maximum(label, 0).astype(np.float32),
+            f"b{bucket}.numeric": numeric,
+            f"b{bucket}.sample_id": ids,
+            f"b{bucket}.query_id": ids // 5,
         }
-    save_file(tensors, folder / f"{seed}.safetensors")
-    return TokenRows([ShardFile(folder / f"{seed}.safetensors", sizes)], BUCKETS, 0)
+    save_file(tensors, path)
+    return TokenRows([shard], BUCKETS, PAD)
 
 
 def holdout_of(rows: TokenRows) -> Holdout:

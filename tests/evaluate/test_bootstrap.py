@@ -86,15 +86,6 @@ def test_draws_depend_on_seed_and_purpose_only(seed: int, monkeypatch: pytest.Mo
     assert difference(values, seed=seed, purpose="other").draws != pytest.approx(first, abs=1e-3)
 
 
-def test_pairs_share_their_draws() -> None:
-    values = np.random.default_rng(7).normal(0, 1, 50)
-    ours, theirs = mean_over_queries(values + 0.25), mean_over_queries(values)
-    found = paired_bootstrap({"a": (ours, theirs), "b": (theirs, ours)}, resamples=300, seed=1, purpose="x")
-    assert found["a"].draws == pytest.approx(np.full(300, 0.25))
-    assert found["b"].draws == pytest.approx(-found["a"].draws)
-    assert found["a"].interval(0.95) == pytest.approx((0.25, 0.25))
-
-
 def test_one_query_shows_nothing() -> None:
     found = difference(np.array([0.3]))
     assert math.isnan(found.standard_error)

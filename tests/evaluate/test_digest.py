@@ -3,9 +3,9 @@
 import numpy as np
 
 from pipeline.core.arrays import Int64s
-from pipeline.evaluate.digest import SCORE_BINS, Example, find_examples, model_digest, query_changes
 from pipeline.evaluate.metrics.labels import NUM_BINS
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
+from pipeline.evaluate.report import SCORE_BINS, Example, find_examples, model_digest, query_changes
 
 LABELS = ("bad", "good")
 

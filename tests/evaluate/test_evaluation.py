@@ -1,21 +1,19 @@
-"""One evaluation on this rank: what it says of a device that failed, and which partitions it judges by."""
+"""One evaluation on this rank: a device that failed is explained, and ranks go on only when all see the same rows."""
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeline.core.errors import TransientError
+from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate import run
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.run import new_sets, open_valid
+from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
-from pipeline.telemetry.console import Console
-from tests.evaluate.gangs import alone
+from tests.evaluate.gangs import on_ranks
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -40,37 +38,26 @@ def test_an_error_of_the_device_is_explained_where_it_is_known(monkeypatch: pyte
     assert caught.value is raised and caught.value.__cause__ is (failed if is_known else None)
 
 
-@pytest.mark.parametrize(
-    ("partitions", "new", "judged"),
-    [
-        ("all", ["d2"], ["d1", "d2", "d3"]),
-        ("new", ["d2"], ["d2"]),
-        ("new", ["d2", "d3"], ["d2"]),  # d3 has no row of the split
-        ("new", ["d3"], ["d1", "d2", "d3"]),
-        ("new", [], ["d1", "d2", "d3"]),
-    ],
-)
-def test_new_partitions_are_judged_by_where_they_have_rows_of_the_split(
-    monkeypatch: pytest.MonkeyPatch, partitions: str, new: list[str], judged: list[str]
-) -> None:
-    def opened(workspace: Any, sets: list[Any], split: str, *more: Any) -> Any:
-        return SimpleNamespace(sets=sets, split=split, order=SimpleNamespace(total=1))
-
-    selected = SimpleNamespace(new=[SimpleNamespace(name=name) for name in new])
-    for name in ("ModelScorer", "ModelSearch"):
-        monkeypatch.setattr(run, name, lambda *args: None)
-    monkeypatch.setattr(run, "_find_leak", lambda *args: None)
-    monkeypatch.setattr(run, "select_partitions", lambda *args, **more: selected)
-    monkeypatch.setattr(run, "open_holdout", opened)
+@pytest.mark.parametrize(("new", "judged"), [(["d2"], ["d2"]), (["d2", "d3"], ["d2"]), (["d3"], []), ([], [])])
+def test_new_partitions_are_judged_where_they_have_rows_of_the_split(new: list[str], judged: list[str]) -> None:
     splits = {"d1": ("train", "test"), "d2": ("train", "test", "valid"), "d3": ("train",)}
-    sets = [SimpleNamespace(partition=one, info=SimpleNamespace(partition=one, splits=splits[one])) for one in splits]
-    out = io.StringIO()
-    ctx = SimpleNamespace(console=Console(stream=out), workspace=None, scratch=Path("scratch"), world=World())
-    settings = SimpleNamespace(evaluate=EvaluateConfig.model_validate({"partitions": partitions}))
-    models = SimpleNamespace(candidate=SimpleNamespace(prefix="m", tokenizer=lambda: b""), compared=None)
-    inputs = {"candidate": "m", "incumbent": ""}
-    backend = SimpleNamespace(name="cpu")
-    found = run.Evaluation(settings, ctx, models, sets, inputs, alone(), backend)  # type: ignore[arg-type]
-    assert [str(one.partition) for one in found.holdout.sets] == judged
-    told = "new partitions hold no row of split test" in out.getvalue()
-    assert told is (partitions == "new" and "d2" not in new)
+    sets: list[Any] = [SimpleNamespace(info=SimpleNamespace(partition=one, splits=splits[one])) for one in splits]
+    assert [one.info.partition for one in new_sets(sets, new, "test")] == judged
+
+
+@pytest.mark.parametrize("unreadable", [(), (0,), (1,), (0, 1)])
+def test_all_ranks_see_the_valid_split_or_none_does(unreadable: tuple[int, ...]) -> None:
+    def work(gang: Gang) -> Any:
+        def split(name: str) -> Any:
+            if gang.world.rank in unreadable:
+                raise DataError(f"shard {gang.world.rank} of {name} cannot be read")
+            return [name]  # stands for its rows
+
+        return open_valid(split, gang)
+
+    if len(unreadable) == 1:
+        with pytest.raises(DataError, match=f"on rank {unreadable[0]} of 2: shard {unreadable[0]} of valid"):
+            on_ranks(2, work)
+    else:
+        expected = [f"shard {rank} of valid cannot be read" for rank in (0, 1)]
+        assert on_ranks(2, work) == (expected if unreadable else [["valid"], ["valid"]])

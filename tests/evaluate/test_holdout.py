@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, log_loss
 from torch import Tensor
 
 from pipeline.backends.cpu import CpuBackend
@@ -85,21 +84,6 @@ def test_retrieval_against_a_search_written_out(rows: TokenRows) -> None:
     assert seen.retrieval_ndcg == pytest.approx(np.mean(values))
     assert seen.combined == pytest.approx((seen.macro_f1 + np.mean(values)) / 2)
     assert evaluate(rows, searching=False).retrieval_ndcg is None
-
-
-def test_figures_by_hand(rows: TokenRows) -> None:
-    every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
-    joined = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
-    logits = score({name: torch.from_numpy(joined[name]) for name in ("query", "product")}).logits.numpy()
-    guess = logits.argmax(1)
-    probability = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    seen = evaluate(rows)
-    assert seen.rows == 28
-    assert seen.accuracy == pytest.approx((guess == joined["label"]).mean())
-    assert seen.macro_f1 == pytest.approx(f1_score(joined["label"], guess, average="macro"))
-    assert seen.positive_f1 == pytest.approx(f1_score(joined["label"], guess))
-    assert seen.loss == pytest.approx(log_loss(joined["label"], probability), rel=1e-5)
-    assert 0 < seen.ndcg < 1
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 40])

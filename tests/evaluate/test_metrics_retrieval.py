@@ -6,7 +6,6 @@ import pytest
 import pytrec_eval
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from pipeline.core.arrays import Int64s
 from pipeline.evaluate.config import MetricsConfig
@@ -92,14 +91,3 @@ def test_short_lists_end_in_minus_one() -> None:
     judged = judgements({(1, 5): 100})
     _, report = retrieval_report(ints([1]), ints([[5, -1, -1]]), judged, CONFIG)
     assert (report.values["retrieval_ndcg@3"], report.values["retrieval_success@1"]) == (1.0, 1.0)
-
-
-def test_an_item_of_gain_zero_is_never_relevant() -> None:
-    judged = Judgements(ints([1]), ints([5]), np.zeros(1))
-    _, report = retrieval_report(ints([1]), ints([[5, 6, 7]]), judged, CONFIG)
-    assert report.values == {}
-
-
-def test_there_is_a_rank() -> None:
-    with pytest.raises(ValidationError, match="retrieval_at"):
-        MetricsConfig(retrieval_at=())

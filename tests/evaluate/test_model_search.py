@@ -15,7 +15,7 @@ from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import EvaluateConfig, GateConfig
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.retrieval import ModelSearch, Queries, RetrievalTask
-from pipeline.evaluate.scores import save_arrays
+from pipeline.evaluate.score import save_arrays
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.gang import Gang
 from pipeline.retrieval.search import Ranked

@@ -52,18 +52,6 @@ def test_a_limit_keeps_whole_queries(ids: list[list[int]], max_rows: int) -> Non
         assert order.total == len(every)
 
 
-def test_which_queries_stay_does_not_depend_on_the_others() -> None:
-    few = np.arange(100, dtype=np.int64)
-    kept = set(choose_rows([few], 50).rows[0].tolist())
-    more = set(choose_rows([np.arange(200, dtype=np.int64)], 100).rows[0].tolist())
-    assert len(kept) == 50
-    assert len(kept & more) > 40, "the same hash chooses"
-
-
-def test_no_limit() -> None:
-    assert choose_rows([np.zeros(5, dtype=np.int64)], 0).total == 5
-
-
 @given(SIZES, st.integers(1, 100))
 def test_a_limit_takes_rows_evenly(sizes: list[int], limit: int) -> None:
     found = some_rows(sizes, limit)

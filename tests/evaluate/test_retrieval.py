@@ -249,7 +249,7 @@ def test_a_catalogue_file(
     largest = holdout.rows.buckets[-1].product_tokens
     encoded = cut_tokens(tokenizer.encode([prefix + title for title in titles]), largest, tokenizer.sep_id)
     assert everything(task) == texts_of(encoded)
-    assert [title for window in task.texts() for title in window] == titles, "prefixes are for the encoder alone"
+    assert list(task.texts()) == [titles[:2], titles[2:4], titles[4:]], "prefixes are for the encoder alone"
     asked = {hash63("c1"): "shoe red", hash63("c2"): "blue", hash63("c4"): "hat green"}
     assert sorted(asked) == task.queries.ids.tolist()
     assert texts_of(task.queries.tokens) == texts_of(
@@ -281,17 +281,6 @@ def test_items_are_read_as_far_as_their_chunks_go(
     assert task.queries.tokens.lengths.tolist() == [largest.query_tokens]
     ((text,),) = list(task.texts())
     assert len(text) == chunks * 16 * largest.product_tokens
-
-
-def test_the_texts_that_words_are_searched_in(
-    catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retrieval, "WINDOW_ROWS", 2)
-    task = from_catalogue(open_catalogue(OFFERS, str(catalogue), StopSignal()), holdout, tokenizer, SPEC)
-    assert list(task.texts()) == [["red shoe", "shoe, red new"], ["blue hat", ""], ["green hat"]]
-    monkeypatch.setattr(retrieval, "WINDOW_ROWS", 5)
-    assert [len(window) for window in task.texts()] == [5], "no empty window behind a full one"
-    assert sorted(task.queries.texts) == ["blue", "hat green", "shoe red"] and task.tuning is None
 
 
 def test_valid_queries_of_a_catalogue(catalogue: Path, holdout: Holdout, tokenizer: TextTokenizer) -> None:

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain, count, islice, repeat
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from pipeline.evaluate.holdout import HoldoutOrder
 from pipeline.evaluate.score import PartStore, Score, Scorer
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.world import World
 from tests.evaluate.gangs import alone, on_ranks
 from tests.train.rows import make_rows
 
@@ -123,36 +121,6 @@ def test_stopped_anywhere_it_goes_on_with_other_ranks(
     check(on_ranks(after, lambda gang: run(rows, order, tmp_path, gang, scoring=counting))[0], rows)
     assert next(loads) == 1, "the first rank alone reads them"
     assert sum(scored) < order.total + 12 * after, "what was saved is not scored again"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "sizes"),
-    [([0.5, 0.5, 0.5, 5.0, 5.0], [1, 2, 4, 8, 4, 2, 2, 2, 2, 2, 2, 2]), ([5.0] * 33, [1] * 33)],
-)
-def test_ranks_meet_after_more_batches_where_these_are_fast(
-    rows: TokenRows, order: HoldoutOrder, seconds: list[float], sizes: list[int]
-) -> None:
-    class Counting(Gang):
-        def gather(self, value: Any) -> list[Any]:
-            if isinstance(value, tuple):
-                met.append(len(value[0]["sample_id"]))
-            return super().gather(value)
-
-    def times() -> Iterator[float]:
-        """Looks: one before all, then before a meeting, at it, and after it."""
-        now = 0.0
-        yield now
-        for took in chain(seconds, repeat(2.0)):
-            yield now
-            now += took
-            yield from (now, now)
-
-    met: list[int] = []
-    clock = times()
-    Scorer(CpuBackend(), Counting(World(), timeout_s=1), StopSignal(), 1, 1e9, lambda: next(clock)).run(
-        score, rows, order
-    )
-    assert met == sizes
 
 
 def test_it_saves_on_the_way(rows: TokenRows, order: HoldoutOrder, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
-from pipeline.evaluate import scores as module
-from pipeline.evaluate.scores import (
+from pipeline.evaluate import score as module
+from pipeline.evaluate.score import (
     ARRAYS_FILE,
     FILE,
     KIND,
@@ -112,17 +112,6 @@ def test_scores_that_do_not_fit_are_refused(storage: Storage, tmp_path: Path, da
     with pytest.raises(DataError) as caught:
         load_scores(storage, PREFIX if damage != "none" else "cycles/none", tmp_path / "cache")
     assert "holds no scores" in caught.value.seen and "run trnpipe evaluate again" in caught.value.next_command
-
-
-def test_arrays_that_exist_stay(storage: Storage, tmp_path: Path) -> None:
-    save_arrays(storage, "baselines/x", "retrieval", ARRAYS, tmp_path / "scratch", {"threshold": 0.25})
-    before = storage.stat("baselines/x/MANIFEST.json")
-    save_arrays(storage, "baselines/x", "retrieval", {"items": np.zeros(1)}, tmp_path / "scratch")
-    assert storage.stat("baselines/x/MANIFEST.json") == before
-    arrays, fields = load_arrays(storage, "baselines/x", "retrieval", tmp_path / "cache")
-    assert arrays.keys() == ARRAYS.keys() and fields == {"threshold": 0.25}
-    for name, values in ARRAYS.items():
-        np.testing.assert_array_equal(arrays[name], values)
 
 
 def test_two_cycles_that_save_at_once_have_each_their_own(

@@ -10,7 +10,7 @@ from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.data.token_sets import SliceInfo, TokenSet, read_token_sets
 from pipeline.data.validate import NO_VALUE
-from pipeline.evaluate.holdout import Holdout, HoldoutOrder, judged_slices, length_column, open_holdout
+from pipeline.evaluate.holdout import Holdout, HoldoutOrder, judged_slices, open_holdout
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.storage import open_storage
 from tests.data.test_token_store import commit
@@ -72,11 +72,6 @@ def test_columns_of_the_data_keep_their_names_beside_ours(holdout: Holdout) -> N
     assert set(judged) == {"age", "trnpipe.age", "partition", "query_tokens", "trnpipe.query_tokens"}
     assert judged["age"] is age and judged["partition"] is found["partition"]
     assert judged["trnpipe.age"].codes.tolist() == [1, 1, 0]
-
-
-def test_lengths() -> None:
-    column = length_column(np.arange(3, 12), (1, 3, 8))
-    assert [column.names[code] for code in column.codes] == ["1", "2-3", "2-3", *["4-8"] * 5, "9+"]
 
 
 def test_its_name_tells_what_is_scored(holdout: Holdout) -> None:

@@ -2,11 +2,10 @@
 
 import pytest
 
-from pipeline.core.fingerprint import hash63
 from pipeline.data.token_sets import JudgedSplit, TokenSetInfo
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.gate.compare import CheckKind, GateCheck, Outcome, Verdict
-from pipeline.evaluate.gate.judge import FRACTIONS, count_queries, fraction_for, size_advice, verdict_advice
+from pipeline.evaluate.gate.judge import count_queries, fraction_for, size_advice, verdict_advice
 
 
 def info(**queries: int) -> TokenSetInfo:
@@ -59,15 +58,6 @@ def test_queries_are_counted_over_all_partitions() -> None:
 )
 def test_the_smallest_fraction_that_is_enough(total: int, needed: int, share: float | None) -> None:
     assert fraction_for(total, needed) == share
-
-
-@pytest.mark.parametrize("total", [200, 300, 375, 1000])
-def test_what_the_fraction_promises_the_hash_of_prepare_keeps(total: int) -> None:
-    share = fraction_for(total, 50)
-    assert share in FRACTIONS
-    for start in range(0, 20_000, 1000):
-        ids = (hash63(f"query {number}") for number in range(start, start + total))
-        assert sum(hash63(f"split|{one}") / 2**63 < share for one in ids) >= 50 * 0.9
 
 
 def test_the_advice_names_what_there_is_and_the_setting_that_gives_enough() -> None:

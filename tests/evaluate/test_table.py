@@ -14,53 +14,63 @@ from pipeline.evaluate.report import (
     table_lines,
 )
 
-HOLDOUT = HoldoutReport(
-    split="test",
-    partitions=("flat",),
-    new_partitions=(),
-    rows=9,
-    rows_in_split=9,
-    queries=3,
-    leaked_by_id=0,
-    leaked_by_text=0,
-    leak_checked=True,
-    unchecked_partitions=(),
-)
+HOLDOUT = {"split": "test", "partitions": ["flat"], "new_partitions": [], "rows": 9, "rows_in_split": 9, "queries": 3}
+UNLEAKED = {"leaked_by_id": 0, "leaked_by_text": 0, "leak_checked": True, "unchecked_partitions": []}
 
 
-def model(values: dict[str, float], missing: dict[str, str], retrieval: dict[str, float] | None = None) -> ModelReport:
-    found = MetricReport(values=retrieval or {}, missing={}, num_rows=1, num_queries=1)
+def found(missing: dict[str, str] | None = None, **values: float) -> MetricReport:
+    named = {name.replace("ndcg", "ndcg@10"): value for name, value in values.items()}
+    return MetricReport(values=named, missing=missing or {}, num_rows=9, num_queries=3)
+
+
+def model(metrics: MetricReport, mrr: float | None = None, **fields: Any) -> ModelReport:
     return ModelReport(
         checkpoint="file:///w/checkpoints/c/step-1",
         digest="0",
         cycle="c",
         step=1,
         scores="cycles/c/evaluate/scores/x",
-        metrics=MetricReport(values=values, missing=missing, num_rows=9, num_queries=3),
-        retrieval=found if retrieval else None,
+        metrics=metrics,
+        retrieval=None if mrr is None else found(retrieval_mrr=mrr),
         slices=(),
         threshold=None,
+        **fields,
     )
 
 
-def check(name: str, **fields: Any) -> GateCheck:
+def check(name: str, outcome: str, ours: float | None = None, theirs: float | None = None, **fields: Any) -> GateCheck:
     kind, _, rest = name.partition(" ")
     metric, _, where = rest.partition(" ")
-    return GateCheck(name=name, kind=kind, metric=metric, slice=where, reason=f"{rest}: so", **fields)  # type: ignore[arg-type]
+    named = {"name": name, "kind": kind, "metric": metric, "slice": where, "reason": f"{rest}: so"}
+    return GateCheck.model_validate(named | {"outcome": outcome, "candidate": ours, "incumbent": theirs} | fields)
 
 
-def report_of(incumbent: ModelReport | None, *checks: GateCheck, promote: bool = True) -> EvaluationReport:
-    return EvaluationReport(
-        cycle="c",
-        inputs={},
-        backend="cpu",
-        device="cpu",
-        precision="fp32",
-        candidate=model({"ndcg@10": 0.8, "loss": 0.5}, {"f1": "no threshold"}, {"retrieval_mrr": 0.25}),
-        incumbent=incumbent,
-        holdout=HOLDOUT,
-        verdict=Verdict(
-            promote=promote,
+HYBRIDS = (
+    HybridReport(name="rrf", retrieval=found(retrieval_mrr=0.61)),
+    HybridReport(name="weighted", weight=0.35, valid_queries=20, retrieval=found(retrieval_mrr=0.62)),
+)
+NO_THRESHOLD = {"f1": "no threshold"}
+CANDIDATE = model(found(NO_THRESHOLD, ndcg=0.8, loss=0.5), 0.25, hybrids=HYBRIDS, ndcg_by_width={8: 0.2})
+INCUMBENT = model(found(NO_THRESHOLD, ndcg=0.75, loss=0.4), 0.5)
+BASELINES = (
+    BaselineReport(name="bm25", retrieval=found(retrieval_mrr=0.4)),
+    BaselineReport(name="boosting", metrics=found(ndcg=0.7)),
+)
+
+
+def report(incumbent: ModelReport | None, *checks: GateCheck, **fields: Any) -> EvaluationReport:
+    made: dict[str, Any] = {
+        "cycle": "c",
+        "inputs": {},
+        "backend": "cpu",
+        "device": "cpu",
+        "precision": "fp32",
+        "candidate": CANDIDATE,
+        "incumbent": incumbent,
+        "baselines": BASELINES,
+        "holdout": HoldoutReport.model_validate(HOLDOUT | UNLEAKED),
+        "verdict": Verdict(
+            promote=False,
             checks=checks,
             num_rows=9,
             num_queries=3,
@@ -69,118 +79,74 @@ def report_of(incumbent: ModelReport | None, *checks: GateCheck, promote: bool =
             resamples=300,
             seed=1,
         ),
-        warnings=(),
-        seconds={},
-        settings_hash="s",
-        code_version="v",
-        at=datetime.now(UTC),
-    )
+        "warnings": (),
+        "seconds": {},
+        "settings_hash": "s",
+        "code_version": "v",
+        "at": datetime.now(UTC),
+    }
+    return EvaluationReport(**made | fields)
 
 
-def lines_of(incumbent: ModelReport | None, *checks: GateCheck, promote: bool = True) -> list[str]:
-    return table_lines(report_of(incumbent, *checks, promote=promote))
+TABLE = """\
+  metric         candidate  incumbent  difference        90% interval    bm25  boosting  gate
+  ndcg@10           0.8000     0.7500     +0.0500  [+0.0100, +0.0900]       -    0.7000  warn
+  loss              0.5000     0.4000     +0.1000                           -         -  fail
+  f1                     -          -           -                           -         -
+  retrieval_mrr     0.2500     0.5000     -0.2500                      0.4000         -
+not computed for the candidate: f1: no threshold
+not computed for the incumbent: f1: no threshold
+search of the candidate with vectors cut to 8 dimensions: nDCG 0.2000
+hybrid search: each model fused with BM25
+  metric         candidate  incumbent    bm25  candidate rrf  candidate weighted 0.35
+  retrieval_mrr     0.2500     0.5000  0.4000         0.6100                   0.6200
+slices: 5 of 9 compared, those that lost most
+  slice     metric   candidate  incumbent  difference            interval  queries  gate
+  kind=bad  loss        0.6000     0.5000     +0.1000  [+0.0500, +0.1500]       60  fail
+  kind=7    ndcg@10     0.8000     0.8700     -0.0700  [-0.1000, +0.1000]    1,007  pass
+  kind=6    ndcg@10     0.8000     0.8600     -0.0600  [-0.1000, +0.1000]    1,006  pass
+  kind=5    ndcg@10     0.8000     0.8500     -0.0500  [-0.1000, +0.1000]    1,005  pass
+  kind=4    ndcg@10     0.8000     0.8400     -0.0400  [-0.1000, +0.1000]    1,004  pass
+refuse: 2 failed, 9 checks passed, 1 warning, 1 not applicable (3 queries, 9 rows)
+  fail    loss: so
+  fail    loss kind=bad: so
+  warn    ndcg@10: so
+  skipped kind: so
+  pass    ndcg@10: so
+  pass    8 comparisons of slices
+"""
 
 
-def words(lines: list[str], name: str) -> list[str]:
-    return next(line.split() for line in lines if line.split()[:1] == [name])
-
-
-def test_both_models_side_by_side() -> None:
-    incumbent = model({"ndcg@10": 0.75, "loss": 0.4}, {"f1": "no threshold"}, {"retrieval_mrr": 0.5})
-    delta = check("delta ndcg@10", outcome="pass", candidate=0.8, incumbent=0.75, low=0.01, high=0.09, bound=0.01)
-    floor = check("floor loss", outcome="fail", candidate=0.5, bound=0.45)
-    lines = lines_of(incumbent, delta, floor, promote=False)
-    assert lines[0].split()[:4] == ["metric", "candidate", "incumbent", "difference"]
-    assert "90% interval" in lines[0]
-    assert words(lines, "ndcg@10") == ["ndcg@10", "0.8000", "0.7500", "+0.0500", "[+0.0100,", "+0.0900]", "pass"]
-    assert words(lines, "loss") == ["loss", "0.5000", "0.4000", "+0.1000", "fail"]
-    assert words(lines, "retrieval_mrr") == ["retrieval_mrr", "0.2500", "0.5000", "-0.2500"]
-    assert words(lines, "f1") == ["f1", "-", "-", "-"]
-    assert "not computed for the candidate: f1: no threshold" in lines
-    assert any(line.startswith("refuse: 1 failed, ") for line in lines)
-    assert len({line.find("0.") for line in lines[1:3]}) == 1, "columns are aligned"
-    assert all(line[:2] == "  " != line[2:4] for line in lines[:4]), "names to the left"
-
-
-def test_the_slices_that_refuse_come_first_then_those_that_lost_most() -> None:
+def test_the_table() -> None:
+    """Slices that refuse come first, then those that lost most; what a slice says is not said of all rows."""
     slices = [
-        check(
-            f"slice ndcg@10 kind={n}",
-            outcome="pass",
-            candidate=0.8,
-            incumbent=0.8 + n / 100,
-            low=-0.1,
-            high=0.1,
-            num_queries=1000 + n,
-        )
+        check(f"slice ndcg@10 kind={n}", "pass", 0.8, 0.8 + n / 100, low=-0.1, high=0.1, num_queries=1000 + n)
         for n in range(8)
     ]
-    slices.append(
-        check("slice loss kind=bad", outcome="fail", candidate=0.6, incumbent=0.5, low=0.05, high=0.15, num_queries=60)
+    lines = table_lines(
+        report(
+            INCUMBENT,
+            check("baseline ndcg@10", "warn", 0.8, low=-0.2, high=-0.1),
+            check("delta ndcg@10", "pass", 0.8, 0.75, low=0.01, high=0.09),
+            check("floor loss", "fail", 0.5, bound=0.45),
+            *slices,
+            check("slice loss kind=bad", "fail", 0.6, 0.5, low=0.05, high=0.15, num_queries=60),
+            check("slice kind", "skipped"),  # its small ones
+        )
     )
-    slices.append(check("slice kind", outcome="skipped"))  # its small ones
-    slices.append(check("delta ndcg@10", outcome="pass", candidate=0.8, incumbent=0.8, low=-0.1, high=0.1))
-    lines = lines_of(model({"ndcg@10": 0.8}, {}), *slices, promote=False)
-    start = lines.index("slices: 5 of 9 compared, those that lost most")
-    shown = [line.split()[0] for line in lines[start + 2 : start + 7]]
-    assert shown == ["kind=bad", "kind=7", "kind=6", "kind=5", "kind=4"]
-    assert "+0.1000" in lines[start + 2] and "-0.0700" in lines[start + 3]
-    assert "1,007" in lines[start + 3]
-    assert words(lines, "loss") == ["loss", "0.5000", "-", "-"], "what a slice says is not said of all rows"
-
-
-def found(**values: float) -> MetricReport:
-    return MetricReport(
-        values={f"retrieval_{name}": value for name, value in values.items()}, missing={}, num_rows=1, num_queries=1
-    )
-
-
-def test_baselines_stand_beside_the_models_and_hybrids_below() -> None:
-    theirs = check("delta ndcg@10", outcome="pass", candidate=0.8, incumbent=0.75, low=0.01, high=0.09)
-    tool = check("baseline ndcg@10", outcome="warn", candidate=0.8, low=-0.2, high=-0.1)
-    report = report_of(model({"ndcg@10": 0.75}, {}, {"retrieval_mrr": 0.5}), tool, theirs)
-    rows = MetricReport(values={"ndcg@10": 0.7}, missing={}, num_rows=9, num_queries=3)
-    hybrids = (
-        HybridReport(name="rrf", retrieval=found(mrr=0.61)),
-        HybridReport(name="weighted", weight=0.35, valid_queries=20, retrieval=found(mrr=0.62)),
-    )
-    baselines = (
-        BaselineReport(name="bm25", retrieval=found(mrr=0.4)),
-        BaselineReport(name="boosting", metrics=rows),
-    )
-    candidate = report.candidate.model_copy(update={"hybrids": hybrids})
-    lines = table_lines(report.model_copy(update={"candidate": candidate, "baselines": baselines}))
-    assert lines[0].split()[-3:] == ["bm25", "boosting", "gate"]
-    assert words(lines, "ndcg@10")[4:] == ["[+0.0100,", "+0.0900]", "-", "0.7000", "warn"], (
-        "the interval is the incumbent's"
-    )
-    assert words(lines, "retrieval_mrr")[1:] == ["0.2500", "0.5000", "-0.2500", "0.4000", "-"]
-    start = lines.index("hybrid search: each model fused with BM25")
-    assert "candidate weighted 0.35" in lines[start + 1]
-    assert lines[start + 2].split() == ["retrieval_mrr", "0.2500", "0.5000", "0.4000", "0.6100", "0.6200"]
+    assert lines == TABLE.splitlines()
 
 
 def test_the_figures_of_all_models_by_name() -> None:
     ours = {"ndcg@10": 0.8, "loss": 0.5, "retrieval_mrr": 0.25}
-    assert report_of(None).figures() == ours
-    hybrids = (HybridReport(name="rrf", retrieval=found(mrr=0.61)), HybridReport(name="weighted", missing="why"))
-    rows = MetricReport(values={"loss": 0.7}, missing={}, num_rows=9, num_queries=3)
-    both = BaselineReport(name="boosting", metrics=rows, retrieval=found(mrr=0.4))
-    report = report_of(model({"loss": 0.4}, {}))
-    candidate = report.candidate.model_copy(update={"hybrids": hybrids})
-    baselines = (both, BaselineReport(name="bm25", missing="why"))
-    assert report.model_copy(update={"candidate": candidate, "baselines": baselines}).figures() == {
-        **ours,
-        "incumbent_loss": 0.4,
-        "hybrid_rrf_retrieval_mrr": 0.61,
-        "boosting_loss": 0.7,
-        "boosting_retrieval_mrr": 0.4,
-    }
+    hybrids = {"hybrid_rrf_retrieval_mrr": 0.61, "hybrid_weighted_retrieval_mrr": 0.62}
+    tools = {"bm25_retrieval_mrr": 0.4, "boosting_ndcg@10": 0.7}
+    assert report(None).figures() == {**ours, **hybrids, **tools}
+    theirs = {"incumbent_ndcg@10": 0.75, "incumbent_loss": 0.4, "incumbent_retrieval_mrr": 0.5}
+    unscored = (BaselineReport(name="bm25", missing="why"),)
+    assert report(INCUMBENT, baselines=unscored).figures() == {**ours, **theirs, **hybrids}
 
 
-def test_what_narrower_vectors_find_is_told() -> None:
-    candidate = report_of(None).candidate.model_copy(update={"ndcg_by_width": {8: 0.2, 4: 0.1}})
-    lines = table_lines(report_of(None).model_copy(update={"candidate": candidate}))
-    assert "search of the candidate with vectors cut to 8 dimensions: nDCG 0.2000" in lines
-    old = {**candidate.model_dump(exclude={"ndcg_by_width"}), "retrieval_by_width": {8: found(mrr=0.2).model_dump()}}
+def test_wider_reports_of_an_earlier_version_are_read() -> None:
+    old = CANDIDATE.model_dump(exclude={"ndcg_by_width"}) | {"retrieval_by_width": {8: found().model_dump()}}
     assert ModelReport.model_validate(old).ndcg_by_width == {}

@@ -24,8 +24,8 @@ import psutil
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.launch import gang_exit_code
 from tests.backends.xla_process import FAST_COMPILE
-from tests.ranks import environments
-from tests.zygote import Forked
+from tests.kit.ranks import environments
+from tests.kit.zygote import Forked
 
 ROOT = Path(__file__).parents[2]
 CYCLE = "c1"

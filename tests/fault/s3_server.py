@@ -4,7 +4,7 @@ from itertools import count
 from pathlib import Path
 
 from tests.fault.harness import TINY, Place, prepared
-from tests.s3 import MotoServer, s3_env
+from tests.kit.s3 import MotoServer, s3_env
 
 
 class S3Server(MotoServer):

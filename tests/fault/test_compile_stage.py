@@ -17,8 +17,8 @@ from tests.backends.xla_process import needs_xla
 from tests.compile.fake_neuron.toolchain import ToolChain
 from tests.fault.harness import CYCLE, ON_XLA, Place, Run, closing_places, copy_of_prepared
 from tests.fault.s3_server import S3Server
-from tests.ports import free_port
-from tests.s3 import lead_to
+from tests.kit.ports import free_port
+from tests.kit.s3 import lead_to
 
 pytestmark = [needs_xla, pytest.mark.slow]
 

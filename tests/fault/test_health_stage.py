@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from pipeline.parallel.world import RANK_REPORTS
-from pipeline.proc.cleanup import MARK_VARIABLE
+from pipeline.proc.tool import FOLDER_VARIABLE
 from tests.fault.harness import CYCLE, ROOT, Place, Run
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,7 +53,7 @@ def living(place: Place) -> Iterator[int]:
     for process in psutil.process_iter():
         try:
             words = " ".join(process.cmdline())
-            ours = process.environ().get(MARK_VARIABLE, "").startswith(temporary)
+            ours = process.environ().get(FOLDER_VARIABLE, "").startswith(temporary)
             if (ours or place.workspace in words or temporary in words) and process.status() != psutil.STATUS_ZOMBIE:
                 yield process.pid
         except psutil.Error:

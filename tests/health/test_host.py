@@ -16,8 +16,8 @@ from pipeline.health import host
 from pipeline.health.check import CheckResult, Verdict, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.host import HostChecks, Identity, read_identity, usual_folders
-from pipeline.io.local import LocalStorage
-from tests.ports import free_port
+from pipeline.io.storage import LocalStorage
+from tests.kit.ports import free_port
 
 CONFIG = HealthConfig(min_free_gib=1e-6, expected_instance="trn1.32xlarge")
 RETRY, FIX, WARN = Verdict.RETRY, Verdict.FIX, Verdict.WARN

@@ -1,6 +1,5 @@
 """Driver and runtime, the kernel's log, and nccom-test: how it is called, what it prints, and what is believed."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from pipeline.health.neuron import (
     neuron_checks,
     parse_table,
 )
-from pipeline.proc.tool import ToolRun
+from pipeline.proc.tool import NOT_INSTALLED, ToolRun
 from tests.health.fake_tools import environment, says
 
 PASS, WARN, RETRY, FIX = Verdict.PASS, Verdict.WARN, Verdict.RETRY, Verdict.FIX
@@ -137,7 +136,7 @@ TEST = TESTS[0]
 
 
 def ran(stdout: str, *, exit_code: int | None = 0, failure: str = "", stderr: str = "") -> ToolRun:
-    return ToolRun(("nccom-test",), exit_code, stdout, stderr, timed_out=exit_code is None, failure=failure)
+    return ToolRun(("nccom-test",), exit_code, stdout, stderr, failure)
 
 
 @pytest.mark.unit
@@ -167,7 +166,7 @@ def test_command_and_sizes() -> None:
         (ran(OLD, exit_code=None, failure="did not end within 300 s"), RETRY, "did not end within 300 s"),
         (ran(USAGE, exit_code=2), FIX, "unrecognized arguments"),
         (ran(FAILED + "NEFF version mismatch\n"), FIX, "version skew"),
-        (replace(ran(""), missing=True), FIX, "not installed"),
+        (ran("", exit_code=None, failure=NOT_INSTALLED), FIX, "not installed"),
     ],
 )
 def test_what_is_believed(run: ToolRun, verdict: Verdict, seen: str) -> None:

@@ -31,7 +31,7 @@ from pipeline.health.config import HealthConfig
 from pipeline.health.ranks import check_collectives, rank_checks, report_rank
 from pipeline.parallel.gang import open_world_group
 from pipeline.parallel.world import World
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 QUICK = HealthConfig()
 PATIENT_S, LIMIT_S = 120.0, 5.0

@@ -26,7 +26,7 @@ from pipeline.health.check import (
     store_report,
     to_json,
 )
-from pipeline.io.local import LocalStorage
+from pipeline.io.storage import LocalStorage
 from pipeline.parallel import node_barrier
 from pipeline.parallel.node_barrier import Nodes
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 START_S = 300.0
 

@@ -23,7 +23,7 @@ import pytest
 from jobs import cli
 from tests.infra.moto_account import moto_account
 from tests.infra.terraform import Terraform
-from tests.s3 import lead_to
+from tests.kit.s3 import lead_to
 
 ROOT = Path(__file__).parents[2]
 ACCOUNT, REGION, NAME = "123456789012", "us-east-1", "relevance"

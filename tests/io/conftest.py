@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from tests.storages import BUCKET, FAST, aws, moto_address, s3_uri, stop, storage, storage_uri
+from tests.kit.storages import BUCKET, FAST, aws, moto_address, s3_uri, stop, storage, storage_uri
 
 __all__ = ["BUCKET", "FAST", "aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
 

@@ -11,15 +11,13 @@ import pytest
 
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.manifest import MANIFEST_NAME, Manifest
-from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io import commit as commit_module
 from pipeline.io.commit import commit_dir, fetch_dir, file_record, read_manifest, verify_dir
 from pipeline.io.s3 import S3Storage
 from pipeline.io.storage import DiskFull, KeyNotFound, Storage, open_storage
-from tests.counted import counted
 from tests.io.conftest import FAST, Fault, Proxy
-from tests.killing import FILE_CHANGES, FORK, killed_at, killed_at_byte
+from tests.kit.killing import FILE_CHANGES, FORK, killed_at, killed_at_byte
 
 FILES = {"a.bin", "sub/b.txt", "empty"}
 
@@ -109,14 +107,6 @@ def test_damage_is_named(
     with pytest.raises(DataError, match=name.split(" ")[0]):
         fetch_dir(storage, "out", tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob(MANIFEST_NAME))
-
-
-def test_a_shallow_check_does_not_read(storage: Storage, tree: Path) -> None:
-    commit_dir(storage, tree, "out", kind="k", fields={})
-    storage.write_bytes("out/sub/b.txt", b"sEcond")
-    with counted(storage) as counts:
-        verify_dir(storage, "out", deep=False)
-    assert counts["get"] == 1, "the manifest only"
 
 
 def test_a_full_disk_during_the_commit(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +251,6 @@ def test_what_is_no_part_of_a_commit_stays_where_it_was(storage: Storage, tree: 
     assert (tree / "sub" / ".trnpipe-tmp-dead").exists()
 
 
-def test_a_check_of_a_large_file_can_be_stopped(tmp_path: Path, tree: Path, stop: StopSignal) -> None:
-    stop.set("SIGTERM")
-    with pytest.raises(Preempted):
-        file_record(tree / "a.bin", stop)
-
-
 @pytest.mark.fault
 def test_processes_that_fetch_together_download_once(s3_uri: str, proxy: Proxy, tree: Path, tmp_path: Path) -> None:
     commit_dir(open_storage(s3_uri, retry=FAST), tree, "out", kind="k", fields={})
@@ -302,24 +286,6 @@ def test_a_fetch_killed_while_it_writes(s3_uri: str, aws: str, tree: Path, tmp_p
         assert not marker.exists() or exit_code == 0
         assert set(content_of(fetch_dir(storage, "out", cache))) - {MANIFEST_NAME} >= FILES
     assert exit_code == 0 and number == len(FILES) + 2
-
-
-def test_waiting_for_another_fetch_can_be_stopped(
-    s3: Storage, tree: Path, tmp_path: Path, stop: StopSignal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = commit_dir(s3, tree, "out", kind="k", fields={})
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    with atomic.exclusive(cache / f"{manifest.digest}.lock", StopSignal()):
-        true_wait = stop.wait
-
-        def wait(timeout_s: float) -> bool:
-            stop.set("SIGTERM")
-            return true_wait(timeout_s)
-
-        monkeypatch.setattr(stop, "wait", wait)
-        with pytest.raises(Preempted, match="lock"):
-            fetch_dir(s3, "out", cache)
 
 
 @pytest.mark.fault

@@ -10,8 +10,7 @@ import pytest
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from pipeline.io.local import LocalStorage
-from pipeline.io.storage import DiskFull, Storage, open_storage, translate_os_error
+from pipeline.io.storage import DiskFull, LocalStorage, Storage, open_storage, translate_os_error
 
 
 @pytest.fixture
@@ -28,10 +27,6 @@ def test_plain_and_file_uris_are_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     uris = ("ws", f"{tmp_path}/ws", f"file://{tmp_path}/ws", f"file://localhost{tmp_path}/ws/")
     roots = {open_storage(uri).root for uri in uris}
     assert roots == {f"file://{tmp_path}/ws"}
-
-
-def test_the_root_of_the_file_system() -> None:
-    assert open_storage("/").uri("etc/hosts") == "file:///etc/hosts"
 
 
 def test_a_file_is_no_root(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
-from tests.killing import FORK
+from tests.kit.killing import FORK
 
 pytestmark = pytest.mark.unit
 

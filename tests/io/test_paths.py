@@ -4,22 +4,13 @@ import os
 import pwd
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from jobs.settings import CycleSettings
-from jobs.setup import _workspace_uri
-from pipeline.compile.config import CompileConfig
-from pipeline.context import scratch_folder
 from pipeline.core.errors import ConfigError
-from pipeline.core.stop import StopSignal
-from pipeline.data.input_files import find_files
 from pipeline.io.paths import cache_folder, temporary_folder, user_path
-from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import open_storage, place_of
-from pipeline.settings import Settings
+from pipeline.io.storage import open_storage
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,24 +29,14 @@ def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-USERS: dict[str, Callable[[str], object]] = {
-    "user_path": user_path,
-    "workspace": open_storage,
-    "place_of": lambda text: place_of(text, retry=RetryPolicy(), stop=StopSignal()),
-    "data.path": lambda text: find_files(text, StopSignal()),
-    "scratch": lambda text: scratch_folder(Settings(scratch=text), open_storage("/tmp/w"), {}),
-    "cache root": lambda text: CompileConfig(cache_url=text).cache_root("w"),
-    "jobs": lambda text: _workspace_uri(CycleSettings(workspace=text)),
-}
-
-
 @pytest.mark.parametrize("text", ["~/x", "~nosuchuser/x"])
-@pytest.mark.parametrize("use", USERS.values(), ids=USERS.keys())
-def test_a_home_that_is_not_known_is_an_error_of_settings(
-    use: Callable[[str], object], text: str, homeless: Path
-) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"{text}: no home folder of {text.partition('/')[0]} is known")):
-        use(text)
+@pytest.mark.usefixtures("homeless")
+def test_a_home_that_is_not_known_is_an_error_of_settings(text: str) -> None:
+    for use in (user_path, open_storage):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"{text}: no home folder of {text.partition('/')[0]} is known")
+        ):
+            use(text)
 
 
 def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

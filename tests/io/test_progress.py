@@ -10,8 +10,8 @@ from pipeline.core.progress import shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.commit import commit_dir, fetch_dir, verify_dir
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import Storage, open_storage
-from tests.shown import Shown
+from pipeline.io.storage import open_storage
+from tests.kit.shown import Shown
 
 SIZES = {"a": 100, "b": 17 * 2**20, "c": 0}
 
@@ -63,11 +63,3 @@ ThreadPoolExecutor(1).submit(work)
 def test_items_of_a_thread_that_the_interpreter_waits_for_at_its_end() -> None:
     done = subprocess.run([sys.executable, "-c", _AT_THE_END], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [*"012345678"], done.stderr
-
-
-def test_local_files(storage: Storage, folder: Path) -> None:
-    shown = Shown()
-    with shown_on(shown.display):
-        commit_dir(storage, folder, "one", kind="test", fields={})
-    assert f"hashing {folder}" in shown.names
-    shown.check_complete()

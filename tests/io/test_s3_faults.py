@@ -7,7 +7,6 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
-import botocore.config
 import pytest
 from botocore.exceptions import ClientError
 
@@ -17,8 +16,8 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.s3 import S3Storage, TransferSettings
 from pipeline.io.s3_client import S3Client, translate
 from pipeline.io.storage import Storage, open_storage
-from tests.counted import counted
 from tests.io.conftest import BUCKET, FAST, Fault, Proxy
+from tests.kit.counted import counted
 
 pytestmark = pytest.mark.fault
 MIB = 2**20
@@ -150,19 +149,6 @@ def test_a_conflict_is_repeated_until_it_is_decided(s3: Storage, proxy: Proxy) -
     assert not s3.write_if_absent("claim", b"theirs")
 
 
-def test_conditions_are_sent_to_the_server(s3: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[object, object]] = []
-
-    def note(params: dict[str, dict[str, str]], **_: object) -> None:
-        sent.append((params["headers"].get("If-None-Match"), params["headers"].get("If-Match")))
-
-    assert isinstance(s3, S3Storage)
-    s3._client.raw.meta.events.register("before-call.s3.PutObject", note)
-    s3.write_if_absent("k", b"1")
-    s3.write_if_match("k", b"2", '"abc"')
-    assert sent == [("*", None), (None, '"abc"')]
-
-
 def test_parallel_parts(parted: S3Storage, proxy: Proxy, big_file: Path, tmp_path: Path) -> None:
     proxy.faults = [Fault("slow_down", "PUT", "partNumber=2"), Fault("lost", "PUT", "partNumber=1")]
     parted.upload(big_file, "big")
@@ -243,9 +229,3 @@ def test_long_listings_and_deletions(s3: Storage) -> None:
         s3.delete_prefix("many")
         assert list(s3.list("many")) == []
     assert counts == {"list": 3 + 1, "delete": 1}
-
-
-def test_boto_does_not_retry_on_its_own(s3: Storage) -> None:
-    assert isinstance(s3, S3Storage)
-    config: botocore.config.Config = s3._client.raw.meta.config
-    assert config.retries["total_max_attempts"] == 1

@@ -2,7 +2,7 @@
 
 import boto3
 
-from tests.s3 import MotoServer, empty_account
+from tests.kit.s3 import MotoServer, empty_account
 
 
 def test_an_account_in_this_process_leaves_the_buckets_of_servers() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, Storage, is_lfs_pointer, names_in, open_storage
-from tests.counted import counted
+from tests.kit.counted import counted
 
 PARTS = st.lists(st.sampled_from(["a", "b", "dt=2026-01-01", "ä b", "z.txt", "a-"]), min_size=1, max_size=3)
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.errors import Preempted, TransientError
@@ -14,6 +17,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
 from pipeline.mine.run import (
+    COUNTS,
     NONE,
     Candidates,
     JudgedItems,
@@ -162,15 +166,6 @@ def test_a_stop_anywhere_goes_on_to_the_same_negatives(tmp_path: Path, at: tuple
     assert not set(rest.asked) & set(vectors.asked[: vectors.asked.index(at)])
 
 
-def test_few_items_are_all_candidates(tmp_path: Path) -> None:
-    few = replace(parts_of(tmp_path)[0], total=3, rows_per_part=2)
-    search = vector_search(few, Vectors().items, Vectors().queries, 20, StopSignal())
-    found = search(0, 5, JudgedItems(np.array([0, 1, 1, 1, 1, 1]), np.array([2]), np.array([True])))
-    assert np.sort(found.items, axis=1).tolist() == [[0, 1, 2]] * 5
-    assert found.best_positive[0] == found.scores[0][found.items[0].tolist().index(2)]
-    assert (found.best_positive[1:] == -np.inf).all()
-
-
 def test_bm25_ranks_by_shared_words() -> None:
     items = ["red shoe size 9", "blue shoe", "red hat", "green scarf", "shoe"]
     queries = ["red shoe", "scarf", "nothing of it"]
@@ -190,3 +185,74 @@ def test_a_part_that_is_gone_is_looked_for_again(tmp_path: Path) -> None:
     for work in (lambda: negatives.open(0), lambda: all_negatives(negatives, 4)):
         with pytest.raises(TransientError):
             work()
+
+
+# The negatives of a query, against loops over its best products.
+
+BEST = 12
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Candidates, JudgedItems, MineConfig]:
+    """Some queries with their best items, of which some are judged."""
+    depth, queries = draw(st.integers(1, BEST)), draw(st.integers(0, 5))
+    scores, items, offsets, judged, positive, best = [], [], [0], list[int](), list[bool](), []
+    for _ in range(queries):
+        found = draw(st.permutations(range(BEST)))[: draw(st.integers(0, depth))]
+        items.append([*found, *[NONE] * (depth - len(found))])
+        scores.append(sorted(draw(st.lists(st.integers(-8, 8), min_size=depth, max_size=depth)), reverse=True))
+        mine = sorted(draw(st.sets(st.integers(0, BEST - 1), max_size=5)))
+        judged += mine
+        positive += [False] * len(mine)
+        offsets.append(len(judged))
+        best.append(draw(st.integers(-8, 8)))
+    kept = draw(st.integers(1, depth))
+    config = MineConfig(
+        depth=depth,
+        negatives_per_query=kept,
+        relative_margin=draw(st.sampled_from([None, 0.1, 0.25])),
+    )
+    shape = (queries, depth)
+    found_all = Candidates(
+        np.array(scores, dtype=np.float64).reshape(shape) / 4,
+        np.array(items, dtype=np.int64).reshape(shape),
+        np.array(best, dtype=np.float64) / 4,
+    )
+    return (
+        found_all,
+        JudgedItems(np.array(offsets), np.array(judged, dtype=np.int64), np.array(positive, dtype=bool)),
+        config,
+    )
+
+
+@given(cases())
+def test_against_loops(case: tuple[Candidates, JudgedItems, MineConfig]) -> None:
+    found, judged, config = case
+    expected, counts = [], dict.fromkeys(COUNTS, 0)
+    for query in range(len(found.items)):
+        best = found.best_positive[query]
+        ceiling = np.inf if config.relative_margin is None else best - config.relative_margin * abs(best)
+        known = judged.items[judged.offsets[query] : judged.offsets[query + 1]].tolist()
+        kept: list[int] = []
+        for score, item in zip(found.scores[query], found.items[query].tolist(), strict=True):
+            if item == NONE:
+                continue
+            if item in known:
+                counts["judged"] += 1
+                continue
+            if score > ceiling:
+                counts["above_margin"] += 1
+            elif len(kept) < config.negatives_per_query:
+                kept.append(item)
+        nothing = all(item == NONE for item in found.items[query])
+        for name, more in (("queries", 1), ("negatives", len(kept)), ("nothing_found", int(nothing))):
+            counts[name] += more
+        expected.append(kept + [NONE] * (config.negatives_per_query - len(kept)))
+    negatives, seen = choose_negatives(found, judged, config)
+    assert negatives.tolist() == expected
+    assert seen == counts
+
+
+def test_there_must_be_room_for_the_negatives() -> None:
+    with pytest.raises(ValidationError, match="depth 7: expected at least negatives_per_query 8"):
+        MineConfig(depth=7)

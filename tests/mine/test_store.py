@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import DataError
-from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import (
     Negatives,
@@ -39,19 +38,6 @@ def test_they_are_read_as_written(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.product, MINED.product)
 
 
-def test_equal_negatives_have_one_digest(tmp_path: Path) -> None:
-    _, one = commit(tmp_path / "a")
-    _, same = commit(tmp_path / "b")
-    _, other = commit(tmp_path / "c", Negatives(MINED.query_id, MINED.product + 1))
-    assert one.digest == same.digest != other.digest
-
-
-def test_nothing_mined_is_readable_too(tmp_path: Path) -> None:
-    storage, made = commit(tmp_path, Negatives(np.zeros(0, dtype=np.int64), np.zeros((0, 4), dtype=np.int64)))
-    found = open_negatives(storage, made, (7, 3), tmp_path / "cache")
-    assert found.query_id.shape == (0,) and found.product.shape == (0, 4)
-
-
 def test_those_of_other_data_are_refused(tmp_path: Path) -> None:
     storage, made = commit(tmp_path)
     check_negatives(made, ["one", "two"], storage)
@@ -71,11 +57,3 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"product\.npy"):
         open_negatives(storage, made, (7, 3), tmp_path / "cache")
-
-
-def test_a_folder_of_another_kind_is_named(tmp_path: Path) -> None:
-    storage = open_storage(str(tmp_path / "workspace"))
-    (tmp_path / "staged").mkdir()
-    commit_dir(storage, tmp_path / "staged", "negatives/d/x", kind="tokens", fields=INFO.model_dump(mode="json"))
-    with pytest.raises(DataError, match="a folder of tokens"):
-        find_negatives(storage, "negatives/d/x")

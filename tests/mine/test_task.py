@@ -18,7 +18,7 @@ from pipeline.mine.config import MineConfig
 from pipeline.mine.run import NONE, MiningTask, make_task, plan_mining
 from pipeline.retrieval.products import text_hashes
 from pipeline.settings import Settings
-from tests.fields import check_named, without_effect
+from tests.kit.fields import check_named, without_effect
 from tests.train.rows import BUCKETS, PAD, checkpoint_of, token_set_info, write_shard
 
 

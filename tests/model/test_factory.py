@@ -30,7 +30,12 @@ SPEC = InputSpec(vocab_size=50, pad_id=PAD, labels=("a", "b"), label_gains=(0.0,
 
 
 def config_of(name: str, **changes: Any) -> ModelConfig:
-    fields = {"factory": f"{PLACE}:{name}", "hidden_size": 16, "max_positions": 40, "mlp_sizes": (8,)}
+    fields = {
+        "factory": name if ":" in name else f"{PLACE}:{name}",
+        "hidden_size": 16,
+        "max_positions": 40,
+        "mlp_sizes": (8,),
+    }
     return ModelConfig.model_validate({**fields, **changes})
 
 
@@ -55,11 +60,9 @@ def packed(lengths: list[int], rest: int) -> tuple[list[torch.Tensor], Row]:
 
 
 @pytest.mark.parametrize("longest", [40, 11])
-@pytest.mark.parametrize(
-    ("name", "pooling"), [("states", "mean"), ("states", "cls"), ("states", "last"), ("vectors", "mean")]
-)
-def test_texts_of_a_row_are_as_alone(name: str, pooling: str, longest: int) -> None:
-    made = encoder_of(name, pooling=pooling)
+@pytest.mark.parametrize(("change", "pooling"), [("", "mean"), ("", "cls"), ("", "last"), ("vectors", "mean")])
+def test_texts_of_a_row_are_as_alone(change: str, pooling: str, longest: int) -> None:
+    made = encoder_of("states", factory_options={"change": change}, pooling=pooling)
     made.longest_text = longest
     alone, row = packed([4, 11, 2, 7], 5)
     with torch.no_grad():
@@ -67,16 +70,6 @@ def test_texts_of_a_row_are_as_alone(name: str, pooling: str, longest: int) -> N
         expected = torch.cat([made(text) for text in alone])
     torch.testing.assert_close(together[:4], expected, rtol=1e-5, atol=1e-6)
     assert not together[4].any()
-
-
-def test_one_text_a_row_and_a_row_without_a_text() -> None:
-    made = encoder_of("states", pooling="cls")
-    (text,), (tokens, positions, segments) = packed([6], 3)
-    blank = torch.zeros_like(tokens)
-    with torch.no_grad():
-        found = made.rows(torch.cat([tokens, blank]), torch.cat([positions, blank]), torch.cat([segments, blank]), 1)
-        torch.testing.assert_close(found[0], made(text))
-    assert found.shape == (2, 1, 16) and not found[1].any()
 
 
 def test_an_empty_text_gives_no_gradient_that_is_not_finite() -> None:
@@ -179,41 +172,34 @@ def test_weights_that_do_not_fit(tmp_path: Path, changes: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("changes", "seen"),
+    ("factory", "options", "seen"),
     [
-        (
-            {"factory": "no_such_package.encoders:build"},
-            "raised ModuleNotFoundError: No module named 'no_such_package'",
-        ),
-        ({"factory": f"{PLACE}:nothing"}, "has no function nothing"),
-        ({"factory": f"{PLACE}:no_arguments"}, r"has no_arguments\(\)"),
-        ({"factory": f"{PLACE}:raises"}, r"raised KeyError: 'layers' \(.*factories.py:\d+\)"),
-        ({"factory": f"{PLACE}:states", "factory_options": {"depth": 2}}, "raised TypeError: .*'depth'"),
-        ({"factory": f"{PLACE}:no_module"}, "returned a str"),
-        ({"change": "tuple"}, "returned a tuple for 2 texts of 8 tokens"),
-        ({"change": "scores"}, r"returned shape \[2\]"),
-        ({"change": "integers"}, "returned a tensor of torch.int64"),
-        ({"change": "nan"}, "returned numbers that are not finite"),
-        ({"change": "raise"}, r"raised RuntimeError: no such head \(.*factories.py:\d+\)$"),
-        ({"change": "padding"}, "changes by .* when its row is padded from 8 to 40 tokens"),
-        ({"factory": f"{PLACE}:states", "hidden_size": 24}, r"returned shape \[2, 8, 16\]"),
-        ({"factory": f"{PLACE}:few_words"}, "given 2 texts of 8 tokens, raised IndexError"),
-        ({"factory": f"{PLACE}:few_positions"}, "given 1 texts of 40 tokens, raised IndexError"),
-        ({"factory": f"{PLACE}:tied"}, "words.weight and again.weight, which are one parameter"),
-        ({"factory": f"{PLACE}:frozen"}, "words.weight, which does not require a gradient"),
-        ({"factory": f"{PLACE}:running"}, "norm.running_var, a buffer that is saved"),
-        ({"factory": f"{PLACE}:empty"}, "its module has no parameter"),
+        ("no_such_package.encoders:build", {}, "raised ModuleNotFoundError: No module named 'no_such_package'"),
+        ("nothing", {}, "has no function nothing"),
+        ("no_arguments", {}, r"has no_arguments\(\)"),
+        ("raises", {}, r"raised KeyError: 'layers' \(.*factories.py:\d+\)"),
+        ("states", {"depth": 2}, "raised TypeError: .*'depth'"),
+        ("states", {"change": "tuple"}, "returned a tuple for 2 texts of 8 tokens"),
+        ("states", {"change": "scores"}, r"returned shape \[2\]"),
+        ("states", {"change": "integers"}, "returned a tensor of torch.int64"),
+        ("states", {"change": "nan"}, "returned numbers that are not finite"),
+        ("states", {"change": "raise"}, r"raised RuntimeError: no such head \(.*factories.py:\d+\)$"),
+        ("states", {"change": "padding"}, "changes by .* when its row is padded from 8 to 40 tokens"),
+        ("states", {"width": 24}, r"returned shape \[2, 8, 24\]"),
+        ("wrong", {"fault": "no module"}, "returned a str"),
+        ("wrong", {"fault": "few words"}, "given 2 texts of 8 tokens, raised IndexError"),
+        ("wrong", {"fault": "few positions"}, "given 1 texts of 40 tokens, raised IndexError"),
+        ("wrong", {"fault": "tied"}, "words.weight and again.weight, which are one parameter"),
+        ("wrong", {"fault": "frozen"}, "words.weight, which does not require a gradient"),
+        ("wrong", {"fault": "buffer"}, "norm.running_var, a buffer that is saved"),
+        ("wrong", {"fault": "empty"}, "its module has no parameter"),
     ],
 )
-def test_a_factory_that_is_none(changes: dict[str, Any], seen: str) -> None:
-    changes = dict(changes)
-    change = changes.pop("change", "")
-    config = config_of("returns", **({"factory_options": {"change": change}} if change else {}), **changes)
+def test_a_factory_that_is_none(factory: str, options: dict[str, Any], seen: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_model(config, SPEC, 1)
+        build_model(config_of(factory, factory_options=options), SPEC, 1)
     first, *_ = str(caught.value).splitlines()
-    assert first.startswith("model.factory ")
-    assert re.search(seen, first), first
+    assert first.startswith("model.factory ") and re.search(seen, first), first
     assert caught.value.exit_code == 78 and caught.value.next_command
 
 
@@ -232,7 +218,7 @@ def test_settings_that_say_nothing_to_a_factory(changes: dict[str, Any], seen: s
         config_of("states", **changes)
 
 
-def test_what_an_identity_holds() -> None:
+def test_what_an_identity_holds_and_a_parent_must_share() -> None:
     """Nothing new without a factory; its name and options with one, and no size that is of our own encoders."""
     assert fingerprint(ModelConfig().used_fields()) == GOLDEN
     assert fingerprint(ModelConfig(architecture="modernbert").used_fields()) == GOLDEN_MODERN
@@ -242,11 +228,8 @@ def test_what_an_identity_holds() -> None:
     assert config_of("states", factory_options={"width": 16}).used_fields() != plain.used_fields()
     assert plain.model_copy(update={"num_layers": 9}).shape() == plain.shape()
 
-
-def test_a_parent_of_another_factory() -> None:
-    ours = config_of("states")
-    check_architecture(ours.model_copy(update={"num_layers": 9}), ours, where="x")
+    check_architecture(plain.model_copy(update={"num_layers": 9}), plain, where="x")
     with pytest.raises(ConfigError, match=r"x has model\.factory None"):
-        check_architecture(ModelConfig(hidden_size=16, max_positions=40, mlp_sizes=(8,)), ours, where="x")
+        check_architecture(ModelConfig(hidden_size=16, max_positions=40, mlp_sizes=(8,)), plain, where="x")
     with pytest.raises(ConfigError, match=r"model\.factory_options"):
-        check_architecture(config_of("states", factory_options={"width": 16}), ours, where="x")
+        check_architecture(config_of("states", factory_options={"width": 16}), plain, where="x")

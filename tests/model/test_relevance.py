@@ -7,8 +7,7 @@ from torch import Tensor
 
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import from_hf, to_hf
-from pipeline.model.interactions import CrossNetwork, TokenMatch
-from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, build_model
+from pipeline.model.relevance import CrossNetwork, GroupInputs, RelevanceInputs, RelevanceModel, TokenMatch, build_model
 
 CONFIG = ModelConfig(
     hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32, interaction_size=8, mlp_sizes=(12,)

@@ -11,8 +11,8 @@ from textwrap import dedent, indent
 
 import pytest
 
+from tests.kit.ports import free_port
 from tests.native.standin import ROOT, environment
-from tests.ports import free_port
 
 OPEN = """
 import torch

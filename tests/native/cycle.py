@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.kit.zygote import Forked
 from tests.native.standin import ROOT, environment, run
-from tests.zygote import Forked
 
 TINY = """
 model_name = "native"

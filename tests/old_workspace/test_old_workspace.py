@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from jobs.cycle.cycle_store import CycleStore
 from pipeline.core.errors import ConfigError
 from pipeline.io.storage import open_storage
-from tests.zygote import ROOT, Forked
+from tests.kit.zygote import ROOT, Forked
 
 HERE = Path(__file__).parent
 DONE, UNDER_WAY = "2026-11-20", "2026-11-21"

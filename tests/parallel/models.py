@@ -98,11 +98,3 @@ def bert() -> nn.Module:
 
     model: nn.Module = BertForMaskedLM(BertConfig(**SMALL))
     return model
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
-    model: nn.Module = ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4))
-    return model

@@ -18,9 +18,9 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.checkpoint import load, save
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import delayed_init, parallelize
+from tests.kit.ranks import run_ranks
 from tests.parallel.models import INPUTS, MODEL, bert, encoder_layers, llama, opened
 from tests.parallel.test_parallelize import adamw, train
-from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_checkpoint"
 STEPS, HALF = 4, 2

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.parallel import mesh
-from tests.ports import free_port
-from tests.ranks import run_ranks
-from tests.zygote import ROOT
+from tests.kit.ports import free_port
+from tests.kit.ranks import run_ranks
+from tests.kit.zygote import ROOT
 
 EXAMPLES = [ROOT / "examples" / path.name for path in sorted((ROOT / "examples/adopted").glob("*.py"))]
 PLAIN = ("from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)")

@@ -10,7 +10,7 @@ import torch
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.parallel.gang import Gang, collective_errors, open_world_group
 from pipeline.parallel.world import World, world_from_env
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 
 def agree(_: str) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.parallel.launch import pass_on
-from tests.ports import free_port
-from tests.zygote import ROOT, Forked
+from tests.kit.ports import free_port
+from tests.kit.zygote import ROOT, Forked
 
 WAIT_S = 120.0  # generous, machines may be loaded
 
@@ -146,26 +146,20 @@ def test_output_is_passed_on_as_it_comes() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["waits", "handles"])
-def test_told_to_stop(tmp_path: Path, mode: str) -> None:
-    """A script that handles the signal gets it once, in each rank, and its own code is kept."""
-    run = ending(tmp_path, mode)
+def test_a_script_that_handles_the_stop_gets_it_once_in_each_rank_and_its_own_code_is_kept(tmp_path: Path) -> None:
+    run = ending(tmp_path, "handles")
     run.terminate()
-    assert run.wait(WAIT_S) == (5 if mode == "handles" else 143)
-    assert len(list(tmp_path.glob("told-*"))) == (2 if mode == "handles" else 0)
+    assert run.wait(WAIT_S) == 5
+    assert len(list(tmp_path.glob("told-*"))) == 2
     assert "stopped by SIGTERM" in (tmp_path / "err").read_text()
-
-
-def start_nodes(folder: Path, *words: object) -> list[Forked]:
-    """One rank on each of two nodes, which AWS Batch describes so."""
-    gang = {"TRNJOBS_NODES": "2", "MASTER_PORT": str(free_port())}
-    gang["MASTER_ADDR"] = "127.0.0.1"  # the main node's own address, elsewhere
-    return [start(folder / str(node), *words, processes=1, TRNJOBS_NODE=str(node), **gang) for node in (0, 1)]
 
 
 def test_two_nodes_are_told_to_stop(tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
-    nodes = start_nodes(tmp_path, tmp_path / "ending.py", "waits", tmp_path)
+    # The main node's own address, elsewhere.
+    gang = {"TRNJOBS_NODES": "2", "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
+    words = (tmp_path / "ending.py", "waits", tmp_path)
+    nodes = [start(tmp_path / str(node), *words, processes=1, TRNJOBS_NODE=str(node), **gang) for node in (0, 1)]
     wait_for(lambda: len(list(tmp_path.glob("here-*"))) == 2, nodes, tmp_path / "0" / "err")
     for node in nodes:
         node.terminate()

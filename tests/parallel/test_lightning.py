@@ -8,7 +8,7 @@ from torch import nn
 
 import trnpipe
 from pipeline.core.errors import CheckpointError
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 CASES = "tests.parallel.lightning_cases"
 
@@ -43,11 +43,10 @@ def test_one_module_under_three_strategies(tmp_path: Path, ranks: int, plan: str
         torch.testing.assert_close(ours["state_dict"][name], tensor, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [5, 1])
-def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """It is neither cut nor broadcast."""
+def test_a_checkpoint_of_other_shapes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not broadcast."""
     strategy = trnpipe.Strategy()
     monkeypatch.setattr(strategy, "_lightning_module", nn.Linear(3, 2))
-    torch.save({"state_dict": nn.Linear(3, rows).state_dict()}, tmp_path / "one.ckpt")
-    with pytest.raises(CheckpointError, match=rf"'bias' is \[{rows}\]"):
+    torch.save({"state_dict": nn.Linear(3, 1).state_dict()}, tmp_path / "one.ckpt")
+    with pytest.raises(CheckpointError, match=r"'bias' is \[1\]"):
         strategy.load_checkpoint(tmp_path / "one.ckpt")

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
@@ -20,25 +21,23 @@ def _poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Node(threading.Thread):
-    """A node in a thread; keeps what it ended with."""
+    """A node in a thread; keeps what it returned or raised."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(daemon=True)
-        self.work = work
-        self.error: BaseException | None = None
-        self.value: object = None
+        self.work, self.outcome = work, cast(object, None)
         self.start()
 
     def run(self) -> None:
         try:
-            self.value = self.work()
+            self.outcome = self.work()
         except BaseException as error:
-            self.error = error
+            self.outcome = error
 
-    def ended(self) -> BaseException | None:
+    def ended(self) -> object:
         self.join(120)
         assert not self.is_alive()
-        return self.error
+        return self.outcome
 
 
 def nodes(storage: Storage, rank: int, num_nodes: int, job: str = "job-1", timeout_s: float = 60.0) -> Nodes:
@@ -62,12 +61,11 @@ def test_all_nodes_hear_the_same_answer(storage: Storage, answers: tuple[bool, .
         me = nodes(storage, rank, 2)
         return [me.any("look", answers[rank]), me.any("again", not answers[rank]), me.any("last", False)]
 
-    both = [Node(lambda: node(0))]
-    both[0].join(0.2)
-    assert both[0].is_alive(), "all leave after the last has come"
-    both.append(Node(lambda: node(1)))
-    assert [node.ended() for node in both] == [None] * 2
-    assert [node.value for node in both] == [[expected, True, False]] * 2
+    first = Node(lambda: node(0))
+    first.join(0.2)
+    assert first.is_alive(), "all leave after the last has come"
+    second = Node(lambda: node(1))
+    assert first.ended() == second.ended() == [expected, True, False]
 
 
 def test_a_failed_node_ends_the_wait_of_the_others(storage: Storage) -> None:

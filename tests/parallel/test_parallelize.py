@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.model.config import LossConfig
-from pipeline.model.losses import Targets, pair_loss
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.tensors import clip_grad_norm
+from pipeline.train.loss import Targets, pair_loss
+from tests.kit.ranks import run_ranks
 from tests.parallel.models import INPUTS, MODEL, encoder_layers, opened, plain_tensors
-from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_parallelize"
 STEPS, QUERIES, SLOTS = 3, 8, 4

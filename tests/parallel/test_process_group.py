@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.process_group import FORWARDED, NAME, TwoStageGroup, nodes_of
 from pipeline.core.errors import ConfigError
 from pipeline.parallel import mesh
+from tests.kit.ranks import run_ranks
 from tests.parallel.models import dense, opened
-from tests.ranks import run_ranks
 
 CASES = "tests.parallel.test_process_group"
 GROUP = f"examples.process_group:{NAME}"

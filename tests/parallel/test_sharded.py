@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from pipeline.train.config import OptimizerConfig, TrainPlan, batch_share, run_l
 from pipeline.train.optimizer import AdamW, control_values
 from pipeline.train.step import TrainProgram, open_program, prepare_model
 from tests.backends.xla_process import FAST_COMPILE, needs_xla
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 CASES = "tests.parallel.test_sharded"
@@ -45,16 +45,11 @@ CALM = LossConfig(temperature=0.5)
 BASE = TRAIN.model_copy(update={"global_batch_size": 16, "micro_batch_size": 16, "loss": CALM})
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "recompute": {},  # of the encoder's layers, in backward
     "graded": {"loss": LossConfig(contrastive_weight=0.0)},
     "bf16": {"precision": "bf16"},
     # Small chunks, a rate by chunk, more than one micro-step.
-    "rich": {
-        "micro_batch_size": 2,
-        "optimizer": OptimizerConfig(head_rate=2.0),
-    },
+    "rich": {"micro_batch_size": 2, "optimizer": OptimizerConfig(head_rate=2.0)},
 }
-AS_A_RUN = ("plain", "recompute")
 BUCKET_BYTES = 3000
 """So small that a chunk is cut."""
 
@@ -63,14 +58,13 @@ Files = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: int) -> tuple[TrainProgram, RankShare]:
-    """`degree` 1: plain data parallel. AS_A_RUN: as a run opens it, with no bucket smaller than a chunk."""
-    recompute: Literal["none", "units"] = "units" if variant == "recompute" else "none"
-    plan = TrainPlan(shard="state", shard_degree=degree, recompute=recompute)
+    """`degree` 1: plain data parallel. Variant "plain" is as a run opens it, with no bucket smaller than a chunk."""
+    plan = TrainPlan(shard="state", shard_degree=degree)
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
     world = gang.world
     gang.layout = run_layout(config, world.world_size, world.rank)
     share, model = batch_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
-    if degree == 1 or variant in AS_A_RUN:
+    if degree == 1 or variant == "plain":
         program = open_program(
             model, backend, config, share, gang, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
         )
@@ -178,8 +172,6 @@ def check_modes(folder: Path, ranks: int, *modes: str, device: str = "cpu") -> N
         assert_alike(result["figures"], figures, mode, bound)
         if f"{variant}/1" in found:
             assert_alike(result["figures"], found[f"{variant}/1"][0]["figures"], f"{mode} and plain")
-        if variant == "recompute" and (plain := found.get(f"plain/{degree}")):
-            assert result["figures"] == plain[0]["figures"], f"{mode}: bit for bit as without"
         ours, again = torch.load(folder / f"{variant}-{degree}.pt")
         assert max(furthest(one, other) for one, other in zip(ours, end, strict=True)) <= of_weights, mode
         assert result["resumed"] == result["figures"][HALF:], f"{mode}: bit for bit"
@@ -193,11 +185,11 @@ def slices(variant: str, shards: int) -> int:
     config = BASE.model_copy(update=VARIANTS[variant])
     model = build_model(MODEL, SPEC, 1)
     prepare_model(model, CpuBackend(), config)
-    one_rate = variant in AS_A_RUN and config.optimizer.has_one_rate
+    one_rate = variant == "plain" and config.optimizer.has_one_rate
     layout = FlatLayout.of(model, chunk_mib(variant), has_one_rate=one_rate)
     if shards == 1:
         return layout.size
-    buckets = buckets_of(layout, shards, LARGEST_BYTES if variant in AS_A_RUN else BUCKET_BYTES)
+    buckets = buckets_of(layout, shards, LARGEST_BYTES if variant == "plain" else BUCKET_BYTES)
     padding = sum(bucket.padding for bucket in buckets)
     assert padding < ALIGNED * shards * len(buckets)
     count, rest = divmod(layout.size + padding, shards)
@@ -207,26 +199,16 @@ def slices(variant: str, shards: int) -> int:
 
 @pytest.mark.stage
 @pytest.mark.parametrize(
-    "modes",
+    ("ranks", "modes"),
     [
-        ("plain/1", "plain/2", "recompute/2", "rich/2", "bf16/1", "bf16/2"),
-        pytest.param(("plain/1", "recompute/1"), marks=pytest.mark.thorough),
+        (2, ("plain/1", "plain/2", "rich/2", "bf16/1", "bf16/2")),
+        (4, ("plain/4", "rich/2")),
+        pytest.param(4, ("plain/2", "bf16/1", "bf16/4"), marks=pytest.mark.thorough),
     ],
 )
-def test_two_ranks_train_as_one_process_and_resume(tmp_path: Path, modes: tuple[str, ...]) -> None:
-    check_modes(tmp_path, 2, *modes)
-
-
-@pytest.mark.stage
-@pytest.mark.parametrize(
-    "modes",
-    [
-        ("recompute/4", "rich/2"),
-        pytest.param(("plain/4", "recompute/4", "plain/2", "recompute/2"), marks=pytest.mark.thorough),
-    ],
-)
-def test_four_ranks_with_one_state_or_two(tmp_path: Path, modes: tuple[str, ...]) -> None:
-    check_modes(tmp_path, 4, *modes)
+def test_ranks_train_as_one_process_and_resume(tmp_path: Path, ranks: int, modes: tuple[str, ...]) -> None:
+    """Of four ranks two shards and two copies of them as well."""
+    check_modes(tmp_path, ranks, *modes)
 
 
 @pytest.mark.stage

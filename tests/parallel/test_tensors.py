@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import trnpipe
 from pipeline.core.errors import ConfigError
 from pipeline.parallel import tensors
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 
 CASES = "tests.parallel.test_tensors"
 WHOLE = '{"shard_degree": 1}'

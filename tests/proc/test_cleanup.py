@@ -5,22 +5,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipeline.core.errors import TransientError
 from pipeline.io import atomic
 from pipeline.proc import children
-from pipeline.proc.cleanup import MARK_VARIABLE, guarded_temp_folder
+from pipeline.proc.tool import FOLDER_VARIABLE, guarded_temp_folder
 from tests.jobs.targets.local.waiting import until
+from tests.kit.processes import marked
 
 OWNER = """
 import subprocess, tempfile, time
-from pipeline.proc.cleanup import guarded_temp_folder
+from pipeline.proc.tool import guarded_temp_folder
 with guarded_temp_folder() as folder:
     tempfile.NamedTemporaryFile(delete=False).close()
     subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600 & echo $$ > $TMPDIR/pid; wait"], start_new_session=True)
@@ -34,28 +33,17 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def living(place: Path) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if (
-                str(place) in process.environ().get(MARK_VARIABLE, "")
-                and process.status() != psutil.STATUS_ZOMBIE
-                and process.pid != os.getpid()
-            ):
-                yield process
-
-
 def test_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/somewhere")
     with guarded_temp_folder() as folder:
         assert Path(tempfile.mkdtemp()).parent == folder
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        until(lambda: [one.pid for one in living(tmp_path)] == [child.pid])
-        assert {os.environ[MARK_VARIABLE], os.environ["TMPDIR"]} == {str(folder)}
+        until(lambda: [one.pid for one in marked(FOLDER_VARIABLE, str(tmp_path))] == [child.pid])
+        assert {os.environ[FOLDER_VARIABLE], os.environ["TMPDIR"]} == {str(folder)}
     assert child.wait(60) == -signal.SIGKILL
     assert [*tmp_path.iterdir()] == []
     assert tempfile.tempdir == str(tmp_path) and os.environ["TMPDIR"] == "/somewhere"
-    assert MARK_VARIABLE not in os.environ
+    assert FOLDER_VARIABLE not in os.environ
 
 
 def test_a_process_that_shows_its_mark_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +81,10 @@ def test_the_next_start_ends_what_a_killed_owner_has_left(tmp_path: Path, monkey
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    assert [*living(tmp_path)]
+    assert marked(FOLDER_VARIABLE, str(tmp_path))
     with guarded_temp_folder() as ours:
         assert [*tmp_path.iterdir()] == [ours]
-        until(lambda: not [one for one in living(tmp_path) if one.environ()[MARK_VARIABLE] == str(folder)])
+        until(lambda: not marked(FOLDER_VARIABLE, str(folder)))
 
 
 def test_no_folder_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,11 +260,3 @@ block_in_c()
             process.send_signal(signal.SIGUSR1)  # again, where a thread was only just started
             time.sleep(0.1)
             assert process.poll() is None
-
-
-def test_who_was_given_no_folder_is_not_asked(tmp_path: Path) -> None:
-    code = "from pipeline.proc.signals import *; show_stacks_when_asked({}); say('ready'); time.sleep(1000)"
-    with started(code) as process:
-        assert not can_show_stacks(process.pid, tmp_path)
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) == -signal.SIGUSR1

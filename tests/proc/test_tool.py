@@ -1,40 +1,42 @@
-"""A tool that is missing, hangs, floods, fails or runs for ever: always an answer, and nothing left behind."""
+"""A tool that is missing, hangs, floods or fails: always an answer, and nothing that it started is left behind."""
 
 import os
+import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from pipeline.core.errors import Preempted
+from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.proc.tool import ProcessTree, ToolRun, json_in, last_line, run_tool
+from pipeline.proc.tool import (
+    NOT_INSTALLED,
+    ProcessTree,
+    ToolRun,
+    host_memory_bytes,
+    last_line,
+    process_tree,
+    run_tool,
+)
 from tests.health.fake_tools import environment, fake_tool, says
+from tests.kit.processes import marked
 
-STUBBORN = "trap '' TERM; while :; do sleep 0.05; done"
+MARK = "TOOL_TEST_MARK"
+WAIT_S = 60.0
+STUBBORN = "trap '' TERM; touch ready; while :; do sleep 0.05; done"
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it may be seconds until a process is gone that was killed."""
-    monkeypatch.setattr(ProcessTree.end, "__kwdefaults__", {"kill_wait_s": 60.0})
+    monkeypatch.setattr(ProcessTree.end, "__kwdefaults__", {"kill_wait_s": WAIT_S})
 
 
-def run(folder: Path, *, timeout_s: float = 60.0, limit: int = 10_000, stop: StopSignal | None = None) -> ToolRun:
-    env = {**environment(folder), "TOOL_TEST_MARK": folder.name}
-    return run_tool(["tool", "-j"], timeout_s=timeout_s, stop=stop or StopSignal(), env=env, output_limit_bytes=limit)
-
-
-def left(folder: Path) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TOOL_TEST_MARK") == folder.name and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
+def run(folder: Path, *, timeout_s: float = WAIT_S, stop: StopSignal | None = None) -> ToolRun:
+    env = {**environment(folder), MARK: str(folder)}
+    return run_tool(["tool", "-j"], timeout_s=timeout_s, stop=stop or StopSignal(), env=env, output_limit_bytes=10_000)
 
 
 @pytest.mark.unit
@@ -42,26 +44,17 @@ def test_both_outputs_and_the_exit_code_are_kept_apart(tmp_path: Path) -> None:
     fake_tool(tmp_path, "tool", 'echo "[1]"; echo careful >&2; echo "args $*" >&2; exit 3')
     result = run(tmp_path)
     assert (result.exit_code, result.stdout, result.stderr) == (3, "[1]\n", "careful\nargs -j\n")
-    assert result.told() == "tool: exit code 3: args -j"
-    assert (result.missing, result.timed_out, result.failure) == (False, False, "")
+    assert result.told() == "tool: exit code 3: args -j" and not result.failure
 
 
 @pytest.mark.unit
-def test_a_tool_that_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [None, b"\x7fELF\x00\x00 of another machine", b"#!/no/such/interpreter\n", b""])
+def test_what_cannot_be_started(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "tool").write_bytes(content)
+        (tmp_path / "tool").chmod(0o755)
     result = run(tmp_path)
-    assert result.missing and result.exit_code is None
-    assert result.told() == "tool is not installed"
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize("content", [b"\x7fELF\x00\x00 of another machine", b"#!/no/such/interpreter\n", b""])
-def test_a_file_that_is_no_program(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "tool"
-    path.write_bytes(content)
-    path.chmod(0o755)
-    result = run(tmp_path)
-    assert not result.missing
-    assert "could not be run" in result.told()
+    assert result.exit_code is None and result.failure.startswith(NOT_INSTALLED if content is None else "could not be")
 
 
 @pytest.mark.unit
@@ -79,10 +72,9 @@ def test_one_that_hangs_is_ended_with_all_it_started(tmp_path: Path, script: str
         result = run(tmp_path, timeout_s=timeout_s)
         if result.stdout:
             break
-    assert result.timed_out and result.exit_code is None and result.num_left == 0
-    assert result.stdout == "begun\n"
-    assert result.told().startswith(f"tool: did not end within {timeout_s:g} s: ")
-    assert left(tmp_path) == []
+    assert (result.exit_code, result.num_left, result.stdout) == (None, 0, "begun\n")
+    assert result.failure == f"did not end within {timeout_s:g} s"
+    assert marked(MARK, str(tmp_path)) == []
 
 
 @pytest.mark.fault
@@ -90,22 +82,16 @@ def test_one_that_leaves_a_process_behind(tmp_path: Path) -> None:
     fake_tool(tmp_path, "tool", "sleep 600 & echo done")
     result = run(tmp_path)
     assert (result.exit_code, result.stdout) == (0, "done\n")
-    assert left(tmp_path) == []
+    assert marked(MARK, str(tmp_path)) == []
 
 
 @pytest.mark.fault
-def test_one_that_floods(tmp_path: Path) -> None:
-    fake_tool(tmp_path, "tool", "yes 0123456789")
+@pytest.mark.parametrize("script", ["yes 0123456789", "head -c 20000 /dev/zero | tr '\\0' x"])
+def test_one_that_floods(tmp_path: Path, script: str) -> None:
+    fake_tool(tmp_path, "tool", script)
     result = run(tmp_path)
-    assert "wrote more than 10000 bytes" in result.failure
-    assert len(result.stdout) == 10_000 and not result.timed_out
-    assert left(tmp_path) == []
-
-
-@pytest.mark.unit
-def test_too_much_at_once_is_a_failure_too(tmp_path: Path) -> None:
-    says(tmp_path, "tool", "x" * 20_000)
-    assert "wrote more than" in run(tmp_path).failure
+    assert result.failure == "wrote more than 10000 bytes" and len(result.stdout) == 10_000
+    assert marked(MARK, str(tmp_path)) == []
 
 
 @pytest.mark.fault
@@ -115,21 +101,7 @@ def test_the_stop_signal_ends_it(tmp_path: Path) -> None:
     threading.Timer(0.3, stop.set, ["SIGTERM"]).start()
     with pytest.raises(Preempted, match="running tool"):
         run(tmp_path, stop=stop)
-    assert left(tmp_path) == []
-
-
-@pytest.mark.unit
-def test_one_that_runs_for_ever_is_ended_when_it_has_said_enough(tmp_path: Path) -> None:
-    fake_tool(tmp_path, "tool", "echo one; sleep 0.2; echo two; exec sleep 600")
-    result = run_tool(
-        ["tool"],
-        timeout_s=60,
-        stop=StopSignal(),
-        env=environment(tmp_path),
-        enough=lambda text: "two" in text,
-    )
-    assert result.stdout == "one\ntwo\n"
-    assert (result.failure, result.timed_out, result.exit_code) == ("", False, None)
+    assert marked(MARK, str(tmp_path)) == []
 
 
 @pytest.mark.unit
@@ -141,26 +113,62 @@ def test_our_environment_is_the_default(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("", None),
-        ("null", None),
-        ("no neuron device found", None),
-        ('[{"a": 1}]\n', [{"a": 1}]),
-        ('2026-05-02 WARN old driver\n[{"a": 1}]\n', [{"a": 1}]),
-        ('[2026-05-02] WARN old driver\n{"a": 1}', {"a": 1}),
-        ('[\n  {"a": 1},\n  {"a"', None),  # the inner object must not pass for the whole
-        ("[" * 100_000, None),
-        ("[" + "9" * 10_000 + "]", None),
-    ],
-)
-def test_json_in_what_a_tool_printed(text: str, value: object) -> None:
-    assert json_in(text) == value
-
-
-@pytest.mark.unit
 def test_last_line_fits_a_message() -> None:
     assert last_line("one\n\x1b[31mtwo\x00 \n\n") == "[31mtwo"
     assert len(last_line("x" * 10_000)) == 300
     assert last_line("\n \n") == ""
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not come"
+        time.sleep(0.01)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "script",
+    [
+        f'sh -c "{STUBBORN}" & sleep 0.3; exit 3',  # the parent is gone, the child lives on in the session
+        f'setsid sh -c "{STUBBORN}" & sleep 0.3; exit 3',  # and here in a session of its own
+    ],
+)
+def test_nothing_of_a_tree_is_left(tmp_path: Path, script: str) -> None:
+    env = {**os.environ, MARK: str(tmp_path)}
+    with process_tree(["sh", "-c", script], cwd=tmp_path, env=env, log=tmp_path / "log") as tree:
+        wait_for(tmp_path / "ready")
+        until = time.monotonic() + WAIT_S
+        while tree.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert tree.poll() == 3
+        assert marked(MARK, str(tmp_path)) != []
+    assert marked(MARK, str(tmp_path)) == []
+
+
+@pytest.mark.fault
+def test_sigterm_comes_first(tmp_path: Path) -> None:
+    code = "import signal, sys, time, pathlib\nsignal.signal(15, lambda *_: sys.exit(7))\n"
+    code += "pathlib.Path('ready').touch()\ntime.sleep(600)"
+    with process_tree([sys.executable, "-c", code], cwd=tmp_path, env=os.environ, log=tmp_path / "log") as tree:
+        wait_for(tmp_path / "ready")
+        tree.end(WAIT_S)
+        assert tree.poll() == 7
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("command", "error"), [("sleep", ValueError), ("no-such-tool", ConfigError)])
+def test_an_error_in_the_block_or_of_the_start(tmp_path: Path, command: str, error: type[Exception]) -> None:
+    env = {**os.environ, MARK: str(tmp_path)}
+    with pytest.raises(error), process_tree([command, "600"], cwd=tmp_path, env=env, log=tmp_path / "log"):
+        raise ValueError
+    assert marked(MARK, str(tmp_path)) == []
+
+
+@pytest.mark.unit
+def test_memory_of_a_container(tmp_path: Path) -> None:
+    limit, none = tmp_path / "limit", tmp_path / "none"
+    limit.write_text("1048576\n")
+    none.write_text("max\n")
+    assert host_memory_bytes([none, tmp_path / "missing"]) == psutil.virtual_memory().total
+    assert host_memory_bytes([none, limit]) == 2**20

@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
+from tests.kit.s3 import MotoServer, lead_to
 from tests.registry.cases import make_checkpoint
-from tests.s3 import MotoServer, lead_to
 
 FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=60.0)
 Make = Callable[..., str]

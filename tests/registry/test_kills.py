@@ -13,10 +13,10 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.promote import record_refusal
 from pipeline.registry.records import Decision, history_key
 from pipeline.registry.serving import roll_back_model as roll_back
-from tests.killing import FORK
+from tests.kit.killing import FORK
+from tests.kit.s3 import MotoServer
 from tests.registry.cases import AUTHOR, MODEL, Dying, Killed, consistent, prefix, put
 from tests.registry.conftest import FAST, Make
-from tests.s3 import MotoServer
 
 pytestmark = pytest.mark.fault
 

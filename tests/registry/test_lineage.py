@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.store import WEIGHTS, Best, Origin, Parent, PublishedWeights
-from pipeline.core.errors import CheckpointError, ConfigError, Preempted
+from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, read_checkpoint
 from pipeline.registry.records import Place, StoredVerdict, store_verdict, verdict_key
@@ -176,9 +176,3 @@ def test_weights_are_not_read(workspace: Storage, family: tuple[str, str, str]) 
     for place in family:
         workspace.delete([f"{place}/{WEIGHTS}"])
     assert len(lineage(workspace, family[2])) == 3
-
-
-def test_a_stop_ends_it(workspace: Storage, family: tuple[str, str, str]) -> None:
-    workspace.stop.set("SIGTERM")
-    with pytest.raises(Preempted):
-        lineage(workspace, family[2])

@@ -10,7 +10,7 @@ from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.promote import promote, record_refusal
 from pipeline.registry.records import Decision
-from tests.killing import FORK
+from tests.kit.killing import FORK
 from tests.registry.cases import AUTHOR, MODEL, consistent, passed, prefix, production
 from tests.registry.conftest import FAST, Make
 

@@ -78,18 +78,6 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     assert {pair.vectors.prefix for pair in past_pairs(workspace, MODEL)} == {"embeddings/c1", "embeddings/c2"}
 
 
-def test_a_model_is_rolled_back_with_its_vectors(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    first, second = two
-    now = roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    assert (now.checkpoint, served(workspace)) == (first.checkpoint, (first.checkpoint, "c1"))
-    assert "stays" in serve_verified_pair(workspace, second)  # its verify is run again: it does not come back by itself
-    with pytest.raises(ConfigError, match="nothing before"):
-        roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR)
-    again = roll_back_model(workspace, MODEL, second.checkpoint, reason="it was good", author=AUTHOR)
-    assert again.checkpoint == second.checkpoint
-    assert served(workspace) == (second.checkpoint, "c2")
-
-
 def test_a_pair_whose_checkpoint_was_named_by_its_uri_can_be_rolled_back_to(
     workspace: Storage, make: Make, tmp_path: Path
 ) -> None:
@@ -146,12 +134,6 @@ def test_a_verify_that_saw_production_before_a_rollback_loses(
     assert found is not None and found.checkpoint == two[1].checkpoint and served(workspace) == (found.checkpoint, "c2")
 
 
-def test_a_pair_of_another_model_is_refused(workspace: Storage, two: tuple[Pair, Pair]) -> None:
-    workspace.write_bytes(pair_key("other"), workspace.read_bytes(pair_key(MODEL)))
-    with pytest.raises(CheckpointError):
-        read_pair(workspace, "other")
-
-
 def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
     """Only serving.json moves, to vectors of the same model, and the bad ones do not come back by themselves."""
     newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
@@ -189,22 +171,6 @@ def test_vectors_of_a_cycle_that_were_made_anew_are_served(
     assert back.vectors.digest == anew.vectors.digest != two[1].vectors.digest
 
 
-@pytest.mark.parametrize("damage", ["checkpoint", "weights", "vectors", "history"])
-def test_neither_moves_to_what_is_damaged(workspace: Storage, make: Make, two: tuple[Pair, Pair], damage: str) -> None:
-    before = production(workspace)
-    if damage == "checkpoint":  # trained again: another content under the name
-        make("c1", settings_hash="other")
-    elif damage == "weights":
-        workspace.write_bytes(f"{two[0].checkpoint}/model.safetensors", b"weights of c1 2")
-    elif damage == "vectors":
-        workspace.write_bytes("embeddings/c1/part-0.parquet", b"cut")
-    else:
-        workspace.delete([f"registry/{MODEL}/history.jsonl"])
-    with pytest.raises((CheckpointError, ConfigError)):
-        roll_back_model(workspace, MODEL, two[0].checkpoint, reason="bad", author=AUTHOR)
-    assert (production(workspace), served(workspace)) == (before, (two[1].checkpoint, "c2"))
-
-
 def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(
     workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
 ) -> None:
@@ -231,12 +197,3 @@ def test_records_of_earlier_versions_are_read(workspace: Storage, make: Make, tw
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
     roll_back_model(workspace, MODEL, "", reason="r", author=AUTHOR)
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2", "c1"]
-
-
-def test_production_alone_moves_where_nothing_is_served(workspace: Storage, make: Make) -> None:
-    for cycle in ("c1", "c2"):
-        in_production(workspace, make(cycle))
-    assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == "checkpoints/c1/step-1"
-    assert read_pair(workspace, MODEL) is None and past_pairs(workspace, MODEL) == ()
-    with pytest.raises(ConfigError):
-        roll_back_vectors(workspace, MODEL, "", reason="bad", author=AUTHOR)

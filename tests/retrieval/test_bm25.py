@@ -59,19 +59,6 @@ def test_any_catalogue(titles: list[str], query: str, k: int) -> None:
     assert pairs == sorted(pairs)
 
 
-def test_of_equal_items_the_first_are_found() -> None:
-    assert Bm25(["same words"] * 500).search(["words"], 3)[1].tolist() == [[0, 1, 2]]
-
-
-def test_a_query_does_not_depend_on_the_others() -> None:
-    index = Bm25(TITLES)
-    queries = ["red shoe", "", "blue", "size"]
-    together = index.search(queries, 4)
-    apart = [index.search([query], 4) for query in queries]
-    assert np.array_equal(together[0], np.concatenate([scores for scores, _ in apart]))
-    assert np.array_equal(together[1], np.concatenate([items for _, items in apart]))
-
-
 def test_without_words_nothing_is_found() -> None:
     for texts in ([], ["", "!"]):
         index = Bm25(texts)

@@ -58,13 +58,6 @@ def test_weighted_scores(left: list[tuple[int, int]], right: list[tuple[int, int
     assert scores == pytest.approx(expected)
 
 
-def test_the_ends_are_either_list() -> None:
-    vectors, words = ranked([(3, 9), (1, 8), (2, 2)]), ranked([(5, 4), (1, 3), (7, 1)])
-    assert by_weight(vectors, words, 1.0)[0, :2].tolist() == [3, 1]
-    assert by_weight(vectors, words, 0.0)[0, :2].tolist() == [5, 1]
-    assert by_weight(vectors, words, 0.5)[0, 0] == 1, "in both lists"
-
-
 def test_the_weight_with_the_best_quality() -> None:
     vectors, words = ranked([(1, 7), (2, 2), (9, 0)]), ranked([(2, 7), (3, 2), (8, 0)])
     # Item 1 has w, item 2 has w 2/7 + 1 - w: the first wins above 7/12.

@@ -45,6 +45,7 @@ class Tool:
 @dataclass
 class Done:
     result: NeuronCompileResult
+    repaired: tuple[str, ...] = ()
 
     def run(self) -> NeuronCompileResult:
         return self.result

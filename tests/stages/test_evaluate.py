@@ -19,7 +19,7 @@ from pipeline.evaluate import run as evaluate_work
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
-from pipeline.evaluate.scores import load_scores
+from pipeline.evaluate.score import load_scores
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, read_history
 from pipeline.registry.serving import roll_back_model

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.evaluate.report import load_report
-from pipeline.evaluate.scores import ScoreSet, load_scores
+from pipeline.evaluate.score import ScoreSet, load_scores
 from pipeline.io.storage import Storage
 from pipeline.registry.records import read_pointer
 from tests.fault.harness import Place, TooLate, again_when_late

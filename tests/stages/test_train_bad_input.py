@@ -14,7 +14,7 @@ from pipeline import cli
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import train_tokenizer
 from tests.fault.harness import TINY, Place, copy_of_prepared, forget
-from tests.s3 import MotoServer, lead_to
+from tests.kit.s3 import MotoServer, lead_to
 
 pytestmark = [pytest.mark.stage, pytest.mark.timeout(300)]
 

@@ -50,11 +50,6 @@ def test_plain_lines() -> None:
     assert out.getvalue().splitlines() == ["rows [bold]2[/bold]", "warning: odd", step_text(FIGURES)]
 
 
-def test_default_stream_is_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    Console().info("hello")
-    assert capsys.readouterr().out == "hello\n"
-
-
 class Clock:
     """Stands still unless it is moved."""
 
@@ -127,13 +122,6 @@ def test_threads_add_up() -> None:
         clock.now += 10.0
         advance(0)
     assert out.getvalue().splitlines()[-1] == "rows: 8.00k rows in 10s"
-
-
-def test_an_error_inside_a_progress_comes_out() -> None:
-    for stream in (io.StringIO(), Terminal()):
-        with pytest.raises(KeyError), Console(stream=stream).progress("rows", 10, "rows"):
-            raise KeyError("x")
-        assert stream.getvalue() == ""
 
 
 def test_on_a_terminal_text_is_taken_literally() -> None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,31 +12,15 @@ import pytest
 
 from pipeline.io.storage import DiskFull, Storage, open_storage
 from pipeline.telemetry.events import SEGMENT_BYTES, EventLog, EventName, read_events
-from tests.counted import counted
-from tests.killing import FORK, killed_at
-from tests.s3 import MotoServer, lead_to
+from tests.kit.counted import counted
+from tests.kit.killing import FORK, killed_at
 
 KEY = "cycles/c1/events.jsonl"
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with MotoServer("events") as server:
-        yield server.url
-
-
 @pytest.fixture
-def s3_storage(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    lead_to(endpoint, monkeypatch)
-    return open_storage(f"s3://events/{tmp_path.name}")
-
-
-@pytest.fixture(params=["file", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "file":
-        return open_storage(str(tmp_path / "root"))
-    storage: Storage = request.getfixturevalue("s3_storage")
-    return storage
+def s3_storage(s3_uri: str) -> Storage:
+    return open_storage(s3_uri)
 
 
 def names_in(storage: Storage) -> list[str]:
@@ -58,21 +42,6 @@ def test_lines_are_json_with_utc_time(storage: Storage, tmp_path: Path) -> None:
         "parts": [1, "inf"],
     }
     assert list(event)[:2] == ["time", "event"]
-
-
-def test_a_reserved_field_is_refused(storage: Storage, tmp_path: Path) -> None:
-    log = EventLog(storage, KEY)
-    with pytest.raises(ValueError, match="reserved"):
-        log.emit(EventName.STAGE_STARTED, time=1)
-    log.close()
-
-
-def test_a_second_process_appends(storage: Storage, tmp_path: Path) -> None:
-    for event in (EventName.STAGE_STARTED, EventName.STAGE_FINISHED):
-        log = EventLog(storage, KEY)
-        log.emit(event)
-        log.close()
-    assert names_in(storage) == ["stage_started", "stage_finished"]
 
 
 def test_two_writers_lose_nothing(storage: Storage, tmp_path: Path) -> None:

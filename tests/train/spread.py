@@ -1,4 +1,4 @@
-"""Training over ranks, in one of which this is called (tests/ranks.py): what comes of it, by plan."""
+"""Training over ranks, in one of which this is called (tests/kit/ranks.py): what comes of it, by plan."""
 
 import json
 import time

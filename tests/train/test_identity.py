@@ -9,7 +9,7 @@ from pipeline.data.token_sets import Partition, Selection
 from pipeline.model.config import ModelConfig, check_architecture
 from pipeline.train.config import OptimizerConfig
 from pipeline.train.inputs import check_identity, identity_parts
-from tests.fields import check_named, variants, without_effect
+from tests.kit.fields import check_named, variants, without_effect
 from tests.train.rows import MODEL, SPEC, TRAIN
 
 FIELDS = type(TRAIN).model_fields

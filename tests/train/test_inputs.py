@@ -9,14 +9,14 @@ import pytest
 
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import ConfigError, DataError
-from pipeline.data.token_sets import TokenSet, TokenSetInfo, select_partitions
+from pipeline.data.token_sets import JudgedSplit, TokenSet, TokenSetInfo, select_partitions
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.mine.store import Negatives, NegativesInfo, commit_negatives
-from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.config import LossConfig, ModelConfig
 from pipeline.train.config import TrainConfig
-from pipeline.train.inputs import RunInputs, gather_inputs
-from tests.train.rows import MODEL, SPEC, TRAIN, checkpoint_of, token_set_info
+from pipeline.train.inputs import RunInputs, gather_inputs, warnings_of
+from tests.train.rows import MODEL, SPEC, TRAIN, checkpoint_of, grouped, make_rows, token_set_info
 
 
 def parent_of(partitions: Mapping[str, str], **state: Any) -> Checkpoint:
@@ -127,8 +127,8 @@ def test_parent_and_mined_negatives_are_in_the_identity_and_choose_what_is_new(t
     assert unused.negatives is None and unused.identity == alone.identity
 
 
-def other_inputs(**changes: Any) -> InputSpec:
-    return SPEC.model_copy(update=changes)
+def other_inputs(**changes: Any) -> dict[str, Checkpoint]:
+    return {"parent": parent_of({}, inputs=SPEC.model_copy(update=changes))}
 
 
 @pytest.mark.parametrize(
@@ -137,21 +137,9 @@ def other_inputs(**changes: Any) -> InputSpec:
         ({"labels": ("yes",), "label_gains": (1.0,)}, DataError, "1 relevance classes"),
         ({"model": MODEL.model_copy(update={"max_positions": 7})}, ConfigError, "the longest bucket has 8 tokens"),
         ({"parent": parent_of({}, tokenizer_fingerprint="other")}, ConfigError, "tokenised with tok"),
-        (
-            {"parent": parent_of({}, inputs=other_inputs(numeric=()))},
-            ConfigError,
-            "other numeric than .*: .*price.*, there",
-        ),
-        (
-            {"parent": parent_of({}, inputs=other_inputs(labels=("a", "b")))},
-            ConfigError,
-            "other labels than .*, there .*a.*b",
-        ),
-        (
-            {"parent": parent_of({}, inputs=other_inputs(query_prefix="q: "))},
-            ConfigError,
-            "other query_prefix than .*: '', there 'q: '",
-        ),
+        (other_inputs(numeric=()), ConfigError, "other numeric than .*: .*price.*, there"),
+        (other_inputs(labels=("a", "b")), ConfigError, "other labels than .*, there .*a.*b"),
+        (other_inputs(query_prefix="q: "), ConfigError, "other query_prefix than .*: '', there 'q: '"),
         ({"model": MODEL.model_copy(update={"num_layers": 2}), "parent": parent_of({})}, ConfigError, "num_layers"),
         ({"train": TRAIN.model_copy(update={"mined_per_query": 2})}, ConfigError, "none were mined"),
         (
@@ -164,3 +152,37 @@ def other_inputs(**changes: Any) -> InputSpec:
 def test_what_does_not_fit_is_named(tmp_path: Path, case: dict[str, Any], error: type[Exception], seen: str) -> None:
     with pytest.raises(error, match=seen):
         gather(tmp_path, **case)
+
+
+GOOD = JudgedSplit(
+    gains=({0: 60, 100: 30}, {0: 20, 100: 10}),
+    labels=(40, 40, 40),
+    label_gain_sums=(0.0, 4.0, 40.0),
+    query_best={100: 40},
+    query_worst={0: 38, 100: 2},
+)
+NO_POSITIVE = {"gains": ({0: 90}, {0: 30})}
+
+
+@pytest.mark.parametrize(
+    ("judged", "train", "words"),
+    [
+        ({}, {}, []),
+        (NO_POSITIVE, {}, ["no row has a gain of train.loss.positive_gain 0.99 or more"]),
+        (NO_POSITIVE, {"loss": LossConfig(contrastive_weight=0.0)}, []),
+        ({"query_best": {0: 25, 100: 15}}, {}, ["25 of 40 queries have no row with a gain"]),
+        ({"query_worst": {0: 15, 100: 25}}, {}, ["25 of 40 queries have no judged negative"]),
+        ({"label_gain_sums": (40.0, 4.0, 0.0)}, {}, ["these mean gains: no 1, some 0.1, yes 0; put data.labels"]),
+        ({"labels": (40, 0, 40), "label_gain_sums": (0.0, 0.0, 40.0)}, {}, []),
+        ({}, {"loss": LossConfig(graded_weight=0.0)}, ["the relevance head is not trained"]),
+        ({}, {"candidates_per_query": 16, "global_batch_size": 16}, ["slots of a query hold a row"]),
+    ],
+)
+def test_what_costs_quality_in_silence_is_warned_of(
+    tmp_path: Path, judged: dict[str, object], train: dict[str, object], words: list[str]
+) -> None:
+    config = TRAIN.model_copy(update=train)
+    split = {"labels": ("no", "some", "yes"), "judged": {"train": GOOD.model_copy(update=judged)}}
+    info = token_set_info("flat").model_copy(update=split)
+    found = warnings_of(grouped(make_rows(tmp_path, [(30, 10)]), config), config, [info])
+    assert len(found) == len(words) and all(word in message for word, message in zip(words, found, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.ranks import run_ranks
+from tests.kit.ranks import run_ranks
 from tests.train.spread import HALF, Figures
 
 FIGURE, WEIGHT = 1e-6, 1e-5

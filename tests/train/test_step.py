@@ -5,11 +5,15 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.backends.cpu import CpuBackend
+from pipeline.commands.doctor import contrastive_batch
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import CheckpointError, DataError
+from pipeline.core.footprint import EncoderSizes, Workload, step_flops
 from pipeline.data.loader import to_tensors, training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import LossConfig
@@ -17,9 +21,11 @@ from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
 from pipeline.train.step import FIGURES, TrainProgram, flat_strategy
-from tests.train.rows import MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
+from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, mined_from, plan_of
 
 Batches = list[dict[str, Tensor]]
+BARE = OptimizerConfig(beta1=0.0, max_grad_norm=1e9)
+"""After a step the first moments are the gradient itself."""
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +52,6 @@ def train(program: TrainProgram, steps: list[Batches], rate: float = 0.01) -> li
     for number, micros in enumerate(steps, start=1):
         step(program, micros, control(number, rate))
     return program.read_figures(len(steps))
-
-
-def check_alike(program: TrainProgram, other: TrainProgram, steps: list[Batches]) -> None:
-    """From the third step on both do the same, to the bit."""
-    for number, (batch,) in enumerate(steps, start=3):
-        for one in (program, other):
-            step(one, [batch], control(number))
-    left, right = state_of(program), state_of(other)
-    assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 def state_of(program: TrainProgram) -> dict[str, Tensor]:
@@ -134,7 +131,7 @@ def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
             "global_batch_size": 64,
             "micro_batch_size": 64,
             "loss": LossConfig(matryoshka_sizes=(4, 8) if mined else ()),
-            "optimizer": OptimizerConfig(beta1=0.0, max_grad_norm=1e9),
+            "optimizer": BARE,
         }
     )
     whole = gradients(rows, config, 1, 1, two_passes=False)[0]
@@ -147,7 +144,7 @@ def test_loss_and_gradient_of_a_global_batch_do_not_depend_on_how_it_is_cut(
 def test_both_passes_draw_the_same_dropout(rows: TokenRows) -> None:
     """The gradient by finite differences: the loss of the figures is that of the masks the gradient was made with."""
     dropped = MODEL.model_copy(update={"dropout": 0.5})
-    config = TRAIN.model_copy(update={"optimizer": OptimizerConfig(beta1=0.0, max_grad_norm=1e9)})
+    config = TRAIN.model_copy(update={"optimizer": BARE})
     (micros,) = batches_of(rows, 1, accumulation=2)
 
     def loss_and_gradient(shift: float) -> tuple[float, Tensor]:
@@ -210,7 +207,11 @@ def test_restored_state_continues_bit_by_bit(rows: TokenRows) -> None:
     weights, optimizer = ({name: tensor.clone() for name, tensor in part.items()} for part in program.snapshot())
     other = make_program(CpuBackend(), TRAIN.model_copy(update={"seed": 99}))
     other.restore(weights, optimizer)
-    check_alike(program, other, steps[2:])
+    for number, (batch,) in enumerate(steps[2:], start=3):
+        for one in (program, other):
+            step(one, [batch], control(number))
+    left, right = state_of(program), state_of(other)
+    assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_chunks_change_no_bit_also_not_of_a_run_that_is_continued_with_others(rows: TokenRows) -> None:
@@ -269,3 +270,43 @@ def test_scores_are_without_gradient_and_dropout(rows: TokenRows) -> None:
     first, second = program.outputs(pairs).logits, program.outputs(pairs).logits
     assert torch.equal(first, second) and not first.requires_grad
     assert program.has_dropout and not make_program(CpuBackend()).has_dropout
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_flops_of_a_step_are_those_that_torch_counts(rows: TokenRows, accumulation: int) -> None:
+    """What `trnpipe doctor` takes a step to be, within 3 %.
+
+    The estimate has no heads in the first pass; a traced device leaves them out, this one does not.
+    """
+    config = TRAIN.model_copy(update={"global_batch_size": 32, "micro_batch_size": 32})
+    larger = MODEL.model_copy(update={"hidden_size": 128, "num_layers": 3, "intermediate_size": 512})
+    share = RankShare(0, 1, accumulation)
+    model = build_model(larger, SPEC, 1)
+    heads = sum(
+        layer.weight.numel()
+        for part in (model.interactions, model.head)
+        for layer in part.modules()
+        if isinstance(layer, nn.Linear)
+    )
+    size = larger.encoder
+    encoder = EncoderSizes(
+        SPEC.vocab_size, 16, size.num_layers, size.hidden_size, size.num_heads, size.intermediate_size
+    )
+    program = TrainProgram(
+        flat_strategy(model, CpuBackend(), config), CpuBackend(), config, share, figure_rows=1, buckets=BUCKETS
+    )
+    groups = grouped(rows, config)
+    micros = [batch.tensors for batch in training_batches(groups, plan_of(groups, config), share, 0, 1)]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        program.accumulate(micros)
+    samples = config.global_batch_size // accumulation
+    contrastive = contrastive_batch(config, share)
+    assert contrastive is not None and contrastive.two_passes == (accumulation > 1)
+    work = Workload.of_groups(
+        samples,
+        micros[0]["tokens"].shape[1],
+        slots=config.candidates_per_query,
+        accumulation=accumulation,
+        contrastive=contrastive,
+    )
+    assert counter.get_total_flops() == pytest.approx(step_flops(encoder, work, heads), rel=0.03)

@@ -23,9 +23,8 @@ from pipeline.data.token_sets import PrepareDigest
 from pipeline.data.token_sets import load_digest as load_prepared
 from pipeline.embed.digest import VerifyDigest
 from pipeline.embed.digest import load_digest as load_verified
-from pipeline.evaluate.digest import ScoreDigest
-from pipeline.evaluate.digest import load_digest as load_scores
-from pipeline.evaluate.report import EvaluationReport, load_report
+from pipeline.evaluate.report import EvaluationReport, ScoreDigest, load_report
+from pipeline.evaluate.report import load_digest as load_scores
 from pipeline.health.check import NodeReport, from_json
 from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.telemetry.events import EventName

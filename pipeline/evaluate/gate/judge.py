@@ -51,18 +51,17 @@ from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows
 def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
     checks = []
     for text, bound in config.floors.items():
-        name, is_met, value, queries, needed = MetricName.parse(text), False, None, None, None
+        name, is_met, needed = MetricName.parse(text), False, None
         found = candidate.measure(name)
         if isinstance(found, Missing):
             reason = f"cannot be computed: {found.reason}"
         elif found.num_queries < config.min_queries:
-            value, queries, needed = found.value, found.num_queries, config.min_queries
-            reason = f"not enough test queries: {queries:,}, at least {needed:,} needed"
+            needed = config.min_queries
+            reason = f"not enough test queries: {found.num_queries:,}, at least {needed:,} needed"
         else:
-            value, queries = found.value, found.num_queries
-            is_met = value <= bound if name.lower_is_better else value >= bound
+            is_met = found.value <= bound if name.lower_is_better else found.value >= bound
             side = "at most" if name.lower_is_better else "at least"
-            reason = f"{value:.4f}, {side} {bound:g} is {'asked' if is_met else 'needed'}"
+            reason = f"{found.value:.4f}, {side} {bound:g} is {'asked' if is_met else 'needed'}"
         checks.append(
             GateCheck(
                 name=f"floor {name.text}",
@@ -70,9 +69,9 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
                 outcome="pass" if is_met else "fail",
                 reason=f"{name.text}: {reason}",
                 metric=name.text,
-                candidate=value,
+                candidate=found.value,
                 bound=bound,
-                num_queries=queries,
+                num_queries=found.num_queries or None,
                 needed_queries=needed,
             )
         )
@@ -99,18 +98,15 @@ def slice_checks(candidate: Side, incumbent: Side, config: GateConfig, seed: int
             shown = ", ".join(small[:_SHOWN]) + (", ..." if len(small) > _SHOWN else "")
             slices = "1 slice has" if len(small) == 1 else f"{len(small):,} slices have"
             few = f"{slices} fewer than {config.min_slice_queries:,} queries and neither refuse nor promote ({shown})"
-            checks.append(
-                GateCheck(
-                    name=f"slice {column}", kind="slice", outcome="skipped", reason=f"{column}: {few}", slice=column
-                )
-            )
+            name, reason = f"slice {column}", f"{column}: {few}"
+            checks.append(GateCheck(name=name, kind="slice", outcome="skipped", reason=reason, slice=column))
         for code in present[count >= config.min_slice_queries]:
             one_slice, mask = f"{column}={names[code]}", codes == code
             ours, theirs = candidate.select(mask), incumbent.select(mask)
             open_slices[one_slice] = []
             for text, allowed in config.slice_drops.items():
-                name = MetricName.parse(text)
-                comparison = Comparison(name, allowed, ours.measure(name), theirs.measure(name), one_slice)
+                metric = MetricName.parse(text)
+                comparison = Comparison(metric, allowed, ours.measure(metric), theirs.measure(metric), one_slice)
                 if reason := not_comparable(comparison, config.min_slice_queries):
                     # To know, when it is the candidate that leaves a metric without a value the incumbent has.
                     only_ours = isinstance(comparison.candidate, Missing) and isinstance(comparison.incumbent, Measured)
@@ -166,32 +162,25 @@ def baseline_checks(
     if action == "off":
         return [], config.confidence
     worse: Outcome = "fail" if action == "refuse" else "warn"
-    checks = [
-        GateCheck(
-            name=f"baseline {one.name}",
-            kind="baseline",
-            outcome="skipped",
-            reason=f"{one.name} was not scored: {one.missing}",
-            baseline=one.name,
-        )
-        for one in baselines
-        if one.missing
-    ]
+    checks: list[GateCheck] = []
+    for one in (one for one in baselines if one.missing):
+        name, reason = f"baseline {one.name}", f"{one.name} was not scored: {one.missing}"
+        checks.append(GateCheck(name=name, kind="baseline", outcome="skipped", reason=reason, baseline=one.name))
     open_ones: list[Comparison] = []
     for one in baselines:
         rows = candidate.rows if one.rows is None else one.rows
         other = Side(rows, candidate.config, one.threshold, one.retrieval)
         check_same_holdout(candidate, other)
         for text, allowed in config.baseline_drops.items():
-            name = MetricName.parse(text)
-            if (one.retrieval if name.of_retrieval else one.rows) is None:
+            metric = MetricName.parse(text)
+            if (one.retrieval if metric.of_retrieval else one.rows) is None:
                 continue
-            ours, theirs = candidate.measure(name), other.measure(name)
-            comparison = Comparison(name, allowed, ours, theirs, baseline=one.name)
+            ours, theirs = candidate.measure(metric), other.measure(metric)
+            comparison = Comparison(metric, allowed, ours, theirs, baseline=one.name)
             if isinstance(ours, Missing) and isinstance(theirs, Measured):
                 reason = f"the candidate has none ({ours.reason}), {one.name} has {theirs.value:.4f}"
                 checks.append(comparison.check(worse, reason))
-            elif name.text == "f1" and len(candidate.rows.labels) != 2:
+            elif metric.text == "f1" and len(candidate.rows.labels) != 2:
                 continue
             elif reason := not_comparable(comparison, config.min_queries):
                 checks.append(comparison.check("skipped", reason, min_queries=config.min_queries))

@@ -115,33 +115,30 @@ class RowMetrics:
 
     def _statistic(self, name: MetricName) -> tuple[Statistic, str]:
         """Return the statistic of a metric, and the reason if it turns out to be undefined."""
-        rows, queries, k = self.rows, self.queries, name.rank or 0
+        rows, queries, k, word = self.rows, self.queries, name.rank or 0, name.word
         label, probabilities, num_labels = rows.label, rows.probabilities, len(rows.labels)
-        if name.word == "ndcg":
+        nothing = _NOTHING_OF_TWO.get(word, "no row has a label")
+        if word == "ndcg":
             return mean_over_queries(ndcg_by_query(self.ranking, rows.gain, k)), "no query has a row with a gain"
-        if name.word == "mrr" or name.rank is not None:
-            by_query = {
-                "mrr": lambda: reciprocal_rank_by_query(self.ranking, self.relevant),
-                "recall": lambda: recall_by_query(self.ranking, self.relevant, k),
-                "precision": lambda: precision_by_query(self.ranking, self.relevant, k),
-            }[name.word]()
+        if word == "mrr" or name.rank is not None:
+            if word == "mrr":
+                by_query = reciprocal_rank_by_query(self.ranking, self.relevant)
+            else:
+                measure = recall_by_query if word == "recall" else precision_by_query
+                by_query = measure(self.ranking, self.relevant, k)
             return mean_over_queries(by_query), "no query has a relevant row"
         if name.label is not None:
             wanted, nothing = rows.labels.index(name.label), f"no row is labelled or predicted {name.label}"
             return label_f1(queries, label, self.predicted, num_labels, wanted), nothing
-        if name.word in ("roc_auc", "average_precision"):
-            return Curve.of(queries, label, probabilities[:, -1], name.word), _NOTHING_OF_TWO[name.word]
-        if name.word in _NOTHING_OF_TWO:
-            found = at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, name.word)
-            return found, _NOTHING_OF_TWO[name.word]
-        statistics: dict[str, Callable[[], Statistic]] = {
-            "accuracy": lambda: accuracy(queries, label, self.predicted),
-            "micro_f1": lambda: accuracy(queries, label, self.predicted),
-            "macro_f1": lambda: label_f1(queries, label, self.predicted, num_labels),
-            "ece": lambda: calibration_error(queries, label, probabilities),
-            "loss": lambda: log_loss(queries, label, probabilities),
-        }
-        return statistics[name.word](), "no row has a label"
+        if word in ("roc_auc", "average_precision"):
+            return Curve.of(queries, label, probabilities[:, -1], word), nothing
+        if word in _NOTHING_OF_TWO:
+            return at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, word), nothing
+        if word == "macro_f1":
+            return label_f1(queries, label, self.predicted, num_labels), nothing
+        if word in ("ece", "loss"):
+            return (calibration_error if word == "ece" else log_loss)(queries, label, probabilities), nothing
+        return accuracy(queries, label, self.predicted), nothing  # micro F1 is the same
 
 
 def measure_retrieval(found: PerQuery | None, name: MetricName) -> Measured | Missing:

@@ -18,14 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 VERSION = "2.24.8799.0+6f62ff7c"
 HLO, FLAGS, NEFF, DONE, LOG = "model.hlo_module.pb", "compile_flags.json", "model.neff", "model.done", "model.log"
-Outcome = dict[str, tuple[bool, float]]
 
 
 def fault() -> tuple[str, int]:
@@ -162,7 +160,7 @@ def parallel_compile() -> int:
     if not entries:
         say("No todo hlos found in cache or hlo_tasklist, parallel_compile return before spawning workers....")
         return 0
-    return compile_all(entries, options.num_parallel, workdir)
+    return compile_all(entries, workdir)
 
 
 def run_trial(command: list[str], trial_log: Path) -> bool:
@@ -180,43 +178,30 @@ def run_trial(command: list[str], trial_log: Path) -> bool:
     return process.returncode == 0
 
 
-def compile_all(entries: list[Path], num_parallel: int, workdir: Path) -> int:
-    """A pool of workers, each going through the whole list; returns the number of failures."""
-    report = Outcome()
-    with ProcessPoolExecutor(max_workers=num_parallel) as pool:
-        jobs: list[Future[Outcome]] = []
-        with suppress(BrokenExecutor):  # a worker may have died before the next one is asked for
-            jobs.extend(pool.submit(work, entries, workdir) for _ in range(num_parallel))
-        for index, job in enumerate(jobs):
-            try:
-                report.update(job.result())
-            except Exception as error:
-                say(f"sub-process {index} got exception: {error}")
-    counts = {str(wanted).lower(): sum(one is wanted for one, _ in report.values()) for wanted in (True, False)}
-    graphs = {path: {"status": ok, "retry": 0, "compile_time": seconds} for path, (ok, seconds) in report.items()}
-    text = json.dumps({"compilation_summary": counts, "compilation_report": graphs}, indent=4)
-    if os.environ.get("NEURON_PARALLEL_COMPILE_DUMP_RESULTS"):
-        Path(f"neuron_parallel_compile_results_{time.time()}.json").write_text(text)
-    say(text)
-    return counts["false"]
-
-
-def work(entries: list[Path], workdir: Path) -> Outcome:
-    """One worker: what is done, failed or locked is passed over."""
-    report = Outcome()
+def compile_all(entries: list[Path], workdir: Path) -> int:
+    """Go through the list; what is done, failed or locked is passed over. Returns the number of failures."""
+    report: dict[str, dict[str, object]] = {}
     for entry in entries:
         with locked(entry) as mine:
             if not mine or is_done(entry) or is_failed(entry):
                 continue
             if fault()[0] == "crash" and first_time("crash"):
-                os._exit(1)
+                say("sub-process 0 got exception: a process in the pool was terminated abruptly")
+                os._exit(0)
             started = time.time()
-            report[str(entry / HLO)] = (compile_entry(entry, workdir), time.time() - started)
+            status = compile_entry(entry, workdir)
+            report[str(entry / HLO)] = {"status": status, "retry": 0, "compile_time": time.time() - started}
     states = [(is_done(one), lock_of(one).exists(), is_failed(one)) for one in entries]
     done, held, failed = map(sum, zip(*states, strict=True))
     todo = len(states) - done - held - failed
     say(f"Current remaining items are {todo}, locked are {held}, failed are {failed}, done are {done}, total is 9")
-    return report
+    num_good = sum(bool(one["status"]) for one in report.values())
+    counts = {"true": num_good, "false": len(report) - num_good}
+    text = json.dumps({"compilation_summary": counts, "compilation_report": report}, indent=4)
+    if os.environ.get("NEURON_PARALLEL_COMPILE_DUMP_RESULTS"):
+        Path(f"neuron_parallel_compile_results_{time.time()}.json").write_text(text)
+    say(text)
+    return counts["false"]
 
 
 def compile_entry(entry: Path, workdir: Path) -> bool:

@@ -90,12 +90,11 @@ def test_a_refusal_and_a_missed_deadline(trnjobs: Trnjobs, receiver: Receiver) -
     assert told(trnjobs, "submit", "--jobs.sla-s=3600")[0] == 80
     claim = trnjobs.place / "workspace/cycles/2026-11-20/jobs/claim.json"
     claim.write_text(json.dumps(json.loads(claim.read_text()) | {"claimed_at": time.time() - 7200}))
-    trnjobs.ends_with("train", 80)
     told(trnjobs, "retry")
     assert sorted(receiver.titles()) == ["its deadline has passed", "refused", "refused"]
 
 
-@pytest.mark.parametrize("status", [500, 429, 302, 404, 0])
+@pytest.mark.parametrize("status", [500, 302, 0])
 def test_trouble_changes_nothing(
     trnjobs: Trnjobs, receiver: Receiver, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,19 +142,22 @@ def test_a_test_message_to_a_secret_of_the_account(
     assert (code, "ResourceNotFoundException" in text) == (75, True)
 
 
-@pytest.mark.parametrize("url", ["", "no address"])
-def test_an_address_that_is_none(trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.setenv("TEAM_URL", url)
-    code, text = told(trnjobs, "notify", "--test")
-    assert code == 75 and (not url or url not in text)
-
-
 @pytest.mark.parametrize(
-    "words",
-    [[], ["--jobs.notify.url-variable=A", "--jobs.notify.url-secret=b"], ["--jobs.notify.url-variable=http://x"]],
+    ("url", "words", "code"),
+    [
+        ("", ["--jobs.notify.url-variable=TEAM_URL"], 75),
+        ("no address", ["--jobs.notify.url-variable=TEAM_URL"], 75),
+        ("", [], 78),
+        ("", ["--jobs.notify.url-variable=A", "--jobs.notify.url-secret=b"], 78),
+        ("", ["--jobs.notify.url-variable=http://x"], 78),
+    ],
 )
-def test_settings_that_cannot_be(trnjobs: Trnjobs, words: list[str]) -> None:
-    assert trnjobs("notify", *words)[0] == 78
+def test_addresses_that_are_none(
+    trnjobs: Trnjobs, monkeypatch: pytest.MonkeyPatch, url: str, words: list[str], code: int
+) -> None:
+    monkeypatch.setenv("TEAM_URL", url)
+    found, text = trnjobs("notify", "--test", *words)
+    assert found == code and (not url or url not in text)
 
 
 @given(st.text())

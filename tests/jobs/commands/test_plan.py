@@ -40,44 +40,18 @@ def test_every_preset_can_be_trained_on_the_fleet_of_the_example(preset: str) ->
     assert cli.main(["plan", config, *TRN1[1:], *WHERE, IMAGE, "--target=batch"]) == 0
 
 
-def timeouts(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, int]:
-    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--json", *flags]) == 0
-    definitions = [one["RegisterJobDefinition"] for one in json.loads(capsys.readouterr().out)]
-    return {one["tags"]["stage"]: one["timeout"]["attemptDurationSeconds"] for one in definitions}
-
-
-@pytest.mark.parametrize(("nodes", "instance"), [(4, "trn1.32xlarge"), (1, "trn1.32xlarge"), (1, "trn1.2xlarge")])
-def test_no_job_is_ended_before_its_stage_would_end_itself(
-    nodes: int, instance: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_job_is_ended_before_its_stage_would_end_itself(capsys: pytest.CaptureFixture[str]) -> None:
     """A try that is ended by its time limit is never repeated; one that ends itself is."""
-    given = timeouts(capsys, f"--jobs.health.nodes={nodes}", f"--jobs.health.instance={instance}")
-    ranks_s = 60 + 10 * (5 * 60 + 3 * 30)  # on Neuron small graphs are compiled first
-    assert given["health"] >= ranks_s + (600 if nodes > 1 else 0)
-    longer = timeouts(capsys, "--health.check-limit-s=600", "--compile.time-limit-s=100000")
-    assert longer["health"] > 10 * 5 * 600 and longer["compile"] > 100_000
-
-
-@pytest.mark.parametrize(
-    ("flag", "seen"),
-    [
-        ("--jobs.health.timeout-s=900", "jobs.health.timeout_s is 900; the stage itself may take"),
-        ("--jobs.compile.timeout-s=7200", "jobs.compile.timeout_s is 7,200; the stage itself may take 16,200 s"),
-    ],
-)
-def test_a_limit_of_a_job_below_that_of_its_stage_is_refused(
-    flag: str, seen: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, flag]) == 78
+    longer = ["--health.check-limit-s=600", "--compile.time-limit-s=100000"]
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--json", *longer]) == 0
+    definitions = [one["RegisterJobDefinition"] for one in json.loads(capsys.readouterr().out)]
+    limits = {one["tags"]["stage"]: one["timeout"]["attemptDurationSeconds"] for one in definitions}
+    assert limits["health"] > 10 * 5 * 600 and limits["compile"] > 100_000
+    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--jobs.compile.timeout-s=7200"]) == 78
     error = capsys.readouterr().err
-    assert seen in error and "no timeout_s" in error
+    assert "jobs.compile.timeout_s is 7,200; the stage itself may take 16,200 s" in error and "no timeout_s" in error
     on_cpu = ["--jobs.health.instance=", "--jobs.compile.instance=", "--backend=cpu"]
     assert cli.main(["plan", *TRN1, *WHERE, IMAGE, *on_cpu, "--jobs.health.timeout-s=1200", "--cycle=c"]) == 0
-
-
-def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *TRN1, *WHERE, IMAGE, "--train.global-batch-size=2000"]) == 78
-    assert "next: --train.global-batch-size 2048" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -93,11 +67,7 @@ def test_a_batch_that_its_ranks_cannot_share_is_refused(capsys: pytest.CaptureFi
             "jobs.evaluate has 8 ranks, graphs are compiled for 32, 128",
             "--compile.scoring-ranks 32,8",
         ),
-        (
-            [f"--config={CONFIGS / 'jobs' / 'embed-trn1.toml'}", "--jobs.embed.processes=2"],
-            "jobs.embed has 2 ranks, graphs are compiled for 32, 128",
-            "--compile.scoring-ranks 32,2",
-        ),
+        (["--train.global-batch-size=2000"], "a global batch of 2000", "--train.global-batch-size 2048"),
         (
             ["--mine.enabled=true", "--jobs.mine.instance=trn1.2xlarge", "--jobs.mine.memory-mib=28000"],
             "jobs.mine has 1 ranks, graphs are compiled for 32, 128",
@@ -113,7 +83,8 @@ def test_ranks_that_no_graph_is_compiled_for_are_refused(
     assert seen in error and f"next: {next_command}" in error
     mended = [f"{flag}={value}" for flag, value in zip(*[iter(next_command.split())] * 2, strict=True)]
     assert cli.main(["plan", *TRN1, *flags, *mended, *WHERE, IMAGE, "--cycle=c"]) == 0
-    assert cli.main(["plan", *TRN1, *flags, "--compile.on-unknown-graph=warn", *WHERE, IMAGE, "--cycle=c"]) == 0
+    warns = cli.main(["plan", *TRN1, *flags, "--compile.on-unknown-graph=warn", *WHERE, IMAGE, "--cycle=c"])
+    assert warns == (0 if "ranks" in seen else 78)
 
 
 def test_a_cycle_that_mines_has_an_array_for_it_before_training(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,14 +95,6 @@ def test_a_cycle_that_mines_has_an_array_for_it_before_training(capsys: pytest.C
     assert cli.main(["plan", *TRN1, *WHERE, IMAGE, *flags, "--json"]) == 0
     names = [one["SubmitJob"]["jobName"] for one in json.loads(capsys.readouterr().out)]
     assert [name.rpartition("-")[2] for name in names[2:5]] == ["compile", "mine", "train"]
-
-
-def test_the_table_and_what_earlier_cycles_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--jobs.train.nodes=2"]) == 0
-    text = capsys.readouterr().out
-    assert "2 nodes" in text and "no earlier cycle" in text
-    assert max(map(len, text.splitlines())) <= 160
-    assert not [*tmp_path.iterdir()]
 
 
 def test_the_expected_durations_are_those_of_the_newest_cycles(
@@ -148,7 +111,7 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
     assert cli.main(["plan", f"--workspace={tmp_path}", "--cycle=c1", "--target=local"]) == 0
     text = capsys.readouterr().out
     (line,) = (line for line in text.splitlines() if line.startswith("prepare "))
-    assert "10m00s" in line, text
+    assert "10m00s" in line and max(map(len, text.splitlines())) <= 160, text
 
 
 @pytest.mark.parametrize(
@@ -160,8 +123,6 @@ def test_the_expected_durations_are_those_of_the_newest_cycles(
         ([IMAGE, "--cycle=2026.11.20"], "expected letters, digits, - and _"),
         ([IMAGE, "--jobs.train.memory-mib=600000"], "trn1.32xlarge can give 128 and 490,000: it would never start"),
         ([IMAGE, "--jobs.train.attempts=11"], "jobs.train.attempts = '11'"),
-        ([IMAGE, "--jobs.report.nodes=2"], "jobs.report.nodes is 2"),
-        ([IMAGE, "--jobs.train.workers=4"], "jobs.train.workers is 4"),
         ([IMAGE, "--jobs.environment=" + "X=" + "y" * 25_000], "a job definition of"),
         ([IMAGE, "--jobs.schedule.expression=cron(0 2 31 2 *)"], "jobs.schedule"),
         ([IMAGE, "--train.mined-per-query=2"], "train.mined_per_query is 2, and no job of the cycle mines negatives"),

@@ -40,6 +40,9 @@ def test_a_job_that_runs_and_one_that_failed() -> None:
     assert rows[1:] == [("train", "RUNNING", "2", "30s", "-", doing)]
     failed = live_rows(SHAPE, [good("prepare"), bad("train", tried(70, reason="the loss is NaN"))], MOMENTS, 130.0)[1]
     assert failed[:3] == ("train", "FAILED", "1") and "the loss is NaN, exit code 70" in failed[5]
+    children = tuple(under_way(f"embed:{n}", "RUNNING", attempt(10, None, None)) for n in range(2))
+    embed = JobRecord(name="embed", id="e", state=JobState.PENDING, created_at=0.0, children=children)
+    assert live_rows(cycle(), [good("train"), embed], (), 20.0)[1][:4] == ("embed", "PENDING 0/2", "2", "10s")
 
 
 @pytest.mark.parametrize(("now", "words"), [(130.0, "for 2m10s | deadline in 57m"), (7200.0, "LATE")])
@@ -47,12 +50,6 @@ def test_the_head(now: float, words: str) -> None:
     found = ledger(SHAPE, [good("prepare"), TRAINS], MOMENTS, now=now, outcome=None, deadline_at=3600.0)
     text = head_text(SHAPE, found, "local", "under way", now)
     assert text.startswith("cycle 2026-11-20 on local: under way | 1 of 3 jobs done") and words in text
-
-
-def test_an_array_is_one_row() -> None:
-    children = tuple(under_way(f"embed:{n}", "RUNNING", attempt(10, None, None)) for n in range(2))
-    embed = JobRecord(name="embed", id="e", state=JobState.PENDING, created_at=0.0, children=children)
-    assert live_rows(cycle(), [good("train"), embed], (), 20.0)[1][:4] == ("embed", "PENDING 0/2", "2", "10s")
 
 
 def test_what_a_job_is_doing() -> None:
@@ -110,15 +107,15 @@ def test_until_it_has_ended(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert lines[-1] == "cycle 2026-11-20: succeeded"
 
 
-def test_on_a_terminal_it_is_one_picture(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ends_of_the_watching(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched([START, KeyboardInterrupt()], tmp_path, monkeypatch)[0] == 0, "that of the watching alone"
     failed = [good("prepare"), bad("train", tried(70, reason="[red]NaN[/red]"))]
     code, out, lines = watched([START, RUNS, failed], tmp_path, monkeypatch, terminal=True)
     assert code == 70 and "[red]NaN[/red], exit code 70" in out, "what jobs say is no markup"
     assert lines[0] == "train failed, attempt 1:" and "logs train" in lines[2]
-
-
-def test_ctrl_c_ends_the_watching_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched([START, KeyboardInterrupt()], tmp_path, monkeypatch)[0] == 0
+    monkeypatch.setattr(CycleStore, "closed", lambda self: Closed(outcome="cancelled", at=50.0, reason="by hand"))
+    code, _, lines = watched([START], tmp_path, monkeypatch)
+    assert (code, lines[-1]) == (143, "cycle 2026-11-20: cancelled, by hand")
 
 
 def test_as_it_is_typed(trnjobs: Trnjobs) -> None:
@@ -128,9 +125,3 @@ def test_as_it_is_typed(trnjobs: Trnjobs) -> None:
     code, text = trnjobs("status", "--watch", "--every", "0.5")
     assert code == 80 and "train  FAILED" in text
     assert trnjobs("status", "--watch", "--every", "0")[0] == 78
-
-
-def test_a_closed_cycle_is_shown_as_it_ended(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CycleStore, "closed", lambda self: Closed(outcome="cancelled", at=50.0, reason="by hand"))
-    code, _, lines = watched([START], tmp_path, monkeypatch)
-    assert (code, lines[-1]) == (143, "cycle 2026-11-20: cancelled, by hand")

@@ -14,7 +14,7 @@ from jobs.plan.spec import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage
 from tests.jobs.cycle.cases import cycle, job, plan
-from tests.killing import killed_at
+from tests.kit.killing import killed_at
 
 OTHER = plan(job("prepare"), job("train", "prepare"))
 

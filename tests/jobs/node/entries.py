@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from jobs.node.__main__ import main
 from pipeline.parallel.world import own_address
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 PATIENT = {
     "TRNJOBS_HEARTBEAT_S": "0.1",

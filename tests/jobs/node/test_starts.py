@@ -11,7 +11,7 @@ from pipeline.core.errors import TransientError
 from pipeline.io.storage import open_storage
 from tests.jobs.node.entries import entry, ml_root, python
 from tests.jobs.targets.faults import Faults, Killed, faulty
-from tests.ports import free_port
+from tests.kit.ports import free_port
 
 HOSTS = ["127.0.0.1", "127.0.0.2"]
 NAME = "relevance-train-r1a2-0badcafe"

@@ -61,13 +61,9 @@ def test_the_order_of_a_cycle(mines: bool) -> None:
 
 
 def test_commands() -> None:
+    stages = ("prepare", "health", "compile", "train", "evaluate", "embed")
     assert {one.name: " ".join(one.command) for one in planned().jobs} == {
-        "prepare": "trnjobs-entry -- trnpipe prepare",
-        "health": "trnjobs-entry -- trnpipe health",
-        "compile": "trnjobs-entry -- trnpipe compile",
-        "train": "trnjobs-entry -- trnpipe train",
-        "evaluate": "trnjobs-entry -- trnpipe evaluate",
-        "embed": "trnjobs-entry -- trnpipe embed",
+        **{name: f"trnjobs-entry -- trnpipe {name}" for name in stages},
         "verify": "trnjobs-entry -- trnpipe embed verify",
         "report": "trnjobs-entry -- trnjobs report",
     }
@@ -87,13 +83,9 @@ def test_a_gang_on_trainium_gets_the_machine_with_its_network() -> None:
         *(f"/dev/neuron{index}" for index in range(16)),
         *(f"/dev/infiniband/uverbs{index}" for index in range(8)),
     )
-    assert [(one.name, one.soft, one.hard) for one in needs.ulimits] == [
-        ("nofile", 65_536, 65_536),
-        ("memlock", -1, -1),
-    ]
-    assert needs.shared_memory_mib == 490_000 // 8
-    assert (needs.instance_type, needs.processes_per_node) == ("trn1.32xlarge", 32)
-    assert (train.timeout_s, train.retry) == (7200, Retry.of(5))
+    assert [(one.name, one.hard) for one in needs.ulimits] == [("nofile", 65_536), ("memlock", -1)]
+    assert (needs.shared_memory_mib, needs.instance_type) == (490_000 // 8, "trn1.32xlarge")
+    assert (needs.processes_per_node, train.timeout_s, train.retry) == (32, 7200, Retry.of(5))
 
 
 def test_what_one_stage_asks_goes_before_what_all_get() -> None:
@@ -144,12 +136,10 @@ def test_a_job_lasts_longer_than_its_stage_allows_itself() -> None:
 @pytest.mark.parametrize(
     ("stage", "wanted", "seen"),
     [
-        ("prepare", {"nodes": 2}, "jobs.prepare.nodes is 2"),
         ("embed", {"nodes": 2}, "jobs.embed.nodes is 2"),
         ("verify", {"processes": 2}, "jobs.verify.processes is 2"),
         ("report", {"workers": 2}, "jobs.report.workers is 2"),
         ("train", {"workers": 3}, "jobs.train.workers is 3"),
-        ("mine", {"nodes": 2}, "jobs.mine.nodes is 2"),
         ("train", {"instance": "trn1.32xlrage"}, "jobs.train.instance is trn1.32xlrage, an unknown instance type"),
         ("train", {"instance": "m7i.large", "vcpus": 2}, "jobs.train.instance is m7i.large"),
     ],

@@ -30,19 +30,22 @@ def test_the_hour_of_a_node(made: JobSpec, prices: Prices, expected: float | Non
     assert node_usd_per_hour(made, prices) == (None if expected is None else pytest.approx(expected))
 
 
-def test_gangs_and_arrays_cost_by_node_and_by_child() -> None:
-    assert job_usd(job("a", resources=TRN1), 1800, LIST) == pytest.approx(10)
-    assert job_usd(job("a", resources=TRN1, num_nodes=4), 1800, LIST) == pytest.approx(40)
-    assert job_usd(job("a", resources=TRN1, array_size=8), 1800, LIST) == pytest.approx(80)
-    assert job_usd(job("a"), 1800, LIST) is None
-    half = of(64, "trn1.32xlarge").model_copy(update={"num_nodes": 4})
-    assert job_usd(half, 1800, LIST) == pytest.approx(40), "nodes of a gang have their machines to themselves"
+SAGEMAKER = Prices({"trn1.32xlarge": 20.0, "ml.m7i.large": 0.2}, 0.05, 1.15)
 
 
-@pytest.mark.parametrize(("factor", "train_usd", "verify_usd"), [(None, 20.0, 0.1), (1.15, 23.0, 0.2)])
-def test_on_sagemaker_machines_are_whole_and_cost_more(
-    factor: float | None, train_usd: float, verify_usd: float
-) -> None:
-    prices = Prices({"trn1.32xlarge": 20.0, "ml.m7i.large": 0.2}, 0.05, factor)
-    assert job_usd(job("train", resources=TRN1), 3600, prices) == pytest.approx(train_usd)
-    assert job_usd(job("verify"), 3600, prices) == pytest.approx(verify_usd)
+@pytest.mark.parametrize(
+    ("made", "prices", "expected"),
+    [
+        (job("a", resources=TRN1), LIST, 20.0),
+        (job("a", resources=TRN1, num_nodes=4), LIST, 80.0),
+        (job("a", resources=TRN1, array_size=8), LIST, 160.0),
+        (job("a"), LIST, None),
+        # nodes of a gang have their machines to themselves
+        (of(64, "trn1.32xlarge").model_copy(update={"num_nodes": 4}), LIST, 80.0),
+        # on SageMaker machines are whole and cost more
+        (job("train", resources=TRN1), SAGEMAKER, 23.0),
+        (job("verify"), SAGEMAKER, 0.2),
+    ],
+)
+def test_the_hour_of_a_job(made: JobSpec, prices: Prices, expected: float | None) -> None:
+    assert job_usd(made, 3600, prices) == (None if expected is None else pytest.approx(expected))

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from jobs.config import JobsConfig, Step
-from jobs.plan.cycle import plan_cycle, stages
-from jobs.plan.script import CHECKPOINT_URI, ordered, plan_script, script_of
+from jobs.plan.cycle import plan_cycle
+from jobs.plan.script import CHECKPOINT_URI, plan_script, script_of
 from jobs.plan.spec import Plan
 from jobs.targets.base import with_placements
 from jobs.targets.batch.requests import check_plan
@@ -37,18 +37,8 @@ def test_a_script_under_torchrun() -> None:
     assert (job.command, job.num_nodes, job.retry.attempts, job.timeout_s) == (launched, 2, 5, 600)
     assert job.environment[CHECKPOINT_URI] == "s3://b/w/checkpoints/run-x/train-mine"
     assert set(job.retry.exit_codes) == {75, 143}  # those of the table; any other code is an error
-
-
-def test_an_empty_argument_is_passed_on_and_a_zero_byte_is_refused() -> None:
-    (job,) = run(step("x", "train.py", "", "--name", "")).jobs
-    assert job.command[-4:] == ("train.py", "", "--name", "")
-    with pytest.raises(ValidationError, match="first word is empty"):
-        step("x", "", "train.py")
-    for more in ({"environment": {"A": "a\0b"}}, {"command": ("train.py", "a\0b")}):
-        with pytest.raises(ConfigError, match="zero byte"):
-            run(Step(name="x", **({"command": ("train.py",)} | more)))
-    with pytest.raises(ConfigError, match="prepare: 'environment A'"):
-        cycle(environment={"A": "\0"})
+    other = run(step("x", "./notify.sh", "", "--name")).jobs[0].command
+    assert other == ("trnjobs-entry", "--", "./notify.sh", "", "--name"), "as it is, with its empty arguments"
 
 
 @pytest.mark.parametrize(
@@ -67,45 +57,32 @@ def test_what_file_a_job_runs(command: tuple[str, ...], script: str) -> None:
     assert script_of(run(step("x", *command)).jobs[0]) == script
 
 
-def test_other_commands_run_as_they_are() -> None:
-    assert run(step("x", "./notify.sh", "done")).jobs[0].command == ("trnjobs-entry", "--", "./notify.sh", "done")
-    with pytest.raises(ConfigError, match="2 nodes of 1 processes"):
-        run(step("x", "./notify.sh", nodes=2))
-
-
 def test_steps_among_the_stages() -> None:
     features = step("features", "python", "features.py", before=("prepare",))
     notify = step("notify", "./notify.sh", after=("verify",))
     plan = cycle(features, notify)
     names = [job.name for job in plan.jobs]
-    assert names[:2] == ["features", "prepare"] or names.index("features") < names.index("prepare")
     assert [one.job for one in plan.job("prepare").depends_on] == ["features"]
     assert [one.job for one in plan.job("notify").depends_on] == ["verify"]
     assert all(names.index(one.job) < names.index(job.name) for job in plan.jobs for one in job.depends_on)
-    assert len(set(names)) == len(names)
     check_plan(cycle(features, notify, **BATCH))
     without = [job for job in cycle().jobs if job.name != "prepare"]
     assert [job for job in plan.jobs if job.stage != "run" and job.name != "prepare"] == without
-
-
-def test_without_steps_a_plan_is_as_it_was() -> None:
-    assert ordered(stages(False), ()) == stages(False)
-    assert list(ordered(stages(True), ())) == list(stages(True))
 
 
 @pytest.mark.parametrize(
     ("steps", "seen"),
     [
         ((step("a", after=("b",)), step("b", after=("a",))), "a, b wait for each other"),
-        ((step("a", after=("report",), before=("prepare",)),), "wait for each other"),
         ((step("a", after=("nothing",)),), "after or before nothing, which is no job"),
         ((step("train"),), "train is the name of two jobs"),
-        ((step("a"), step("a")), "a is the name of two jobs"),
-        ((step("a", environment={"TRNJOBS_X": "1"}),), "sets TRNJOBS_X"),
         ((step("a", environment={"RANK": "1"}),), "sets RANK"),
         ((step("a", instance="m9.huge"),), "unknown instance"),
         ((step("a", "python"),), "python without a script"),
         ((step("a", "python", "--version"),), "python with option --version"),
+        ((step("a", "./notify.sh", nodes=2),), "2 nodes of 1 processes"),
+        ((step("a", "train.py", "a\0b"),), "zero byte"),
+        ((step("a", environment={"A": "a\0b"}),), "'environment A' holds a zero byte"),
     ],
 )
 def test_what_cannot_be_planned(steps: tuple[Step, ...], seen: str) -> None:
@@ -113,7 +90,9 @@ def test_what_cannot_be_planned(steps: tuple[Step, ...], seen: str) -> None:
         cycle(*steps)
 
 
-@pytest.mark.parametrize("fields", [{"workers": 2}, {"name": "a b"}, {"command": ()}, {"environment": {"a-b": "1"}}])
+@pytest.mark.parametrize(
+    "fields", [{"workers": 2}, {"name": "a b"}, {"command": ()}, {"command": ("",)}, {"environment": {"a-b": "1"}}]
+)
 def test_what_is_no_step(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Step(**{"name": "x", "command": ARGV} | fields)

@@ -23,7 +23,7 @@ from pipeline.io.storage import open_storage
 from pipeline.proc.signals import stop_on_signals
 from tests.jobs.cycle.cases import job
 from tests.jobs.targets.local.waiting import number_in, until, until_no_keepers
-from tests.killing import FILE_CHANGES, FORK, killed_at
+from tests.kit.killing import FILE_CHANGES, FORK, killed_at
 
 SUCCEEDED, FAILED = JobState.SUCCEEDED, JobState.FAILED
 SMALL = Resources(vcpus=1, memory_mib=64)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from pipeline.proc import pool
-from tests.zygote import Forked
+from tests.kit.zygote import Forked
 
 _STARTING = threading.Lock()
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import LossConfig
-from pipeline.model.losses import (
+from pipeline.model.relevance import RelevanceOutputs
+from pipeline.train.loss import (
     Targets,
     contrastive_loss,
     graded_loss,
     pair_loss,
 )
-from pipeline.model.relevance import RelevanceOutputs
 
 QUERIES, SLOTS, CLASSES, WIDTH = 5, 3, 3, 6
 CONFIG = LossConfig(contrastive_weight=0.7, graded_weight=1.3, temperature=0.2)

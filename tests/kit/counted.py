@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from pipeline.io.local import LocalStorage
 from pipeline.io.s3 import S3Storage
-from pipeline.io.storage import Storage
+from pipeline.io.storage import LocalStorage, Storage
 
 Kind = Literal["get", "put", "list", "head", "delete"]
 

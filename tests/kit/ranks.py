@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.core.errors import TrnpipeError
-from tests.ports import free_port
-from tests.zygote import ROOT, Forked
+from tests.kit.ports import free_port
+from tests.kit.zygote import ROOT, Forked
 
 WAIT_S = 300.0  # generous, machines may be loaded
 STACKS_S = WAIT_S - 20.0
@@ -52,7 +52,7 @@ def start_ranks(case: str, ranks: int, folder: Path, *words: str, env: Mapping[s
         mine = {**whole, **given, **(env or {})}
         with (folder / f"rank-{rank}.out").open("wb") as out, (folder / f"rank-{rank}.err").open("wb") as err:
             arguments = [case, str(folder / f"rank-{rank}.json"), *words]
-            started.append(Forked("tests.ranks", arguments, env=mine, cwd=ROOT, stdout=out, stderr=err))
+            started.append(Forked("tests.kit.ranks", arguments, env=mine, cwd=ROOT, stdout=out, stderr=err))
     return started
 
 

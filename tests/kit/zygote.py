@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 IMPORTED = (
     "boto3",
     "pyarrow.parquet",
@@ -125,7 +125,7 @@ def zygote_socket() -> str:
     """The socket of this process's zygote, which ends with it."""
     path = str(Path(tempfile.mkdtemp(prefix="trnpipe-zygote-")) / "socket")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.zygote", path]
+    command = [sys.executable, "-m", "tests.kit.zygote", path]
     zygote = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert zygote.stdin and zygote.stdout
     assert zygote.stdout.readline() == b"ready\n"

@@ -1,5 +1,5 @@
-"""Training on the stand-in device with two processes, whole and spread: the losses of the CPU, and an operator on the
-host is named.
+"""Training on the stand-in device: with two processes, whole and spread, the losses of the CPU; and programs outlive
+the machine that compiled them: compiled on one, trained on another with an empty cache.
 
 test_cycle.py has the whole cycle.
 """
@@ -56,3 +56,26 @@ def test_a_model_spread_over_two_processes_has_the_losses_of_the_cpu(on_cpu: Cyc
     assert max(abs(losses[step] - expected[step]) for step in losses) < 1e-5
     warnings = [line for line in said.splitlines() if "ran on the host" in line]
     assert bool(plan) or ["aten::gelu is not an operator of neuron" in line for line in warnings] == [True]
+
+
+def programs(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.neff")}
+
+
+@needs_compiler
+@pytest.mark.stage
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])  # alone, and below a launcher
+def test_what_one_machine_has_compiled_another_one_only_downloads(tmp_path: Path, processes: int) -> None:
+    cycle, shared = Cycle(tmp_path, ONE_SHAPE, processes=processes), tmp_path / "shared"
+    cycle.on_host("prepare")
+    exchange = ("--compile.sync-url", f"file://{shared}")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert "compiled programs to file://" in cycle.run("compile", *exchange, "--compile.cache-url", str(first))
+    compiled = programs(first)
+    assert compiled and programs(shared / "neff") == compiled
+    for name in compiled:  # another text: a program that is compiled anew would have its own
+        (shared / "neff" / name).write_bytes(b"downloaded")
+    said = cycle.run("train", *exchange, "--compile.cache-url", str(second))
+    assert f"{len(compiled)} compiled programs from file://" in said and "compiled ahead of time" in said
+    assert programs(second) == dict.fromkeys(compiled, b"downloaded"), "0 programs compiled"

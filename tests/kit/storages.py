@@ -9,7 +9,7 @@ import pytest
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
-from tests.s3 import MotoServer, lead_to
+from tests.kit.s3 import MotoServer, lead_to
 
 BUCKET = "tests"
 FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=60.0)

@@ -1,0 +1,1 @@
+"""Fixtures and helpers that tests of several packages share."""

@@ -1,0 +1,3 @@
+from tests.kit.storages import aws, moto_address, s3_uri, stop, storage, storage_uri
+
+__all__ = ["aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
