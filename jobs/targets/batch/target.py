@@ -209,13 +209,12 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
     """Return one job. `described`: also its children or nodes, by id; those that are not there yet are left out."""
     ids = _parts(detail)
     nodes = [described.get(one, {}) for one in ids if "#" in one]
+    of_array = [one for one in ids if ":" in one]
     children = [
-        _job_record(f"{name}:{one.rpartition(':')[2]}", described[one], {})
-        for one in ids
-        if "#" not in one and one in described
+        _job_record(f"{name}{one[len(detail['jobId']) :]}", described[one], {}) for one in of_array if one in described
     ]
     attempts = []
-    if not any(":" in one for one in ids):  # of an array the children run, it does not
+    if not of_array:  # of an array the children run, it does not
         ended = list(detail.get("attempts") or ())
         attempts = [_attempt(one, nodes or [detail], index) for index, one in enumerate(ended)]
         under_way = JobState(detail["status"]).is_active and all(one.get("stoppedAt") for one in ended)
@@ -259,22 +258,19 @@ def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptReco
 
 NEVER_STARTS = "MISCONFIGURATION:"
 """Begins what waiting does not cure. Capacity comes back."""
+_QUEUES = "aws batch describe-job-queues"
 _REASONS = {  # in our words, and what to do
     "CAPACITY:": ("there is no capacity for it", "wait; or add a zone, a reservation or a capacity block"),
     "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": (
         "it needs more vCPU than maxvCpus of any compute environment of the queue",
         "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
     ),
-    "MISCONFIGURATION:SERVICE_ENVIRONMENT_MAX_RESOURCE": (
-        "it needs more instances than the service environment of the queue has",
-        "aws batch update-service-environment, or fewer nodes in [jobs]",
-    ),
     "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": (
         "no instance type of the compute environments has the vCPU and memory it asks for",
         "ask for less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
     ),
-    NEVER_STARTS: ("the queue or its compute environments are set up wrongly", "aws batch describe-job-queues"),
-    "UNDETERMINED": ("AWS Batch does not know why it cannot start", "aws batch describe-job-queues"),
+    NEVER_STARTS: ("the queue, its environments or their limits are set up wrongly for it", _QUEUES),
+    "UNDETERMINED": ("AWS Batch does not know why it cannot start", _QUEUES),
 }
 
 

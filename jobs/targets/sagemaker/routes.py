@@ -235,7 +235,7 @@ class QueueRoute(BatchClient):
         account, problems = look_up(self, [queue for queue, _ in uses]), list[str]()
         for name in dict(uses):
             problems += queue_problems(name, account, is_shared=True)
-            kind = account.queues.get(name, {}).get("jobQueueType", SERVICE_JOB_TYPE)
+            kind = account[name].detail.get("jobQueueType") if name in account else SERVICE_JOB_TYPE
             if kind != SERVICE_JOB_TYPE:
                 problems.append(f"queue {name}: of type {kind}; expected {SERVICE_JOB_TYPE}")
         refuse_account(problems, f"an enabled fair-share queue of type {SERVICE_JOB_TYPE} (jobs.sagemaker.queue)")
