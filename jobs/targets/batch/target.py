@@ -10,7 +10,7 @@ from jobs.cycle.job_states import Leaf, in_our_words, unneeded_jobs
 from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
-from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
+from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
 from pipeline.core.errors import TransientError
 from pipeline.core.format import format_duration
@@ -126,9 +126,7 @@ class BatchTarget(Target):
             found = self._live(plan, request["jobQueue"], request["jobName"])
             return str(found[0]["jobId"]) if found else self.client.submit_job(request)
 
-        job_id = self.client.repeat(
-            find_or_submit, doing=f"submitting {request['jobName']}", retryable=lambda e: isinstance(e, UnknownOutcome)
-        )
+        job_id = self.client.repeat(f"submitting {request['jobName']}", find_or_submit, is_unknown)
         submission = Submission(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
         try:
             self.store.save_submission(round_, submission)
@@ -152,11 +150,7 @@ class BatchTarget(Target):
 
     def _live_ids(self, plan: Plan, job: JobSpec, round_: int) -> list[str]:
         queue, name = placement_of(plan, job).queue, job_name(plan, job, round_)
-        found = self.client.repeat(
-            lambda: self._live(plan, queue, name),
-            doing=f"looking for {name}",
-            retryable=lambda error: isinstance(error, UnknownOutcome),
-        )
+        found = self.client.repeat(f"looking for {name}", lambda: self._live(plan, queue, name), is_unknown)
         return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
 
     def _live(self, plan: Plan, queue: str, name: str) -> list[Detail]:

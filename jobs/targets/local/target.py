@@ -308,8 +308,6 @@ class LocalTarget(Target):
     stop: StopSignal
     grace_s: float = PLATFORM_S
     poll_s: float = 0.1
-    new_id: Callable[[], str] = lambda: str(uuid.uuid4())
-    monotonic: Callable[[], float] = time.monotonic
 
     @property
     def files(self) -> LocalFiles:
@@ -331,7 +329,7 @@ class LocalTarget(Target):
                         next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
                     )
             for name in new:
-                submission = Submission(job=name, id=self.new_id(), submitted_at=self.store.clock())
+                submission = Submission(job=name, id=str(uuid.uuid4()), submitted_at=self.store.clock())
                 self.store.save_submission(round_, submission)
             self._run(plan)
 
@@ -399,7 +397,6 @@ class LocalTarget(Target):
             self.store.clock,
             self.grace_s,
             self.poll_s,
-            monotonic=self.monotonic,
         ).run()
 
     def _saved(self) -> list[JobRecord]:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from jobs.targets.local.nodes import (
     end_leftovers,
     group_port,
     local_command,
+    local_files,
     node_environment,
 )
 from pipeline.parallel.world import torchrun_arguments
@@ -103,30 +106,22 @@ def test_a_node_started_twice_runs_once(folder: Path) -> None:
     assert Path("runs").read_text() == "x"
 
 
-def test_a_killed_keeper_is_a_lost_host_and_its_command_does_not_live_on(folder: Path) -> None:
-    nodes = Processes(grace_s=5)
-    start(nodes, folder, GRANDCHILD + SLEEP)
-    until(lambda: number_in(Path("command")), "the command")
-    (pid,) = keepers_of(folder)
-    os.kill(pid, signal.SIGKILL)
-    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True)
-    assert not is_alive(number_in(Path("command")))
-    assert not is_alive(number_in(Path("grandchild")))
-    assert ended(nodes, folder) == NodeEnd(lost=True)
-
-
-def test_a_suspended_keeper_is_killed_with_all_it_keeps_and_the_reason_stays(folder: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "suspended"])
+def test_a_dead_or_suspended_keeper_takes_all_it_keeps_with_it_and_the_reason_stays(folder: Path, how: str) -> None:
     nodes = Processes(grace_s=0.1)
     start(nodes, folder, GRANDCHILD + SLEEP)
     until(lambda: number_in(Path("command")), "the command")
     (pid,) = keepers_of(folder)
-    suspend(pid)
-    nodes.stop(folder, "SIGTERM")
-    assert nodes.look(folder).phase is Phase.RUNNING
-    nodes.kill(folder, "timeout")
-    nodes.kill(folder, "SIGTERM")  # the first counts
-    assert ended(nodes, folder) == NodeEnd(lost=True, stopped_by="timeout")
-    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True, stopped_by="timeout")
+    if how == "killed":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        suspend(pid)
+        nodes.stop(folder, "SIGTERM")
+        assert nodes.look(folder).phase is Phase.RUNNING
+        nodes.kill(folder, "timeout")
+        nodes.kill(folder, "SIGTERM")  # the first counts
+    end = NodeEnd(lost=True, stopped_by="timeout" if how == "suspended" else "")
+    assert ended(Processes(grace_s=5), folder) == ended(nodes, folder) == end
     for one in (pid, number_in(Path("command")), number_in(Path("grandchild"))):
         assert not is_alive(one)
 
@@ -200,6 +195,13 @@ def test_a_keeper_waits_for_room_on_the_disk() -> None:
 
     assert node_keeper._when_there_is_room(write, []) == 5
     assert node_keeper._when_there_is_room(write, ["SIGTERM"]) is None
+
+
+def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_folder(tmp_path: Path) -> None:
+    storage: Any = SimpleNamespace(root="s3://bucket/a", local_path=lambda key: None)
+    files = local_files(storage, tmp_path, "c1")
+    assert files.folder.is_relative_to(tmp_path / "jobs") and files.folder.name == "c1"
+    assert files.folder / files.log_stream("id", 1, 0) == files.node("id", 1, 0) / "log.txt"
 
 
 # What a node is told: the words of a place, and the settings of its own job.
