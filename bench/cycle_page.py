@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from bench.results import ROOT, Result, Target, figure, finish
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import Claim, CycleStore
-from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
+from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.page.publish import data_key, report_key, write_page
 from jobs.plan.spec import Dependency, JobSpec, Plan, Resources
+from jobs.settings import JobsConfig
 from pipeline.context import Figure, StageResult, store_result
 from pipeline.data.token_sets import PartitionDigest, PrepareDigest, QuarantinedRow
 from pipeline.data.token_sets import digest_key as prepared_key

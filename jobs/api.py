@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +23,7 @@ from pydantic import Field
 
 from jobs.commands.show import log_lines
 from jobs.commands.submit import cancel_cycle, close_cycle, submit_plan
-from jobs.cycle.job_records import Closed, JobRecord, Outcome
-from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
+from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code_of_cycle, outcome_of
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
@@ -179,10 +179,10 @@ class Cycle:
         `timeout_s` or where nobody answers for 15 min, ConfigError when it was not submitted, and what ended its engine
         here.
         """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        until = time.monotonic() + (inf if timeout_s is None else timeout_s)
         plan, target, answered_at = self._cycle.plan(), self._cycle.target(), time.monotonic()
         while True:
-            left = every_s if until is None else min(every_s, max(0.0, until - time.monotonic()))
+            left = min(every_s, max(0.0, until - time.monotonic()))
             if (engine := self._engine) is not None:  # once: another thread may wait too, or cancel
                 wait_for([engine], left)
             is_mine = self._runs_here()
@@ -198,7 +198,7 @@ class Cycle:
             except TransientError:
                 if time.monotonic() - answered_at > PATIENCE_S:
                     raise
-            if until is not None and time.monotonic() >= until:
+            if time.monotonic() >= until:
                 raise TransientError(
                     f"cycle {self.name} has not ended within {timeout_s:g} s",
                     next_command="wait again; status() tells how far it is",
@@ -216,12 +216,11 @@ class Cycle:
         return False
 
     def status(self) -> CycleStatus:
-        plan, claim = self._store.plan(), self._store.claim()
-        if plan is None:
+        claim = self._store.claim()
+        if self._store.plan() is None:
             jobs = tuple(jobs_of(make_plan(self.settings), ()))
             return CycleStatus(cycle=self.name, target="", outcome="not submitted", reason="", jobs=jobs)
-        records = self._cycle.records(plan)
-        closed = self._store.closed() or outcome_of(plan, records)
+        plan, records, closed = self._ended()
         return CycleStatus(
             cycle=self.name,
             target=claim.target if claim else "",

@@ -29,11 +29,9 @@ COMMANDS: dict[str, str] = {
 }
 TARGETS = ["local", "batch", "sagemaker"]
 MODULES = {
-    **dict.fromkeys(("plan", "fit"), "plan"),
-    **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile"), "submit"),
-    **dict.fromkeys(("status", "logs", "history", "cost", "report", "config"), "show"),
+    **dict.fromkeys(("submit", "run", "retry", "cancel", "reconcile", "driver"), "submit"),
+    **dict.fromkeys(("plan", "fit", "status", "logs", "history", "cost", "report", "config"), "show"),
     "notify": "notify",
-    "driver": "driver",
 }
 
 

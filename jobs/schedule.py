@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 
+EXPECTED = "cron(minutes hours day-of-month month day-of-week *) and an IANA zone, such as cron(0 2 * * ? *) and UTC"
 _DAY = timedelta(days=1)
 
 
@@ -40,23 +41,16 @@ class ScheduleConfig(Record):
     @model_validator(mode="after")
     def _check_expression(self) -> Self:
         if self.is_set:
-            try:
-                self.schedule()
-            except ConfigError as error:
-                raise ValueError(f"{error.seen}; expected {error.expected}") from error
+            parse_schedule(self.expression, self.timezone)
         return self
 
     def schedule(self) -> "Schedule":
-        """Return the schedule of the expression. Raises ConfigError if there is none or it is invalid."""
-        try:
-            return parse_schedule(self.expression, self.timezone)
-        except ValueError as error:
+        """Return the schedule of the expression. Raises ConfigError if there is none."""
+        if not self.is_set:
             raise ConfigError(
-                f"jobs.schedule.expression {self.expression!r} with timezone {self.timezone!r}: {error}",
-                expected="cron(minutes hours day-of-month month day-of-week *) and an IANA zone, such as"
-                " cron(0 2 * * ? *) and Europe/Berlin",
-                next_command="correct jobs.schedule",
-            ) from error
+                "jobs.schedule.expression is empty", expected=EXPECTED, next_command="set it, then the same command"
+            )
+        return parse_schedule(self.expression, self.timezone)
 
 
 @dataclass(frozen=True)
@@ -97,33 +91,33 @@ def parse_schedule(expression: str, timezone: str = "UTC") -> Schedule:
     """Return the schedule of an expression. Raises ValueError with what is wrong."""
     from cronsim import CronSim, CronSimError  # most workspaces have no schedule
 
+    def wrong(why: object) -> ValueError:
+        return ValueError(f"{expression!r} with timezone {timezone!r}: {why}; expected {EXPECTED}")
+
     try:
         zone = ZoneInfo(timezone)
     except (KeyError, ValueError, OSError) as error:  # not found, no such form, a folder of zones
-        raise ValueError(f"time zone {timezone!r} is unknown to the tz database (package tzdata)") from error
+        raise wrong("the time zone is unknown to the tz database (package tzdata)") from error
     form = re.fullmatch(r"cron\((.*)\)", expression.strip())
     fields = form[1].split() if form else []
     if len(fields) != 6:
-        raise ValueError(f"{len(fields)} fields in cron(...), not six")
+        raise wrong(f"{len(fields)} fields in cron(...), not six")
     minutes, hours, day, month, weekday, year = fields
     if (day == "?") == (weekday == "?"):
-        raise ValueError("? must stand in exactly one of day-of-month and day-of-week")
+        raise wrong("? must stand in exactly one of day-of-month and day-of-week")
     if year != "*" or "W" in day.upper():
-        raise ValueError("years and W are not supported")
-    weekday = re.sub(r"(?<![#/\d])\d+", _from_sunday, "7" if weekday.upper() == "L" else weekday)
+        raise wrong("years and W are not supported")
+    if re.search(r"(?<![#/\d])(0|[89]|\d\d+)", weekday):
+        raise wrong(f"day-of-week {weekday} is not 1 to 7")
+    # EventBridge counts days of the week from 1, cron from 0.
+    weekday = "7" if weekday.upper() == "L" else weekday
+    weekday = re.sub(r"(?<![#/\d])\d", lambda one: str(int(one[0]) - 1), weekday)
     cron = " ".join((minutes, hours, day, month, weekday)).replace("?", "*")
     try:
         CronSim(cron, datetime(2026, 1, 1))
     except CronSimError as error:
-        raise ValueError(str(error)) from error
+        raise wrong(error) from error
     return Schedule(expression, zone, cron)
-
-
-def _from_sunday(day: re.Match[str]) -> str:
-    """EventBridge counts days of the week from 1, cron from 0."""
-    if not 1 <= int(day[0]) <= 7:
-        raise ValueError(f"day-of-week {day[0]} is not 1 to 7")
-    return str(int(day[0]) - 1)
 
 
 def cycle_name(schedule: Schedule, when: datetime) -> str:

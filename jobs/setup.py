@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Self
 from zoneinfo import ZoneInfo
 
-from jobs.config import StageJob
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.job_records import JobRecord
+from jobs.cycle.job_states import JobRecord
 from jobs.cycle.ledger import CycleLedger, read_ledger
 from jobs.cycle.tables import failure_lines
-from jobs.plan.cycle import plan_cycle
+from jobs.plan.cycle import AFTER, plan_cycle
 from jobs.plan.script import RUN_PREFIX, plan_script
 from jobs.plan.spec import Plan
-from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
+from jobs.settings import CycleSettings, StageJob, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError
@@ -168,8 +167,8 @@ def make_plan(settings: CycleSettings) -> Plan:
             f"cycle {settings.cycle!r}",
             expected=f"a name that does not begin with {RUN_PREFIX}: that is reserved for trnjobs run",
         )
-    for name in ("compile", "train", "evaluate"):
-        batch_share(settings.train, _ranks(settings.jobs.stage(name)))
+    for job in (settings.jobs.compile, settings.jobs.train, settings.jobs.evaluate):
+        batch_share(settings.train, job.nodes * job.processes)
     _check_compiled_ranks(settings)
     if settings.train.mined_per_query and not settings.mine.enabled:
         raise ConfigError(
@@ -196,8 +195,7 @@ def make_run(settings: CycleSettings) -> Plan:
 
 
 def _workspace_uri(settings: CycleSettings) -> str:
-    workspace = settings.workspace
-    return workspace if "://" in workspace else f"file://{user_path(workspace)}"
+    return settings.workspace if "://" in settings.workspace else f"file://{user_path(settings.workspace)}"
 
 
 def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
@@ -212,32 +210,27 @@ def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
     return limits
 
 
-def _ranks(job: StageJob) -> int:
-    return job.nodes * job.processes
-
-
 def _check_compiled_ranks(settings: CycleSettings) -> None:
     """Graphs are found again by as many ranks as they were compiled for. Raises ConfigError for a job of others."""
     jobs = settings.jobs
-    both = _on_neuron(settings, jobs.compile) and _on_neuron(settings, jobs.train)
-    if settings.compile.on_unknown_graph != "error" or not both:
+    ranks = {name: jobs.stage(name).nodes * jobs.stage(name).processes for name in AFTER}
+    on_neuron = {name for name in ranks if _on_neuron(settings, jobs.stage(name))}
+    if settings.compile.on_unknown_graph != "error" or not {"compile", "train"} <= on_neuron:
         return
-    trained = _ranks(jobs.train)
-    if _ranks(jobs.compile) != trained:
+    if ranks["compile"] != ranks["train"]:
         raise ConfigError(
-            f"jobs.compile has {_ranks(jobs.compile)} ranks (nodes x processes), jobs.train {trained}",
+            f"jobs.compile has {ranks['compile']} ranks (nodes x processes), jobs.train {ranks['train']}",
             expected="as many: the number of replicas is part of a compiled graph",
             next_command=f"--jobs.compile.nodes {jobs.train.nodes} --jobs.compile.processes {jobs.train.processes}",
         )
+    known = {ranks["train"], *settings.compile.scoring_ranks}
     for name in ("evaluate", "embed", *(["mine"] if settings.mine.enabled else [])):
-        job = jobs.stage(name)
-        known = {trained, *settings.compile.scoring_ranks}
-        if _on_neuron(settings, job) and _ranks(job) not in known:
-            wanted = " ".join(str(ranks) for ranks in (*settings.compile.scoring_ranks, _ranks(job)))
+        if name in on_neuron and ranks[name] not in known:
             raise ConfigError(
-                f"jobs.{name} has {_ranks(job)} ranks, graphs are compiled for {', '.join(map(str, sorted(known)))}",
+                f"jobs.{name} has {ranks[name]} ranks, graphs are compiled for {', '.join(map(str, sorted(known)))}",
                 expected="a number of ranks that graphs are compiled for",
-                next_command=f"--compile.scoring-ranks {wanted.replace(' ', ',')}",
+                next_command="--compile.scoring-ranks "
+                + ",".join(map(str, (*settings.compile.scoring_ranks, ranks[name]))),
             )
 
 

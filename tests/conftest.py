@@ -10,6 +10,9 @@ from hypothesis import settings
 
 from pipeline.proc import pool
 from tests.kit.pool_worker import PoolWorker
+from tests.kit.storages import aws, moto_address, s3_uri, stop, storage, storage_uri
+
+__all__ = ["aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
 
 ROOT = Path(__file__).parents[1]
 # Before torch is imported, here and in children: two threads that spin on a busy machine of two cores take a second for

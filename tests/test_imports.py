@@ -33,8 +33,8 @@ LAYERS = (
 )
 JOBS_LAYERS = (
     ("schedule",),
-    ("config",),
-    ("plan", "settings"),
+    ("settings",),
+    ("plan",),
     ("cycle", "node"),
     ("targets",),
     ("setup",),

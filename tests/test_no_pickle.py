@@ -46,7 +46,7 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
 
 def test_no_file_reads_pickles() -> None:
     found = {(str(path.relative_to(ROOT)), what) for path in FILES for what in unsafe(ast.parse(path.read_text()))}
-    assert len(FILES) > 300 and found == set(ALLOWED)
+    assert len(FILES) > 200 and found == set(ALLOWED)
 
 
 @pytest.mark.parametrize(

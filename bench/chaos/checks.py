@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.cycle.job_records import JobRecord
+from jobs.cycle.job_states import JobRecord
 from jobs.targets.local.node_keeper import ENDED, STARTED
 from jobs.targets.local.nodes import LocalFiles
 from pipeline.core.errors import TrnpipeError

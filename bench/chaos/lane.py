@@ -16,7 +16,7 @@ from bench.chaos.processes import Watch
 from bench.chaos.s3 import FailingServer
 from bench.results import ROOT
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import JobState
 from jobs.targets.local.nodes import LocalFiles, local_files
 from pipeline.core.errors import TransientError, TrnpipeError
 from pipeline.io.storage import Storage, open_storage

@@ -85,17 +85,6 @@ def all_reduce_s(fabric: Fabric, group: Group, num_bytes: float, algorithm: Algo
     return max(0.0, 2 * half_s(fabric, group, num_bytes, algorithm) - fabric.call_s) if group.size > 1 else 0.0
 
 
-def choose_algorithm(message_bytes: float, nodes: int, ranks_per_node: int, fabric: Fabric) -> Algorithm:
-    """The faster one for an all-gather or reduce-scatter of this size (the whole, not a rank's part).
-
-    Many nodes and small messages: hierarchical, whose latency grows with the logarithm of the nodes. RCCL switches at
-    64 MB on 8 nodes and 128 MB on 16 (ROCm/rccl pull request 3856), this model near 200 MiB on 16 p4d.
-    """
-    group = Group(nodes, ranks_per_node)
-    flat, hierarchical = (half_s(fabric, group, message_bytes, one) for one in ("flat", "hierarchical"))
-    return "hierarchical" if hierarchical < flat else "flat"
-
-
 _EFA_HOP_S = 15e-6  # between nodes, and 1 to 2 us within: Neuron runtime documentation, internode collectives
 _NCCL_CALL_S = 30e-6  # assumed: the order of the smallest all-reduce of nccl-tests; twice it moves no step by 1 %
 

@@ -14,12 +14,11 @@ import logging
 import os
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pydantic import Field
 
-from jobs.cycle.job_records import Closed, JobRecord
-from jobs.cycle.job_states import failed_leaf, first_failure
+from jobs.cycle.job_states import Closed, JobRecord, failed_leaf, first_failure
 from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
@@ -60,22 +59,19 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
             next_command="see `trnjobs config` for [jobs.notify]; addresses: https://github.com/caronc/apprise/wiki",
         )
     if arguments.test:
-        _put(cycle, f"test-{round(1000 * time.time())}", _message(cycle, "a test of trnjobs", ()))
+        _put(cycle, f"test-{round(1000 * time.time())}", "a test of trnjobs")
     if waiting := send_messages(cycle):
         raise TransientError(f"{waiting} messages are pending", next_command="trnjobs notify")
     say("all messages were delivered")
     return EXIT_OK
 
 
-def _messages(
-    cycle: OpenCycle, plan: Plan, records: Sequence[JobRecord], closed: Closed | None
-) -> Iterator[tuple[str, Message]]:
-    """Yield a message for a missed deadline and one for the end of the cycle, each with its name within the cycle."""
+def _put_news(cycle: OpenCycle, plan: Plan, records: Sequence[JobRecord], closed: Closed | None) -> None:
+    """Store a message for a missed deadline and one for the end of the cycle."""
     store = cycle.store
     ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed)
-    due, reached = ledger.deadline_at, closed.at if closed else store.clock()
-    if due is not None and reached > due:
-        yield "late-deadline", _message(cycle, "its deadline has passed", (), at=due)
+    if ledger.deadline_at is not None and (closed.at if closed else store.clock()) > ledger.deadline_at:
+        _put(cycle, "late-deadline", "its deadline has passed", at=ledger.deadline_at)
     if closed is None or closed.outcome == "cancelled":
         return
     evaluated = load_result(store.storage, store.cycle, "evaluate")
@@ -91,29 +87,25 @@ def _messages(
         lines += (failed.attempts[-1].error or NO_LOG).splitlines()
         lines.append(logs_command(failed, store.storage.root, store.cycle))
     name = f"{event.partition(' ')[0]}-{closed.round or max(store.rounds(), default=1)}"
-    yield name, _message(cycle, event.upper() if event == "failed" else event, lines, at=closed.at)
+    _put(cycle, name, event.upper() if event == "failed" else event, lines, at=closed.at)
 
 
-def _message(cycle: OpenCycle, what: str, lines: Sequence[str], *, at: float | None = None) -> Message:
-    store = cycle.store
+def _put(cycle: OpenCycle, name: str, what: str, lines: Sequence[str] = (), *, at: float | None = None) -> None:
+    """Store a message, unless it was made before. `name`: of the message within its cycle; `at`: None: now."""
+    store, storage = cycle.store, cycle.store.storage
+    if storage.stat(store.key(f"told/{name}")) is not None:
+        return
     title = f"{cycle.settings.jobs.name} {store.cycle}: {what}"
-    body = "\n".join(plain(line) for line in (*lines, store.storage.uri(report_key(store.cycle))) if line)
-    return Message(title=plain(title), body=body, at=store.clock() if at is None else at)
+    body = "\n".join(plain(line) for line in (*lines, storage.uri(report_key(store.cycle))) if line)
+    message = Message(title=plain(title), body=body, at=store.clock() if at is None else at)
+    storage.write_if_absent(f"{OUTBOX}/{cycle.name}/{name}.json", message.model_dump_json(indent=1).encode())
+    storage.write_if_absent(store.key(f"told/{name}"), b"")
 
 
 def plain(text: str) -> str:
     """Return one line without control, format and bidirectional characters, of at most MAX_TEXT characters."""
-    words = "".join(" " if unicodedata.category(one)[0] in "CZ" else one for one in text).split()
-    line = " ".join(words)
+    line = " ".join("".join(" " if unicodedata.category(one)[0] in "CZ" else one for one in text).split())
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
-
-
-def _put(cycle: OpenCycle, name: str, message: Message) -> None:
-    """Store a message, unless it was made before."""
-    storage, told = cycle.store.storage, cycle.store.key(f"told/{name}")
-    if storage.stat(told) is None:
-        storage.write_if_absent(f"{OUTBOX}/{cycle.name}/{name}.json", message.model_dump_json(indent=1).encode())
-        storage.write_if_absent(told, b"")
 
 
 def send_messages(
@@ -126,8 +118,8 @@ def send_messages(
     if not cycle.settings.jobs.notify.is_set:
         return 0
     try:
-        for name, message in _messages(cycle, plan, records, closed) if plan else ():
-            _put(cycle, name, message)
+        if plan:
+            _put_news(cycle, plan, records, closed)
         return _send(cycle)
     except Preempted:
         raise

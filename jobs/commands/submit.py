@@ -1,4 +1,4 @@
-"""Commands that change a cycle: `trnjobs submit`, `run`, `retry`, `cancel` and `reconcile`.
+"""Commands that change a cycle: `trnjobs submit`, `run`, `retry`, `cancel`, `reconcile` and `driver`.
 
 At the end: a cycle that was submitted before. What differs, and whether it can start from the beginning.
 """
@@ -6,6 +6,7 @@ At the end: a cycle that was submitted before. What differs, and whether it can 
 import argparse
 import hashlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,25 +17,25 @@ from typing import Any
 from pydantic import ValidationError
 
 from jobs.commands.notify import send_messages
-from jobs.config import StageJob, Step
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
-from jobs.cycle.job_records import Closed, JobRecord, JobState
-from jobs.cycle.job_states import CANCELLED, exit_code_of_cycle, outcome_of
+from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import cost_lines, status_lines, summary
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
 from jobs.plan.script import RUN_PREFIX, script_of
 from jobs.plan.spec import Plan
-from jobs.settings import CycleSettings, differences, of_all_jobs, values_of, with_values
+from jobs.schedule import ScheduleConfig, due_cycle
+from jobs.settings import CycleSettings, StageJob, Step, differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
 from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
-from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TrnpipeError
+from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
 from pipeline.registry.records import verdict_key
 
+TIME_VARIABLE = "TRNJOBS_SCHEDULED_TIME"
 MAX_CHANGES = 8
 MAX_CHARACTERS = 60
 """Of one value."""
@@ -277,6 +278,70 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         send_messages(cycle)
     say(f"cycle {store.cycle}: {closed.text}")
     return exit_code_of_cycle(closed, records)
+
+
+# What the scheduler starts. It starts the cycle that is due and exits; run twice for one time, it starts nothing twice.
+
+
+def run_driver(arguments: argparse.Namespace, say: Say) -> int:
+    """Start what is due. Raises ConfigError for a time that is not on the schedule, TransientError for an overlap."""
+    settings, now = arguments.settings, datetime.now(UTC)
+    config = settings.jobs.schedule
+    scheduled = scheduled_time(arguments.scheduled_time or os.environ.get(TIME_VARIABLE, ""), config, now)
+    with stopping_jobs(settings) as stop:
+        asked = open_cycle(settings, say, stop)
+        return drive(config, scheduled, now, asked, arguments.target or settings.jobs.target)
+
+
+def drive(config: ScheduleConfig, scheduled: datetime, now: datetime, asked: OpenCycle, target: str) -> int:
+    """Start the cycle of a scheduled time, if it is due and no other one is under way; its exit code."""
+    claimed = claimed_cycles(asked.store)
+    name, reason = due_cycle(config, scheduled=scheduled, now=now, claimed=claimed)
+    if reason:
+        asked.say(f"cycle {name} is not started: {reason}")
+        return EXIT_OK
+    others = unclosed_cycles(asked.store, [other for other in claimed if other != name])
+    running = next((other for other in reversed(others) if not has_ended(asked.other(other))), "")
+    if running:
+        raise TransientError(
+            f"cycle {running} is under way: cycle {name} would overlap it",
+            expected="one cycle at a time",
+            next_command=f"wait; or trnjobs submit --cycle {running}, if it was submitted half; or trnjobs cancel",
+        )
+    cycle = asked.other(name)
+    if name in claimed and has_ended(cycle):
+        cycle.say(f"cycle {name} has ended already")
+        return EXIT_OK
+    return submit_plan(cycle, make_plan(cycle.settings), target)
+
+
+def has_ended(cycle: OpenCycle) -> bool:
+    """Return whether a cycle has ended, after its records were brought up to date."""
+    if cycle.store.closed() is not None:
+        return True
+    cycle = cycle.with_stored()
+    plan = cycle.store.plan()
+    if plan is None:  # claimed, and nothing submitted
+        return False
+    finish(cycle, plan, cycle.target().records(plan))
+    return cycle.store.closed() is not None
+
+
+def scheduled_time(text: str, config: ScheduleConfig, now: datetime) -> datetime:
+    """Return the time to start a cycle for; without a text the newest that has passed. Raises ConfigError."""
+    if not text:
+        return next(config.schedule().before(now))
+    try:
+        found = datetime.fromisoformat(text)
+        if found.tzinfo is None:
+            raise ValueError(f"{text} has no offset")
+    except ValueError as error:
+        raise ConfigError(
+            f"scheduled time {text!r}: {error}",
+            expected="a time such as 2026-11-20T02:00:00Z, as the scheduler fills in <aws.scheduler.scheduled-time>",
+            next_command="correct the command of the schedule's target",
+        ) from error
+    return found.astimezone(UTC)
 
 
 # A cycle that was submitted before.

@@ -8,8 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import exit_code_of_cycle, outcome_of
+from jobs.cycle.job_states import JobRecord, JobState, exit_code_of_cycle, outcome_of
 from jobs.cycle.ledger import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
 from jobs.cycle.tables import STATUS, status_rows
 from jobs.plan.spec import Plan

@@ -1,4 +1,6 @@
-"""How jobs pass from state to state, as AWS Batch does it. Pure: records in, records out.
+"""What is known of the jobs of a cycle, on any target, and how they pass from state to state, as AWS Batch does it.
+
+Pure: records in, records out.
 
 A leaf is what runs: a job, or one child of an array. The parent of an array has no state of its own: it is PENDING
 while children run, and FAILED when all have ended and one failed.
@@ -8,10 +10,133 @@ Source: the user guide of AWS Batch (job states, dependencies, array jobs, job r
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
-from jobs.cycle.job_records import AttemptRecord, Cancel, Closed, JobRecord, JobState, Outcome
+from pydantic import Field
+
 from jobs.plan.spec import JobSpec, Plan, Retry
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, Preempted, TransientError, headline
+from pipeline.core.record import Record
+
+
+class JobState(StrEnum):
+    """States of AWS Batch, in the order in which a job passes them. A retry goes back to RUNNABLE.
+
+    CANCELLED is ours: AWS Batch and SageMaker report such a job as failed or stopped.
+    """
+
+    SUBMITTED = "SUBMITTED"
+    PENDING = "PENDING"
+    RUNNABLE = "RUNNABLE"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_final(self) -> bool:
+        return self is JobState.SUCCEEDED or self.is_failure
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the job has ended without success."""
+        return self in (JobState.FAILED, JobState.CANCELLED)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a try is under way."""
+        return self in (JobState.STARTING, JobState.RUNNING)
+
+
+class AttemptRecord(Record):
+    """One try of one job. Times are seconds since 1970; None where it has not come to that."""
+
+    started_at: float | None = None
+    stopped_at: float | None = None
+    exit_code: int | None = Field(None, description="Of the container, or of the main node's; none: it never ran")
+    status_reason: str = ""
+    reason: str = Field("", description="Of the container, such as OutOfMemoryError")
+    log_streams: tuple[str, ...] = Field((), description="One a node, in the order of nodes")
+    error: str = Field("", description="What its log says went wrong, in a few lines; empty: not known")
+    error_node: int = Field(0, description="Of which node that log is")
+    billable_s: float | None = Field(
+        None, description="Of each machine, where the platform tells; none: from its times"
+    )
+
+    @property
+    def seconds(self) -> float | None:
+        """None until it has ended, or when it never ran."""
+        return None if self.started_at is None or self.stopped_at is None else self.stopped_at - self.started_at
+
+
+class JobRecord(Record):
+    """One job, or one child of an array."""
+
+    name: str = Field(description="As in the plan; of a child: name:index")
+    id: str
+    state: JobState
+    status_reason: str = ""
+    created_at: float
+    started_at: float | None = None
+    stopped_at: float | None = None
+    attempts: tuple[AttemptRecord, ...] = ()
+    children: tuple["JobRecord", ...] = Field((), description="Of an array, by index")
+    num_nodes: int = Field(0, description="0: an ordinary container")
+
+    def leaves(self) -> tuple["JobRecord", ...]:
+        """Return what runs: the children of an array, else the job itself."""
+        return self.children or (self,)
+
+    def tries(self) -> list[AttemptRecord]:
+        """Of all leaves."""
+        return [attempt for leaf in self.leaves() for attempt in leaf.attempts]
+
+
+Outcome = Literal["succeeded", "failed", "refused", "cancelled"]
+"""Of a cycle. refused: the gate did its work, production stays as it is."""
+
+
+class Submission(Record):
+    """A job that was handed over. Written before the next one is submitted."""
+
+    job: str
+    id: str
+    definition: str = ""
+    submitted_at: float
+
+
+class Cancel(Record):
+    """Why a job is to end before its time. `at`: since when, in seconds since 1970."""
+
+    reason: str
+    at: float
+
+
+class Closed(Record):
+    """The end of a cycle: from then on the next one may start."""
+
+    outcome: Outcome
+    at: float
+    reason: str = ""
+    round: int | None = Field(None, description="Of submission, whose end it is; none: an earlier version wrote it")
+
+    @property
+    def text(self) -> str:
+        return self.outcome + (f", {self.reason}" if self.reason else "")
+
+
+class Sighting(Record):
+    """A job that was seen blocked, at every look since `since` (seconds since 1970) for the same reason."""
+
+    job: str = Field(description="Name of the record; of a child: name:index")
+    id: str
+    reason: str
+    since: float
+
+
+# How they pass from state to state.
 
 EXITED = "Essential container in task exited"
 TIMED_OUT = "Job attempt duration exceeded timeout"
@@ -149,21 +274,20 @@ def in_our_words(plan: Plan, records: Sequence[JobRecord], cancelled: Mapping[st
     found = dict[str, JobRecord]()
 
     def renamed(record: JobRecord, asked: Cancel | None) -> JobRecord:
-        reason = asked.reason if asked else record.status_reason
         if record.state is not JobState.FAILED:
             return record
-        return record.model_copy(update={"state": failed_state(reason), "status_reason": reason})
+        reason = asked.reason if asked else record.status_reason
+        return _move(record, failed_state(reason), reason=reason)
 
     for record in records:
         asked = cancelled.get(record.id)
-        one = renamed(record, asked)
-        children = [
+        children = (
             renamed(child, asked if asked and (child.stopped_at or asked.at) >= asked.at else None)
-            for child in one.children
-        ]
-        one = one.model_copy(update={"children": tuple(children)})
-        before = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
-        failed = [of for of in before if of.state.is_failure]
+            for child in record.children
+        )
+        one = renamed(record, asked).model_copy(update={"children": tuple(children)})
+        failed = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
+        failed = [of for of in failed if of.state.is_failure]
         if one.state is JobState.FAILED and failed and asked is None and not one.tries():
             one = one.model_copy(update={"status_reason": NOT_RUN + cause_text(failed)})
         found[one.name] = one
@@ -241,16 +365,15 @@ def parent_state(children: Sequence[JobState]) -> JobState:
 
 def parent_record(job: JobSpec, job_id: str, children: Sequence[JobRecord]) -> JobRecord:
     state = parent_state([child.state for child in children])
-    started = [child.started_at for child in children if child.started_at is not None]
+    failures = [child.status_reason for child in children if child.state is state and state.is_failure]
     stopped = [child.stopped_at for child in children if child.stopped_at is not None]
-    failures = [child.status_reason for child in children if child.state is state]
     return JobRecord(
         name=job.name,
         id=job_id,
         state=state,
-        status_reason=failures[0] if failures and state.is_failure else "",
+        status_reason=failures[0] if failures else "",
         created_at=min(child.created_at for child in children),
-        started_at=min(started, default=None),
+        started_at=min((child.started_at for child in children if child.started_at is not None), default=None),
         stopped_at=max(stopped, default=None) if state.is_final else None,
         children=tuple(children),
     )
@@ -274,10 +397,9 @@ def change_line(record: JobRecord) -> str:
     if not record.attempts:
         return "  ".join([*words, record.status_reason]).rstrip()
     last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
-    code = "" if last.exit_code is None else f" with exit code {last.exit_code}"
-    why = last.status_reason if last.status_reason != EXITED or not code else ""
-    said = ", ".join(word for word in (why, last.reason) if word)
-    end = f"{attempt} ended{code}{': ' if said else ''}{said}"
+    end = f"{attempt} ended{'' if last.exit_code is None else f' with exit code {last.exit_code}'}"
+    why = last.status_reason if last.status_reason != EXITED or last.exit_code is None else ""
+    end = ": ".join(filter(None, (end, ", ".join(filter(None, (why, last.reason))))))
     match record.state:
         case JobState.STARTING:
             words.append(attempt)
@@ -352,15 +474,14 @@ def exit_code(record: JobRecord) -> int | None:
 
 def reason_of(record: JobRecord) -> str:
     leaf = next((leaf for leaf in record.leaves() if leaf.state is record.state and leaf.state.is_failure), record)
-    words = [leaf.status_reason or record.status_reason]
+    words, error = [leaf.status_reason or record.status_reason], ""
     if leaf.attempts:
-        code = leaf.attempts[-1].exit_code
-        if code is not None and words == [EXITED]:
-            words = []  # it says less than the code
-        words.append(leaf.attempts[-1].reason)
-        if code is not None:
-            words.append(f"exit code {code}" + (f" ({_MEANINGS[code]})" if code in _MEANINGS else ""))
-    error = headline(leaf.attempts[-1].error.splitlines()) if leaf.attempts else ""
+        last = leaf.attempts[-1]
+        words, error = [*words, last.reason], headline(last.error.splitlines())
+        if last.exit_code is not None:
+            meaning = f" ({_MEANINGS[last.exit_code]})" if last.exit_code in _MEANINGS else ""
+            words = [word for word in words if word != EXITED]  # it says less than the code
+            words.append(f"exit code {last.exit_code}{meaning}")
     said = ", ".join(dict.fromkeys(word for word in words if word)) or "no reason given"
     return f"{said}: {error}" if error and error not in said else said
 

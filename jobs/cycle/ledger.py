@@ -6,8 +6,8 @@ it.
 """
 
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -16,14 +16,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState, Outcome
-from jobs.cycle.job_states import outcome_of
+from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState, Outcome, outcome_of
 from jobs.plan.resources import Prices, node_usd_per_hour, prices_of
 from jobs.plan.script import RUN_PREFIX
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig, cycle_name
+from jobs.settings import JobsConfig
 from pipeline.core.errors import EXIT_OK, GateRefused
 from pipeline.core.record import Record
 from pipeline.io.storage import Storage
@@ -65,7 +64,6 @@ _WORK: Mapping[str, Category] = {
 _ENDS = frozenset({EventName.STAGE_FINISHED, EventName.STAGE_FAILED, EventName.STAGE_SKIPPED})
 _LEFT = frozenset({EventName.PARTITION_PREPARED, EventName.PART_EMBEDDED})
 """What a failed try has left for the next one counts as work."""
-_TIMED = frozenset({EventName.TRAIN_STEPS, EventName.HOLDOUT_EVALUATED})
 
 
 # Where the time of one try went. Pure, and exact: whole milliseconds that add up.
@@ -116,74 +114,77 @@ class Try:
 def spent_in(one: Try) -> dict[Category, int]:
     """Return milliseconds by category; they add up to the length of the try.
 
-    An event tells when something ended and how long it took. The time between such events goes to what precedes them.
+    Events tell when the work began and ended, and how long steps and evaluations took. The rest of a training went into
+    checkpoints, that of another stage is its work, and that of a failed try a waste.
     """
-    spent, cursor = dict.fromkeys(SPENT, 0), one.start_ms
+    spent, left = dict.fromkeys(SPENT, 0), one.stop_ms - one.start_ms
     work = _WORK.get(one.stage, Category.PRODUCTIVE)
+    rest = work if one.kept else Category.WASTED
 
-    def spend(until_ms: float, *shares: tuple[Category, float]) -> None:
-        """Give the time from the cursor on to categories; the last one gets what rounding leaves."""
-        nonlocal cursor
-        end = min(max(cursor, round(until_ms)), one.stop_ms)
-        left = length = end - cursor
-        for category, share in shares[:-1]:
-            part = min(left, round(length * share))
-            spent[category], left = spent[category] + part, left - part
-        spent[shares[-1][0]] += left
-        cursor = end
+    def give(category: Category, ms: float) -> None:
+        nonlocal left
+        part = min(left, max(0, round(ms)))
+        spent[category], left = spent[category] + part, left - part
 
-    compiled_ms = defaultdict[float, float](float)  # by the step that was reported just before
-    for moment in one.moments:
-        if moment.name == EventName.GRAPH_COMPILED:
-            compiled_ms[moment.number("step")] += 1000 * moment.number("compile_s")
-    last_timed = max((index for index, moment in enumerate(one.moments) if moment.name in _TIMED), default=-1)
-    between = Category.START_UP
-    for index, moment in enumerate(one.moments):
-        step, length_ms, name = moment.number("step"), 1000 * moment.number("seconds"), moment.name
-        if one.stage != "train":
-            if name == EventName.STAGE_STARTED or (one.kept and name == EventName.STAGE_SKIPPED):
-                spend(moment.at_ms, (Category.START_UP, 1.0))
-            elif name in (_ENDS if one.kept else _LEFT):
-                spend(moment.at_ms, (work, 1.0))
-        elif name == EventName.TRAIN_STEPS:
-            spend(moment.at_ms - length_ms, (between, 1.0))
-            losses = moment.fields.get("losses")
-            count = max(1, len(losses)) if isinstance(losses, list) else 1
-            kept = min(1.0, max(0.0, (one.kept_until - (step - count)) / count))
-            waiting = min(1.0, moment.number("data_wait_share"))
-            compiling = min(1.0 - waiting, compiled_ms[step] / length_ms if length_ms else 0.0)
-            shares = ((Category.DATA_WAIT, kept * waiting), (Category.COMPILE, kept * compiling))
-            spend(moment.at_ms, (Category.WASTED, 1.0 - kept), *shares, (Category.PRODUCTIVE, 1.0))
-            between = Category.CHECKPOINT if step <= one.kept_until else Category.WASTED
-        elif name == EventName.HOLDOUT_EVALUATED:
-            spend(moment.at_ms - length_ms, (between, 1.0))
-            spend(moment.at_ms, (Category.EVALUATION if step <= one.kept_until else Category.WASTED, 1.0))
-        elif name in (EventName.TRAIN_STARTED, EventName.STAGE_FINISHED) or (
-            name == EventName.CHECKPOINT_SAVED and index > last_timed  # others were saved behind the steps
-        ):
-            spend(moment.at_ms, (between, 1.0))
-    is_done = any(moment.name in _ENDS for moment in one.moments)
-    after = Category.WASTED if not one.kept else Category.START_UP if is_done else work
-    spend(one.stop_ms, (after, 1.0))
+    def times(*names: EventName) -> list[int]:
+        return [moment.at_ms for moment in one.moments if moment.name in names]
+
+    ended = times(*_ENDS)
+    if one.kept and ended:
+        give(Category.START_UP, one.stop_ms - ended[-1])
+    trained = times(EventName.TRAIN_STARTED)
+    if trained:
+        give(Category.START_UP, trained[0] - one.start_ms)
+        if one.kept and not ended:  # steps that are not reported yet
+            give(work, one.stop_ms - one.moments[-1].at_ms)
+        _give_steps(one, give)
+        rest = Category.CHECKPOINT if one.kept else Category.WASTED
+    else:
+        began_ms = max(
+            [one.start_ms, *times(EventName.STAGE_STARTED, *([EventName.STAGE_SKIPPED] if one.kept else []))]
+        )
+        give(Category.START_UP, began_ms - one.start_ms)
+        if not one.kept:
+            give(work, max([began_ms, *times(*_LEFT)]) - began_ms)
+    spent[rest] += left
     if one.kept or spent[Category.PRODUCTIVE]:
         return spent
-    return dict.fromkeys(SPENT, 0) | {Category.WASTED: sum(spent.values())}
+    return dict.fromkeys(SPENT, 0) | {Category.WASTED: one.stop_ms - one.start_ms}
 
 
-def with_kept_until(tries: Sequence[Try]) -> list[Try]:
+def _give_steps(one: Try, give: Callable[[Category, float], None]) -> None:
+    """Give out the time of steps and of evaluations on the holdout; what was done again or is lost is a waste."""
+    compiled_ms = Counter[float]()  # by the step that was reported just before
+    for moment in one.moments:
+        if moment.name == EventName.GRAPH_COMPILED:
+            compiled_ms[moment.number("step")] += round(1000 * moment.number("compile_s"))
+    for moment in one.moments:
+        step, length_ms = moment.number("step"), 1000 * moment.number("seconds")
+        if moment.name == EventName.TRAIN_STEPS:
+            losses = moment.fields.get("losses")
+            count = max(1, len(losses)) if isinstance(losses, list) else 1
+            kept_ms = length_ms * min(1.0, max(0.0, (one.kept_until - (step - count)) / count))
+            waiting_ms = kept_ms * min(1.0, moment.number("data_wait_share"))
+            compiling_ms = min(kept_ms - waiting_ms, compiled_ms[step])
+            give(Category.WASTED, length_ms - kept_ms)
+            give(Category.DATA_WAIT, waiting_ms)
+            give(Category.COMPILE, compiling_ms)
+            give(Category.PRODUCTIVE, kept_ms - waiting_ms - compiling_ms)
+        elif moment.name == EventName.HOLDOUT_EVALUATED:
+            give(Category.EVALUATION if step <= one.kept_until else Category.WASTED, length_ms)
+
+
+def with_kept_until(given: Iterable[Try]) -> list[Try]:
     """Return the tries of one training job, with the steps of each that a later one continued from.
 
     A later try that began at an earlier step has done those after it again. If none came later, what was saved last is
     kept for whoever continues.
     """
-    starts = [
-        next((moment.number("step") for moment in one.moments if moment.name == EventName.TRAIN_STARTED), None)
-        for one in tries
-    ]
-    saved, made = 0.0, []
+    tries, saved, made = list(given), 0.0, []
+    begun = [[m.number("step") for m in one.moments if m.name == EventName.TRAIN_STARTED][:1] for one in tries]
     for index, one in enumerate(tries):
         saved = max([saved, *(m.number("step") for m in one.moments if m.name == EventName.CHECKPOINT_SAVED)])
-        later = [step for step in starts[index + 1 :] if step is not None]
+        later = [step for steps in begun[index + 1 :] for step in steps]
         made.append(replace(one, kept_until=min(later, default=NEVER if one.kept else saved)))
     return made
 
@@ -310,6 +311,11 @@ def ledger_of(
         last = max([*stops, *(record.stopped_at or 0.0 for record in every)], default=0.0)  # a job may have had no try
         if 0.0 < last <= deadline_at:
             deadline_at = None  # nobody waits for it any more
+    deadline: Deadline = "none"
+    if deadline_at is not None and ended_at is None:
+        deadline = "open" if now <= deadline_at else "missed"
+    elif deadline_at is not None and ended_at is not None:  # a cycle that failed never is in time
+        deadline = "met" if outcome in ("succeeded", "refused") and ended_at <= deadline_at else "missed"
     return CycleLedger(
         cycle=plan.cycle,
         outcome=outcome or "open",
@@ -319,26 +325,13 @@ def ledger_of(
         failed=sum(leaf.state.is_failure for leaf in leaves),
         began_at=min((record.created_at for record in every), default=None),
         ended_at=ended_at,
-        deadline=deadline_of(deadline_at, ended_at, now, done=outcome in ("succeeded", "refused")),
+        deadline=deadline,
         deadline_at=deadline_at,
     )
 
 
-def deadline_of(deadline_at: float | None, ended_at: float | None, now: float, *, done: bool) -> Deadline:
-    """Return whether a cycle was ready in time. One that failed never is."""
-    if deadline_at is None:
-        return "none"
-    if ended_at is None:
-        return "open" if now <= deadline_at else "missed"
-    return "met" if done and ended_at <= deadline_at else "missed"
-
-
 def _entries(
-    plan: Plan,
-    records: Sequence[JobRecord],
-    moments: Sequence[Moment],
-    prices: Prices,
-    now: float,
+    plan: Plan, records: Sequence[JobRecord], moments: Sequence[Moment], prices: Prices, now: float
 ) -> Iterator[Entry]:
     """Yield the tries of a plan. `records`: in the order of rounds, the newest of each job last."""
     ends = {  # a try that still runs counts 0
@@ -348,26 +341,24 @@ def _entries(
     for job in plan.jobs:
         runnable_at = max((ends[one.job] for one in job.depends_on if one.job in ends), default=0.0)
         nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
+        own = [moment for moment in moments if moment.fields.get("stage", job.stage) == job.stage]
         rounds = dict[str, list[JobRecord]]()
         for leaf in (leaf for one in records if one.name == job.name for leaf in one.leaves()):
             rounds.setdefault(leaf.name, []).append(leaf)
         for name, same in rounds.items():  # one leaf, as it was submitted in each round
-            ran: list[tuple[float, int, int, AttemptRecord]] = []
+            ran: list[tuple[int, int, JobRecord, AttemptRecord]] = []
             for submission, leaf in enumerate(same, 1):
-                again_at = same[submission].created_at if submission < len(same) else None
                 for number, attempt in enumerate(leaf.attempts, 1):
-                    if attempt.started_at is None:
-                        continue
-                    if (
-                        attempt.stopped_at is None and again_at is not None
-                    ):  # when it was submitted again, at the latest
-                        attempt = attempt.model_copy(update={"stopped_at": max(attempt.started_at, again_at)})
-                    ran.append((leaf.created_at, submission, number, attempt))
+                    if attempt.stopped_at is None and submission < len(same):  # when it was submitted again, at latest
+                        again_at = max(attempt.started_at or 0.0, same[submission].created_at)
+                        attempt = attempt.model_copy(update={"stopped_at": again_at})
+                    if attempt.started_at is not None:
+                        ran.append((submission, number, leaf, attempt))
             logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
-            tries = with_kept_until(_tries(job.stage, [attempt for *_, attempt in ran], moments if logs else (), now))
+            tries = with_kept_until(_tries(job.stage, [one[-1] for one in ran], own if logs else (), now))
             ready_ms = 0
-            for (submitted_at, submission, number, attempt), one in zip(ran, tries, strict=True):
-                ready_ms = max(ready_ms, round(1000 * max(runnable_at, submitted_at)))
+            for (submission, number, leaf, attempt), one in zip(ran, tries, strict=True):
+                ready_ms = max(ready_ms, round(1000 * max(runnable_at, leaf.created_at)))
                 paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
                 yield Entry(
                     job=name,
@@ -393,19 +384,16 @@ def _ending(attempt: AttemptRecord) -> str:
     return "succeeded" if attempt.exit_code == EXIT_OK else failure
 
 
-def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> list[Try]:
-    """Return each with the events that fall into it: an event belongs to the last try that had started by then."""
-    made: list[Try] = []
-    starts = [round(1000 * attempt.started_at) for attempt in attempts if attempt.started_at is not None]
-    for index, attempt in enumerate(attempts):
-        start_ms = starts[index]
+def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Moment], now: float) -> Iterator[Try]:
+    """Yield each with the events that fall into it: an event belongs to the last try that had started by then."""
+    starts = [round(1000 * (attempt.started_at or 0.0)) for attempt in attempts]
+    for index, (start_ms, attempt) in enumerate(zip(starts, attempts, strict=True)):
         stop_ms = max(start_ms, round(1000 * (now if attempt.stopped_at is None else attempt.stopped_at)))
-        until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
         from_ms = start_ms - SKEW_MS * (not index)
-        own = [m for m in moments if from_ms <= m.at_ms <= until_ms and m.fields.get("stage", stage) == stage]
+        until_ms = min([stop_ms + SKEW_MS, *starts[index + 1 : index + 2]])
+        own = sorted((one for one in moments if from_ms <= one.at_ms <= until_ms), key=lambda moment: moment.at_ms)
         kept = attempt.stopped_at is None or attempt.exit_code in (EXIT_OK, GateRefused.exit_code)
-        made.append(Try(stage, start_ms, stop_ms, kept, tuple(sorted(own, key=lambda moment: moment.at_ms))))
-    return made
+        yield Try(stage, start_ms, stop_ms, kept, tuple(own))
 
 
 # The ledger of a cycle, from what its workspace holds.

@@ -3,8 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
+from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_leaf, reason_of
 from jobs.cycle.ledger import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
 from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobSpec, Plan
@@ -19,19 +18,9 @@ def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: 
     rows: list[tuple[str, ...]] = [("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")]
     costs = [job_usd(job, seconds[job.name], prices) if job.name in seconds else None for job in plan.jobs]
     for job, job_cost in zip(plan.jobs, costs, strict=True):
-        rows.append(
-            (
-                job.name,
-                ", ".join(one.job for one in job.depends_on) or "-",
-                shape_text(job),
-                str(job.resources.vcpus),
-                f"{job.resources.memory_mib:,}",
-                str(job.retry.attempts),
-                format_duration(job.timeout_s),
-                format_duration(seconds.get(job.name)),
-                usd(job_cost),
-            )
-        )
+        after, needs = ", ".join(one.job for one in job.depends_on) or "-", job.resources
+        sizes = (str(needs.vcpus), f"{needs.memory_mib:,}", str(job.retry.attempts), format_duration(job.timeout_s))
+        rows.append((job.name, after, shape_text(job), *sizes, format_duration(seconds.get(job.name)), usd(job_cost)))
     total = critical_seconds(plan, seconds)
     lines = [
         f"cycle {plan.cycle} of {plan.pipeline} in {plan.workspace}, plan {plan.plan_id[:12]}",
@@ -70,12 +59,11 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
             if record.children:
                 done = sum(child.state is JobState.SUCCEEDED for child in record.children)
                 state += f" {done}/{len(record.children)}"
-            if record.state is JobState.SUCCEEDED:
-                why = ""
-            elif record.state.is_failure or (record.state is JobState.RUNNABLE and record.attempts and why):
+            if record.state.is_failure or (record.state is JobState.RUNNABLE and record.attempts and why):
                 why = reason_of(record)  # it failed, or is tried again
             tries, ran = str(len(record.tries())), format_duration(ran_seconds(record))
-            rows.append((record.name, state, tries, ran, "-" if code is None else str(code), why))
+            is_well = record.state is JobState.SUCCEEDED
+            rows.append((record.name, state, tries, ran, "-" if code is None else str(code), "" if is_well else why))
     return rows
 
 
@@ -169,16 +157,6 @@ def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
 
 
 def total_row(one: Total) -> tuple[str, ...]:
-    return (
-        one.name,
-        str(one.tries),
-        format_duration(one.waiting_ms / 1000),
-        *(time_text(one.machine_ms[kind]) for kind in SPENT),
-        format_duration(one.all_ms / 1000),
-        format_share(one.goodput),
-        usd(one.usd),
-    )
-
-
-def time_text(ms: int) -> str:
-    return format_duration(ms / 1000) if ms else "-"
+    times = (format_duration(one.machine_ms[kind] / 1000) if one.machine_ms[kind] else "-" for kind in SPENT)
+    waited, whole = format_duration(one.waiting_ms / 1000), format_duration(one.all_ms / 1000)
+    return (one.name, str(one.tries), waited, *times, whole, format_share(one.goodput), usd(one.usd))

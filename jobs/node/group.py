@@ -25,7 +25,7 @@ from jobs.node.environment import Place, Start, Timing
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.record import Record
-from pipeline.parallel.launch import gang_exit_code
+from pipeline.parallel.launch import ranks_exit_code
 
 MAX_LINE_BYTES = 4096
 MAX_REASON_CHARACTERS = 500  # fits into a line, however JSON writes it
@@ -163,7 +163,7 @@ class NodeGroup:
         `stopped`: by a signal from outside.
         """
         if self._is_main and self._place.num_nodes > 1:
-            return gang_exit_code([one.code for one in self._nodes.values()], stopped=stopped)
+            return ranks_exit_code([one.code for one in self._nodes.values()], stopped=stopped)
         is_unknown = self._nodes[0].lost and own in (EXIT_OK, Preempted.exit_code) and not stopped
         return TransientError.exit_code if is_unknown else own
 

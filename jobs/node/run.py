@@ -43,7 +43,7 @@ from pipeline.core.errors import (
 )
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
-from pipeline.parallel.world import gang_variables, has_efa, own_interface
+from pipeline.parallel.world import has_efa, network_variables, own_interface
 from pipeline.proc.children import EXPLAIN_S, adopt_orphans, kills_for_memory
 from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
 from pipeline.proc.tool import guarded_temp_folder
@@ -344,7 +344,7 @@ class Attempt:
         """
         try:
             if self.place.num_nodes > 1 and self.place.main_address not in LOOPBACK:
-                network = gang_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
+                network = network_variables(own_interface(), has_efa=has_efa(), kernel=platform.release())
                 self.env = {**network, **self.env}
             if self.place.is_in_cycle:
                 storage = open_storage(self.place.workspace, stop=self.stop)

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jobs.config import JobsConfig
 from jobs.plan.resources import job_of
 from jobs.plan.script import ENTRY, ordered, script_job
 from jobs.plan.spec import JobSpec, Plan
+from jobs.settings import JobsConfig
 from pipeline.core.errors import ConfigError
 
 AFTER: dict[str, tuple[str, ...]] = {

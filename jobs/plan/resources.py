@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jobs.config import JobsConfig, StageJob
 from jobs.plan.spec import Dependency, JobSpec, Resources, Retry, Ulimit
+from jobs.settings import JobsConfig, StageJob
 from pipeline.core.errors import ConfigError
-from pipeline.core.machines import NODES, Node
+from pipeline.core.machines import NODES, PRICES_USD_PER_HOUR, Node
 
 SHARED_MEMORY_SHARE = 8  # an eighth of the memory: ranks exchange through it; Docker's own 64 MiB end in SIGBUS
 OPEN_FILES = Ulimit(name="nofile", soft=65_536, hard=65_536)  # the main node holds a connection to each other
@@ -99,11 +99,6 @@ def ml_machine(needs: Resources) -> str:
     return f"{PREFIX}{_FAMILY}.{size}" if size else ""
 
 
-def ml_vcpus(needs: Resources) -> int:
-    """Return the vCPUs of the machine that a job without an instance type gets."""
-    return _VCPUS.get(ml_machine(needs).rpartition(".")[2], needs.vcpus)
-
-
 # What a job costs. A container costs the share of its machine that its vCPUs are, as AWS Batch places it. A node of a
 # group has a machine of its own. Machines without a price in the table cost by the vCPU if the settings have its price.
 
@@ -117,34 +112,34 @@ class Prices:
 
     by_instance: Mapping[str, float]
     vcpu: float | None = None
-    ml_factor: float | None = None
-    """On SageMaker: what a machine costs over EC2, where it has no price of its own. None: not on SageMaker."""
-
-    def of_machine(self, instance_type: str) -> float | None:
-        if self.ml_factor is not None and (own := self.by_instance.get(ml_name(instance_type))) is not None:
-            return own
-        return self.there(self.by_instance.get(instance_type))
-
-    def there(self, price: float | None) -> float | None:
-        return price if price is None or self.ml_factor is None else price * self.ml_factor
+    whole: bool = False
+    """Whether jobs get whole machines, as on SageMaker."""
 
 
 def prices_of(jobs: JobsConfig, target: str = "") -> Prices:
-    factor = SAGEMAKER_PRICE_FACTOR if target == "sagemaker" else None
-    return Prices(jobs.usd_per_hour, jobs.vcpu_usd_per_hour, factor)
+    known, vcpu = PRICES_USD_PER_HOUR | jobs.prices, jobs.vcpu_usd_per_hour
+    if target != "sagemaker":
+        return Prices(known, vcpu)
+    derived = {ml_name(name): SAGEMAKER_PRICE_FACTOR * usd for name, usd in known.items()}
+    own = {name: usd for name, usd in known.items() if name.startswith(PREFIX)}
+    return Prices(derived | own, None if vcpu is None else SAGEMAKER_PRICE_FACTOR * vcpu, whole=True)
 
 
 def node_usd_per_hour(job: JobSpec, prices: Prices) -> float | None:
     """Return the price of one node or child of an array; None if unknown. SageMaker lends whole machines."""
-    needs, whole = job.resources, prices.ml_factor is not None
-    chosen = whole and not needs.instance_type  # by SageMaker's target, for the size of the job
-    price = prices.of_machine(ml_machine(needs) if chosen else needs.instance_type)
-    if price is not None:
-        # AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
-        known = None if whole or job.num_nodes else NODES.get(needs.instance_type)
-        return price * min(1.0, needs.vcpus / known.vcpus) if known else price
-    vcpu = prices.there(prices.vcpu)
-    return None if vcpu is None else vcpu * (ml_vcpus(needs) if chosen else needs.vcpus)
+    needs = job.resources
+    if prices.whole:
+        machine = ml_machine(needs)
+        price, vcpus = prices.by_instance.get(machine), needs.vcpus
+        if not needs.instance_type:
+            vcpus = _VCPUS.get(machine.rpartition(".")[2], vcpus)
+    else:
+        price, vcpus = prices.by_instance.get(needs.instance_type), needs.vcpus
+    if price is None:
+        return None if prices.vcpu is None else prices.vcpu * vcpus
+    # AWS Batch puts no other job on the nodes of a group (user guide, multi-node parallel jobs: single-tenant).
+    known = None if prices.whole or job.num_nodes else NODES.get(needs.instance_type)
+    return price * min(1.0, needs.vcpus / known.vcpus) if known else price
 
 
 def job_usd(job: JobSpec, seconds: float, prices: Prices) -> float | None:

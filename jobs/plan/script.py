@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from jobs.config import JobsConfig, Step
 from jobs.plan.resources import job_of
 from jobs.plan.spec import JobSpec, Plan
+from jobs.settings import JobsConfig, Step
 from pipeline.core.errors import ConfigError
 from pipeline.core.interpreter import without_interpreter
 

@@ -11,12 +11,21 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Cancel, JobRecord, Submission
-from jobs.cycle.job_states import Leaf, failed_leaf, leaves_of, new_record, parent_record, with_last_attempt
+from jobs.cycle.job_states import (
+    Cancel,
+    JobRecord,
+    Leaf,
+    Submission,
+    failed_leaf,
+    leaves_of,
+    new_record,
+    parent_record,
+    with_last_attempt,
+)
 from jobs.node.post_mortem import PostMortem, secrets_of, without_secrets
 from jobs.plan.spec import JobSpec, Plan
+from jobs.settings import JobsConfig
 from pipeline.core.errors import ConfigError, Preempted, error_in_log
 from pipeline.core.record import Record
 from pipeline.io.storage import KeyNotFound

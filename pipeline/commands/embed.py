@@ -1,6 +1,6 @@
 """`trnpipe embed verify`: check that a cycle's vectors are whole, right and those of its catalogue; exit 65 if not.
 
-Vectors that have passed are served if their model is in production (registry/serving.py).
+Vectors that have passed are served if their model is in production (registry/model.py).
 """
 
 import sys
@@ -30,8 +30,8 @@ from pipeline.embed.verify import (
     run_check,
     skipped,
 )
+from pipeline.registry.model import Pair, Vectors, serve_verified_pair
 from pipeline.registry.records import Author, who
-from pipeline.registry.serving import Pair, Vectors, serve_verified_pair
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 

@@ -22,8 +22,8 @@ from pipeline.embed.vectors import find_vectors, write_matrix
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
 from pipeline.registry.checkpoints import lineage, locate
+from pipeline.registry.model import read_pair
 from pipeline.registry.records import read_pointer
-from pipeline.registry.serving import read_pair
 from pipeline.settings import Settings
 from pipeline.stages.inputs import find_prepared
 

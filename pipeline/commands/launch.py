@@ -16,7 +16,7 @@ USAGE = "trnpipe launch --launch.processes N -- SCRIPT.py [ARGUMENT ...]"
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
-    """The exit code of the ranks: see gang_exit_code. Raises ConfigError."""
+    """The exit code of the ranks: see ranks_exit_code. Raises ConfigError."""
     code = launch_script(script_words(call.command), settings.launch.processes, stop)
     if stop.is_set():
         print(f"trnpipe launch: stopped by {stop.reason}; exit {code}", file=sys.stderr)

@@ -214,19 +214,19 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
             next_command="trnpipe parity A B, or trnpipe parity BACKEND --to FOLDER",
         )
     with open_context(settings, stop) as ctx:
-        tasks = [make_task(settings, ctx, side, to) if side else None for side in sides]
+        tasks = {word: make_task(settings, ctx, side, to) for word, side in zip(words, sides, strict=True) if side}
 
-        def load(task: SideTask | None, word: str) -> RecordedSide:
-            place = open_storage(task.place if task else word, retry=settings.storage, stop=stop)
-            return load_side(place, ctx.scratch / KIND)
+        def load(word: str) -> RecordedSide:
+            place = tasks[word].place if word in tasks else word
+            return load_side(open_storage(place, retry=settings.storage, stop=stop), ctx.scratch / KIND)
 
         # What was recorded before is read first: a folder without a record is found before hours of training.
-        for word in (word for task, word in zip(tasks, words, strict=True) if task is None):
-            load(None, word)
-        for task in filter(None, tasks):
+        for word in set(words) - set(tasks):
+            load(word)
+        for task in tasks.values():
             doing, threads = f"recording {task.name}", torch.get_num_threads()
             list(run_tasks(record, threads, iter([task]), num_workers=1, stop=stop, doing=doing))
-        recorded = list(map(load, tasks, words))
+        recorded = [load(word) for word in words]
         if len(words) == 1:
             say(f"compare it with another side: trnpipe parity {recorded[0].uri} SIDE")
             return EXIT_OK
@@ -364,8 +364,8 @@ def record(threads: int, task: SideTask) -> None:
 
 
 def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
-    settings, prepared, label = task.settings, load_prepared(ctx), f"{task.name} of run {task.run}"
-    train, model = settings.train, settings.model
+    settings, train, model = task.settings, task.settings.train, task.settings.model
+    prepared, label = load_prepared(ctx), f"{task.name} of run {task.run}"
     place = open_storage(task.place, retry=settings.storage, stop=ctx.stop)
     inputs = gather_inputs(ctx.workspace, prepared.token_sets, checkpoint, train, model, mined_negatives(ctx))
     # All prepared partitions count as new: the checkpoint may have seen them, and both sides train on the same.

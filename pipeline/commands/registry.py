@@ -12,9 +12,8 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, prefix_in
-from pipeline.registry.model import Registry
+from pipeline.registry.model import Pair, Registry
 from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, who
-from pipeline.registry.serving import Pair
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import code_version
 

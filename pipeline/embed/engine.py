@@ -352,13 +352,10 @@ _TINY = np.float32(1e-12)
 @dataclass
 class EmbedFigures:
     texts: int = 0
-    distinct: int = 0
-    """Texts that went to the device: those that are equal within a window go once."""
     tokens: int = 0
-    """Of these, without padding."""
+    """That went to the device, without padding; texts that are equal within a window go once."""
     padded_tokens: int = 0
     """Padding that was computed with them."""
-    batches: int = 0
     seconds: float = 0.0
     """Within stream."""
     idle_s: float = 0.0
@@ -446,7 +443,6 @@ class Embedder:
             window.vectors[host.texts] = wait()
             window.batches_left -= 1
             tokens = int(host.lengths.sum())
-            figures.batches += 1
             figures.tokens += tokens
             figures.padded_tokens += host.num_slots - tokens
             lap()
@@ -459,7 +455,6 @@ class Embedder:
                 figures.texts += len(window.place)
                 with idle():
                     vectors = window.pooled()
-                    figures.distinct += len(vectors)
                     vectors /= np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), _TINY)[:, None]
                     yield vectors if len(vectors) == len(window.place) else vectors[window.place]
 

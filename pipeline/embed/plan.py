@@ -14,12 +14,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 from pydantic import Field, JsonValue
 
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import StageContext
-from pipeline.core.arrays import Bools
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import fingerprint, hash63
 from pipeline.core.manifest import FileRecord
@@ -44,7 +42,7 @@ from pipeline.settings import Settings
 # The catalogue that the settings name; what cannot be read by row groups is brought into the workspace once.
 #
 # That is CSV and JSON lines, and, when no catalogue is named, the distinct products of the data input: of rows with the
-# same product id the first one counts. Memory: a file's rows, and 24 bytes for each row of the data input.
+# same product id the first one counts. Memory: a file's rows, and about 100 bytes for each product.
 
 KIND = "catalogue"
 FORMAT_VERSION = 1
@@ -85,21 +83,22 @@ def gather_products(
     files = [file for partition in source.partitions for file in partition.files]
 
     def products() -> Iterator[RawBatch]:
+        seen = set[bytes]()
         with reading_progress("reading products", files) as tell:
             for file in files:
                 for batch in source.read(file, ["product_id", "title", "text"]):
                     stop.raise_if_set(f"reading {file.key}")
                     tell(batch)
-                    yield _as_catalogue(batch, "product_id", config.filter)
+                    found = _as_catalogue(batch, "product_id", config.filter)
+                    is_first = np.ones(len(found.rows), dtype=np.bool_)
+                    for row, value in enumerate(found.columns["id"].to_pylist()):
+                        if value:  # rows without an id are all kept, to be judged
+                            is_first[row] = value not in seen
+                            seen.add(value)
+                    columns = found.columns.filter(pa.array(is_first))
+                    yield replace(found, columns=columns, rows=found.rows[is_first])
 
-    def distinct() -> Iterator[RawBatch]:
-        is_first, start = _first_rows(products()), 0
-        for batch in products():
-            keep = is_first[start : start + len(batch.rows)]
-            start += len(batch.rows)
-            yield replace(batch, columns=batch.columns.filter(pa.array(keep)), rows=batch.rows[keep])
-
-    return _gather(workspace, content, distinct())
+    return _gather(workspace, content, products())
 
 
 def gather_rows(columns: CatalogueColumns, files: Files, workspace: Storage) -> tuple[str, GatheredInfo]:
@@ -127,22 +126,6 @@ def _as_catalogue(batch: RawBatch, id_field: str, wanted: dict[str, str]) -> Raw
         hashes = [str(hash63(value.strip())).encode() if value else None for value in title.to_pylist()]
         ids = pa.array(hashes, pa.large_binary())
     return replace(batch, columns=pa.RecordBatch.from_arrays([ids, title, text], schema=_SCHEMA), rows=rows)
-
-
-def _first_rows(batches: Iterator[RawBatch]) -> Bools:
-    """Return for every row whether no row before it has its id. Rows without an id are all kept, to be judged."""
-    found = [np.zeros(0, dtype=np.uint64)]
-    unnamed: list[int] = []
-    total = 0
-    for batch in batches:
-        ids = batch.columns["id"].to_pylist()
-        unnamed += [total + row for row, value in enumerate(ids) if not value]
-        found.append(np.array([xxhash.xxh3_64_intdigest(value or b"") for value in ids], dtype=np.uint64))
-        total += len(ids)
-    is_first = np.zeros(total, dtype=np.bool_)
-    is_first[np.unique(np.concatenate(found), return_index=True)[1]] = True
-    is_first[unnamed] = True
-    return is_first
 
 
 def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator[RawBatch]) -> tuple[str, GatheredInfo]:

@@ -154,8 +154,6 @@ def check_unique(vectors: VectorSet, stop: StopSignal) -> Check:
 
 # The catalogue read again: every id with its text is in its part, in order, and nothing else is.
 
-_MAX_MISSING = 100_000
-
 
 @dataclass(frozen=True)
 class Picked:
@@ -206,10 +204,9 @@ def check_catalogue(
             elif changed := int((texts[there] != found_texts).sum()):
                 problems.append(f"{name}: {changed:,} vectors are of another text")
     lost = np.concatenate(missing)
-    looked_for = lost[: max(_MAX_MISSING, vectors.info.counts.bad)]
-    in_other = np.zeros(len(looked_for), dtype=np.bool_)  # duplicates that were taken out: their part lacks them
-    for part in range(len(vectors.info.parts) if len(looked_for) else 0):
-        in_other |= np.isin(looked_for, vectors.hashes(part)[0])
+    in_other = np.zeros(len(lost), dtype=np.bool_)  # duplicates that were taken out: their part lacks them
+    for part in range(len(vectors.info.parts) if len(lost) else 0):
+        in_other |= np.isin(lost, vectors.hashes(part)[0])
     elsewhere = int(in_other.sum())
     bad += elsewhere
     if len(lost) > elsewhere:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.model.config import ModelConfig
-from pipeline.model.ops import Attention, Gelu, LayerNorm, Linear, dropout
+from pipeline.model.ops import Attention, Dropout, Gelu, LayerNorm, Linear
 
 _MASKED = -1e4  # added to scores of padding: exp underflows to 0 in fp32 and bf16, and no inf can meet another inf
 
@@ -26,7 +26,7 @@ class EncoderLayer(nn.Module):
         size = config.encoder
         width = size.hidden_size
         self.num_heads = size.num_heads
-        self.dropout = config.dropout
+        self.dropout = Dropout(config.dropout)
         self.qkv = Linear(width, 3 * width)
         self.attention_output = Linear(width, width)
         self.attention_norm = LayerNorm(width, eps=config.layer_norm_eps)
@@ -42,9 +42,9 @@ class EncoderLayer(nn.Module):
         query, key, value = _heads(self.qkv(hidden), shape, self.num_heads)
         attended = self.attention(query, key, value, score_bias).transpose(1, 2)  # [B, T, H, E]
         attended = self.attention_output(attended.reshape(len(hidden), -1))
-        hidden = self.attention_norm(hidden + dropout(attended, self.dropout, training=self.training))
+        hidden = self.attention_norm(hidden + self.dropout(attended))
         expanded = self.activation(self.intermediate(hidden))
-        result: Tensor = self.output_norm(hidden + dropout(self.output(expanded), self.dropout, training=self.training))
+        result: Tensor = self.output_norm(hidden + self.dropout(self.output(expanded)))
         return result.view(shape)
 
 
@@ -71,7 +71,7 @@ class TextEncoder(nn.Module, ABC):
         self.longest_text = config.max_positions
         """Tokens of the longest text of any row."""
         self.pooling = config.pooling
-        self.dropout = config.dropout
+        self.dropout = Dropout(config.dropout)
         self.run_layer: Callable[..., Tensor] | None = None
         """(layer, hidden, score_bias, ...) -> hidden, in place of a call of the layer."""
 
@@ -127,7 +127,7 @@ class TextEncoder(nn.Module, ABC):
     @property
     def is_random(self) -> bool:
         """Whether random numbers are drawn in training."""
-        return self.dropout > 0
+        return self.dropout.p > 0
 
     def run(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
         """One layer, or what stands in for it."""
@@ -149,9 +149,7 @@ class BertEncoder(TextEncoder):
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
         fixed = _looked_up(self.position_embeddings, positions, tokens.shape[1]) + self.type_embeddings.weight[0]
-        hidden = dropout(
-            self.embedding_norm(self.word_embeddings(tokens) + fixed), self.dropout, training=self.training
-        )
+        hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + fixed))
         score_bias = hidden_scores(masked, hidden)
         for layer in self.layers:
             hidden = self.run(layer, hidden, score_bias)
@@ -176,9 +174,7 @@ class MPNetEncoder(TextEncoder):
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
         """Texts of a row lie in one piece, so distances in the row are those in the text."""
         places = _looked_up(self.position_embeddings, positions, tokens.shape[1])
-        hidden = dropout(
-            self.embedding_norm(self.word_embeddings(tokens) + places), self.dropout, training=self.training
-        )
+        hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + places))
         # A product with rows of one 1 each, not a look-up: its gradient is a product too, and no scatter.
         buckets = _distance_buckets(tokens.shape[1], tokens.device)[..., None]
         chosen = buckets == torch.arange(_BUCKETS, dtype=torch.int32, device=tokens.device)
@@ -248,7 +244,7 @@ class ModernLayer(nn.Module):
         size, eps = config.encoder, config.layer_norm_eps
         width = size.hidden_size
         self.num_heads = size.num_heads
-        self.dropout = config.dropout
+        self.dropout = Dropout(config.dropout)
         # What the first layer reads was normalised just before.
         self.attention_norm = nn.Identity() if is_first else LayerNorm(width, eps=eps, bias=False)
         self.qkv = Linear(width, 3 * width, bias=False)
@@ -266,9 +262,9 @@ class ModernLayer(nn.Module):
         query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
         attended = self.attention(query, key, value, score_bias).transpose(1, 2)  # [B, T, H, E]
         attended = self.attention_output(attended.reshape(hidden.shape))
-        hidden = hidden + dropout(attended, self.dropout, training=self.training)
+        hidden = hidden + self.dropout(attended)
         values, gate = self.gated(self.feed_forward_norm(hidden)).chunk(2, dim=-1)
-        hidden = hidden + dropout(self.output(self.activation(values) * gate), self.dropout, training=self.training)
+        hidden = hidden + self.dropout(self.output(self.activation(values) * gate))
         return hidden.view(shape)
 
 
@@ -289,7 +285,7 @@ class ModernBertEncoder(TextEncoder):
         """Texts of a row lie in one piece, so distances in the row are those in the text."""
         numbers = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         places = numbers[None] if positions is None else positions
-        hidden = dropout(self.embedding_norm(self.word_embeddings(tokens)), self.dropout, training=self.training)
+        hidden = self.dropout(self.embedding_norm(self.word_embeddings(tokens)))
         is_far = (numbers[None, :] - numbers[:, None]).abs() > LOCAL_ATTENTION // 2
         inputs = {
             kind: (hidden_scores(seen, hidden), *_rotations(places, self._head_width, ROPE_THETA[kind]))

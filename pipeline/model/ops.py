@@ -78,9 +78,12 @@ class Attention(nn.Module):
         return torch.bmm(torch.softmax(scores, dim=-1).flatten(0, 1), value).view(batch, heads, tokens, width)
 
 
-def dropout(values: Tensor, share: float, *, training: bool) -> Tensor:
-    """F.dropout; without a share nothing is traced."""
-    return F.dropout(values, share, training) if share else values
+class Dropout(nn.Dropout):
+    """nn.Dropout; without a share nothing is traced."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Element by element."""
+        return super().forward(values) if self.p else values
 
 
 def unit(values: Tensor) -> Tensor:

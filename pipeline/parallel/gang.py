@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeline.backends import Backend, open_backend, process_group
 from pipeline.core.errors import ConfigError, TransientError, first_line
 from pipeline.core.layout import Layout
-from pipeline.parallel.world import World, check_world
+from pipeline.parallel.world import World, check_world, is_lost_peer
 
 
 class Gang:
@@ -110,17 +110,13 @@ def collective_errors(doing: str, *, mixed: bool = False) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if mixed and not (isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_COLLECTIVES)):
+        if mixed and not is_lost_peer(error):
             raise
         raise TransientError(
             f"a peer failed while {doing}: {first_line(error)}",
             expected="all ranks alive",
             next_command="see the other ranks' last lines; the same command continues from the last checkpoint",
         ) from error
-
-
-_OF_COLLECTIVES = ("gloo", "Connection closed by peer", "Connection reset by peer")
-"""In errors of gloo, which are plain RuntimeErrors, and of streams that wait for others (torch 2.9)."""
 
 
 def open_world_group(device_backend: str | None, timeout_s: float) -> None:

@@ -33,7 +33,7 @@ from pipeline.core.errors import (
 )
 from pipeline.core.stop import StopSignal
 from pipeline.io.paths import temporary_folder
-from pipeline.parallel.world import NUM_NODES, torchrun_arguments
+from pipeline.parallel.world import NUM_NODES, is_lost_peer, torchrun_arguments
 from pipeline.proc.children import RANK_S
 from pipeline.proc.signals import end_in_time, show_stacks_when_asked
 
@@ -74,7 +74,7 @@ def launch(words: Sequence[str], processes: int, stop: StopSignal, *, module: st
         if code == EXIT_OK:
             return EXIT_OK  # of ranks that end by os._exit, too
         codes = [_exit_code(Path(folder), rank) for rank in range(processes)]
-    return gang_exit_code(codes, stopped=stop.is_set())
+    return ranks_exit_code(codes, stopped=stop.is_set())
 
 
 def launch_script(words: Sequence[str], processes: int, stop: StopSignal) -> int:
@@ -111,7 +111,7 @@ def _exit_code(folder: Path, local_rank: int) -> int | None:
     return None
 
 
-def gang_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
+def ranks_exit_code(codes: Sequence[int | None], *, stopped: bool) -> int:
     """Return one code for all ranks (None: the rank died without one; below 0: of a signal; 128 and above: a shell's).
 
     A rank's own fault says more than its peers' lost connections: codes that must not be retried come first, then a
@@ -157,9 +157,6 @@ def run_torchrun(words: Sequence[str]) -> int:
 
 # One rank of a script. It sees what it would see of `python script.py`, its exit code is left for the launcher, and an
 # error of trnpipe is a message without a traceback. Of several ranks each line begins with the number of its rank.
-
-# What collectives say in a plain RuntimeError when a peer is gone or does not come (gloo and its store, torch 2.9).
-_PEER_IS_LOST = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer", "timed out in monitored")
 
 
 def write_whole_lines(env: Mapping[str, str] = os.environ) -> None:
@@ -242,11 +239,7 @@ def exit_code(error: BaseException) -> int:
     """Return that of a script that ended with `error`: a command's of ours, and a lost peer is a transient failure."""
     if isinstance(error, TrnpipeError) or not isinstance(error, RuntimeError):
         return exit_code_of(error)
-    distributed = sys.modules.get("torch.distributed")
-    of_library = distributed is not None and isinstance(error, distributed.DistError)
-    if of_library or any(part in str(error) for part in _PEER_IS_LOST):
-        return TransientError.exit_code
-    return EXIT_BUG
+    return TransientError.exit_code if is_lost_peer(error) else EXIT_BUG
 
 
 def _show(error: BaseException) -> None:

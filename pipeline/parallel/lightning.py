@@ -30,7 +30,7 @@ from pipeline.parallel.mesh import TIMEOUT_S, current_mesh, mesh_of
 from pipeline.parallel.parallelize import UnitRule, find_units, parallelize
 from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
 from pipeline.parallel.tensors import LIMITS, clip_grad_norm
-from pipeline.parallel.world import NUM_NODES, world_from_env
+from pipeline.parallel.world import world_from_env
 
 _OF_WHOLE_WEIGHTS = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning)
 
@@ -41,10 +41,6 @@ class Environment(TorchElasticEnvironment):
     def __init__(self) -> None:
         super().__init__()
         self._world = world_from_env()
-
-    @staticmethod
-    def detect() -> bool:
-        return "WORLD_SIZE" in os.environ or NUM_NODES in os.environ
 
     def world_size(self) -> int:
         return self._world.world_size

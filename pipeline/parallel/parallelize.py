@@ -45,15 +45,12 @@ def _units(module: nn.Module, prefix: str) -> Iterator[Unit]:
     if isinstance(module, nn.ModuleList | nn.Sequential):
         weighty = [(name, child) for name, child in members if next(child.parameters(), None) is not None]
         # A list of lists is never called itself: its members' members are.
-        if len(weighty) > 1 and len({type(child) for _, child in weighty}) == 1 and _is_called(weighty[0][1]):
+        is_called = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for _, child in weighty)
+        if len(weighty) > 1 and len({type(child) for _, child in weighty}) == 1 and is_called:
             yield from weighty
             return
     for name, child in members:
         yield from _units(child, f"{name}.")
-
-
-def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def transform(

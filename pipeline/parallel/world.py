@@ -4,7 +4,9 @@ import ipaddress
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +96,17 @@ def check_world(world: World, *, runtime_world_size: int, reduces_in_graph: bool
         )
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error of a collective says that another rank is gone, or does not come."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_LOST_PEERS)
+
+
+# In plain RuntimeErrors of gloo, its store, and streams that wait for others (torch 2.9).
+_OF_LOST_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "timed out in monitored")
+
 # Not TRNPIPE_: those are settings.
 TRACE_FILE = "TRN_TRACE_FILE"
 """Environment of a trial run that is driven: where rank 0 leaves its graph manifest instead of publishing it."""
@@ -127,7 +140,6 @@ def job_index(jobs: int, env: Mapping[str, str], stage: str, job: int | None = N
 
 # The interface through which the other nodes of a job reach this machine, and where ranks meet.
 
-ROUTES = Path("/proc/net/route")
 EFA_DEVICES = Path("/dev/infiniband")
 # Bridges, and the ends of them, that lead to containers of the same machine. ecs-*: every task of an AWS Batch
 # multi-node job has one beside its own interface (amazon-ecs-agent, agent/ecscni/types_linux.go).
@@ -145,14 +157,17 @@ class Interface:
 
 def own_interface() -> Interface:
     """Return the interface of the default route, else the first reachable one. Raises ConfigError if none is."""
-    routes = ROUTES.read_text() if ROUTES.exists() else ""  # Linux alone has it
+    routed = ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # of documentation (RFC 5737): nothing is sent, the system chooses the route
+        routed = probe.getsockname()[0]
     found = [
         Interface(name, address.address)
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
         if address.family == socket.AF_INET
     ]
-    return choose_interface(found, default_routes(routes))
+    return choose_interface(found, routed)
 
 
 def own_address() -> str:
@@ -160,20 +175,19 @@ def own_address() -> str:
     return own_interface().address
 
 
-def choose_interface(found: Sequence[Interface], routed: Sequence[str]) -> Interface:
-    """Choose one that other machines reach; `routed`: names of interfaces with a default route, the best first.
+def choose_interface(found: Sequence[Interface], routed: str) -> Interface:
+    """Choose one that other machines reach; `routed`: the address of the default route, if there is one.
 
     The order of the system says nothing: in a task of Amazon ECS the link to the agent (169.254.172.0/22) comes before
     the interface of the task. Raises ConfigError when no interface is reachable from other machines.
     """
-    reachable: dict[str, Interface] = {}
-    for interface in found:
-        address = ipaddress.IPv4Address(interface.address)
-        if not (_LOCAL_ONLY.fullmatch(interface.name) or address.is_link_local or address.is_loopback):
-            reachable.setdefault(interface.name, interface)
-    for name in (*routed, *reachable):
-        if name in reachable:
-            return reachable[name]
+    reachable = []
+    for one in found:
+        address = ipaddress.IPv4Address(one.address)
+        if not (_LOCAL_ONLY.fullmatch(one.name) or address.is_link_local or address.is_loopback):
+            reachable.append(one)
+    if reachable:
+        return next((one for one in reachable if one.address == routed), reachable[0])
     seen = ", ".join(f"{interface.name} {interface.address}" for interface in found) or "no IPv4 address"
     raise ConfigError(
         f"no network interface that other machines can reach: {seen}",
@@ -182,14 +196,7 @@ def choose_interface(found: Sequence[Interface], routed: Sequence[str]) -> Inter
     )
 
 
-def default_routes(table: str) -> list[str]:
-    """Return interfaces with a default route in the text of /proc/net/route, the lowest metric first."""
-    lines = [line.split() for line in table.splitlines()[1:]]
-    routes = [(int(words[6]), words[0]) for words in lines if words[1] == words[7] == "00000000"]
-    return [name for _, name in sorted(routes, key=lambda route: route[0])]
-
-
-def gang_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[str, str]:
+def network_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[str, str]:
     """Return what collectives between machines read. A machine alone must not have it: its interface differs.
 
     CCOM: the bootstrap of Neuron's collectives; GLOO: PyTorch's collectives between processors. EFA as the AWS Neuron
@@ -215,8 +222,8 @@ def torchrun_arguments(processes: int, env: Mapping[str, str], own: Callable[[],
     """Return torchrun's arguments for `processes` ranks on each node.
 
     Ranks of one node meet at 127.0.0.1. Of several every node is told its number and, on all but the main one, the main
-    node's address; the main node is its own address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: gangs
-    on one machine need ports of their own.
+    node's address; the main node is its own address. MASTER_ADDR (of the main node) and MASTER_PORT replace ours: node
+    groups on one machine need ports of their own.
     Raises ConfigError when the variables do not fit together.
     """
     ranks = [f"--nproc-per-node={processes}", "--max-restarts=0"]

@@ -56,79 +56,66 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         return _result(ctx, (report,), started)
     nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded_temp_folder() as temporary:
-        reports = _Node(settings, ctx, nodes).check(temporary)
+        reports = _check(settings, ctx, nodes, temporary / "ranks")
     result = _result(ctx, reports, started)
     return store_result(ctx.workspace, result) if ctx.world.is_main else result
 
 
-class _Node:
-    def __init__(self, settings: Settings, ctx: StageContext, nodes: Nodes) -> None:
-        self._settings, self._ctx, self._nodes, self._config = settings, ctx, nodes, settings.health
-        self._on_neuron = on_neuron(settings.backend, os.environ)
-        self._identity = read_identity()
-        self._report = NodeReport(ctx.world.node_rank, self._identity.host, ())
+def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) -> Reports:
+    """Check the host, then its ranks, which leave their results in `folder`, and meet the other nodes after each.
 
-    def check(self, temporary: Path) -> Reports:
-        """Return the reports of all nodes, shown and stored. Raises job_error, where the other nodes hear of it."""
-        with_ranks = self._config.wants("cores", "collectives")
-        reports = self._meet("hosts", self._host(), is_last=not with_ranks)
-        return self._meet("ranks", self._ranks(temporary / "ranks"), is_last=True) if with_ranks else reports
+    Returns the reports of all nodes, shown and stored. Raises job_error, where the other nodes hear of it.
+    """
+    config, identity, node_rank, num_nodes = settings.health, read_identity(), ctx.world.node_rank, ctx.world.world_size
+    is_neuron, processes = on_neuron(settings.backend, os.environ), settings.launch.processes
+    wait_s = config.stage_limit_s(on_neuron=is_neuron, num_nodes=num_nodes, processes=processes)
+    report = NodeReport(node_rank, identity.host, ())
 
-    def _meet(self, part: str, results: tuple[CheckResult, ...], *, is_last: bool) -> Reports:
-        """Return the reports of all nodes after a part."""
-        ctx, processes = self._ctx, self._settings.launch.processes
-        self._report = replace(self._report, results=(*self._report.results, *results))
-        store_own(ctx.workspace, ctx.cycle, self._report)  # before anything that may wait for others
-        wait_s = self._config.stage_limit_s(
-            on_neuron=self._on_neuron, num_nodes=ctx.world.world_size, processes=processes
-        )
-        reports = exchange_reports(self._nodes, part, self._report, wait_s)
-        reports = with_slow_ranks(reports)
-        self._report = next((one for one in reports if one.node_rank == self._report.node_rank), self._report)
-        store_own(ctx.workspace, ctx.cycle, self._report)
-        if (error := job_error(reports)) is not None or is_last:
-            for report in reports:
-                show(report, sys.stdout)
+    def meet(part: str, results: tuple[CheckResult, ...], *, is_last: bool) -> Reports:
+        nonlocal report
+        report = replace(report, results=(*report.results, *results))
+        store_own(ctx.workspace, ctx.cycle, report)  # before anything that may wait for others
+        reports = with_slow_ranks(exchange_reports(nodes, part, report, wait_s))
+        report = next((one for one in reports if one.node_rank == node_rank), report)
+        store_own(ctx.workspace, ctx.cycle, report)
+        error = job_error(reports)
+        for one in reports if error or is_last else ():
+            show(one, sys.stdout)
         if error is not None:
             raise error
         return reports
 
-    def _host(self) -> tuple[CheckResult, ...]:
-        settings, ctx, rank = self._settings, self._ctx, self._ctx.world.node_rank
-        num_nodes, processes = ctx.world.world_size, settings.launch.processes
-        host = HostChecks(
-            config=self._config,
-            identity=self._identity,
-            workspace=ctx.workspace,
-            after_stop=ctx.workspace_after_stop,
-            probes=f"cycles/{ctx.cycle}/health/probe-{rank}-",
-            folders=usual_folders(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
-            env=os.environ,
-            node_rank=rank,
-            num_nodes=num_nodes,
-            on_neuron=self._on_neuron,
-        )
-        more = {"code": ctx.code_version, "settings": ctx.settings_hash}
-        instance = self._config.expected_instance or self._identity.instance_type
-        tools = neuron_checks(
-            *(self._config, instance, more), num_nodes=num_nodes, processes=processes, on_neuron=self._on_neuron
-        )
-        checks = (*host.checks(), *tools)
-        return run_checks(checks, self._config, node_rank=rank, host=self._report.host, stop=ctx.stop).results
-
-    def _ranks(self, folder: Path) -> tuple[CheckResult, ...]:
-        """Start the ranks of this node with this very command; they leave their results in a folder."""
-        ctx, processes = self._ctx, self._settings.launch.processes
-        folder.mkdir()
-        env = {RANK_REPORTS: str(folder)}
-        if self._on_neuron:  # tolerances are those of the types as they are written
-            env["NEURON_CC_FLAGS"] = self._settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
-            env["NEURON_COMPILE_CACHE_URL"] = self._settings.compile.cache_root(ctx.workspace.root)
-        with temporary_environment(env):
-            launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
-        ctx.stop.raise_if_set("checking the ranks of this node")
-        first = ctx.world.node_rank * processes
-        return results_of(folder, range(first, first + processes))
+    host = HostChecks(
+        config=config,
+        identity=identity,
+        workspace=ctx.workspace,
+        after_stop=ctx.workspace_after_stop,
+        probes=f"cycles/{ctx.cycle}/health/probe-{node_rank}-",
+        folders=usual_folders(ctx.scratch, settings.compile.cache_root(ctx.workspace.root), ctx.workspace),
+        env=os.environ,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        on_neuron=is_neuron,
+    )
+    instance = config.expected_instance or identity.instance_type
+    more = {"code": ctx.code_version, "settings": ctx.settings_hash}
+    tools = neuron_checks(config, instance, more, num_nodes=num_nodes, processes=processes, on_neuron=is_neuron)
+    checks = (*host.checks(), *tools)
+    found = run_checks(checks, config, node_rank=node_rank, host=report.host, stop=ctx.stop)
+    with_ranks = config.wants("cores", "collectives")
+    reports = meet("hosts", found.results, is_last=not with_ranks)
+    if not with_ranks:
+        return reports
+    folder.mkdir()
+    env = {RANK_REPORTS: str(folder)}
+    if is_neuron:  # tolerances are those of the types as they are written
+        env["NEURON_CC_FLAGS"] = settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
+        env["NEURON_COMPILE_CACHE_URL"] = settings.compile.cache_root(ctx.workspace.root)
+    with temporary_environment(env):
+        launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
+    ctx.stop.raise_if_set("checking the ranks of this node")
+    first = node_rank * processes
+    return meet("ranks", results_of(folder, range(first, first + processes)), is_last=True)
 
 
 def _result(ctx: StageContext, reports: Reports, started: datetime) -> StageResult:

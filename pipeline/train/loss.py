@@ -152,8 +152,8 @@ class GlobalLoss:
     """
 
     config: TrainConfig
-    accumulation: int
-    world_size: int
+    parts: int
+    """Micro-batches of all ranks."""
     gather: Callable[[list[Tensor]], list[Tensor]]
     """Returns the rows of all ranks, in the order of the global batch, without a gradient."""
 
@@ -180,7 +180,7 @@ class GlobalLoss:
         Which rows are this rank's is data, not structure: the graph is the same on every rank.
         """
         query, product, place = outputs.query.float(), outputs.product.float(), batch["place"]
-        pairs = self._pair_loss(outputs, batch)
+        pairs = pair_loss(outputs, targets_of([batch]), self.config.loss, self.config.mined_per_query)
         places = torch.arange(rows.query.shape[0], dtype=place.dtype, device=place.device)
         at = (places[:, None] == place[None, :]).float()  # [Q of all, Q]
         groups, width = query.shape
@@ -189,21 +189,15 @@ class GlobalLoss:
         of_product = torch.matmul(at, (product - product.detach()).view(groups, -1)).view(-1, width)
         loss = contrastive_loss(rows.query + of_query, rows.product + of_product, rows.targets, self.config.loss)
         weight = self.config.loss.contrastive_weight
-        return pairs + weight * self._parts * loss, pairs + weight * loss
+        return pairs + weight * self.parts * loss, pairs + weight * loss
 
     def second_pass(self, outputs: RelevanceOutputs, batch: Batch, contrast: Contrast) -> tuple[Tensor, Tensor]:
         """Compute what stands for the loss once `contrast` is known."""
-        pairs, place = self._pair_loss(outputs, batch), batch["place"]
+        pairs = pair_loss(outputs, targets_of([batch]), self.config.loss, self.config.mined_per_query)
+        place = batch["place"]
         groups, width = contrast.query.shape
         products = contrast.product.view(groups, -1).index_select(0, place).view(-1, width)
         stand_in = (outputs.query.float() * contrast.query.index_select(0, place)).sum()
         stand_in = stand_in + (outputs.product.float() * products).sum()
         weight = self.config.loss.contrastive_weight
-        return pairs + weight * self._parts * stand_in, pairs + weight * contrast.loss
-
-    def _pair_loss(self, outputs: RelevanceOutputs, batch: Batch) -> Tensor:
-        return pair_loss(outputs, targets_of([batch]), self.config.loss, self.config.mined_per_query)
-
-    @property
-    def _parts(self) -> int:
-        return self.accumulation * self.world_size
+        return pairs + weight * self.parts * stand_in, pairs + weight * contrast.loss

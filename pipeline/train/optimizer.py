@@ -11,11 +11,9 @@ from torch import Tensor
 
 from pipeline.train.config import GuardConfig, OptimizerConfig
 
-CONTROL_SIZE = 4  # learning rate, 1 - beta1^t, 1 - beta2^t, t
-
 
 def control_values(step: int, learning_rate: float, config: OptimizerConfig) -> Tensor:
-    """The scalars of optimizer step `step` (1-based), fp32 [4].
+    """Learning rate, 1 - beta1^t, 1 - beta2^t and t of optimizer step t = `step` (1-based), fp32 [4].
 
     They travel with the batch: no transfer of their own, and no graph knows the step. Computed in
     double precision on the host, so they are equal on every backend.

@@ -133,10 +133,10 @@ class TrainProgram:
         self.backend, self.config, self.strategy = backend, config, strategy
         self.has_dropout = strategy.model.encoder.is_random
         self._accumulation = share.accumulation
-        self._loss = GlobalLoss(config, share.accumulation, share.world_size, strategy.gather)
+        self._loss = GlobalLoss(config, share.accumulation * share.world_size, strategy.gather)
         self._has_two_passes = needs_two_passes(config, share, gathers_in_graph=backend.gathers_in_graph)
         is_recomputed = config.parallel.recompute == "units"
-        if backend.is_neuron and (self._has_two_passes or is_recomputed) and has_dropout(strategy.model.encoder):
+        if backend.is_neuron and (self._has_two_passes or is_recomputed) and drops_elements(strategy.model.encoder):
             twice = "layers are computed again" if is_recomputed else "a step has two passes"
             raise ConfigError(
                 f"dropout on {backend.device_name()} where {twice}",
@@ -338,9 +338,9 @@ def _noted(figures: list[Tensor], rows: Tensor) -> Tensor:
     return torch.cat([rows[1:], torch.stack(figures)[None]])
 
 
-def has_dropout(encoder: TextEncoder) -> bool:
+def drops_elements(encoder: TextEncoder) -> bool:
     """Return whether it drops elements, as far as can be seen of a module of a factory."""
-    return encoder.dropout > 0 or any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in encoder.modules())
+    return any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in encoder.modules())
 
 
 def _place_of(batch: Mapping[str, Tensor]) -> Place:

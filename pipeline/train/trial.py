@@ -25,7 +25,7 @@ from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import check_plan
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, needs_two_passes, rows_of_batch
+from pipeline.train.config import batch_share, groups_of_batch, needs_two_passes, rows_of_batch
 from pipeline.train.loop import Cadence, EvaluationOutcome, TrainLoop
 from pipeline.train.step import open_program
 from pipeline.train.stream import BatchStream
@@ -99,17 +99,14 @@ class Trial:
     watch: GraphWatch
 
     @property
-    def train(self) -> TrainConfig:
-        return self.settings.train
-
-    @property
     def num_graphs(self) -> int:
         """About how many graphs `run` meets: one or two more or less where gradients go through the host."""
-        share = batch_share(self.train, self.gang.world.world_size, self.gang.world.rank)
-        two_passes = needs_two_passes(self.train, share, gathers_in_graph=self.backend.gathers_in_graph)
+        train = self.settings.train
+        share = batch_share(train, self.gang.world.world_size, self.gang.world.rank)
+        two_passes = needs_two_passes(train, share, gathers_in_graph=self.backend.gathers_in_graph)
         per_length = 1 + (share.accumulation > 1) + two_passes
-        lengths = len(rows_of_batch(self.train, self.buckets))
-        apart = two_passes + (self.train.step_boundary == "split")
+        lengths = len(rows_of_batch(train, self.buckets))
+        apart = two_passes + (train.step_boundary == "split")
         return 1 + lengths * per_length + apart + len(self.buckets) + len(self.settings.embed.buckets)
 
     def run(self) -> None:
@@ -118,7 +115,7 @@ class Trial:
         self.embed_blank()
 
     def _train(self) -> None:
-        train, world = self.train, self.gang.world
+        train, world = self.settings.train, self.gang.world
         check_plan(train.parallel, self.backend)
         batch = groups_of_batch(train)
         groups = BlankGroups(
@@ -173,11 +170,11 @@ class Trial:
 
     def score(self) -> None:
         """Evaluate and embed alone, for a number of ranks that training does not have. Raises Preempted."""
-        model = build_model(self.settings.model, self.spec, self.train.seed)
+        train = self.settings.train
+        model = build_model(self.settings.model, self.spec, train.seed)
         weights = model.state_dict()
-        one_rate = self.train.optimizer.has_one_rate
         program = ScoreProgram(
-            model, self.backend, self.train.precision, self.buckets, self.watch, has_one_rate=one_rate
+            model, self.backend, train.precision, self.buckets, self.watch, has_one_rate=train.optimizer.has_one_rate
         )
         program.load(weights)
         self._score(program.outputs)
@@ -186,7 +183,7 @@ class Trial:
 
     def _score(self, score: Outputs) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
-        size = min(self.train.micro_batch_size, self.train.global_batch_size)
+        size = min(self.settings.train.micro_batch_size, self.settings.train.global_batch_size)
         with self.backend.loader(blank_pairs(self.spec, bucket, size) for bucket in self.buckets) as ready:
             for batch in ready:
                 self.stop.raise_if_set("the trial run; nothing of it is kept")
@@ -194,7 +191,7 @@ class Trial:
 
     def embed_blank(self) -> None:
         """Embed two batches of every shape, without a text in them."""
-        encoder = build_model(self.settings.model, self.spec, self.train.seed).encoder
+        encoder = build_model(self.settings.model, self.spec, self.settings.train.seed).encoder
         program = EmbedProgram(encoder, self.backend, self.settings.embed, self.watch)
         with self.backend.loader(shape.blank() for shape in program.shapes for _ in range(2)) as ready:
             for batch in ready:

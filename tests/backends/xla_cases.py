@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Iterator
-from functools import partial
 from itertools import count, pairwise
 
 import pytest
@@ -24,8 +23,7 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig
-from pipeline.train.loss import Targets
-from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
+from pipeline.train.step import TrainProgram, prepare_model
 from pipeline.train.stream import BatchStream
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 
@@ -50,10 +48,14 @@ def batch(number: int) -> Batch:
     return {"x": torch.tensor([number], dtype=torch.int32), "control": torch.tensor([float(number)])}
 
 
-def test_a_host_that_compiles(xla: Backend) -> None:
+def test_what_a_host_that_compiles_says_of_itself(xla: Backend) -> None:
     assert xla.is_lazy and xla.shares_host_memory and is_lazy_host(xla.device_name())
     assert xla.device_name() == lazy_device_name(os.environ)
     assert not (xla.is_neuron or xla.can_compile or xla.reduces_in_graph)
+    assert xla.runtime_world_size() == 1 and (xla.memory_bytes() or 0) > 0
+    xla.synchronise()
+    with pytest.raises(ConfigError, match="autocast on XLA:CPU"):
+        xla.autocast(torch.bfloat16)
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 19])
@@ -148,81 +150,38 @@ def test_recomputed_layers_have_the_gradient_and_the_dropout_of_kept_ones(xla: B
     assert float((ours - expected).norm()) < 1e-6 * float(expected.norm())
 
 
-def reduced(
-    backend: Backend, rows: TokenRows, config: TrainConfig, world_size: int, accumulation: int
-) -> tuple[list[Tensor], int]:
-    """The mean over ranks of the gradient of one global batch, and of its loss; and the graphs of a second step.
-
-    Rank after rank in this process: what the others would give through the host is computed on the eager CPU.
-    """
-    groups, eager = grouped(rows, config), make_program(CpuBackend(), config, SMALL)
-    plan = plan_of(groups, config)
-    shares = [RankShare(rank, world_size, accumulation) for rank in range(world_size)]
-    micros = [[batch.tensors for batch in training_batches(groups, plan, share, 0, 1)] for share in shares]
-    given: list[list[Tensor]] = []
-    for batches in micros:
-        outputs = [eager.outputs(batch) for batch in batches]
-        targets = [torch.cat([batch[name] for batch in batches]) for name in Targets._fields]
-        given.append([torch.cat([o.query for o in outputs]), torch.cat([o.product for o in outputs]), *targets])
-
-    def gather(rank: int, mine: list[Tensor]) -> list[Tensor]:
-        parts = [mine if other == rank else given[other] for other in range(world_size)]
-        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-
-    found, new_graphs = [], 0
-    for rank in range(world_size):
-        strategy = flat_strategy(
-            build_model(SMALL, SPEC, config.seed),
-            backend,
-            config,
-            world_size=world_size,
-            host_gather=partial(gather, rank),
-        )
-        share = RankShare(rank, world_size, accumulation)
-        program = TrainProgram(strategy, backend, config, share, figure_rows=1, buckets=rows.buckets)
-        for again in range(2):
-            compiled = backend.compile_count()
-            program.accumulate([{name: x.to(backend.device) for name, x in b.items()} for b in micros[rank]])
-            sums = program.reduced()
-            host = [tensor.clone() for tensor in backend.to_host(sums)]
-            new_graphs += (backend.compile_count() - compiled) * again
-        found.append(host)
-    return [torch.stack(tensors).mean(0) for tensors in zip(*found, strict=True)], new_graphs
-
-
-@pytest.mark.parametrize(
-    ("world_size", "accumulation"),
-    [
-        (1, 4),
-        (2, 2),
-        *(
-            pytest.param(ranks, parts, marks=pytest.mark.thorough)
-            for ranks in (1, 2, 4)
-            for parts in (1, 2, 4, 8)
-            if (ranks, parts) not in ((1, 4), (2, 2))
-        ),
-    ],
-)
-def test_a_global_batch_however_cut_has_the_gradient_of_the_eager_cpu(
-    xla: Backend, rows: TokenRows, world_size: int, accumulation: int
+@pytest.mark.parametrize("accumulation", [4, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2, 8))])
+def test_a_batch_however_cut_has_the_gradient_of_the_eager_cpu(
+    xla: Backend, rows: TokenRows, accumulation: int
 ) -> None:
     config = TRAIN.model_copy(
         update={
             "global_batch_size": 32,
             "micro_batch_size": 32,
             "candidates_per_query": 1,
-            "loss": LossConfig(matryoshka_sizes=(4,) if world_size > 1 else ()),
+            "loss": LossConfig(matryoshka_sizes=(4,)),
         }
     )
-    whole, _ = reduced(CpuBackend(), rows, config, 1, 1)
-    cut, new_graphs = reduced(xla, rows, config, world_size, accumulation)
-    ours, expected = torch.cat([tensor.reshape(-1) for tensor in cut]), torch.cat([x.reshape(-1) for x in whole])
+    groups = grouped(rows, config)
+
+    def reduced(backend: Backend, parts: int) -> Tensor:
+        """The gradient of the batch and behind it its loss, which a second step gives without a new graph."""
+        program = make_program(backend, config, SMALL, parts)
+        share = RankShare(accumulation=parts)
+        micros = [one.tensors for one in training_batches(groups, plan_of(groups, config), share, 0, 1)]
+        for _ in range(2):
+            compiled = backend.compile_count()
+            program.accumulate([{name: x.to(backend.device) for name, x in one.items()} for one in micros])
+            found = [tensor.reshape(-1) for tensor in backend.to_host(program.reduced())]
+        assert backend.compile_count() == compiled, "a second step compiles nothing"
+        return torch.cat(found)
+
+    expected, ours = reduced(CpuBackend(), 1), reduced(xla, accumulation)
     assert float(expected.norm()) > 1.0
     # Prefixes of 4 numbers make it steep: beside the gradient in fp64, fp32 is 3e-7 off on an eager CPU with AVX-512,
     # 4e-6 on one without vector instructions and 9e-7 on XLA:CPU (Xeon with AMX).
     assert float((ours - expected).norm()) < 1e-5 * float(expected.norm())
-    assert float(cut[-1]) == pytest.approx(float(whole[-1]), rel=1e-6)
-    assert new_graphs == 0  # a second step compiles nothing
+    assert float(ours[-1]) == pytest.approx(float(expected[-1]), rel=1e-6)
 
 
 @pytest.mark.parametrize("boundary", ["fused", pytest.param("split", marks=pytest.mark.thorough)])
@@ -321,14 +280,6 @@ def test_a_snapshot_from_xla_continues_on_the_cpu(xla: Backend, rows: TokenRows)
     assert all(tensor.device.type == "cpu" for tensor in (*weights.values(), *optimizer.values()))
     other.restore(weights, optimizer)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in other.snapshot()[0].items())
-
-
-def test_what_the_runtime_says(xla: Backend) -> None:
-    assert xla.runtime_world_size() == 1 and not xla.reduces_in_graph and xla.is_lazy
-    assert (xla.memory_bytes() or 0) > 0
-    xla.synchronise()
-    with pytest.raises(ConfigError, match="autocast on XLA:CPU"):
-        xla.autocast(torch.bfloat16)
 
 
 def test_reduction_goes_through_the_host(xla: Backend) -> None:

@@ -90,16 +90,6 @@ def test_each_target_can_fail(ours: float, failed: set[str]) -> None:
     assert failed <= {name for name, holds in found.items() if not holds}
 
 
-def test_a_peer_with_our_tokenizer_is_shown_and_is_not_the_one_to_beat() -> None:
-    table = only([*whole(), part("mnrl_split_digits", 0.826)])
-    found = figures_of(table)
-    assert table.settings["seeds_of_best_peer"] == 3
-    assert found["ahead_of_best_peer"][0] == pytest.approx(0.02)
-    assert found["ahead_of_mnrl_split_digits"][0] == pytest.approx(0.004)
-    made, missing = tables([part("ours", 0.83), part("bm25", 0.73), part("mnrl_split_digits", 0.8)])
-    assert not made and "no peer" in missing[0]
-
-
 def test_parts_of_other_budgets_are_other_tables() -> None:
     longer = whole(steps=500)
     made, missing = tables([*whole(), *longer, part("ours", 0.9, steps=750), part("ours", 0.9, precision="fp32")])

@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench.scaling.__main__ import decision_table, main
-from bench.scaling.fabrics import FABRICS, Algorithm, Group, all_reduce_s, choose_algorithm, half_s
-from bench.scaling.model import Spread, Work, candidates, copy_bytes, scaled, state_bytes, step_time
+from bench.scaling.fabrics import FABRICS, Group, all_reduce_s
+from bench.scaling.model import Spread, Work, candidates, scaled, step_time
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.machines import MACHINES
 from tests.docs.markdown import ROOT
@@ -119,48 +117,6 @@ def test_a_model_that_fits_is_not_sharded_and_the_flat_devices_shard_states() ->
     large = Work(1_000_000_000, 24, 0.1)
     tight = candidates(large, {False: 2**30, True: 2**29}, TRN1, 4)[0]
     assert (tight.spread.shard, tight.spread.layout.shard_size, tight.fits) == ("state", 32, True)
-
-
-def test_hierarchical_pays_for_small_messages_on_many_nodes() -> None:
-    assert [choose_algorithm(size, 16, 8, P4D) for size in (2**16, 2**20, 2**24, 2**28, 2**30)] == [
-        "hierarchical",
-        "hierarchical",
-        "hierarchical",
-        "flat",
-        "flat",
-    ]
-    gathers = [1e3 * half_s(P4D, Group(16, 8), 2**20, kind) for kind in ("flat", "hierarchical")]
-    assert gathers == pytest.approx([0.52, 0.13], rel=0.05)
-    assert choose_algorithm(2**20, 1, 8, P4D) == "flat"
-
-
-def test_state_bytes() -> None:
-    place = layout_of(0, 16, shard_degree=4, tensor_degree=2)
-    assert state_bytes(800, place) == 12 * 800 // 8
-    alone, four = (layout_of(0, 4, shard_degree=degree, tensor_degree=1) for degree in (1, 4))
-    exact, low = Work(800, 1, 1.0), Work(800, 1, 1.0, gather_bytes=2)
-    assert [copy_bytes(work, at) for work in (exact, low) for at in (alone, four)] == [0, 3200, 1600, 1600]
-
-
-@given(
-    nodes=st.sampled_from([1, 2, 16, 128]),
-    megabytes=st.floats(0.001, 10_000),
-    name=st.sampled_from(sorted(FABRICS)),
-    kind=st.sampled_from(["flat", "hierarchical"]),
-)
-def test_a_collective_costs_no_less_with_more_bytes_or_nodes(
-    nodes: int, megabytes: float, name: str, kind: Algorithm
-) -> None:
-    fabric = FABRICS[name]
-    here = half_s(fabric, Group(nodes, fabric.ranks), megabytes * 1e6, kind)
-    assert 0 < here < half_s(fabric, Group(nodes, fabric.ranks), megabytes * 2e6, kind)
-    assert here <= half_s(fabric, Group(2 * nodes, fabric.ranks), megabytes * 1e6, kind)
-    assert half_s(fabric, Group(1, 1), megabytes * 1e6, kind) == all_reduce_s(fabric, Group(1, 1), megabytes * 1e6) == 0
-
-
-def test_degrees_that_do_not_divide_the_nodes_are_left_out() -> None:
-    rows = scaled(Work(10**9, 10, 1.0), Spread(Layout()), P4D, shard_degree=16, nodes=(1, 2, 3, 4))
-    assert [row.nodes for row in rows] == [2, 4]
 
 
 def test_the_decision_table_is_that_of_the_docs() -> None:

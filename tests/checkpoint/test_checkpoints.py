@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.checkpoint.save import CheckpointWriter, Snapshot
+from pipeline.checkpoint.save import CheckpointWriter, Snapshot, steps_to_delete
 from pipeline.checkpoint.store import (
     OPTIMIZER,
     STATE,
@@ -33,6 +35,7 @@ from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig
+from tests.kit.states import train_state
 
 CYCLE = "2026-01-01"
 SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("niedrig", "größer"), label_gains=(0.0, 1.0))
@@ -42,21 +45,14 @@ MODEL = ModelConfig(hidden_size=8, num_layers=1, num_heads=2, intermediate_size=
 def state_at(step: int, best: int | None = None, **changes: Any) -> TrainState:
     fields: dict[str, Any] = {
         "cycle": CYCLE,
-        "step": step,
-        "max_steps": 100,
-        "identity": "id",
-        "identity_parts": {"train.seed": "1"},
         "model": MODEL,
         "inputs": SPEC,
-        "tokenizer_fingerprint": "tok",
-        "watermark": "2026-01-01",
+        "watermark": CYCLE,
         "partitions": {"dt=2026-01-01": "abc"},
         "parent": Parent(uri="checkpoints/0/step-9", digest="d", cycle="0", step=9),
         "best": None if best is None else Best(step=best, metric="accuracy", value=0.1 + 0.2),
-        "settings_hash": "h",
-        "code_version": "v",
     }
-    return TrainState(**{**fields, **changes})
+    return train_state(step=step, **fields | changes)
 
 
 def snapshot(step: int, best: int | None = None) -> Snapshot:
@@ -167,16 +163,7 @@ def test_steps_are_numbers_not_words(place: Place) -> None:
 
 
 def test_retention(tmp_path: Path) -> None:
-    place = Place(tmp_path, CheckpointConfig(keep_last=2, keep_every_steps=4))
-    for step in range(1, 8):
-        place.save(step, best=2 if step >= 2 else None)
-    assert place.store.steps() == [2, 4, 6, 7]
-    deleted = [fields["step"] for name, fields in place.events if name == EventName.CHECKPOINT_DELETED]
-    assert deleted == [1, 3, 5]
-
-
-def test_retention_leaves_alone_what_is_in_use(tmp_path: Path) -> None:
-    place = Place(tmp_path, CheckpointConfig(keep_last=1))
+    place = Place(tmp_path, CheckpointConfig(keep_last=1, keep_every_steps=3))
     asked: list[list[int]] = []
 
     def in_use() -> frozenset[str]:
@@ -184,10 +171,12 @@ def test_retention_leaves_alone_what_is_in_use(tmp_path: Path) -> None:
         return frozenset({prefix_of(CYCLE, 1), prefix_of("another", 2)})
 
     place.writer = CheckpointWriter(place.store, place.config, tmp_path / "staging", in_use=in_use)
-    for step in range(1, 5):
-        place.save(step)
-    assert place.store.steps() == [1, 4]
-    assert asked == [[1, 2], [1, 2, 3], [1, 3, 4]], "only when something is about to go, and before it goes"
+    for step in range(1, 7):
+        place.save(step, best=2)
+    assert place.store.steps() == [1, 2, 3, 6], "in use, the best, a multiple, the newest"
+    deleted = [fields["step"] for name, fields in place.events if name == EventName.CHECKPOINT_DELETED]
+    assert deleted == [4, 5]
+    assert asked[-1] == [1, 2, 3, 5, 6], "before anything goes"
 
 
 @pytest.mark.fault
@@ -333,3 +322,20 @@ def test_leftovers_of_a_killed_attempt_do_no_harm(place: Place, monkeypatch: pyt
     assert place.store.steps() == [3]
     assert not (half_committed.parent / "half").exists()
     assert not leftovers.exists()
+
+
+def test_last_best_and_multiples_stay() -> None:
+    gone = steps_to_delete(range(10, 101, 10), keep_last=2, keep_every_steps=40, best_step=30)
+    assert gone == (10, 20, 50, 60, 70)
+    assert steps_to_delete([], keep_last=1, keep_every_steps=0, best_step=None) == ()
+    assert steps_to_delete([5], keep_last=3, keep_every_steps=0, best_step=99) == ()
+
+
+@given(st.sets(st.integers(0, 500)), st.integers(1, 5), st.integers(0, 50), st.none() | st.integers(0, 500))
+def test_the_newest_and_the_best_are_never_deleted(steps: set[int], last: int, every: int, best: int | None) -> None:
+    gone = set(steps_to_delete(steps, keep_last=last, keep_every_steps=every, best_step=best))
+    assert gone <= steps
+    assert not gone & set(sorted(steps)[-last:])
+    assert best not in gone
+    # Applying it again deletes nothing more.
+    assert not steps_to_delete(steps - gone, keep_last=last, keep_every_steps=every, best_step=best)

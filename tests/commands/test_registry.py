@@ -10,9 +10,9 @@ import pytest
 from pipeline import cli
 from pipeline.checkpoint.store import WEIGHTS
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.model import serve_verified_pair
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Place, StoredVerdict, pointer_key, store_verdict
-from pipeline.registry.serving import serve_verified_pair
 from tests.registry.cases import (
     AUTHOR,
     MODEL,

@@ -1,4 +1,4 @@
-"""Compile caches of two machines; the S3 server and the storages are those of tests/storages."""
+"""Compile caches of two machines."""
 
 from pathlib import Path
 
@@ -6,9 +6,6 @@ import pytest
 
 from tests.compile import traces
 from tests.compile.cache_cases import ONE, TWO, done_files, write_entry
-from tests.kit.storages import aws, moto_address, s3_uri, stop, storage, storage_uri
-
-__all__ = ["aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
 
 
 @pytest.fixture(scope="session", autouse=True)

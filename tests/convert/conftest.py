@@ -1,7 +1,7 @@
-"""Small foreign models as files, and a process in which the other libraries answer."""
+"""Small foreign models as files."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
-from tests.kit.s3 import MotoServer
+from tests.kit.storages import aws, moto_address, s3_uri, storage_uri
+
+__all__ = ["aws", "moto_address", "s3_uri", "storage_uri"]
 
 RETRY = RetryPolicy()
 TEXT = "the red blue running shoe phone case leather size large small für größe 12 64 gb café ü ö x"
@@ -131,9 +133,3 @@ def given(**changes: Any) -> Given:
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path / "model")
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[MotoServer]:
-    with MotoServer("tests") as started:
-        yield started

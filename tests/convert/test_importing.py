@@ -14,7 +14,6 @@ from pipeline.io.storage import Storage, open_storage
 from pipeline.model.hf import from_hf, to_hf
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import MODEL, Folder, given, source_of
-from tests.kit.s3 import MotoServer, lead_to
 
 
 @pytest.fixture
@@ -83,22 +82,19 @@ def test_a_damaged_or_half_written_import_is_written_again(folder: Folder, works
     assert all(torch.equal(tensor, weights[name]) for name, tensor in mended.weights().items())
 
 
-def test_from_s3_to_s3(folder: Folder, server: MotoServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lead_to(server.url, monkeypatch)
+def test_from_s3_to_s3(folder: Folder, s3_uri: str, tmp_path: Path) -> None:
     folder.sentence()
     names = [path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*") if path.is_file()]
-    open_storage("s3://tests").upload_dir("models/theirs", folder.path, names)
-    source = source_of("s3://tests/models/theirs")
-    model = read_model(source, given(), tmp_path / "downloads")
-    workspace = open_storage("s3://tests/workspace")
+    open_storage(s3_uri).upload_dir("models/theirs", folder.path, names)
+    model = read_model(source_of(f"{s3_uri}/models/theirs"), given(), tmp_path / "downloads")
+    workspace = open_storage(f"{s3_uri}/workspace")
     checkpoint, already = store(workspace, model, folder)
-    assert not already and checkpoint.uri.startswith("s3://tests/workspace/checkpoints/import-theirs-")
-    local = folder.read()
-    assert all(torch.equal(tensor, local.weights[name]) for name, tensor in model.weights.items())
+    assert not already and checkpoint.uri.startswith(f"{s3_uri}/workspace/checkpoints/import-theirs-")
     assert store(workspace, model, folder)[1]
-    single = source_of("s3://tests/models/theirs/model.safetensors")
+    single = source_of(f"{s3_uri}/models/theirs/model.safetensors")
     bare = read_model(single, given(tokenizer=model.tokenizer), tmp_path / "downloads")
-    assert all(torch.equal(tensor, bare.weights[name]) for name, tensor in model.weights.items())
+    for name, tensor in folder.read().weights.items():
+        assert torch.equal(tensor, model.weights[name]) and torch.equal(tensor, bare.weights[name])
 
 
 def test_a_strange_name_makes_a_plain_one(tmp_path: Path, workspace: Storage) -> None:

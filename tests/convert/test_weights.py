@@ -32,8 +32,8 @@ def refusal(path: Path) -> CheckpointError:
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "safetensors"])
 def test_tensors_come_back_bit_by_bit(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "w.safetensors"
     if form == "safetensors":
-        path = tmp_path / "w.safetensors"
         save_file(GOOD, path)
     else:
         path = saved(tmp_path, OrderedDict(GOOD), as_zip=form == "zip")

@@ -29,7 +29,6 @@ from pipeline.evaluate.retrieval import CatalogueFile
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
-from tests.kit.s3 import MotoServer, lead_to
 
 QUICK, THOROUGH = range(120), range(120, 2700)
 RULES = RowRules(DataConfig(valid_fraction=0, test_fraction=0), FLAT, ("no", "yes"), (0.0, 1.0), carve_valid=False)
@@ -118,26 +117,23 @@ def check(seed: int, storage: Storage, workspace: Storage) -> None:
         raise
 
 
-def check_all(seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_all(seeds: range, folder: Path, s3_uri: str) -> None:
     """Four of five files on local disk, one on S3."""
-    local = [open_storage(str(folder / name)) for name in ("input", "workspace")]
-    with MotoServer("conservation") as server:
-        lead_to(server.url, monkeypatch)
-        remote = [open_storage(f"s3://conservation/{name}") for name in ("input", "workspace")]
-        for seed in seeds:
-            check(seed, *(remote if seed % 5 == 0 else local))
+    local, remote = ([open_storage(f"{root}/{name}") for name in ("input", "workspace")] for root in (folder, s3_uri))
+    for seed in seeds:
+        check(seed, *(remote if seed % 5 == 0 else local))
 
 
 @pytest.mark.stage
-def test_every_reader_gives_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_all(QUICK, tmp_path, monkeypatch)
+def test_every_reader_gives_every_row(tmp_path: Path, s3_uri: str) -> None:
+    check_all(QUICK, tmp_path, s3_uri)
 
 
 @pytest.mark.stage
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_every_reader_gives_every_row_of_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_all(THOROUGH, tmp_path, monkeypatch)
+def test_every_reader_gives_every_row_of_many_files(tmp_path: Path, s3_uri: str) -> None:
+    check_all(THOROUGH, tmp_path, s3_uri)
 
 
 def read(path: Path) -> list[RawBatch]:

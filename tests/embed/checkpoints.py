@@ -13,6 +13,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import hf_config, to_hf
 from pipeline.model.relevance import build_model
 from tests.embed.catalogues import MAX_TOKENS, tokenizer_json
+from tests.kit.states import train_state
 from tests.registry.cases import put
 
 MODEL = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32, max_positions=32)
@@ -22,22 +23,8 @@ def state_of(
     model: ModelConfig, spec: InputSpec, tokenizer: TextTokenizer, *, cycle: str = "c", max_tokens: int = MAX_TOKENS
 ) -> TrainState:
     """Of a model that was never trained."""
-    return TrainState(
-        cycle=cycle,
-        step=1,
-        max_steps=1,
-        identity="identity",
-        identity_parts={},
-        model=model,
-        inputs=spec,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        watermark="",
-        partitions={},
-        parent=None,
-        best=None,
-        max_tokens=max_tokens,
-        settings_hash="settings",
-        code_version="1.0",
+    return train_state(
+        cycle=cycle, model=model, inputs=spec, tokenizer_fingerprint=tokenizer.fingerprint, max_tokens=max_tokens
     )
 
 

@@ -70,8 +70,7 @@ def test_a_text_of_two_chunks_is_their_mean_by_tokens(rows: bool) -> None:
     close(found[3:4], torch.nn.functional.normalize(mean))
     (without,) = vectors_of(embedder(rows=rows), short)
     close(found[[0, 1, 2, 4, 5]], without[[0, 1, 2, 1, 2]], 1e-6)
-    assert (made.figures.texts, made.figures.distinct) == (6, 4)
-    assert made.figures.tokens == 5 + 24 + 24 + len(parts[0]) + len(parts[1])
+    assert (made.figures.texts, made.figures.tokens) == (6, 5 + 24 + 24 + len(parts[0]) + len(parts[1]))
 
 
 @both
@@ -114,10 +113,10 @@ def test_figures_count_what_was_computed() -> None:
     made = embedder(rows=True)
     vectors_of(made, texts([10, 20, 30]), take(texts([5]), np.zeros(6, dtype=np.int64)))
     figures = made.figures
-    assert (figures.texts, figures.distinct, figures.tokens) == (9, 4, 65)
+    assert (figures.texts, figures.tokens) == (9, 65)
     assert figures.tokens + figures.padded_tokens == 2 * 80 + 6 * 24  # the first window in one row, the second in one
     assert figures.padding_share == pytest.approx(1 - 65 / 304)
-    assert figures.batches == 2 and 0 < figures.idle_s <= figures.seconds
+    assert 0 < figures.idle_s <= figures.seconds
 
 
 def endless(stop: StopSignal | None = None) -> Iterator[Tokens]:

@@ -19,7 +19,6 @@ from pipeline.io import atomic
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import Case, products, rows_of, write_catalogue
 from tests.kit.killing import killed_at
-from tests.kit.s3 import MotoServer, lead_to
 
 ODD = ['a"b\\', "tab\there", "two\nlines\r", "é中\u2028\u202e", "<script>", "'; drop table", "\\N", "\\."]
 
@@ -75,17 +74,11 @@ def test_killed_anywhere_it_is_written_anew(vectors: VectorSet, tmp_path: Path) 
     assert number > 8
 
 
-def test_files_that_lie_on_s3_alone_cannot_be_mapped(
-    vectors: VectorSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_lie_on_s3_alone_cannot_be_mapped(vectors: VectorSet, tmp_path: Path, s3_uri: str) -> None:
     write_matrix(vectors, tmp_path / "out", StopSignal())
-    with MotoServer("copies") as server:
-        lead_to(server.url, monkeypatch)
-        copy = open_storage("s3://copies/out")
-        for path in (tmp_path / "out").iterdir():
-            copy.upload(path, path.name)
-        with pytest.raises(ConfigError, match="not on a disk of this machine"):
-            open_vectors("s3://copies/out")
+    open_storage(s3_uri).upload_dir("out", tmp_path / "out", [path.name for path in (tmp_path / "out").iterdir()])
+    with pytest.raises(ConfigError, match="not on a disk of this machine"):
+        open_vectors(f"{s3_uri}/out")
 
 
 def test_the_command(vectors: VectorSet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from pipeline.core.arrays import Float32s
 from pipeline.embed.vectors import (
@@ -50,15 +49,6 @@ def test_stored_numbers_stand_for_the_vector(dtype: str, tolerance: float) -> No
     if dtype == "int8":
         assert np.abs(stored).max(axis=1).min() == 127, "every vector uses the whole range"
         assert to_stored(np.zeros((2, 24), dtype=np.float32), layout(dtype))[1] is not None
-
-
-@given(arrays(np.float32, (7, 5), elements=st.floats(width=32)))
-def test_halves_are_those_of_numpy_bit_by_bit(values: Float32s) -> None:
-    stored, _ = to_stored(values, layout("fp16", dim=5))
-    with np.errstate(over="ignore"):
-        expected = values.astype(np.float16)
-    assert np.array_equal(np.isnan(stored), np.isnan(values))
-    assert np.array_equal(stored.view(np.uint16)[~np.isnan(values)], expected.view(np.uint16)[~np.isnan(values)])
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS_PER_GROUP + 3])

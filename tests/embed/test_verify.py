@@ -14,7 +14,6 @@ import pytest
 from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.embed import verify
 from pipeline.embed.digest import Check
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.vectors import VectorSet, find_vectors
@@ -123,13 +122,11 @@ def failures_of(case: Case) -> dict[str, str]:
 
 
 @pytest.mark.stage
-def test_all_is_well(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_well(case: Case) -> None:
     checks = checks_of(case)
     assert {check.outcome for check in checks.values()} == {"pass"}, [check.line() for check in checks.values()]
     assert "100 ids with their texts, 2 bad rows" in checks["catalogue"].seen
     assert checks["sample"].figures["min_cosine"] == pytest.approx(1.0, abs=1e-3)
-    monkeypatch.setattr(verify, "_MAX_MISSING", 0)
-    assert catalogue_check(case)[0].outcome == "pass", "more ids twice than are looked for at once"
     write_catalogue(case.folder / "in", [products(range(81))])
     assert "was changed since" in failures_of(case)["catalogue"]
 

@@ -12,7 +12,7 @@ from pipeline.compile.plan import embed_plan, graph_plan, open_part_guard
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import Tokens, take
+from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, open_engine
 from pipeline.io.storage import open_storage
@@ -80,18 +80,6 @@ def test_embedding_meets_no_other_and_agrees_with_the_eager_cpu(
     assert guard.unknown == 0 and xla.compile_count() == compiled
     for vectors, expected in zip(found, [*vectors_of(embedder(), *windows()), *found[:4]], strict=True):
         np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("buckets", "tokens"), [((24, 80), 160), ((80,), 240), ((16, 48, 80), 96)], ids=["same", "one", "three"]
-)
-def test_order_company_and_shapes_make_no_difference(xla: Backend, buckets: tuple[int, ...], tokens: int) -> None:
-    (window, *_) = windows()
-    (expected,) = vectors_of(embedder(xla), window)
-    order = np.random.default_rng(8).permutation(len(window.lengths))
-    parts = [take(window, order[:17]), take(window, order[17:])]
-    found = vectors_of(embedder(xla, EmbedConfig(buckets=buckets, tokens_per_batch=tokens)), *parts)
-    np.testing.assert_allclose(np.concatenate(found), expected[order], rtol=0, atol=1e-5)
 
 
 def test_a_shape_that_was_not_compiled_is_refused(xla: Backend, manifest: GraphManifest) -> None:

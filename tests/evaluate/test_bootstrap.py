@@ -86,12 +86,6 @@ def test_draws_depend_on_seed_and_purpose_only(seed: int, monkeypatch: pytest.Mo
     assert difference(values, seed=seed, purpose="other").draws != pytest.approx(first, abs=1e-3)
 
 
-def test_one_query_shows_nothing() -> None:
-    found = difference(np.array([0.3]))
-    assert math.isnan(found.standard_error)
-    assert all(math.isnan(end) for end in found.interval(0.95))
-
-
 def test_a_metric_that_most_draws_leave_undefined_has_no_interval() -> None:
     rare = np.full(40, np.nan)
     rare[0] = 0.5  # drawn in 64 % of the cases

@@ -184,13 +184,6 @@ def test_luck_on_a_small_slice_neither_promotes_nor_refuses(few: int) -> None:
     assert verdict(rows(150, range(few), names), right, **settings).promote is (few < 49)
 
 
-def test_a_slice_that_is_worse_within_chance_is_to_be_known() -> None:
-    names = ["x"] * 60 + ["y"] * 60
-    found = verdict(rows(120, [0], names), rows(120, slices=names), slice_drops={"accuracy": 0.005}, drops={"loss": 9})
-    assert found.promote and outcomes(found)["slice accuracy a=x"] == "warn"
-    assert "do not tell it from chance" in " ".join(found.reasons)
-
-
 def test_a_candidate_that_loses_a_metric_in_a_slice_is_to_be_known() -> None:
     """It calls nothing a match there, so that it has no precision."""
     incumbent = holdout(range(120), [1, 0] * 60, [[0.1, 0.9], [0.9, 0.1]] * 60)
@@ -335,13 +328,6 @@ def test_one_comparison_is_enough(allowed: bool) -> None:
     assert found.lines()[0].startswith("promote: 1 check passed, 2 not applicable (60 queries, 120 rows)")
 
 
-def test_a_refusal_for_another_reason_says_nothing_of_comparisons() -> None:
-    assert "comparison" not in outcomes(verdict(rows(), floors={"accuracy": 1.1}, first_without_comparison=True))
-    broken = replace(rows(), probabilities=np.full((120, 2), np.nan))
-    found = verdict(broken, first_without_comparison=True)
-    assert outcomes(found) == {"scores candidate": "fail"} and not found.without_comparison
-
-
 def test_doubts_about_the_holdout_are_in_the_verdict() -> None:
     found = verdict(rows(), None, boosting(), warnings=("half of it was trained on", "the rest too"))
     assert [one.reason for one in found.checks if one.kind == "holdout"] == [
@@ -420,19 +406,6 @@ def test_a_baseline_of_few_queries_counts_as_no_comparison_for_the_confidence() 
         baseline_drops={"accuracy": 0.0, NDCG: 0.0},
     )
     assert outcomes(found)[f"baseline BM25 {NDCG}"] == "skipped" and found.baseline_confidence == 0.95
-
-
-def test_retrieval_is_compared_query_by_query() -> None:
-    stream = np.random.default_rng(3)
-    ours = np.clip(stream.normal(0.5, 0.3, 200), 0, 1)
-    settings: dict[str, Any] = {"ours": ours, "baseline_drops": {NDCG: 0.0}}
-    name = f"baseline BM25 {NDCG}"
-    worse = check(verdict(rows(), None, Baseline("BM25", retrieval=searched(ours + 0.02)), **settings), name)
-    assert (worse.outcome, worse.num_queries) == ("fail", 200), "2 points in each query are no chance"
-    shuffled = Baseline("BM25", retrieval=searched(stream.permutation(ours + 0.02)))
-    assert check(verdict(rows(), None, shuffled, **settings), name).outcome == "warn"
-    allowed = {**settings, "baseline_drops": {NDCG: 0.03}}
-    assert check(verdict(rows(), None, Baseline("BM25", retrieval=searched(ours + 0.02)), **allowed), name).judges
 
 
 def test_the_confidence_is_shared_by_all_comparisons_with_baselines() -> None:

@@ -17,9 +17,8 @@ from pipeline.data.shards import TokenRows
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout, figures
 from pipeline.model.relevance import RelevanceOutputs
 from pipeline.parallel.gang import Gang
-from pipeline.parallel.world import World
-from tests.evaluate.gangs import on_ranks
-from tests.train.rows import make_rows
+from tests.evaluate.gangs import alone, on_ranks
+from tests.train.rows import every_row, make_rows
 
 GAINS = (0.0, 1.0)
 
@@ -41,26 +40,24 @@ def evaluate(
     gang: Gang | None = None,
     *,
     batch_size: int = 4,
-    limit: int = 1000,
-    backend: CpuBackend | None = None,
+    stop: StopSignal | None = None,
     searching: bool = True,
 ) -> HoldoutFigures:
     return evaluate_holdout(
         score,
-        backend or CpuBackend(),
+        CpuBackend(),
         rows,
         label_gains=GAINS,
         batch_size=batch_size,
-        limit=limit,
-        gang=gang or Gang(World(), timeout_s=1),
-        stop=StopSignal(),
+        limit=1000,
+        gang=gang or alone(),
+        stop=stop or StopSignal(),
         search_pad_id=rows.pad_id if searching else None,
     )
 
 
 def test_retrieval_against_a_search_written_out(rows: TokenRows) -> None:
-    every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
-    joined = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    joined = every_row(rows)
     found = score({name: torch.from_numpy(joined[name]) for name in ("query", "product")})
     texts = [tuple(row) for row in joined["product"].tolist()]
     vectors = dict(zip(texts, torch.nn.functional.normalize(found.product).tolist(), strict=True))
@@ -91,25 +88,13 @@ def test_ranks_and_batch_sizes_do_not_change_the_figures(rows: TokenRows, world_
     assert set(on_ranks(world_size, lambda gang: evaluate(rows, gang, batch_size=5))) == {evaluate(rows)}
 
 
-def test_an_empty_holdout_is_a_data_error(tmp_path: Path) -> None:
+def test_an_empty_holdout_and_a_stop_end_it(rows: TokenRows, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the holdout is empty"):
         evaluate(make_rows(tmp_path, [(0, 0)]))
-
-
-def test_a_stop_ends_it(rows: TokenRows) -> None:
     stop = StopSignal()
     stop.set("SIGTERM")
     with pytest.raises(Preempted, match="evaluating the holdout"):
-        evaluate_holdout(
-            score,
-            CpuBackend(),
-            rows,
-            label_gains=GAINS,
-            batch_size=4,
-            limit=10,
-            gang=Gang(World(), timeout_s=1),
-            stop=stop,
-        )
+        evaluate(rows, stop=stop)
 
 
 def joined_of(label: list[int], gain: list[float], query: list[int]) -> dict[str, Any]:

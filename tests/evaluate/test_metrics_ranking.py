@@ -1,26 +1,22 @@
-"""Ranking metrics against trec_eval and scikit-learn, to 1e-9.
+"""Ranking metrics against trec_eval, to 1e-9.
 
 trec_eval breaks ties by document name; ours are the mean over all orders of tied rows. So trec_eval is asked for every
 order of the ties, as a query of its own, and averaged. Its gains are whole numbers, which nDCG does not depend on.
 """
 
-import math
 from collections.abc import Iterator
-from itertools import chain, combinations, permutations, product
+from itertools import chain, permutations, product
 
 import numpy as np
 import pytest
 import pytrec_eval
 from hypothesis import given
-from hypothesis import strategies as st
-from sklearn.metrics import ndcg_score
 
 from pipeline.core.arrays import Float64s, Int64s
 from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.metrics import measure
 from pipeline.evaluate.metrics.measure import metric_report
-from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, mean_over_queries, value_of
+from pipeline.evaluate.metrics.scored_rows import ScoredRows
 from tests.evaluate.holdouts import holdout, holdouts
 
 EXACT = 1e-9
@@ -84,24 +80,6 @@ def test_ranks_are_those_of_trec_eval(rows: ScoredRows) -> None:
             assert report.missing[name] == missing
 
 
-def ndcg(query: Int64s, gain: Float64s, score: Float64s, k: int) -> float:
-    return value_of(mean_over_queries(ndcg_by_query(Ranking.of(Queries.of(query), score), gain, k)))
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 12), st.integers(1, 1000))
-def test_ndcg_is_that_of_scikit_learn(seed: int, num_queries: int, k: int, num_scores: int) -> None:
-    rng = np.random.default_rng(seed)
-    query = np.repeat(rng.permutation(num_queries) - 3, rng.integers(2, 9, num_queries))  # ids may be negative
-    query = query[rng.permutation(len(query))]  # rows of a query need not be neighbours
-    gain = rng.choice([0.0, 0.01, 0.1, 1.0], len(query))
-    score = rng.integers(0, num_scores, len(query)).astype(np.float64)  # from all tied to hardly any
-    wanted = [
-        ndcg_score([gain[query == q]], [score[query == q]], k=k) for q in np.unique(query) if gain[query == q].max() > 0
-    ]
-    seen = ndcg(query, gain, score, k)
-    assert math.isnan(seen) if not wanted else seen == pytest.approx(float(np.mean(wanted)), abs=EXACT)
-
-
 @pytest.mark.parametrize("place", range(4))
 def test_a_model_that_knows_nothing_gains_nothing_from_the_order_of_the_input(place: int) -> None:
     """All scores equal: the place of the one relevant row does not matter, and ranks are those of chance."""
@@ -110,18 +88,6 @@ def test_a_model_that_knows_nothing_gains_nothing_from_the_order_of_the_input(pl
     assert values["ndcg@100"] == pytest.approx(np.mean(1 / np.log2([2, 3, 4, 5])), abs=EXACT)
     assert values["mrr"] == pytest.approx(np.mean([1, 1 / 2, 1 / 3, 1 / 4]), abs=EXACT)
     assert (values["recall@1"], values["recall@2"], values["precision@2"]) == (0.25, 0.5, 0.25)
-
-
-@pytest.mark.parametrize(("above", "hits", "others"), [(0, 2, 3), (1, 3, 2), (2, 1, 4), (0, 3, 0)])
-def test_the_first_of_several_tied_relevant_rows(above: int, hits: int, others: int) -> None:
-    """Rows that score higher, then a tie of relevant and other rows: the mean over every order of the tie."""
-    label = [0] * above + [1] * hits + [0] * others
-    score = [[0.1, 0.9]] * above + [[0.5, 0.5]] * (hits + others)
-    places = list(combinations(range(hits + others), hits))
-    wanted = np.mean([1 / (above + min(place) + 1) for place in places])
-    assert metric_report(holdout([3] * len(label), label, score), CONFIG).values["mrr"] == pytest.approx(
-        wanted, abs=EXACT
-    )
 
 
 def test_relevant_is_the_best_label_or_a_gain() -> None:

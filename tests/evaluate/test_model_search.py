@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.core.errors import NumericError
 from pipeline.core.stop import StopSignal
-from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate import retrieval
-from pipeline.evaluate.config import EvaluateConfig, GateConfig
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.retrieval import ModelSearch, Queries, RetrievalTask
 from pipeline.evaluate.score import save_arrays
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.gang import Gang
 from pipeline.retrieval.search import Ranked
+from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from tests.evaluate.gangs import alone, on_ranks
 
@@ -34,23 +32,12 @@ FOUND, NARROWER = (
     Ranked(np.pad(items, ((0, 0), (0, 8)), constant_values=-1), np.zeros((2, 10)))
     for items in ([[0, 2], [4, 1]], [[2, 3], [4, 3]])
 )
-TOP = "retrieval_success@1"
 
 
-def searching(
-    folder: Path,
-    gang: Gang | None = None,
-    evaluate: dict[str, Any] | None = None,
-    embed: dict[str, Any] | None = None,
-    task: RetrievalTask | str | None = TASK,
-    device: str = "cpu",
-) -> ModelSearch:
+def searching(folder: Path, gang: Gang | None = None, device: str = "cpu", **sections: dict[str, Any]) -> ModelSearch:
+    """The search for TASK, with settings of `evaluate` and `embed`."""
     gang = gang or alone()
-    settings = SimpleNamespace(
-        evaluate=EvaluateConfig.model_validate(evaluate or {}),
-        embed=EmbedConfig.model_validate(embed or {}),
-        gate=GateConfig(),
-    )
+    settings = Settings.model_validate(sections)
     ctx = SimpleNamespace(
         world=gang.world,
         workspace=open_storage(str(folder / "workspace")),
@@ -59,19 +46,10 @@ def searching(
         console=Console(stream=io.StringIO()),
         stop=StopSignal(),
     )
-    backend = SimpleNamespace(device_name=lambda: device)
-    found = ModelSearch(
-        settings,  # type: ignore[arg-type]
-        ctx,  # type: ignore[arg-type]
-        backend,
-        gang,
-        [],
-        SimpleNamespace(name="holdout"),  # type: ignore[arg-type]
-        "no valid rows",
-        b"",
-        lambda text: None,
-    )
-    found.__dict__["task"] = task
+    backend, holdout = SimpleNamespace(device_name=lambda: device), SimpleNamespace(name="holdout")
+    given: Any = (settings, ctx, backend, gang, [], holdout, "no valid rows", b"", print)
+    found = ModelSearch(*given)
+    found.__dict__["task"] = TASK
     return found
 
 
@@ -80,58 +58,30 @@ def checkpoint(max_tokens: int = 64) -> Any:
     return SimpleNamespace(digest="d" * 32, state=SimpleNamespace(model=model, max_tokens=max_tokens))
 
 
-def finds(monkeypatch: pytest.MonkeyPatch, found: Any) -> list[int]:
-    """The ranks that searched."""
-    ranks: list[int] = []
-
-    def search(task: Any, embed: Any, k: int, gang: Gang, *more: Any) -> Any:
-        ranks.append(gang.world.rank)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(retrieval, "search", search)
-    return ranks
-
-
-def run(search: ModelSearch) -> Any:
-    return search.run("candidate", checkpoint(), None)  # type: ignore[arg-type]
-
-
-def test_nothing_is_searched_where_retrieval_is_off_or_has_nothing_to_find(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = finds(monkeypatch, [FOUND])
-    assert run(searching(tmp_path, evaluate={"retrieval": {"enabled": False}})) is None
-    found = run(searching(tmp_path, task="no row has a gain"))
-    assert found.per_query is found.ranked is None and not ranks
-    assert found.report.missing[TOP] == "no row has a gain" and not found.report.values
-
-
-def test_vectors_that_are_no_numbers_have_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finds(monkeypatch, NumericError("item 3 is not finite"))
-    found = run(searching(tmp_path))
-    assert found.ranked is None and found.report.missing[TOP] == "item 3 is not finite"
-    assert not list(open_storage(str(tmp_path / "workspace")).list(""))
-
-
 @pytest.mark.parametrize("dimensions", [[], [4]])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_ranks_search_once_and_the_first_keeps_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, dimensions: list[int]
 ) -> None:
-    ranks = finds(monkeypatch, [FOUND, NARROWER][: 1 + len(dimensions)])
-    saved: list[str] = []
+    ranks, saved = list[int](), list[str]()
+
+    def search(task: Any, embed: Any, k: int, gang: Gang, *more: Any) -> Any:
+        ranks.append(gang.world.rank)
+        return [FOUND, NARROWER][: 1 + len(dimensions)]
 
     def save(storage: Storage, key: str, *more: Any) -> None:
         saved.append(key)
         save_arrays(storage, key, *more)
 
-    monkeypatch.setattr("pipeline.evaluate.retrieval.save_arrays", save)
-    widths = {"retrieval": {"dimensions": dimensions}}
+    def run(gang: Gang) -> Any:
+        search = searching(tmp_path, gang, evaluate={"retrieval": {"dimensions": dimensions}})
+        return search.run("candidate", checkpoint(), None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(retrieval, "search", search)
+    monkeypatch.setattr(retrieval, "save_arrays", save)
     for _ in range(2):
-        for found in on_ranks(world_size, lambda gang: run(searching(tmp_path, gang, widths))):
-            assert found.report.values[TOP] == 0.5
+        for found in on_ranks(world_size, run):
+            assert found.report.values["retrieval_success@1"] == 0.5
             assert found.by_width == dict.fromkeys(dimensions, 0.0)
             np.testing.assert_array_equal(found.ranked.items, FOUND.items)
     assert sorted(ranks) == list(range(world_size)) and len(saved) == 1

@@ -1,13 +1,10 @@
 """The order of scoring: every row once, whatever the start, the batch and the number of ranks."""
 
-from pathlib import Path
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluate.holdout import HoldoutOrder, Span, choose_rows, read_column, some_rows
-from tests.train.rows import make_rows
+from pipeline.evaluate.holdout import HoldoutOrder, Span, choose_rows, some_rows
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=4)
 
@@ -60,8 +57,3 @@ def test_a_limit_takes_rows_evenly(sizes: list[int], limit: int) -> None:
     assert len(np.unique(np.diff(every))) <= 1, "one stride over all buckets"
     if limit >= sum(sizes):
         assert every.tolist() == list(range(sum(sizes)))
-
-
-def test_a_column_is_read_of_every_bucket_and_an_empty_one_has_no_row(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path, [(0, 3), (0, 2)], first_id=10)
-    assert [part.tolist() for part in read_column(rows, "sample_id")] == [[], [10, 11, 12, 13, 14]]

@@ -20,7 +20,7 @@ from pipeline.evaluate.score import PartStore, Score, Scorer
 from pipeline.io.storage import open_storage
 from pipeline.parallel.gang import Gang
 from tests.evaluate.gangs import alone, on_ranks
-from tests.train.rows import make_rows
+from tests.train.rows import every_row, make_rows
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,7 @@ def run(
 
 def check(found: Arrays, rows: TokenRows) -> None:
     """Against every row read and scored on its own."""
-    every = [rows.read(np.full(size, pool), np.arange(size), 1) for pool, size in enumerate(rows.sizes)]
-    expected = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
+    expected = every_row(rows)
     logits = score({name: torch.from_numpy(expected[name]) for name in ("query", "product")})["logits"]
     expected["logits"] = logits.numpy()
     expected["query_tokens"] = (expected["query"] != rows.pad_id).sum(axis=1)

@@ -10,7 +10,6 @@ from pipeline.core.errors import DataError
 from pipeline.core.manifest import Manifest
 from pipeline.evaluate import score as module
 from pipeline.evaluate.score import (
-    ARRAYS_FILE,
     FILE,
     KIND,
     ScoreInfo,
@@ -130,15 +129,3 @@ def test_two_cycles_that_save_at_once_have_each_their_own(
     found = [load_arrays(storage, f"cycles/{n}/x", "retrieval", tmp_path / "cache")[0]["items"][0] for n in (0, 1, 2)]
     assert found == [1, 2, 3]
     assert not list((scratch / "arrays").iterdir())
-
-
-def test_arrays_that_cannot_be_read_are_named(storage: Storage, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no retrieval"):
-        load_arrays(storage, "a", "retrieval", tmp_path)
-    save_arrays(storage, "a", "retrieval", ARRAYS, tmp_path / "scratch")
-    with pytest.raises(DataError, match="of kind retrieval"):
-        load_arrays(storage, "a", "boosting", tmp_path)
-    path = tmp_path / "workspace" / "a" / ARRAYS_FILE
-    path.write_bytes(path.read_bytes()[:-1] + b"\0")
-    with pytest.raises(DataError, match=r"xxh3_128"):
-        load_arrays(storage, "a", "retrieval", tmp_path)

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec
 import psutil
 
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.launch import gang_exit_code
+from pipeline.parallel.launch import ranks_exit_code
 from tests.backends.xla_process import FAST_COMPILE
 from tests.kit.ranks import environments
 from tests.kit.zygote import Forked
@@ -281,7 +281,7 @@ class Place:
         runs = [self.start(stage, *flags, env=held | rank) for rank in environments(processes, store.port)]
         codes = [run.wait() for run in runs]
         said = "\n".join(run.out[-2000:] + run.err[-3000:] for run in runs)
-        assert gang_exit_code(codes, stopped=False) == code, f"exits {codes}, expected {code}\n{said}"
+        assert ranks_exit_code(codes, stopped=False) == code, f"exits {codes}, expected {code}\n{said}"
         return runs
 
     def close(self) -> None:

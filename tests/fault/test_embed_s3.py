@@ -11,9 +11,10 @@ from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage, open_storage
 from tests.embed.catalogues import products, rows_of, write_catalogue
 from tests.embed.checkpoints import make_checkpoint
-from tests.io.conftest import FAST, Fault, Proxy, aws, moto_address, proxy, s3_uri
+from tests.io.conftest import Fault, Proxy, proxy
+from tests.kit.storages import FAST
 
-__all__ = ["aws", "moto_address", "proxy", "s3_uri"]  # fixtures
+__all__ = ["proxy"]  # a fixture
 
 ROWS = 150
 PATIENT = ("--storage.first-wait-s=0.01", "--storage.max-wait-s=0.02", "--storage.total-deadline-s=60")

@@ -9,14 +9,14 @@ import botocore.session
 import pytest
 from moto.events.models import EventPattern
 
-from jobs.commands.driver import TIME_VARIABLE, scheduled_time
-from jobs.config import JobsConfig, SageMakerConfig
+from jobs.commands.submit import TIME_VARIABLE, scheduled_time
 from jobs.cycle.job_states import has_succeeded, is_tried_again
 from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary
 from jobs.plan.resources import Prices
 from jobs.plan.spec import Retry
 from jobs.schedule import ScheduleConfig
+from jobs.settings import JobsConfig, SageMakerConfig
 from jobs.targets.batch.requests import definition_request
 from jobs.targets.sagemaker.requests import RECEIVED, retry_rules
 from jobs.targets.sagemaker.routes import end_of

@@ -1,4 +1,4 @@
-"""A proxy before the S3 server that breaks chosen requests; the server and the storages are those of tests/storages."""
+"""A proxy before the S3 server that breaks chosen requests."""
 
 import http.client
 import threading
@@ -11,9 +11,7 @@ import pytest
 
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from tests.kit.storages import BUCKET, FAST, aws, moto_address, s3_uri, stop, storage, storage_uri
-
-__all__ = ["BUCKET", "FAST", "aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
+from tests.kit.storages import FAST
 
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>reduce</Message></Error>"
 CONFLICT = b"<?xml version='1.0'?><Error><Code>ConditionalRequestConflict</Code><Message>busy</Message></Error>"

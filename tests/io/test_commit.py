@@ -16,8 +16,9 @@ from pipeline.io import commit as commit_module
 from pipeline.io.commit import commit_dir, fetch_dir, file_record, read_manifest, verify_dir
 from pipeline.io.s3 import S3Storage
 from pipeline.io.storage import DiskFull, KeyNotFound, Storage, open_storage
-from tests.io.conftest import FAST, Fault, Proxy
+from tests.io.conftest import Fault, Proxy
 from tests.kit.killing import FILE_CHANGES, FORK, killed_at, killed_at_byte
+from tests.kit.storages import FAST
 
 FILES = {"a.bin", "sub/b.txt", "empty"}
 

@@ -16,8 +16,9 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.s3 import S3Storage, TransferSettings
 from pipeline.io.s3_client import S3Client, translate
 from pipeline.io.storage import Storage, open_storage
-from tests.io.conftest import BUCKET, FAST, Fault, Proxy
+from tests.io.conftest import Fault, Proxy
 from tests.kit.counted import counted
+from tests.kit.storages import BUCKET, FAST
 
 pytestmark = pytest.mark.fault
 MIB = 2**20

@@ -9,7 +9,6 @@ import pytest
 from pipeline.core.stop import StopSignal
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, open_storage
-from tests.kit.s3 import MotoServer, lead_to
 
 BUCKET = "tests"
 FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=60.0)
@@ -17,6 +16,8 @@ FAST = RetryPolicy(first_wait_s=0.01, max_wait_s=0.02, total_deadline_s=60.0)
 
 @pytest.fixture(scope="session")
 def moto_address() -> Iterator[tuple[str, int]]:
+    from tests.kit.s3 import MotoServer  # a second, which most tests need not wait
+
     with MotoServer(BUCKET) as server:
         yield server.address
 
@@ -24,6 +25,8 @@ def moto_address() -> Iterator[tuple[str, int]]:
 @pytest.fixture
 def aws(moto_address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
     """The environment of an S3 endpoint with the bucket `tests`, here and in child processes; the endpoint's URL."""
+    from tests.kit.s3 import lead_to
+
     url = "http://{}:{}".format(*moto_address)
     lead_to(url, monkeypatch)
     return url

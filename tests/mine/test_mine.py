@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.errors import Preempted, TransientError
+from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
 from pipeline.mine.config import MineConfig
@@ -127,20 +127,6 @@ def test_one_worker_finds_what_a_sort_of_everything_finds(tmp_path: Path) -> Non
     assert run(tmp_path, again)[0] == 0 and again.asked == []
 
 
-def test_workers_do_contiguous_shares_and_the_last_finds_all_there(tmp_path: Path) -> None:
-    seen, missing = [], []
-    for worker in (2, 0, 1):
-        vectors = Vectors()
-        left, parts = run(tmp_path, vectors, worker, 3)
-        missing.append(left)
-        seen.append(vectors.asked)
-    assert missing == [2, 1, 0]
-    check_whole(parts)
-    # The first one to come has nobody's vectors to use, so it makes all of them, its own first.
-    assert seen[0] == [("items", 100), ("items", 0), ("items", 50), ("queries", 12), ("queries", 18)]
-    assert seen[1:] == [[("queries", 0)], [("queries", 6)]]
-
-
 def test_vectors_another_worker_makes_meanwhile_are_used(tmp_path: Path) -> None:
     other, _ = parts_of(tmp_path)
 
@@ -178,13 +164,6 @@ def test_bm25_ranks_by_shared_words() -> None:
     assert found.best_positive[0] == max(of_items.get(2, 0.0), of_items.get(4, 0.0)) > 0
     assert found.best_positive[1:].tolist() == [0.0, 0.0]
     assert search(1, 2, known.part(1, 2)).items.tolist() == [[3, NONE, NONE]]
-
-
-def test_a_part_that_is_gone_is_looked_for_again(tmp_path: Path) -> None:
-    negatives = parts_of(tmp_path)[1]
-    for work in (lambda: negatives.open(0), lambda: all_negatives(negatives, 4)):
-        with pytest.raises(TransientError):
-            work()
 
 
 # The negatives of a query, against loops over its best products.

@@ -19,7 +19,7 @@ from pipeline.mine.run import NONE, MiningTask, make_task, plan_mining
 from pipeline.retrieval.products import text_hashes
 from pipeline.settings import Settings
 from tests.kit.fields import check_named, without_effect
-from tests.train.rows import BUCKETS, PAD, checkpoint_of, token_set_info, write_shard
+from tests.train.rows import BUCKETS, PAD, checkpoint_of, every_row, token_set_info, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,7 @@ def _make_pairs_alike(path: Path) -> None:
 
 def table_of(rows: TokenRows) -> dict[str, npt.NDArray[np.int64]]:
     """All rows in the order of their numbers; products as hashes."""
-    parts = [rows.read(np.full(size, bucket), np.arange(size), 1) for bucket, size in enumerate(rows.sizes)]
-    table = {name: np.concatenate([arrays[name] for arrays in parts]) for name in parts[0]}
+    table = every_row(rows)
     return table | {"product": text_hashes(table["product"], PAD), "query": text_hashes(table["query"], PAD)}
 
 

@@ -77,15 +77,3 @@ def wrong(*, vocab_size: int, pad_id: int, max_positions: int, fault: str) -> An
     else:
         return nn.Identity() if fault == "empty" else "bert-base-uncased"
     return made
-
-
-def bert(*, vocab_size: int, pad_id: int, max_positions: int, add_pooling_layer: bool, **sizes: Any) -> nn.Module:
-    """Of transformers, as examples/own_encoder.py makes others."""
-    from transformers import AutoConfig, AutoModel
-
-    names: dict[str, Any] = {"vocab_size": vocab_size, "pad_token_id": pad_id}
-    names["max_position_embeddings"] = max_positions
-    config = AutoConfig.for_model(**names, **sizes)
-    make: Any = AutoModel.from_config
-    model: nn.Module = make(config, attn_implementation="eager", add_pooling_layer=add_pooling_layer)
-    return model

@@ -14,7 +14,6 @@ from pipeline.backends import open_backend
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.model.config import InputSpec, ModelConfig, check_architecture
-from pipeline.model.encoder import BertEncoder
 from pipeline.model.factory import PREFIX, FactoryEncoder
 from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.model.relevance import RelevanceModel, build_model
@@ -78,38 +77,6 @@ def test_an_empty_text_gives_no_gradient_that_is_not_finite() -> None:
     made.rows(*row, 4).square().sum().backward()  # type: ignore[no-untyped-call]
     for name, parameter in made.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
-
-
-def test_a_bert_by_way_of_transformers_is_ours(tmp_path: Path) -> None:
-    """Vectors, texts packed into rows, and the gradient of every weight, from the same file."""
-    pytest.importorskip("transformers")
-    own = ModelConfig(hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64, max_positions=40)
-    ours = build_model(own, SPEC, 7)
-    assert isinstance(ours.encoder, BertEncoder)
-    weights = {name: one.contiguous() for name, one in to_hf(ours.state_dict()).items() if name.startswith("bert.")}
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(hf_config(own, SPEC))
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    options = {"model_type": "bert", "add_pooling_layer": False, "hidden_dropout_prob": 0.0, **sizes}
-    options |= {"attention_probs_dropout_prob": 0.0}
-    config = config_of(
-        "bert", factory_options=options, hidden_size=32, init_from=str(tmp_path), factory=f"{PLACE}:bert"
-    )
-    theirs = initial_model(config, SPEC, 1, tmp_path)
-    _, row = packed([4, 11, 2, 7], 5)
-    found = []
-    for model in (ours, theirs):
-        vectors = model.encoder.rows(*row, 4)
-        vectors.sin().sum().backward()  # type: ignore[no-untyped-call]
-        found.append(vectors)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
-    assert isinstance(theirs.encoder, FactoryEncoder)
-    grads = {name: one.grad for name, one in theirs.encoder.module.named_parameters()}
-    expected = to_hf(
-        {f"encoder.{name}": one.grad for name, one in ours.encoder.named_parameters() if one.grad is not None}
-    )
-    for name, grad in expected.items():
-        torch.testing.assert_close(grads[name.removeprefix("bert.")], grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_the_seed_decides_the_weights_and_nothing_else_moves() -> None:

@@ -19,6 +19,7 @@ from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import build_model
 from pipeline.model.weights import initial_model
 from pipeline.parallel.activations import recomputed
+from tests.model.test_factory import packed
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.stage  # importing the models takes seconds
@@ -130,15 +131,10 @@ def test_twenty_steps_are_those_of_transformers(model_type: str, tmp_path: Path)
 def test_texts_of_a_row_are_as_alone(architecture: str, pooling: str, tmp_path: Path) -> None:
     folder = folder_of(foreign(architecture), tmp_path / "model")
     ours = ours_of(architecture, folder, tmp_path, pooling=pooling).eval()
-    lengths, generator = [4, 11, 2, 7], torch.Generator().manual_seed(5)
-    alone = [torch.randint(2, 50, (1, length), generator=generator, dtype=torch.int32) for length in lengths]
+    alone, row = packed([4, 11, 2, 7], 5)
     padding = torch.full((1, 5), PAD, dtype=torch.int32)
-    positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in [*lengths, 5]])[None]
-    segments = torch.cat(
-        [torch.full((n,), number, dtype=torch.int32) for n, number in zip([*lengths, 5], [1, 2, 3, 4, 0], strict=True)]
-    )
     with torch.no_grad():
-        together = ours.rows(torch.cat([*alone, padding], dim=1), positions, segments[None], 5)[0]
+        together = ours.rows(*row, 5)[0]
         expected = torch.cat([ours(text) for text in alone])
         padded = torch.cat([ours(torch.cat([text, padding], dim=1)) for text in alone])
     torch.testing.assert_close(together[:4], expected, rtol=1e-5, atol=1e-5)
@@ -273,21 +269,6 @@ def test_other_names_of_the_same_tensors(renamed: Callable[[str], str]) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "further", "seen"),
-    [
-        ({"num_layers": 5}, [], "bert.encoder.layer.4.* has no place"),
-        ({"num_layers": 3}, [], "bert.encoder.layer.3.*no such tensor"),
-        ({}, ["embeddings.rotary"], "has no place"),
-        ({"max_positions": 16}, [], r"position_embeddings.weight: shape \[16, 32\]"),
-    ],
-)
-def test_a_bert_of_other_sizes_is_refused_by_name(sizes: dict[str, int], further: list[str], seen: str) -> None:
-    weights = {**foreign("bert", **sizes).state_dict(), **{name: torch.zeros(1) for name in further}}
-    with pytest.raises(CheckpointError, match=seen):
-        in_our_names(weights)
-
-
 def test_task_heads_and_prefixes(tmp_path: Path) -> None:
     weights = {f"roberta.{name}": tensor for name, tensor in foreign("roberta").state_dict().items()}
     weights |= {"lm_head.bias": torch.zeros(50), "roberta.pooler.dense.bias": torch.zeros(32)}
@@ -306,11 +287,3 @@ def test_task_heads_and_prefixes(tmp_path: Path) -> None:
 def test_tables_that_are_none_of_it(tables: dict[str, torch.Tensor], seen: str) -> None:
     with pytest.raises(CheckpointError, match=seen):
         as_bert(tables, "roberta", PAD, source="x")
-
-
-@pytest.mark.parametrize(("content", "seen"), [('{"model_type": "t5"}', "architecture t5"), ("[", "config.json")])
-def test_an_architecture_that_is_not_computed(tmp_path: Path, content: str, seen: str) -> None:
-    folder = folder_of(foreign("roberta"), tmp_path / "model")
-    (folder / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=seen):
-        ours_of("roberta", folder, tmp_path)

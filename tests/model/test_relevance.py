@@ -99,11 +99,18 @@ def test_every_parameter_and_every_input_matters(mode: str) -> None:
         assert not torch.allclose(model(other).logits, outputs.logits, atol=1e-7), field
 
 
-@pytest.mark.parametrize("mode", ["both", "match"])
-def test_samples_do_not_see_each_other(mode: str) -> None:
-    model, inputs = model_of(mode), inputs_of(6, 9)
-    alone = model(RelevanceInputs(*(field[2:3] for field in inputs)))
-    torch.testing.assert_close(alone.logits, model(inputs).logits[2:3], rtol=1e-5, atol=1e-6)
+def test_mean_pooling_is_over_real_tokens() -> None:
+    encoder, tokens = model_of().encoder, torch.tensor([[1, 7, 8, 2, 0, 0], [0, 0, 0, 0, 0, 0]])
+    pooled = encoder(tokens)
+    torch.testing.assert_close(pooled[0], encoder.hidden_states(tokens)[0, :4].mean(0))
+    assert torch.isfinite(pooled).all()  # also of a text of padding only
+
+
+def test_initial_weights_are_a_function_of_the_seed() -> None:
+    one, same, other = (build_model(CONFIG, SPEC, seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+    assert float(one["encoder.word_embeddings.weight"].std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_the_cross_network_is_the_formula_of_its_paper() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import EXIT_TABLE, DataError
-from pipeline.parallel.launch import EXIT_DIR_VARIABLE, exit_code, gang_exit_code, note_exit_code
+from pipeline.parallel.launch import EXIT_DIR_VARIABLE, exit_code, note_exit_code, ranks_exit_code
 from tests.kit.zygote import ROOT
 
 SEEN = """
@@ -112,7 +112,7 @@ def test_a_lost_peer_is_no_fault_of_the_script() -> None:
 )
 def test_the_rank_that_says_most(codes: list[int | None], stopped: bool, expected: int) -> None:
     for order in permutations(codes):
-        assert gang_exit_code(order, stopped=stopped) == expected
+        assert ranks_exit_code(order, stopped=stopped) == expected
 
 
 def test_a_rank_leaves_its_code_for_the_launcher(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 from pipeline.checkpoint.store import KIND, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, Best, Parent, TrainState
 from pipeline.io.commit import commit_dir, verify_dir
 from pipeline.io.storage import Storage
-from pipeline.model.config import InputSpec, ModelConfig
+from pipeline.model.config import InputSpec
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, Entry, Pointer, changes_of, read_history, read_pointer
+from tests.kit.states import train_state
 
 MODEL = "relevance"
 SPEC = InputSpec(vocab_size=20, pad_id=0, labels=("no", "yes"), label_gains=(0.0, 1.0))
@@ -30,23 +31,9 @@ def make_checkpoint(workspace: Storage, scratch: Path, name: str, step: int = 1,
     `changes` are fields of its state.
     """
     folder = Path(mkdtemp(dir=scratch))
-    fields: dict[str, Any] = {
-        "cycle": name,
-        "step": step,
-        "max_steps": 100,
-        "identity": "id",
-        "identity_parts": {},
-        "model": ModelConfig(preset="tiny"),
-        "inputs": SPEC,
-        "tokenizer_fingerprint": "tok",
-        "watermark": "2026-01-01",
-        "partitions": {"dt=2026-01-01": "aa"},
-        "parent": None,
-        "best": None,
-        "settings_hash": f"settings-{name}",
-        "code_version": "1.0",
-    }
-    (folder / STATE).write_bytes(TrainState(**fields | changes).model_dump_json().encode())
+    fields: dict[str, Any] = {"watermark": "2026-01-01", "partitions": {"dt=2026-01-01": "aa"}}
+    named = {"cycle": name, "step": step, "settings_hash": f"settings-{name}"}
+    (folder / STATE).write_bytes(train_state(**fields | named | changes).model_dump_json().encode())
     (folder / WEIGHTS).write_bytes(f"weights of {name} {step}".encode())
     (folder / OPTIMIZER).write_bytes(b"moments")
     (folder / TOKENIZER).write_bytes(b"{}")

@@ -24,9 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pipeline.core.errors import CheckpointError, TrnpipeError
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.promote import promote
-from pipeline.registry.records import changes_of, read_history
-from pipeline.registry.serving import (
+from pipeline.registry.model import (
     Pair,
     Vectors,
     pair_key,
@@ -36,6 +34,8 @@ from pipeline.registry.serving import (
     roll_back_vectors,
     serve_verified_pair,
 )
+from pipeline.registry.promote import promote
+from pipeline.registry.records import changes_of, read_history
 from tests.registry.cases import (
     AUTHOR,
     MODEL,

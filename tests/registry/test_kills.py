@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from pipeline.io.storage import Storage, open_storage
+from pipeline.registry.model import roll_back_model as roll_back
 from pipeline.registry.promote import record_refusal
 from pipeline.registry.records import Decision, history_key
-from pipeline.registry.serving import roll_back_model as roll_back
 from tests.kit.killing import FORK
 from tests.kit.s3 import MotoServer
 from tests.registry.cases import AUTHOR, MODEL, Dying, Killed, consistent, prefix, put

@@ -10,6 +10,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, DataError, GateRe
 from pipeline.core.manifest import MANIFEST_NAME
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import incumbent_prefix
+from pipeline.registry.model import roll_back_model as roll_back
 from pipeline.registry.promote import promote
 from pipeline.registry.records import (
     Decision,
@@ -21,7 +22,6 @@ from pipeline.registry.records import (
     pointer_key,
     read_history,
 )
-from pipeline.registry.serving import roll_back_model as roll_back
 from tests.registry.cases import AUTHOR, MODEL, consistent, digest_of, passed, prefix, production, put
 from tests.registry.conftest import ON_BOTH, Make
 

@@ -10,8 +10,7 @@ import pytest
 from pipeline.core.errors import CheckpointError, ConfigError, TransientError
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage
-from pipeline.registry.promote import promote
-from pipeline.registry.serving import (
+from pipeline.registry.model import (
     Pair,
     Vectors,
     pair_key,
@@ -21,6 +20,7 @@ from pipeline.registry.serving import (
     roll_back_vectors,
     serve_verified_pair,
 )
+from pipeline.registry.promote import promote
 from tests.registry.cases import AUTHOR, MODEL, digest_of, passed, production
 from tests.registry.conftest import ON_BOTH, Make
 

@@ -94,12 +94,6 @@ def test_titles_without_spaces_or_with_vowel_signs_are_found(titles: list[str], 
     assert items[0, 0] == best
 
 
-def test_a_vowel_sign_tells_words_apart() -> None:
-    """कला is art, काला black: torn at the signs both are the consonants k and l."""
-    _, items = Bm25(["कला", "काला"]).search(["काला"], 2)
-    assert items.tolist() == [[1, -1]]
-
-
 @pytest.mark.parametrize(("empty", "said"), [(0, False), (10, False), (11, True), (20, True)])
 def test_nothing_found_for_most_queries_is_said(empty: int, said: bool) -> None:
     text = nothing_found(empty, 20, "item")

@@ -17,7 +17,7 @@ from pipeline.embed.plan import pinned_plan
 from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.io.storage import Storage, open_storage
 from pipeline.parallel.world import ARRAY_INDEX
-from pipeline.registry.serving import read_pair
+from pipeline.registry.model import read_pair
 from tests.embed.catalogues import KINDS, MAX_TOKENS, products, rows_of, write_catalogue
 from tests.embed.checkpoints import make_checkpoint
 

@@ -20,9 +20,9 @@ from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.score import load_scores
+from pipeline.registry.model import roll_back_model
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, read_history
-from pipeline.registry.serving import roll_back_model
 from pipeline.stages import evaluate
 from tests.stages.evaluate_case import FLAGS, Case, noisy, not_a_number
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipeline.context import load_result
@@ -14,6 +13,7 @@ from pipeline.parallel.world import ARRAY_INDEX
 from pipeline.retrieval.products import text_hashes
 from tests.fault.harness import DATA, MODEL, TRAIN
 from tests.stages.evaluate_case import Case
+from tests.train.rows import every_row
 
 pytestmark = [pytest.mark.stage, pytest.mark.timeout(300)]
 FLAGS = (
@@ -45,10 +45,9 @@ def mined(case: Case, cycle: str) -> tuple[NegativeSet, Negatives]:
     sets = read_token_sets(case.storage, [prepared.outputs[name] for name in names])
     rows = open_rows(case.storage, sets, "train", case.folder / "cache")
     negatives = open_negatives(case.storage, found, rows.sizes, case.folder / "cache")
-    parts = [rows.read(np.full(size, bucket), np.arange(size), 1) for bucket, size in enumerate(rows.sizes)]
-    query_id, product = (np.concatenate([arrays[name] for arrays in parts]) for name in ("query_id", "product"))
-    text = text_hashes(product, rows.pad_id)
-    judged = set(zip(query_id.tolist(), text.tolist(), strict=True))
+    table = every_row(rows)
+    text = text_hashes(table["product"], rows.pad_id)
+    judged = set(zip(table["query_id"].tolist(), text.tolist(), strict=True))
     for query, row in zip(negatives.query_id.tolist(), negatives.product, strict=True):
         real = row[row != NONE]
         assert len(set(text[real].tolist())) == len(real)

@@ -14,7 +14,6 @@ from pipeline import cli
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import train_tokenizer
 from tests.fault.harness import TINY, Place, copy_of_prepared, forget
-from tests.kit.s3 import MotoServer, lead_to
 
 pytestmark = [pytest.mark.stage, pytest.mark.timeout(300)]
 
@@ -211,9 +210,8 @@ def test_a_read_only_workspace(refused: Refused, workspace: Path) -> None:
         subprocess.run(["umount", "-l", str(workspace)], check=True)
 
 
-def test_a_bucket_that_is_not_there(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with MotoServer("there") as server:
-        lead_to(server.url, monkeypatch)
-        for stage in ("prepare", "train"):
-            said = refused(stage, f"--scratch={tmp_path}/scratch", code=78, workspace="s3://not-there/models")
-            assert "bucket not-there does not exist" in said
+@pytest.mark.usefixtures("aws")
+def test_a_bucket_that_is_not_there(refused: Refused, tmp_path: Path) -> None:
+    for stage in ("prepare", "train"):
+        said = refused(stage, f"--scratch={tmp_path}/scratch", code=78, workspace="s3://not-there/models")
+        assert "bucket not-there does not exist" in said

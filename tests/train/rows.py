@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.backends import Backend
-from pipeline.checkpoint.store import Checkpoint, TrainState
+from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
 from pipeline.data.loader import GroupSource, RowSource
 from pipeline.data.shards import ShardFile, TokenRows
@@ -19,6 +19,7 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
 from pipeline.train.step import TrainProgram, prepare_model
+from tests.kit.states import train_state
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
 BUCKETS = (Bucket(4, 6), Bucket(6, 8))
@@ -133,6 +134,13 @@ def make_rows(folder: Path, shards: Sequence[Sequence[int]], first_id: int = 1) 
     return TokenRows(files, BUCKETS, PAD)
 
 
+def every_row(rows: TokenRows) -> dict[str, np.ndarray[Any, Any]]:
+    """All arrays of all rows, as long as the largest bucket, in the order of their numbers."""
+    last = len(rows.sizes) - 1
+    parts = [rows.read(np.full(size, bucket), np.arange(size), last) for bucket, size in enumerate(rows.sizes)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def grouped(source: RowSource, config: TrainConfig = TRAIN, mined: MinedProducts | None = None) -> GroupedRows:
     """Rows in groups of one query, as a run of this config has them."""
     return GroupedRows.of(
@@ -187,16 +195,5 @@ def make_program(
 
 def checkpoint_of(**state: Any) -> Checkpoint:
     """Its digest and some of its state; no file is there."""
-    fields: dict[str, Any] = {
-        "cycle": "c0",
-        "step": 7,
-        "model": MODEL,
-        "inputs": SPEC,
-        "tokenizer_fingerprint": "tok",
-        "max_tokens": None,
-        "partitions": {},
-        "watermark": "",
-        "also_seen": {},
-    }
-    construct = TrainState.model_construct(**fields | state)
-    return Checkpoint("checkpoints/c0/step-7", "file:///w/checkpoints/c0/step-7", Path("/nowhere"), "digest", construct)
+    made = train_state(**{"step": 7, "model": MODEL, "inputs": SPEC, **state})
+    return Checkpoint("checkpoints/c0/step-7", "file:///w/checkpoints/c0/step-7", Path("/nowhere"), "digest", made)

@@ -448,9 +448,3 @@ def test_values_that_mean_nothing_are_not_judged(rows: TokenRows) -> None:
     loop.values_are_real = False
     loop.program.strategy.masters[1].data[0] = float("nan")
     assert loop.run() == "complete" and not bench.events
-
-
-def test_nothing_left_to_do(rows: TokenRows) -> None:
-    bench = Bench(rows, start=6)
-    assert bench.run() == "complete"
-    assert not bench.calls and not bench.events

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pipeline.train.config import GuardConfig, OptimizerConfig, Shape
 from pipeline.train.optimizer import (
-    CONTROL_SIZE,
     MEAN,
     SEEN,
     SKIPPED,
@@ -91,7 +90,7 @@ def test_a_vector_may_have_a_rate_of_its_own(traced: bool) -> None:
 
 def test_control_values() -> None:
     values = control_values(3, 0.25, CONFIG)
-    assert values.shape == (CONTROL_SIZE,) and values.dtype == torch.float32
+    assert values.shape == (4,) and values.dtype == torch.float32
     assert values.tolist() == pytest.approx([0.25, 1 - 0.8**3, 1 - 0.95**3, 3.0])
     assert control_values(10**7, 1e-4, CONFIG)[3] == 10**7  # exact in fp32 far beyond any run
 

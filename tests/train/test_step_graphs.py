@@ -17,7 +17,7 @@ from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.step import TrainProgram, flat_strategy, has_dropout
+from pipeline.train.step import TrainProgram, drops_elements, flat_strategy
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 from tests.train.test_step import batches_of, control, step
 
@@ -73,7 +73,7 @@ def test_where_a_step_is_cut(
     backend: type[CpuBackend],
     expected: list[str],
 ) -> None:
-    """Through the host ranks exchange between graphs: what is exchanged ends one."""
+    """Through the host ranks exchange between graphs: what is exchanged ends one, also copies of the masters."""
     loss = TRAIN.loss.model_copy(update={"contrastive_weight": weight})
     changes = {"step_boundary": boundary, "loss": loss}
     config, watch = TRAIN.model_copy(update=changes), Phases()
@@ -86,29 +86,11 @@ def test_where_a_step_is_cut(
         watch.seen.clear()
         step(program, micros[:accumulation], control(1))
         assert watch.seen == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "backend", "has_copies", "expected"),
-    [
-        (2, GathersOnHost, True, [FIRST, "update", "publish"]),
-        (2, GathersOnHost, False, [FIRST, "update"]),
-        (2, CpuBackend, True, [FIRST, "update"]),
-        (1, GathersOnHost, True, ["step"]),
-    ],
-)
-def test_weights_that_go_through_the_host_are_published_apart(
-    rows: TokenRows, ranks: int, backend: type[CpuBackend], has_copies: bool, expected: list[str]
-) -> None:
-    config, watch = TRAIN.model_copy(update={"step_boundary": "fused"}), Phases()
-    strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
-    if has_copies:
-        strategy.weights = [master.detach().clone().requires_grad_() for master in strategy.masters]
-    share = RankShare(0, ranks, 1)
+    strategy.weights = [master.detach().clone().requires_grad_() for master in strategy.masters]
     program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
     watch.seen.clear()
-    step(program, batches_of(rows, 1)[0], control(1))
-    assert watch.seen[-len(expected) :] == expected
+    step(program, micros[:accumulation], control(1))
+    assert watch.seen == [*expected, *(["publish"] if ranks > 1 and backend is GathersOnHost else [])]
 
 
 class OnNeuron(CpuBackend):
@@ -139,9 +121,9 @@ def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
 @pytest.mark.parametrize(("layer", "is_refused"), [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False)])
 def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Module, is_refused: bool) -> None:
     encoder = build_model(MODEL, SPEC, 1).encoder
-    assert not has_dropout(encoder)
+    assert not drops_elements(encoder)
     encoder.add_module("theirs", layer)
-    assert has_dropout(encoder) == is_refused
+    assert drops_elements(encoder) == is_refused
 
 
 class Outputs(CpuBackend):

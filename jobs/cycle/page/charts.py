@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from jobs.cycle.ledger import Category, Entry
+from jobs.cycle.ledger import SPENT, Category, Entry
 from pipeline.core.format import format_count, format_duration
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
@@ -20,7 +20,7 @@ Series = tuple[str, Sequence[Point], str]
 """Name, points, and a class of the style sheet."""
 WIDTH = 1000
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 8, 24
-KINDS = {category: f"s-{category.value.replace(' ', '-')}" for category in Category}
+KINDS = {category: f"s-{category.value.replace(' ', '-')}" for category in SPENT}
 """Classes of the style sheet."""
 MAX_POINTS = 600
 """Of one curve: about one a pixel."""

@@ -8,8 +8,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from pydantic import Field
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Closed, JobRecord, Outcome
-from jobs.cycle.job_states import exit_code, failed_leaf, reason_of
+from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code, failed_leaf, reason_of
 from jobs.cycle.ledger import CycleLedger, Moment, read_moments
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
@@ -214,16 +213,15 @@ def gather(
     settings, before = (
         read({}, _json, storage, f"cycles/{name}/jobs/settings.json") if name else {} for name in (cycle, compared)
     )
+    changed = sorted(differences(before, settings)) if before else ()
     made = [result for stage in ("evaluate", "train") if (result := results[stage]) is not None]
-    prepared = read(None, load_prepared, storage, cycle)
-    vectors = read(None, load_verified, storage, cycle)
     nodes = [
         read(None, lambda key: from_json(storage.read_bytes(key), storage.uri(key)), stat.key)
         for stat in storage.list(f"cycles/{cycle}/health")
         if re.search(r"/health/[0-9]+-[^/]*\.json$", stat.key)
     ]
     curves, other = curves_of(moments), curves_of(read_moments(storage, compared) if compared else ())
-    checkpoint = next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), "")
+    mortems = sorted((stat.key for stat in storage.list(store.key("post-mortem"))), key=natural_key)
     return PageData(
         cycle=cycle,
         model=json.dumps(settings.get("model_name", "")).strip('"'),
@@ -243,26 +241,21 @@ def gather(
             resumed=tuple(int(m.number("step")) for m in moments if m.name == EventName.TRAIN_RESUMED),
             skipped=tuple(int(m.number("step")) for m in moments if m.name == EventName.STEP_SKIPPED),
         ),
-        prepared=prepared,
-        vectors=vectors,
+        prepared=read(None, load_prepared, storage, cycle),
+        vectors=read(None, load_verified, storage, cycle),
         machines=tuple(sorted((one for one in nodes if one), key=lambda one: (one.node_rank, one.host))),
         lineage=Lineage(
-            checkpoint=checkpoint,
+            checkpoint=next((one.outputs["checkpoint"] for one in made if "checkpoint" in one.outputs), ""),
             ancestors=ancestors,
             began_from=str(figures.get("train", {}).get("began_from", "")),
             settings_hash=made[0].settings_hash if made else "",
             code_version=made[0].code_version if made else "",
             compared=compared if before else "",
-            changed=tuple(
-                (name, json.dumps(old), json.dumps(new)) for name, old, new in sorted(differences(before, settings))
-            )
-            if before
-            else (),
+            changed=tuple((name, json.dumps(old), json.dumps(new)) for name, old, new in changed),
         ),
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(
-            PostMortem(job=stat.key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(stat.key))
-            for stat in sorted(storage.list(store.key("post-mortem")), key=lambda one: natural_key(one.key))
+            PostMortem(job=key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(key)) for key in mortems
         ),
         unread=tuple(unread),
     )
@@ -329,24 +322,23 @@ def _notices(moments: Sequence[Moment]) -> Iterator[Notice]:
 def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
     """Return points (step, value) by the name of the figure; what was done again replaces what it repeats."""
     found: dict[str, list[Point]] = {name: [] for name in (*_AT_STEPS, HOLDOUT, *_AT_REPORTS)}
+
+    def add(name: str, step: int, values: Any) -> None:
+        """Add numbers at the steps up to `step`; other values, such as "nan", are left out."""
+        values = values if isinstance(values, list) else [values]
+        steps = range(step - len(values) + 1, step + 1)
+        found[name] += [(at, float(v)) for at, v in zip(steps, values, strict=True) if isinstance(v, int | float)]
+
     for moment in sorted(moments, key=lambda one: one.at_ms):
         step = int(moment.number("step"))
         if moment.name == EventName.TRAIN_STARTED:
-            found = {name: [point for point in points if point[0] <= step] for name, points in found.items()}
+            for points in found.values():
+                points[:] = [point for point in points if point[0] <= step]
         elif moment.name == EventName.TRAIN_STEPS:
-            for name, field in _AT_STEPS.items():
-                values = moment.fields.get(field)
-                if isinstance(values, list):
-                    first = step - len(values) + 1
-                    found[name] += [(first + i, float(v)) for i, v in enumerate(values) if isinstance(v, int | float)]
-            for name, field in _AT_REPORTS.items():
-                value = moment.fields.get(field)
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    found[name].append((step, float(value)))
+            for name, field in (_AT_STEPS | _AT_REPORTS).items():
+                add(name, step, moment.fields.get(field))
         elif moment.name == EventName.HOLDOUT_EVALUATED and moment.fields.get("split") == "valid":
-            value = moment.fields.get("loss")
-            if isinstance(value, int | float):
-                found[HOLDOUT].append((step, float(value)))
+            add(HOLDOUT, step, moment.fields.get("loss"))
     return {name: points for name, points in found.items() if points}
 
 

@@ -6,6 +6,7 @@ index.json, index.html       one line a cycle, in the order in which they were s
 The page is one file that asks for nothing and runs nothing. The templates escape every text.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -16,19 +17,20 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Closed, JobRecord
-from jobs.cycle.ledger import SPENT, Entry, read_ledger
+from jobs.cycle.job_states import Closed, JobRecord
+from jobs.cycle.ledger import Entry, read_ledger
 from jobs.cycle.page import charts
 from jobs.cycle.page.charts import number
 from jobs.cycle.page.gather import HOLDOUT, CycleRow, PageData, gather, main_metric, row_of
 from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, money
 from jobs.plan.script import RUN_PREFIX
 from jobs.plan.spec import Plan
+from jobs.settings import JobsConfig
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration, format_share, usd
 from pipeline.core.record import Record
+from pipeline.data.token_sets import PartitionDigest
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import table_lines
@@ -152,8 +154,6 @@ def page(data: PageData, own: CycleRow) -> str:
             gate_groups=_gate_groups(data),
             table_lines=table_lines,
             holdout_name=HOLDOUT,
-            spent=SPENT,
-            kinds=charts.KINDS,
             missing_categories=_missing_categories(data),
             deadlines=DEADLINES,
             goodput_note=GOODPUT,
@@ -180,26 +180,24 @@ def visible(text: str) -> str:
 def outcome_sentence(data: PageData) -> str:
     """Return how the cycle ended, in one line."""
     outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
-    failed = ", ".join(job.name for job in data.jobs if job.ending == "failed")
+    checks = data.evaluation.verdict.checks if data.evaluation else ()
     if outcome == "open":
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
         return f"Under way: {running} running." if running else "Under way."
     if outcome == "refused":
-        checks = data.evaluation.verdict.checks if data.evaluation else ()
         reasons = [check.reason for check in checks if check.outcome == "fail"]
         why = "; ".join(reasons[:2]) + (f"; and {len(reasons) - 2} more" if len(reasons) > 2 else "")
         return f"Refused: {why or data.reason or 'the gate says why'}. Production stays as it is."
     if outcome == "failed":
+        failed = ", ".join(job.name for job in data.jobs if job.ending == "failed")
         return f"Failed{f' in {failed}' if failed else ''}: {data.reason or 'no reason is on record'}."
     if outcome == "cancelled":
         return f"Cancelled: {data.reason or 'no reason was given'}."
     if data.promoted:
         how = (" by force" if evaluated.get("forced") else "") + (_WITHOUT if data.without_comparison else "")
-        checks = data.evaluation.verdict.checks if data.evaluation else ()
-        check = next((one for one in checks if one.kind == "delta" and one.candidate is not None), None)
         name, value, *_ = main_metric(data.evaluation)
         change = f"the first model, {name} {number(value)}" if name else "a new model is in production"
-        if check:
+        if check := next((one for one in checks if one.kind == "delta" and one.candidate is not None), None):
             change = f"{check.metric} {number(check.candidate)}, before {number(check.incumbent)}"
         return f"Promoted{how}: {change}."
     if evaluated.get("nothing_new"):
@@ -212,9 +210,9 @@ def _tries_chart(data: PageData) -> Markup:
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return Markup()
-    lanes: dict[str, list[Entry]] = {}
+    lanes = defaultdict[str, list[Entry]](list)
     for entry in ledger.entries:
-        lanes.setdefault(entry.job, []).append(entry)
+        lanes[entry.job].append(entry)
     notable = {
         name: tries
         for name, tries in lanes.items()
@@ -242,26 +240,24 @@ def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
 
 def trends(rows: Sequence[CycleRow], metric: str) -> list[tuple[str, Markup, list[str]]]:
     """Return the figures of cycles over time: name, a line, and the lowest, the median, the highest and the last."""
-    kinds: list[tuple[str, Callable[[CycleRow], float | None], Callable[[float | None], str]]] = [
-        (metric or "metric", lambda row: row.value_of(metric), number),
-        ("cost", lambda row: row.usd, usd),
-        ("took", lambda row: row.took_s, format_duration),
-        ("goodput", lambda row: row.goodput, format_share),
-        ("rows", lambda row: row.rows, number),
-    ]
+    kinds: dict[str, tuple[list[float | None], Callable[[float | None], str]]] = {
+        metric or "metric": ([row.value_of(metric) for row in rows], number),
+        "cost": ([row.usd for row in rows], usd),
+        "took": ([row.took_s for row in rows], format_duration),
+        "goodput": ([row.goodput for row in rows], format_share),
+        "rows": ([row.rows for row in rows], number),
+    }
     found = []
-    for name, value, words in kinds:
-        values = [value(row) for row in rows]
-        known = [one for one in values if one is not None]
-        if known:
-            of_metric = [(row.low, row.high) if row.metric == metric else (None, None) for row in rows]
+    for name, (values, words) in kinds.items():
+        if known := [one for one in values if one is not None]:
             points = [
                 (one, row.promoted or not row.metric, f"{row.cycle}, {row.outcome}: {words(one)}")
                 for row, one in zip(rows, values, strict=True)
             ]
             label = f"{name} over {len(rows)} cycles, last {words(known[-1])}"
-            drawn = charts.spark(points, label, of_metric if name == metric else ())
-            found.append((name, drawn, [*map(words, (min(known), median(known), max(known), values[-1]))]))
+            spans = [(row.low, row.high) if name == metric == row.metric else (None, None) for row in rows]
+            shown = [words(one) for one in (min(known), median(known), max(known), values[-1])]
+            found.append((name, charts.spark(points, label, spans), shown))
     return found
 
 
@@ -272,16 +268,17 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
     """Return for each categorical column the rows without a value, their share in the newest partition, and before."""
-    counting = [one for one in data.prepared.partitions if one.without_category] if data.prepared else []
+
+    def share(partitions: Sequence[PartitionDigest], column: str) -> str:
+        rows = sum(sum(one.rows.values()) for one in partitions)
+        return format_share(sum(one.without_category[column] for one in partitions) / rows if rows else None)
+
     found = []
-    for column, rows in counting[-1].without_category.items() if counting else ():
-        newest, counted = counting[-1], [one for one in counting[:-1] if column in one.without_category]
-        earlier, of = (
-            sum(one.without_category[column] for one in counted),
-            sum(sum(one.rows.values()) for one in counted),
-        )
-        share = rows / usable if (usable := sum(newest.rows.values())) else None
-        found.append((column, number(rows + earlier), format_share(share), format_share(earlier / of if of else None)))
+    counting = [one for one in data.prepared.partitions if one.without_category] if data.prepared else []
+    for column in counting[-1].without_category if counting else ():
+        known = [one for one in counting if column in one.without_category]
+        rows = number(sum(one.without_category[column] for one in known))
+        found.append((column, rows, share(known[-1:], column), share(known[:-1], column)))
     return found
 
 

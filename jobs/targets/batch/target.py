@@ -5,8 +5,17 @@ from dataclasses import dataclass
 from itertools import product
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, Cancel, JobRecord, JobState, Sighting, Submission
-from jobs.cycle.job_states import Leaf, in_our_words, unneeded_jobs
+from jobs.cycle.job_states import (
+    AttemptRecord,
+    Cancel,
+    JobRecord,
+    JobState,
+    Leaf,
+    Sighting,
+    Submission,
+    in_our_words,
+    unneeded_jobs,
+)
 from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight

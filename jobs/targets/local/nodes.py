@@ -25,8 +25,7 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from jobs.cycle.job_records import JobRecord
-from jobs.cycle.job_states import Leaf
+from jobs.cycle.job_states import JobRecord, Leaf
 from jobs.node.environment import job_variables
 from jobs.plan.spec import Plan
 from jobs.targets.local import node_keeper

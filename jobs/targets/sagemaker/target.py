@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Cancel, JobRecord, JobState, Submission
-from jobs.cycle.job_states import AttemptEnd, Leaf
+from jobs.cycle.job_states import AttemptEnd, Cancel, JobRecord, JobState, Leaf, Submission
 from jobs.plan.spec import Plan
 from jobs.targets.base import (
     PATIENCE_S,

@@ -105,8 +105,6 @@ def train() -> int:
     env = {key: value for key, value in os.environ.items() if key.startswith("NEURON_")}
     state("trial.json").write_text(json.dumps({"argv": words, "env": env, "cwd": str(Path.cwd())}))
     print("step 1 | loss nan", flush=True)
-    if name == "silent":
-        return 0
     for index in range(int(words[words.index("--graphs") + 1])):
         if index == 1 and name == "trial":
             print("Traceback: the trial run breaks here", file=sys.stderr)

@@ -9,7 +9,7 @@ import pytest
 
 from jobs.commands import submit
 from jobs.cycle import cycle_store as cycle
-from jobs.cycle.job_records import JobState
+from jobs.cycle.job_states import JobState
 from jobs.settings import CycleSettings, of_all_jobs, with_values
 from jobs.setup import make_plan, open_cycle
 from pipeline.core.manifest import MANIFEST_NAME
@@ -17,9 +17,8 @@ from pipeline.registry.records import verdict_key
 from pipeline.settings import resolve
 from tests.jobs.commands.test_cycle import ALL, CYCLE, ORDER, Trnjobs, submitting, trnjobs
 from tests.kit.killing import FILE_CHANGES, killed_at
-from tests.kit.storages import aws, moto_address, s3_uri
 
-__all__ = ["aws", "moto_address", "s3_uri", "trnjobs"]
+__all__ = ["trnjobs"]
 RIGHT = ("--data.columns.query=search_term", "--data.columns.title=item")
 
 
@@ -77,8 +76,7 @@ def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:
     settings = trnjobs.place / "workspace" / "cycles" / "2026-11-20" / "jobs" / "settings.json"
     settings.write_text('{"of_a_later_version": 1}')
     assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["total"]["usd"] is None
-    code, text = trnjobs("cost")
-    assert (code, "its stored settings are not used: unknown setting of_a_later_version" in text) == (0, True)
+    trnjobs.expect(0, "its stored settings are not used: unknown setting of_a_later_version", "cost")
     assert trnjobs.status()["closed"]["outcome"] == "succeeded"
 
 
@@ -87,14 +85,12 @@ def test_what_nobody_runs_any_more_is_ended_and_started_again(ended_by: str, trn
     """Ctrl-C at the first wrong line, or a machine that was restarted."""
     process = submitting(trnjobs)
     for flags, seen in (["--fresh"], ""), ([], "--fresh is refused: "):
-        code, text = trnjobs("submit", *flags, *RIGHT)
-        assert (code, f"{seen}another process runs its jobs" in text) == (78, True)
+        trnjobs.expect(78, f"{seen}another process runs its jobs", "submit", *flags, *RIGHT)
     process.terminate() if ended_by == "interrupt" else process.kill()
     process.join()
     assert trnjobs.ran() == ["prepare 1", "train 1"]
     (trnjobs.place / "hold-train").unlink()
-    code, text = trnjobs("submit", *RIGHT)
-    assert (code, "the same command with --fresh" in text) == (78, True)
+    trnjobs.expect(78, "the same command with --fresh", "submit", *RIGHT)
     code, text = trnjobs("submit", "--fresh", *RIGHT)
     assert (code, trnjobs.ran()) == (0, ALL), text
     records = jobs_file(trnjobs, "records/round-1.json")
@@ -167,8 +163,7 @@ def test_a_workspace_elsewhere(trnjobs: Trnjobs, s3_uri: str) -> None:
     opened = open_cycle(settings_of(trnjobs, at), lambda _: None)
     opened.store.reopen()  # as while it runs
     elsewhere = f"--scratch={trnjobs.place / 'other'}"
-    code, text = trnjobs("submit", at, elsewhere, *RIGHT)
-    assert (code, "--fresh is refused: its jobs may run on another machine" in text) == (78, True)
+    trnjobs.expect(78, "--fresh is refused: its jobs may run on another machine", "submit", at, elsewhere, *RIGHT)
     trnjobs.ran()
     assert trnjobs("submit", at, here, "--fresh", *RIGHT)[0] == 0
     assert trnjobs.ran() == ALL

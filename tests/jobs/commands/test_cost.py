@@ -8,7 +8,7 @@ import pytest
 
 from jobs.commands import show
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Closed
+from jobs.cycle.job_states import Closed
 from jobs.settings import CycleSettings
 from jobs.setup import open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError

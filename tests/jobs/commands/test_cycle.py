@@ -16,7 +16,7 @@ import pytest
 
 from jobs import cli
 from jobs.cycle import cycle_store as cycle
-from jobs.cycle.job_records import Submission
+from jobs.cycle.job_states import Submission
 from jobs.plan import cycle as plan
 from tests.jobs.targets.local.waiting import until, until_no_keepers
 from tests.kit.killing import FILE_CHANGES, FORK, killed_at
@@ -54,6 +54,12 @@ class Trnjobs:
         seen = self.capsys.readouterr()
         assert "Traceback" not in seen.err
         return code, seen.out + seen.err
+
+    def expect(self, code: int, seen: str, *words: str) -> str:
+        """Run a command that ends with `code` and prints `seen`; return all that was printed."""
+        found, text = self(*words)
+        assert (found, seen in text) == (code, True), text
+        return text
 
     def status(self) -> dict[str, Any]:
         code, text = self("status", "--json")
@@ -112,8 +118,7 @@ ALL = ["embed:0 1", "embed:1 1", "prepare 1", "report 1", "train 1"]
 def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     code, text = trnjobs("plan")
     assert (code, "array of 2" in text, "no earlier cycle" in text) == (0, True, True)
-    code, text = trnjobs("submit")
-    assert (code, "cycle 2026-11-20: succeeded" in text) == (0, True)
+    text = trnjobs.expect(0, "cycle 2026-11-20: succeeded", "submit")
     assert "train        RUNNING    attempt 1  cycles/2026-11-20/jobs/local/attempts/" in text
     assert trnjobs.ran() == ALL
 
@@ -134,14 +139,12 @@ def test_a_whole_cycle(trnjobs: Trnjobs) -> None:
     code, text = trnjobs("history")
     assert code == 0 and text.splitlines()[1].split()[:2] == ["2026-11-20", "local"]
     assert "succeeded" in text and "4/4" in text
-    code, text = trnjobs("cost")
-    assert (code, "5 of 5 jobs in 5 tries" in text) == (0, True)
+    trnjobs.expect(0, "5 of 5 jobs in 5 tries", "cost")
     assert json.loads(trnjobs("cost", "--json")[1])["cycles"][0]["outcome"] == "succeeded"
     assert "expected" in trnjobs("plan", "--cycle=2026-11-21", "--jobs.vcpu-usd-per-hour=1")[1]  # of the next one
     assert trnjobs.ran() == []
 
-    code, text = trnjobs("retry")
-    assert (code, "no job failed" in text) == (78, True)
+    trnjobs.expect(78, "no job failed", "retry")
     code, text = trnjobs("submit", "--jobs.train.attempts=7")  # another plan
     assert (code, "jobs.train.attempts: 3 -> 7\n" in text, "with --fresh" in text) == (78, True, False)
     assert trnjobs.ran() == []
@@ -162,8 +165,7 @@ def test_a_job_that_fails_and_is_run_again(trnjobs: Trnjobs) -> None:
     assert trnjobs.ran() == []
 
     trnjobs.ends_with("embed:1", 0)
-    code, text = trnjobs("retry")
-    assert (code, "cycle 2026-11-20: succeeded" in text) == (0, True)
+    trnjobs.expect(0, "cycle 2026-11-20: succeeded", "retry")
     assert trnjobs.ran() == ["embed:0 1", "embed:1 1", "report 1"]
     assert trnjobs("history")[1].splitlines()[1].split()[-1] == "8"
     after = json.loads(trnjobs("cost", "--json")[1])["cycles"][0]
@@ -176,8 +178,7 @@ def test_a_job_that_fails_and_is_run_again(trnjobs: Trnjobs) -> None:
 def test_a_gate_that_refuses_after_a_try_that_was_repeated(trnjobs: Trnjobs) -> None:
     trnjobs.ends_with("prepare", 75, 0)
     trnjobs.ends_with("train", 80)
-    code, text = trnjobs("submit")
-    assert (code, "cycle 2026-11-20: refused, train: exit code 80 (GateRefused)" in text) == (80, True)
+    text = trnjobs.expect(80, "cycle 2026-11-20: refused, train: exit code 80 (GateRefused)", "submit")
     assert "prepare      RUNNABLE   attempt 1 ended with exit code 75; tried again" in text
     assert trnjobs.ran() == ["prepare 1", "prepare 2", "train 1"]
     assert trnjobs("logs", "prepare", "--attempt=1")[0] == 0
@@ -218,13 +219,10 @@ def test_a_cycle_under_way_is_cancelled(trnjobs: Trnjobs) -> None:
     process = submitting(trnjobs)
     assert trnjobs.states() == {"prepare": "SUCCEEDED", "train": "RUNNING", "embed": "PENDING", "report": "PENDING"}
     assert trnjobs("status")[1].splitlines()[-1] == "cycle 2026-11-20: under way"
-    code, text = trnjobs("retry")
-    assert (code, "is under way" in text) == (78, True)
+    trnjobs.expect(78, "is under way", "retry")
     assert "under way" in trnjobs("history")[1]
-    code, text = trnjobs("reconcile")
-    assert (code, "under way" in text) == (0, True)
-    code, text = trnjobs("cancel", "--reason=wrong data")
-    assert (code, "cycle 2026-11-20: cancelled, train: cancelled: wrong data" in text) == (0, True)
+    trnjobs.expect(0, "under way", "reconcile")
+    trnjobs.expect(0, "cycle 2026-11-20: cancelled, train: cancelled: wrong data", "cancel", "--reason=wrong data")
     process.join()
     assert process.exitcode == 143
     page = trnjobs.page()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from jobs import cli
-from jobs.commands import driver
+from jobs.commands import submit
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Closed, JobRecord, JobState
+from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig
 from jobs.settings import CycleSettings
@@ -29,7 +29,7 @@ class World:
         self.folder, self.state = folder, JobState.RUNNING
         self.said, self.submissions = list[str](), list[str]()
         patch.setattr("jobs.setup.open_target", lambda *_: self)
-        patch.setattr(driver, "submit_plan", self._submit)
+        patch.setattr(submit, "submit_plan", self._submit)
 
     def claim(self, name: str, closed: bool = False) -> CycleStore:
         store = CycleStore(open_storage(str(self.folder)), name, lambda: 1000.0)
@@ -51,7 +51,7 @@ class World:
 
     def deliver(self, when: datetime = AT_TWO, now: datetime | None = None) -> int:
         asked = open_cycle(CycleSettings.model_validate({"workspace": str(self.folder)}), self.said.append)
-        return driver.drive(DAILY, when, now or when, asked, "batch")
+        return submit.drive(DAILY, when, now or when, asked, "batch")
 
 
 @pytest.fixture
@@ -92,13 +92,13 @@ def test_a_claim_without_a_plan_has_not_ended_and_one_that_is_too_late_is_not_st
 
 @pytest.mark.parametrize("text", ["2026-11-20T02:00:00Z", "2026-11-20T03:00:00+01:00", ""])
 def test_the_scheduled_time(text: str) -> None:
-    assert driver.scheduled_time(text, DAILY, AT_TWO + DAY / 2) == AT_TWO
+    assert submit.scheduled_time(text, DAILY, AT_TWO + DAY / 2) == AT_TWO
 
 
 @pytest.mark.parametrize("text", ["<aws.scheduler.scheduled-time>", "2026-11-20T02:00:00", "2026-13-01T00:00:00Z"])
 def test_a_scheduled_time_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError, match="scheduled time"):
-        driver.scheduled_time(text, DAILY, AT_TWO)
+        submit.scheduled_time(text, DAILY, AT_TWO)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_scheduled_time_that_is_none(text: str) -> None:
 def test_the_time_comes_from_the_flag_or_the_variable(
     world: World, monkeypatch: pytest.MonkeyPatch, words: list[str], variable: str, expected: str
 ) -> None:
-    monkeypatch.setenv(driver.TIME_VARIABLE, variable)
+    monkeypatch.setenv(submit.TIME_VARIABLE, variable)
     schedule = ["--jobs.schedule.expression=cron(0 2 * * ? *)", "--jobs.schedule.max-late-s=1000000000"]
     assert cli.main(["driver", f"--workspace={world.folder}", *schedule, *words]) == 75
     assert world.submissions == [expected]

@@ -10,7 +10,7 @@ import rich.console
 
 from jobs.commands.watch import Row, doing_text, head_text, live_rows, watch
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import Closed, JobRecord, JobState
+from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle

@@ -1,7 +1,6 @@
 """Small records for the tests of jobs."""
 
-from jobs.cycle.job_records import AttemptRecord, JobRecord, JobState
-from jobs.cycle.job_states import EXITED, NOT_RUN, failed_state
+from jobs.cycle.job_states import EXITED, NOT_RUN, AttemptRecord, JobRecord, JobState, failed_state
 
 
 def tried(

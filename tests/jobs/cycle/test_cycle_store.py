@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs.cycle.cycle_store import LEASE_S, Claim, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
-from jobs.cycle.job_records import Closed, JobRecord, JobState, Sighting, Submission
+from jobs.cycle.job_states import Closed, JobRecord, JobState, Sighting, Submission
 from jobs.plan.spec import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage

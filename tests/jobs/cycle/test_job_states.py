@@ -3,7 +3,6 @@
 import pytest
 
 from jobs.cycle import job_states
-from jobs.cycle.job_records import AttemptRecord, Cancel, Closed, JobRecord, JobState, Outcome
 from jobs.cycle.job_states import (
     EXITED,
     HOST_TERMINATED,
@@ -11,7 +10,13 @@ from jobs.cycle.job_states import (
     TASK_NOT_STARTED,
     TIMED_OUT,
     AttemptEnd,
+    AttemptRecord,
+    Cancel,
+    Closed,
+    JobRecord,
+    JobState,
     Leaf,
+    Outcome,
     advance_waiting_jobs,
     cause_text,
     exit_code,

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import AttemptRecord, Closed, JobRecord, JobState
+from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.ledger import (
     NEVER,
     SPENT,
@@ -20,7 +19,6 @@ from jobs.cycle.ledger import (
     Moment,
     Try,
     critical_seconds,
-    deadline_of,
     expected_seconds,
     ledger_of,
     read_ledger,
@@ -32,7 +30,7 @@ from jobs.cycle.ledger import (
 from jobs.plan.resources import Prices
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig
-from jobs.settings import CycleSettings
+from jobs.settings import CycleSettings, JobsConfig
 from jobs.setup import OpenCycle
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -178,28 +176,24 @@ def test_events_of_other_jobs_are_not_mixed_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deadline_at", "ended_at", "now", "done", "expected"),
+    ("outcome", "deadline_at", "expected"),
     [
-        (None, 50.0, 60.0, True, "none"),
-        (100.0, 100.0, 120.0, True, "met"),
-        (100.0, 101.0, 120.0, True, "missed"),
-        (100.0, 50.0, 120.0, False, "missed"),
-        (100.0, None, 100.0, False, "open"),
-        (100.0, None, 101.0, False, "missed"),
+        *((outcome, None, "none") for outcome in ("succeeded", "cancelled", None)),
+        ("succeeded", 10.0, "met"),
+        ("refused", 9.0, "missed"),
+        ("failed", 50.0, "missed"),
+        (None, 99.0, "open"),
+        (None, 98.0, "missed"),
+        ("cancelled", 20.0, "missed"),  # its last job was ended after it
+        ("cancelled", 30.0, "none"),  # in time: it has missed nothing
     ],
 )
-def test_deadlines(deadline_at: float | None, ended_at: float | None, now: float, done: bool, expected: str) -> None:
-    assert deadline_of(deadline_at, ended_at, now, done=done) == expected
-
-
-@pytest.mark.parametrize(("deadline_at", "expected"), [(None, "none"), (20.0, "none"), (9.0, "missed")])
-def test_a_cycle_that_was_cancelled_in_time_has_missed_nothing(deadline_at: float | None, expected: str) -> None:
-    tries = [record("train", attempt(0, 10, 75))]
-    assert ledger(TRAIN, tries, outcome="cancelled", deadline_at=deadline_at, now=99.0).deadline == expected
-    waited = record("verify", state="FAILED", stopped_at=30.0)
+def test_deadlines(outcome: str | None, deadline_at: float | None, expected: str) -> None:
     shape = plan(job("train"), job("verify", "train"))
-    found = ledger(shape, [*tries, waited], outcome="cancelled", deadline_at=deadline_at, now=99.0)
-    assert found.deadline == ("missed" if deadline_at else "none"), "the last job was ended after it"
+    records = [record("train", attempt(0, 10)), record("verify")]
+    if outcome == "cancelled":
+        records[1] = record("verify", state="FAILED", stopped_at=30.0)
+    assert ledger(shape, records, outcome=outcome, deadline_at=deadline_at, now=99.0).deadline == expected
 
 
 # One try.
@@ -260,7 +254,7 @@ def test_a_preempted_training_keeps_what_it_saved() -> None:
         at(33, EventName.CHECKPOINT_SAVED, step=10, seconds=3),
         at(34, EventName.STAGE_STOPPED, stage="train"),
     )
-    kept = {K.START_UP: 10, K.PRODUCTIVE: 20, K.CHECKPOINT: 3, K.WASTED: 7}
+    kept = {K.START_UP: 10, K.PRODUCTIVE: 20, K.WASTED: 10}
     assert seconds(train(*moments, stop=40, kept=False, until=10.0)) == kept
     assert seconds(train(*moments[:2], kept=False, until=0.0)) == {K.WASTED: 100}, "it left nothing"
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.cycle_page import STAGES, T0, make_cycle
-from jobs.config import JobsConfig
 from jobs.cycle.cycle_store import Claim, CycleStore
-from jobs.cycle.job_records import Closed, JobRecord, JobState
+from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.cycle.ledger import Moment
 from jobs.cycle.page.gather import CycleRow, PageData, curves_of
 from jobs.cycle.page.publish import (
@@ -24,6 +23,7 @@ from jobs.cycle.page.publish import (
     write_page,
 )
 from jobs.plan.spec import Plan
+from jobs.settings import JobsConfig
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
 

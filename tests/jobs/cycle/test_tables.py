@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import EXITED, HOST_TERMINATED
+from jobs.cycle.job_states import EXITED, HOST_TERMINATED, JobRecord, JobState
 from jobs.cycle.tables import cost_lines, plan_lines, ran_seconds, shape_text, status_lines, success_line, total_lines
 from jobs.plan.resources import Prices
 from jobs.plan.spec import JobSpec

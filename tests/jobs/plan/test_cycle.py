@@ -1,20 +1,25 @@
-"""Settings -> jobs: the shape of a cycle, commands, sizes; what is refused before anything is sent."""
+"""Settings -> jobs: the shape of a cycle, commands, sizes; what is refused before anything is sent.
+
+Plans that the revision before has stored are read and keep their ids.
+"""
 
 import re
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.config import JobsConfig
 from jobs.plan.cycle import AFTER, MINE, plan_cycle
-from jobs.plan.spec import Plan, Retry
+from jobs.plan.spec import JobSpec, Plan, Retry
+from jobs.settings import JobsConfig
 from jobs.targets.base import placement_of, with_placements
 from jobs.targets.batch.requests import check_plan
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
+from tests.jobs.cycle.cases import job, plan
 
 TRAINIUM: dict[str, Any] = {
     "name": "relevance",
@@ -148,3 +153,27 @@ def test_a_shape_that_no_stage_has(stage: str, wanted: dict[str, Any], seen: str
     with pytest.raises(ConfigError, match=re.escape(seen)) as raised:
         trainium(mines=True, **{stage: wanted})
     assert raised.value.expected and raised.value.next_command
+
+
+STORED = Path(__file__).parent / "stored_plan.json"
+
+
+def test_a_plan_of_the_revision_before_is_read_and_keeps_its_id() -> None:
+    found = Plan.model_validate_json(STORED.read_bytes())
+    assert found.plan_id == "b9fff577585e38fabce2f906425f4b5c"
+    assert found == trainium(
+        mines=True, role="arn:all", environment={"A": "1"}, priority=7, evaluate={"role": "arn:one"}
+    )
+    assert Plan.model_validate_json(found.model_dump_json()) == found
+    assert (planned().plan_id, trainium().plan_id) == (
+        "a4dd49e58013b504bd4a633311605bfc",
+        "21fc4d73e920a02f25de339c93074948",
+    )
+
+
+def test_where_a_job_runs_is_no_part_of_what_it_runs() -> None:
+    one, other = plan(job("a"), queue="x"), plan(job("a"), queue="y")
+    assert one.jobs == other.jobs
+    assert one.plan_id != other.plan_id
+    assert placement_of(one, one.job("a")).queue == "x"
+    assert not {"queue", "share_identifier", "priority", "job_role", "log_group"} & JobSpec.model_fields.keys()

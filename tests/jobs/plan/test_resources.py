@@ -2,8 +2,9 @@
 
 import pytest
 
-from jobs.plan.resources import Prices, job_usd, node_usd_per_hour
+from jobs.plan.resources import Prices, job_usd, node_usd_per_hour, prices_of
 from jobs.plan.spec import JobSpec, Resources
+from jobs.settings import JobsConfig
 from tests.jobs.cycle.cases import TRN1, job
 
 LIST = Prices({"trn1.32xlarge": 20.0, "p9.huge": 7.0})
@@ -30,7 +31,7 @@ def test_the_hour_of_a_node(made: JobSpec, prices: Prices, expected: float | Non
     assert node_usd_per_hour(made, prices) == (None if expected is None else pytest.approx(expected))
 
 
-SAGEMAKER = Prices({"trn1.32xlarge": 20.0, "ml.m7i.large": 0.2}, 0.05, 1.15)
+SAGEMAKER = prices_of(JobsConfig(prices={"trn1.32xlarge": 20.0, "ml.m7i.large": 0.2}), "sagemaker")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from jobs.config import JobsConfig, Step
 from jobs.plan.cycle import plan_cycle
 from jobs.plan.script import CHECKPOINT_URI, plan_script, script_of
 from jobs.plan.spec import Plan
+from jobs.settings import JobsConfig, Step
 from jobs.targets.base import with_placements
 from jobs.targets.batch.requests import check_plan
 from pipeline.core.errors import ConfigError

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobRecord, Submission
-from jobs.cycle.job_states import outcome_of
+from jobs.cycle.job_states import JobRecord, Submission, outcome_of
 from jobs.cycle.tables import NO_LOG, failure_lines
 from jobs.targets.base import NOTHING, no_log, with_errors
 from pipeline.core.errors import Preempted, TransientError

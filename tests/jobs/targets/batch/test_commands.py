@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jobs import setup
-from jobs.commands import driver, submit
+from jobs.commands import submit
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
-from jobs.cycle.job_records import Closed, Submission
+from jobs.cycle.job_states import Closed, Submission
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, make_plan
 from pipeline.core.errors import ConfigError, TransientError
@@ -67,7 +67,7 @@ class Commands(Setting):
 
     def has_ended(self) -> bool:
         """Whether the driver finds so."""
-        return driver.has_ended(self.open_cycle(self.settings(), self.warnings.append))
+        return submit.has_ended(self.open_cycle(self.settings(), self.warnings.append))
 
     def page(self) -> str:
         return self.store().storage.read_bytes(f"reports/{CYCLE}.html").decode()
@@ -95,8 +95,7 @@ class Commands(Setting):
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     """With a cycle that was submitted."""
     made = Commands(tmp_path)
-    for module in (submit, driver):
-        monkeypatch.setattr(module, "open_cycle", made.open_cycle)
+    monkeypatch.setattr(submit, "open_cycle", made.open_cycle)
     for module in (submit, setup):
         monkeypatch.setattr(
             module, "open_target", lambda cycle, _, renew=lambda: None: made.target(cycle.store, renew=renew)

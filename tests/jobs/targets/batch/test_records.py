@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import EXITED
+from jobs.cycle.job_states import EXITED, JobState
 from pipeline.core.errors import ConfigError, TransientError
 from tests.jobs.cycle.cases import job, plan
 from tests.jobs.targets.batch.setting import Setting

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import Leaf, leaves_of, new_record
+from jobs.cycle.job_states import JobRecord, JobState, Leaf, leaves_of, new_record
 from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import LatestRecords
 from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeView, Phase, Signal, StoppedBy

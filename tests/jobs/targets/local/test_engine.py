@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import EXITED, HOST_TERMINATED, INTERRUPTED, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd, Leaf
+from jobs.cycle.job_states import (
+    EXITED,
+    HOST_TERMINATED,
+    INTERRUPTED,
+    TASK_NOT_STARTED,
+    TIMED_OUT,
+    AttemptEnd,
+    JobState,
+    Leaf,
+)
 from jobs.plan.spec import Dependency, JobSpec, Retry
 from jobs.targets.local import target
 from jobs.targets.local.nodes import NodeEnd

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobRecord, JobState
-from jobs.cycle.job_states import EXITED, INTERRUPTED
+from jobs.cycle.job_states import EXITED, INTERRUPTED, JobRecord, JobState
 from jobs.plan.spec import JobSpec, Plan, Resources, Retry
 from jobs.targets.local.target import LocalTarget, Slots
 from pipeline.core.errors import ConfigError, Preempted

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_records import JobRecord, JobState
+from jobs.cycle.job_states import JobRecord, JobState
 from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute

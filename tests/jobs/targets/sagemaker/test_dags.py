@@ -11,8 +11,7 @@ from botocore.exceptions import ReadTimeoutError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cycle.job_records import JobState
-from jobs.cycle.job_states import leaves_of
+from jobs.cycle.job_states import JobState, leaves_of
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import NodeEnd
 from tests.jobs.cycle import cases

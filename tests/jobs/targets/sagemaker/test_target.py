@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from jobs import cli
-from jobs.cycle.job_records import Cancel, JobRecord, JobState
 from jobs.cycle.job_states import (
     CANCELLED,
     EXITED,
     AttemptEnd,
+    Cancel,
+    JobRecord,
+    JobState,
     Leaf,
     leaves_of,
     new_record,

@@ -1,3 +1,0 @@
-from tests.kit.storages import aws, moto_address, s3_uri, stop, storage, storage_uri
-
-__all__ = ["aws", "moto_address", "s3_uri", "stop", "storage", "storage_uri"]
