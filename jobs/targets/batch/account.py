@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from jobs.plan.spec import JobSpec, Plan
+from jobs.settings import differences
 from jobs.targets.base import placement_of
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.requests import Request, check_plan, definition_request
@@ -217,8 +218,8 @@ def ensure_definition(client: BatchClient, request: Request) -> str:
 
 def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
     """Yield what a submission would do with each definition of the plan, with every place that differs."""
-    requests = {job.name: definition_request(plan, job) for job in plan.jobs}
     users: dict[str, list[str]] = {}
+    requests = {job.name: definition_request(plan, job) for job in plan.jobs}
     for name, request in requests.items():
         users.setdefault(request["tags"]["content"], []).append(name)
     for names in users.values():
@@ -231,32 +232,28 @@ def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
             yield f"+ {name}:1 ({jobs}) would be registered, the first of its name"
         else:
             yield f"~ {name} ({jobs}) would be registered anew; against revision {latest['revision']}:"
-            for path, (theirs, ours) in differences(request, latest).items():
-                yield f"    {path}: {theirs!r} -> {ours!r}"
-
-
-def differences(planned: Detail, described: Detail) -> dict[str, tuple[Any, Any]]:
-    """Return (registered, planned) by place, such as `timeout.attemptDurationSeconds`; None if a side has nothing."""
-    ours = dict(_leaves({key: value for key, value in planned.items() if key in _OURS}))
-    theirs = dict(_leaves({key: value for key, value in described.items() if key in _OURS}))
-    paths = sorted((ours.keys() | theirs.keys()) - {"tags.content"})  # a fingerprint of the rest
-    return {path: (theirs.get(path), ours.get(path)) for path in paths if ours.get(path) != theirs.get(path)}
+            for place, theirs, ours in differences(_tree(_ours(latest)), _tree(_ours(request))):
+                yield f"    {place}: {theirs!r} -> {ours!r}"
 
 
 def _newest(revisions: Iterable[Detail]) -> Detail | None:
     return max(revisions, key=lambda one: int(one["revision"]), default=None)
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of what is set. AWS Batch fills in or omits empty lists and words, zero and False."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(one, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for index, entry in enumerate(value):
-            name = next((one for one in _NAMES if isinstance(entry, Mapping) and one in entry), "")
-            rest = {key: one for key, one in entry.items() if key != name} if name else entry
-            yield from _leaves(rest, f"{path}[{entry[name] if name else index}]")
-    elif value:
-        # The action of a retry rule is described in small letters.
-        yield path, value.upper() if path.endswith(".action") else value
+def _ours(definition: Detail) -> Detail:
+    own = {key: one for key, one in definition.items() if key in _OURS}
+    return own | {"tags": {key: one for key, one in own["tags"].items() if key != "content"}}  # that of all the rest
+
+
+def _tree(value: Any) -> Any:
+    """Return what is set, entries of lists by their names. AWS Batch fills in or omits empty lists and words, zero and
+    False, and describes the action of a retry rule in small letters."""
+    if isinstance(value, list | tuple):
+        names = [next((one for one in _NAMES if isinstance(entry, Mapping) and one in entry), "") for entry in value]
+        value = {
+            entry[name] if name else str(i): entry for i, (name, entry) in enumerate(zip(names, value, strict=True))
+        }
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _tree(one.upper() if key == "action" else one) for key, one in value.items()}
+    return {key: one for key, one in found.items() if one}

@@ -179,10 +179,9 @@ class Engine:
 
     def is_done(self) -> bool:
         """Whether nothing is left to do, now that it is written down."""
-        left = (
-            self._active() if self.stop.is_set() else [r for r in self.known.records.values() if not r.state.is_final]
-        )
-        return not left and not self._unsaved
+        stopping = self.stop.is_set()
+        left = (one.state.is_active if stopping else not one.state.is_final for one in self.known.records.values())
+        return not self._unsaved and not any(left)
 
     def tick(self) -> bool:
         """Look at everything once; return whether anything changed. After an OSError the next tick goes on."""

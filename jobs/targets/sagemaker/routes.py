@@ -107,13 +107,9 @@ def failure_end(failure: str) -> AttemptEnd:
     words = " ".join(failure.split())[:MAX_WORDS]
     if found := _OUR_CODE.match(failure) or _DOCKERS_CODE.search(failure):
         return AttemptEnd(int(found[1]), EXITED, words)
-    if failure.startswith("InternalServerError"):
-        return AttemptEnd(None, SERVICE_FAULT, words)
-    if failure.startswith("CapacityError"):
-        return AttemptEnd(None, TASK_NOT_STARTED, words)
-    if failure.startswith("AlgorithmError"):
-        return AttemptEnd(EXIT_BUG, EXITED, words)
-    return AttemptEnd(None, failure.partition(":")[0][:MAX_WORDS] or "Failed without a reason", words)
+    cause = failure.partition(":")[0][:MAX_WORDS] or "Failed without a reason"
+    known = {"InternalServerError": SERVICE_FAULT, "CapacityError": TASK_NOT_STARTED, "AlgorithmError": EXITED}
+    return AttemptEnd(EXIT_BUG if cause == "AlgorithmError" else None, known.get(cause, cause), words)
 
 
 def _seconds(at: datetime | float | None) -> float | None:
