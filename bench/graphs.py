@@ -1,15 +1,27 @@
 """How many graphs a cycle needs and what compiling them takes, by preset and step boundary."""
 
 import argparse
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from bench.graph_side import Graphs
+from pydantic import BaseModel, ConfigDict
+
 from bench.results import ROOT, Figure, Result, figure, finish
+from pipeline.backends import TRACED, open_backend
+from pipeline.compile.manifest import Recorder
+from pipeline.core.stop import StopSignal
+from pipeline.parallel.gang import Gang
+from pipeline.parallel.world import World
+from pipeline.settings import Settings, resolve
+from pipeline.stages.inputs import expected_shapes
+from pipeline.telemetry.console import Console
 
 NAME = "graphs"
 TITLE = "Graphs of a cycle and seconds of compiling them on XLA:CPU, by preset and step boundary (fused, split)"
@@ -22,6 +34,45 @@ most, called computations included. Compiled: tiny as it is in quickstart; small
 batches of 16 and one micro-step a step, since XLA:CPU takes too long for all of its graphs. compile_s is torch_xla's
 own CompileTime, one graph after another. What neuronx-cc would take is not measured here.
 """
+
+
+class Graphs(BaseModel):
+    """What a trial run met."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    graphs: int
+    """Different ones."""
+    compiles: int
+    """0 when they were only traced."""
+    compile_s: float
+    """Seconds in the compiler."""
+    trial_s: float
+    """Seconds of the whole trial run, compiling among them."""
+    largest: str
+    """What the graph with the most operations does."""
+    operations: int
+    """Of that graph."""
+
+
+def meet_graphs(settings: Settings, backend_name: str) -> Graphs:
+    """Run the trial of `settings` with data of the shapes that they will give it."""
+    backend, shapes, world = open_backend(backend_name), expected_shapes(settings), World()
+    recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
+    started = time.monotonic()
+    gang = Gang(world, timeout_s=settings.train.collective_timeout_s)
+    shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
+    largest = max(recorder.graphs.values(), key=lambda graph: graph.num_instructions)
+    return Graphs(
+        graphs=len(recorder.graphs),
+        compiles=backend.compile_count(),
+        compile_s=backend.compile_seconds(),
+        trial_s=time.monotonic() - started,
+        largest=largest.phase,
+        operations=largest.num_instructions,
+    )
+
+
 Boundary = Literal["fused", "split"]
 BOUNDARIES: tuple[Boundary, ...] = ("fused", "split")
 
@@ -41,7 +92,7 @@ class Case:
 
     def measure(self, boundary: Boundary) -> Graphs:
         """In a new process. Raises CalledProcessError when it fails."""
-        command = [sys.executable, "-m", "bench.graph_side", "--config", f"configs/{self.config}.toml"]
+        command = [sys.executable, "-m", f"bench.{NAME}", "--config", f"configs/{self.config}.toml"]
         command += ["--boundary", boundary, "--batch", *map(str, self.batch)]
         command += ["--buckets", self.buckets] if self.buckets else []
         command += ["--precision", self.precision] if self.precision else []
@@ -50,7 +101,7 @@ class Case:
         return Graphs.model_validate_json(done.stdout)
 
 
-TRACED = (
+TRACED_CASES = (
     Case("tiny", "quickstart", (64, 64), traced=True),
     Case("small", "small", (192, 64), traced=True),
     Case("base", "base", (96, 32), traced=True),
@@ -108,7 +159,7 @@ def _of_compiles(case: Case, boundary: Boundary, met: Sequence[Graphs]) -> list[
 def run(*, quick: bool, repeats: int = 1) -> Result:
     """Every case, one after another."""
     figures: list[Figure] = []
-    for case in (QUICK,) if quick else TRACED:
+    for case in (QUICK,) if quick else TRACED_CASES:
         figures += traced_figures(case)
     for case in (QUICK_COMPILED,) if quick else COMPILED:
         figures += compiled_figures(case, repeats)
@@ -116,9 +167,34 @@ def run(*, quick: bool, repeats: int = 1) -> Result:
     return finish(NAME, TITLE, METHOD, figures, quick=quick, also=also)
 
 
+def meet(case: argparse.Namespace) -> None:
+    """Print what one case meets as JSON; whatever libraries print goes to the standard error."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    flags = [
+        ("--train.step-boundary", case.boundary),
+        ("--train.global-batch-size", str(case.batch[0])),
+        ("--train.micro-batch-size", str(case.batch[1])),
+        *([("--data.buckets", case.buckets)] if case.buckets else []),
+        *([("--train.precision", case.precision)] if case.precision else []),
+    ]
+    os.environ["PJRT_DEVICE"] = "CPU"  # before torch_xla is imported
+    settings = resolve([case.config], {}, flags).settings
+    print(meet_graphs(settings, TRACED if case.traced else "xla").model_dump_json(), file=answer, flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog=f"python -m bench.{NAME}", description=TITLE)
     parser.add_argument("--quick", action="store_true", help="one small case: proves that the script works")
     parser.add_argument("--repeats", type=int, default=1, help="of the compiled cases")
+    parser.add_argument("--config", type=Path, help="settings of one case, of which the graphs are printed instead")
+    parser.add_argument("--boundary", choices=BOUNDARIES, help="of that case")
+    parser.add_argument("--batch", type=int, nargs=2, metavar=("GLOBAL", "MICRO"), help="of that case")
+    parser.add_argument("--buckets", help="of that case, other than those of the settings")
+    parser.add_argument("--precision", help="of that case, other than that of the settings")
+    parser.add_argument("--traced", action="store_true", help="compile and run nothing; operators of a Neuron device")
     arguments = parser.parse_args()
-    run(quick=arguments.quick, repeats=arguments.repeats)
+    if arguments.config:
+        meet(arguments)
+    else:
+        run(quick=arguments.quick, repeats=arguments.repeats)

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.catalogue import prepared_catalogue
 from bench.hf_pair import BlockCallback, HfPairModel, RowDataset, run_trainer
 from bench.results import Figure, Result, Target, figure, finish
 from bench.rows import RandomRows, input_spec
@@ -21,7 +20,12 @@ from bench.side_process import Line, Side
 from bench.stepper import ENDLESS, BucketedRows, make_program, open_stepper, train_config
 from pipeline.backends import open_backend
 from pipeline.core.batch_order import Bucket
+from pipeline.core.stop import StopSignal
+from pipeline.data.config import DataConfig, SyntheticConfig, TokenizerConfig
+from pipeline.data.prepare import prepare
 from pipeline.data.shards import Arrays, TokenRows
+from pipeline.data.token_sets import open_rows, read_token_sets, spec_of
+from pipeline.io.storage import open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import RelevanceInputs, build_model
 from pipeline.train.config import TrainConfig
@@ -84,10 +88,17 @@ def random_task(shape: Shape) -> Task:
 
 
 def catalogue_task(shape: Shape, folder: Path, num_queries: int) -> Task:
-    """Rows of the built-in catalogue."""
-    data = prepared_catalogue(folder, num_queries, vocab_size=shape.vocab_size)
-    rows = data.rows("train")
-    return Task(shape, data.spec, rows, rows.buckets, all_rows(rows))
+    """Rows of the built-in catalogue, prepared as `trnpipe prepare` does it: `num_queries` times 12."""
+    workspace = open_storage(str(folder / "workspace"))
+    config = DataConfig(
+        name="bench",
+        synthetic=SyntheticConfig(num_queries=num_queries),
+        tokenizer=TokenizerConfig(vocab_size=shape.vocab_size),
+    )
+    done = prepare(config, workspace, scratch=folder / "scratch", events=lambda _, /, **__: None, stop=StopSignal())
+    sets = read_token_sets(workspace, done.token_set_prefixes)
+    rows = open_rows(workspace, sets, "train", folder / "cache")
+    return Task(shape, spec_of(sets[0].info), rows, rows.buckets, all_rows(rows))
 
 
 def all_rows(rows: TokenRows) -> Arrays:

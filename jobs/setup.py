@@ -18,8 +18,7 @@ from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_states import JobRecord
 from jobs.cycle.ledger import CycleLedger, read_ledger
 from jobs.cycle.tables import failure_lines
-from jobs.plan.cycle import AFTER, plan_cycle
-from jobs.plan.script import RUN_PREFIX, plan_script
+from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
 from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings, StageJob, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements

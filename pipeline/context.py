@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,33 +21,10 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
 from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.storage import KeyNotFound, Storage, open_storage, read_record
-from pipeline.parallel.node_barrier import Nodes
-from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
+from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, Nodes, World, world_from_env
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, code_version, read_events
-
-
-class Events(Protocol):
-    """Where events go; the log of the cycle on rank 0."""
-
-    def emit(self, event: EventName, /, **fields: object) -> None: ...
-    def flush(self, durable: bool = False) -> None: ...
-    def close(self) -> None: ...
-
-
-class NoEvents:
-    """Ranks other than 0, and jobs of an array other than the first, write no events."""
-
-    def emit(self, event: EventName, /, **fields: object) -> None:
-        return
-
-    def flush(self, durable: bool = False) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
 
 # What a stage leaves behind: one result.json per cycle and stage.
 
@@ -105,7 +82,7 @@ class StageContext:
     workspace_after_stop: Storage
     cycle: str
     scratch: Path
-    events: Events
+    events: EventLog
     console: Console
     stop: StopSignal
     world: World
@@ -159,7 +136,7 @@ def open_context(
     logs = is_first and not {TRACE_FILE, RANK_REPORTS} & env.keys()
     writer = f"{words[0] if words else 'tool'}-{env.get(ATTEMPT, '1')}"
     key = f"cycles/{cycle}/events.jsonl"
-    events = EventLog(after_stop, key, writer=writer) if logs else NoEvents()
+    events = EventLog(after_stop, key, writer=writer, is_muted=not logs)
     console = Console(quiet=not world.is_main)
     try:
         with shown_on(console.progress):
@@ -283,5 +260,5 @@ def nodes_of(ctx: StageContext, place: str, timeout_s: float) -> Nodes:
 
 
 def attempt_name(env: Mapping[str, str]) -> str:
-    """What all nodes of one try of one job agree on."""
+    """Return what all nodes of one attempt of one job agree on."""
     return f"{env.get(JOB_ID, 'local')}-{env.get(ATTEMPT, '1')}"

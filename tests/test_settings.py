@@ -84,19 +84,6 @@ def test_later_sources_win_and_are_named(tmp_path: Path, num_sources: int) -> No
     assert (resolved.settings.train.max_steps, resolved.sources["train.max_steps"]) == expected
 
 
-def test_sources_are_kept_for_each_value_apart(tmp_path: Path) -> None:
-    path = toml(tmp_path, "workspace = 'w'\n[train]\nseed = 5\n[train.optimizer]\nbeta1 = 0.8")
-    resolved = resolve([path], {"TRNPIPE_TRAIN__OPTIMIZER__BETA2": "0.9"}, [("--train.epochs", "3")])
-    by_source = {name: source for name, source in resolved.sources.items() if source != DEFAULT}
-    assert by_source == {
-        "workspace": str(path),
-        "train.seed": str(path),
-        "train.optimizer.beta1": str(path),
-        "train.optimizer.beta2": "env TRNPIPE_TRAIN__OPTIMIZER__BETA2",
-        "train.epochs": "flag --train.epochs",
-    }
-
-
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
 def test_every_default_can_be_typed_back(leaf: Leaf) -> None:
     """What help and `trnpipe config` show is what flags and variables take, for every setting."""
@@ -201,12 +188,6 @@ def test_mappings() -> None:
         "b": "2",
     }
     assert resolve([], {"TRNPIPE_DATA__FILTER__Locale": "us"}, []).settings.data.filter == {"Locale": "us"}
-
-
-def test_a_mapping_replaces_that_of_an_earlier_source(tmp_path: Path) -> None:
-    path = toml(tmp_path, '[data.filter]\na = "1"')
-    assert resolve([path], {}, []).settings.data.filter == {"a": "1"}
-    assert resolve([path], {}, [("--data.filter.b", "2")]).settings.data.filter == {"b": "2"}
 
 
 @pytest.mark.parametrize("text", ["foo", "[1]", "{"])
@@ -328,11 +309,6 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=r".*a\.toml") as caught:
         resolve([toml(tmp_path, text)], {}, [])
     assert word in str(caught.value)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: No such file"):
-        resolve([tmp_path / "none.toml"], {}, [])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -20,12 +20,13 @@ from sentence_transformers.losses import (
 from sentence_transformers.util import mine_hard_negatives
 
 from bench.quality.part import CPU, SPLIT_DIGITS
-from bench.quality.score import Encode
 from bench.quality.tasks import Pairs
 from pipeline.convert.exporting import write_tokenizer
 from pipeline.core.arrays import Float32s
 from pipeline.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 
+Encode = Callable[[Sequence[str]], Float32s]
+"""Texts to unit vectors [N, D]."""
 MAX_TOKENS = 64
 """Of a text: as many as our buckets hold."""
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from jobs.cycle.job_states import Closed, JobRecord, Sighting, Submission
-from jobs.plan.script import RUN_PREFIX
+from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import Plan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.format import natural_key

@@ -29,10 +29,10 @@ from pipeline.core.progress import Say, progress
 from pipeline.core.record import Record
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.token_sets import Selection, open_rows
+from pipeline.data.shards import Arrays
+from pipeline.data.token_sets import Selection
 from pipeline.evaluate.config import ParityConfig
-from pipeline.evaluate.holdout import choose_rows, read_column
+from pipeline.evaluate.holdout import Holdout, open_holdout
 from pipeline.evaluate.score import ScoreProgram, Scorer, figures, load_arrays, save_arrays, to_probabilities
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
@@ -374,8 +374,9 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined)
     inputs = replace(inputs, selection=selection, identity=identity)
     if read_manifest(place, ARRAYS) is None:
-        rows = open_rows(ctx.workspace, inputs.sets, "valid", ctx.scratch / "tokens")
-        scored, device = _score(task, checkpoint, rows, ctx.stop)
+        limit, cache_dir = settings.parity.rows, ctx.scratch / "tokens"
+        holdout = open_holdout(ctx.workspace, inputs.sets, "valid", cache_dir, limit, "parity.rows")
+        scored, device = _score(task, checkpoint, holdout, ctx.stop)
         save_arrays(place, ARRAYS, KIND, scored, ctx.scratch, {"side": label, "device": device})
     manifest = require_manifest(place, ARRAYS)
     # Nothing of another task may be taken for a part of this one.
@@ -424,19 +425,12 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     ctx.console.info(f"parity: {task.name} is recorded in {place.root}")
 
 
-def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSignal) -> tuple[Arrays, str]:
+def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopSignal) -> tuple[Arrays, str]:
     """Score the holdout as training evaluates it. Return the arrays of a side and the name of the device.
 
-    Raises DataError for an empty holdout, Preempted.
+    Raises Preempted.
     """
-    train = task.settings.train
-    order = choose_rows(read_column(rows, "query_id"), task.settings.parity.rows)
-    if not order.total:
-        raise DataError(
-            "the holdout is empty",
-            expected="rows in the valid split, in queries of at most parity.rows rows",
-            next_command="raise data.valid_fraction, or give a split column",
-        )
+    train, rows, order = task.settings.train, holdout.rows, holdout.order
     backend = open_device(task.settings.backend, World())
     with torch.device("meta"):
         model = RelevanceModel(task.settings.model, checkpoint.state.inputs)

@@ -22,8 +22,8 @@ from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
+from pipeline.embed.catalogue import chunk_tokens, cut_tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.texts import chunk_tokens, cut_tokens
 from pipeline.embed.unpadded import FlatEncoder, packs_weights
 from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.hf import from_hf

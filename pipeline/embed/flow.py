@@ -20,11 +20,10 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.format import format_count, format_duration, format_share
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
-from pipeline.embed.catalogue import WorkShard, read_shard
+from pipeline.embed.catalogue import TextRules, WorkShard, make_window, read_shard
 from pipeline.embed.engine import Embed, EmbedFigures
 from pipeline.embed.parts import OpenPart, PartRecord, commit_part, records_prefix, too_many_bad
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRules, make_window
 from pipeline.embed.vectors import VectorSet
 from pipeline.io.storage import Storage
 from pipeline.proc.pool import run_tasks

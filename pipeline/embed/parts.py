@@ -28,8 +28,8 @@ from pipeline.data.rows import BadRow, quarantine_lines, quarantined
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.carry_over import RowIndex, index_of, open_earlier, part_and_row, place_of
+from pipeline.embed.catalogue import DUPLICATE_ID, Window
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import DUPLICATE_ID, Window
 from pipeline.embed.vectors import (
     KEYS,
     KIND,

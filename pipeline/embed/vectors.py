@@ -25,7 +25,6 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import open_parquet
-from pipeline.embed.catalogue import ID_TYPES, IdType
 from pipeline.io import atomic
 from pipeline.io.atomic import exclusive, make_dirs, staging_dir
 from pipeline.io.commit import check_sizes, commit_dir, read_manifest
@@ -33,6 +32,8 @@ from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
 
+IdType = Literal["int64", "uint64", "string"]
+ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
 """Vectors that are read together when a few of a part are wanted."""

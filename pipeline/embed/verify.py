@@ -17,12 +17,11 @@ from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, pieces
-from pipeline.embed.catalogue import read_shard
+from pipeline.embed.catalogue import TextRules, cut_tokens, id_hashes, judge_again, read_shard
 from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.parts import find_duplicates, id_range
 from pipeline.embed.plan import EmbedPlan
-from pipeline.embed.texts import TextRules, cut_tokens, id_hashes, judge_again
 from pipeline.embed.vectors import VectorSet, from_stored, metadata_of, shorten_vectors
 from pipeline.io.commit import verify_dir
 from pipeline.io.storage import Storage

@@ -74,16 +74,23 @@ class EventLog:
 
     On file:// a line is written to the file at once. While the disk is full, lines wait in memory: emit() goes on, a
     durable flush raises DiskFull. Elsewhere lines wait for the next put, at most 30 s, and kill -9 loses them.
-    `writer` goes into the names of objects.
+    `writer` goes into the names of objects. `is_muted`: for ranks other than 0, and jobs of an array other than the
+    first, which write nothing.
     """
 
     def __init__(
-        self, storage: Storage, key: str, *, writer: str = "log", clock: Callable[[], float] = time.time
+        self,
+        storage: Storage,
+        key: str,
+        *,
+        writer: str = "log",
+        clock: Callable[[], float] = time.time,
+        is_muted: bool = False,
     ) -> None:
-        self._storage, self._clock = storage, clock
+        self._storage, self._clock, self._is_muted = storage, clock, is_muted
         self._lock = threading.RLock()
         self._waiting = bytearray()  # whole lines
-        path = storage.local_path(key)
+        path = None if is_muted else storage.local_path(key)
         self._file = None if path is None else _open_to_append(path)
         start = datetime.fromtimestamp(clock(), UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         self._prefix = f"{_segments_of(key)}/{start}-{writer}-{secrets.token_hex(4)}"
@@ -97,6 +104,8 @@ class EventLog:
         """
         if clash := RESERVED & fields.keys():
             raise ValueError(f"event fields {sorted(clash)} are reserved")
+        if self._is_muted:
+            return
         with self._lock:
             stamp = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds")
             record = {"time": stamp, "event": str(event)} | {name: _plain(value) for name, value in fields.items()}

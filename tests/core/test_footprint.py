@@ -131,11 +131,6 @@ def test_activations_of_fp32_are_what_autograd_keeps(recompute: bool) -> None:
     assert loss.requires_grad and (less - layer if recompute else whole) == pytest.approx(real, rel=0.33)
 
 
-def test_recompute_is_one_more_forward_pass() -> None:
-    kept = Workload.of_groups(4, 16, recompute=False)
-    assert step_flops(TINY, replace(kept, recompute=True)) == pytest.approx(step_flops(TINY, kept) * 4 / 3)
-
-
 def test_unknown_instance() -> None:
     with pytest.raises(ConfigError, match=r"p4d\.24xlarge"):
         estimate(1, TINY, Workload.of_groups(1, 16), instance="p4d.24xlarge", mfu=0.4)
@@ -149,20 +144,3 @@ def test_two_passes_cost_a_forward_pass_more() -> None:
     loss = 6.0 * 6 * 24 * TINY.width  # three matrix products over the whole global batch
     assert flops[one] == flops[None] + loss
     assert flops[two] - flops[one] == pytest.approx((flops[None] - heads) / 3)
-
-
-def test_memory_of_the_contrastive_loss() -> None:
-    def extra(queries: int, *, two_passes: bool) -> int:
-        batch = ContrastiveBatch(queries, 4 * queries, two_passes)
-        work = Workload.of_groups(64, 32, slots=4, accumulation=2, contrastive=batch)
-        plain = Workload.of_groups(64, 32, slots=4, accumulation=2)
-        return footprint(10, TINY, work).peak_bytes - footprint(10, TINY, plain).peak_bytes
-
-    assert extra(100, two_passes=False) == 16 * 100 * 400
-    # The loss comes before the activations of a micro-step are there; the gradients by embedding stay beside them.
-    assert extra(100, two_passes=True) == 4 * 128 * 500
-    assert extra(10_000, two_passes=True) > 4 * 128 * 50_000
-    beside = footprint(10, TINY, Workload.of_groups(64, 32, slots=4))
-    matrices = 16 * 10_000 * 40_000
-    kept = 4 * 128 * 50_000
-    assert extra(10_000, two_passes=True) == kept + matrices - beside.activation_bytes - beside.workspace_bytes

@@ -20,9 +20,8 @@ from pipeline.data.rows import Chunk, RawBatch, cut_chunks
 from pipeline.data.sources import FileSource, open_source
 from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
-from pipeline.embed.catalogue import CatalogueColumns, look_at, read_shard
+from pipeline.embed.catalogue import CatalogueColumns, TextRules, judge_rows, look_at, read_shard
 from pipeline.embed.plan import COLUMNS, gather_rows
-from pipeline.embed.texts import TextRules, judge_rows
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.retrieval import CatalogueFile

@@ -16,9 +16,9 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.core.errors import DataError, Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer, Tokens, take
+from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import EmbedProgram, RowEncoder, open_embedder, row_batches, row_shapes
-from pipeline.embed.texts import cut_tokens
 from pipeline.embed.unpadded import PackedLinear, packs_weights, runs_of
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model

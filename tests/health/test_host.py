@@ -12,10 +12,10 @@ import pytest
 from pipeline.core.errors import Preempted, TransientError
 from pipeline.core.machines import GIB
 from pipeline.core.stop import StopSignal
-from pipeline.health import host
+from pipeline.health import node as host
 from pipeline.health.check import CheckResult, Verdict, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.host import HostChecks, Identity, read_identity, usual_folders
+from pipeline.health.node import HostChecks, Identity, read_identity, usual_folders
 from pipeline.io.storage import LocalStorage
 from tests.kit.ports import free_port
 

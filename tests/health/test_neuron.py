@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pipeline.core.machines import MACHINES
 from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
-from pipeline.health import neuron
+from pipeline.health import node as neuron
 from pipeline.health.check import CheckResult, Verdict, run_checks
 from pipeline.health.config import HealthConfig
-from pipeline.health.neuron import (
+from pipeline.health.node import (
     DRIVER_FIT,
     TESTS,
     VERSIONS,

@@ -28,7 +28,7 @@ from pipeline.health.check import (
     write_rank_report,
 )
 from pipeline.health.config import HealthConfig
-from pipeline.health.ranks import check_collectives, rank_checks, report_rank
+from pipeline.health.device import check_collectives, rank_checks, report_rank
 from pipeline.parallel.gang import open_world_group
 from pipeline.parallel.world import World
 from tests.kit.ports import free_port

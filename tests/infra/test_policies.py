@@ -6,8 +6,7 @@ import botocore.session
 import pytest
 
 from jobs.cycle.job_states import Leaf
-from jobs.plan.cycle import AFTER
-from jobs.plan.script import STAGE
+from jobs.plan.cycle import AFTER, STAGE
 from jobs.targets.sagemaker.requests import Cycle, direct_request, service_job_request
 from tests.infra.policies import (
     FOLDER,

@@ -17,7 +17,7 @@ from pipeline.core.layout import Layout
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
 from pipeline.parallel.parallelize import check_units, delayed_init, find_units, parallelize
-from pipeline.parallel.tensor_plan import FusedColwise, TensorPlan, interleaved, tensor_styles
+from pipeline.parallel.tensors import FusedColwise, TensorPlan, interleaved, tensor_styles
 from tests.kit.ranks import run_ranks
 from tests.parallel.models import Fused, Tied, bert, blocks, dense, llama, opened, plain_tensors
 from tests.train.rows import SPEC

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.store import WEIGHTS, Best, Origin, Parent, PublishedWeights
+from pipeline.checkpoint.store import WEIGHTS, Best, Origin, Parent
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, read_checkpoint
@@ -81,15 +81,6 @@ def test_a_root_that_was_imported_tells_from_where(workspace: Storage, make: Mak
     assert notes == ["", "it was imported from file:///models/minilm (sentence-transformers)"]
 
 
-def test_published_weights_are_those_of_the_root(workspace: Storage, make: Make) -> None:
-    published = PublishedWeights(uri="file:///hub/model.safetensors", sha256="ab" * 32)
-    root = make("c1", published=published)
-    child = make("c2", **child_of(workspace, root, published=published))
-    assert [ancestor.published for ancestor in lineage(workspace, child)] == ["", published.text]
-    workspace.delete_prefix(root)
-    assert [ancestor.published for ancestor in lineage(workspace, child)] == ["", published.text]
-
-
 @pytest.mark.fault
 def test_a_parent_that_is_gone_ends_it_with_a_note(workspace: Storage, family: tuple[str, str, str]) -> None:
     root, child, grandchild = family
@@ -134,12 +125,6 @@ def test_a_parent_with_a_hostile_name(workspace: Storage, make: Make, tail: str)
         parent = Parent(uri=f"{root}/{tail}", digest="0" * 64, cycle="../..", step=1)
         child = make("c" + str(len(root)), parent=parent)
         assert lineage(workspace, child)[-1].note == "it is in another workspace"
-
-
-@pytest.mark.fault
-def test_a_cycle_with_a_hostile_name_has_no_figures(workspace: Storage, make: Make) -> None:
-    place = make("c1", cycle="../../c1")
-    assert lineage(workspace, place)[0].figures == {}
 
 
 @pytest.mark.fault

@@ -20,11 +20,9 @@ from pipeline.registry.records import (
     check_model,
     check_prefix,
     history_key,
-    list_models,
     one_line,
     parse_entry,
     read_history,
-    who,
 )
 
 DIGEST = "ab" * 32
@@ -127,26 +125,6 @@ def test_a_model_is_one_part_of_a_key(text: str) -> None:
 @given(st.text())
 def test_what_people_type_becomes_one_line(text: str) -> None:
     assert one_line(text).isprintable() and one_line(one_line(text)) == one_line(text)
-
-
-def test_who(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("USER", "ann")
-    for name in ("LOGNAME", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
-    assert who({}).startswith("ann@")
-    assert who({"TRNJOBS_JOB_ID": "j-1"}).endswith(" (job j-1)")
-
-    def nobody() -> str:
-        raise KeyError("getpwuid(): uid not found")
-
-    monkeypatch.setattr("getpass.getuser", nobody)
-    assert who({}).partition("@")[0].isdigit()
-
-
-def test_a_folder_whose_name_is_no_models_is_passed_over(workspace: Storage) -> None:
-    for name in ("relevance", "a b", "notes~"):
-        workspace.write_bytes(f"registry/{name}/history.jsonl", b"")
-    assert list_models(workspace) == ["relevance"]
 
 
 class Losing:

@@ -44,17 +44,6 @@ def test_lines_are_json_with_utc_time(storage: Storage, tmp_path: Path) -> None:
     assert list(event)[:2] == ["time", "event"]
 
 
-def test_two_writers_lose_nothing(storage: Storage, tmp_path: Path) -> None:
-    logs = [EventLog(storage, KEY) for number in range(2)]
-    for _ in range(3):
-        for log in logs:
-            log.emit(EventName.TRAIN_STEPS)
-            log.flush(durable=True)
-    for log in logs:
-        log.close()
-    assert len(names_in(storage)) == 6
-
-
 def test_threads_do_not_mix_lines(storage: Storage, tmp_path: Path) -> None:
     log = EventLog(storage, KEY)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision
 from pipeline.settings import LogConfig, Settings
 from pipeline.telemetry.console import Console
-from pipeline.telemetry.events import EventName
+from pipeline.telemetry.events import EventLog, EventName
 from pipeline.train.build import RunConfig, open_run
 from pipeline.train.config import CheckpointConfig, TrainConfig
 from pipeline.train.inputs import gather_inputs
@@ -97,7 +97,7 @@ class Cycle:
             workspace_after_stop=self.storage,
             cycle=self.name,
             scratch=self.folder / "scratch",
-            events=self,
+            events=cast(EventLog, self),
             console=Console(stream=self.said),
             stop=self.stop,
             world=World(),

@@ -21,7 +21,7 @@ from pydantic import Field
 from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, Leaf, Submission
-from jobs.plan.script import script_of
+from jobs.plan.cycle import script_of
 from jobs.plan.spec import JobSpec, Plan
 from jobs.targets.base import LatestRecords, Target, latest_records, log_stream, no_log
 from jobs.targets.local.nodes import (

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jobs.cycle.job_states import HOST_TERMINATED, Leaf, is_tried_again
-from jobs.plan.script import plan_script
+from jobs.plan.cycle import plan_script
 from jobs.plan.spec import Retry
 from jobs.settings import JobsConfig, Step
 from jobs.targets.base import SPOT_WAIT_S, with_placements
