@@ -8,13 +8,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -65,12 +64,15 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """Run a command as this node's part of the job; return the exit code. Raises ConfigError for a broken environment.
 
     All processes it started have ended when this returns. If this process is killed, its container ends the rest, or
-    the keeper of the local target.
+    the keeper of the local target. Main thread only, for good: it sets handlers of signals.
     """
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     place = Place.from_env({**env, **ours})
-    with watched_signals() as stop, guarded_temp_folder() as folder:
+    stop = StopSignal()
+    for signum in (signal.SIGTERM, signal.SIGINT):  # as PID 1 too, where the kernel drops signals without a handler
+        signal.signal(signum, lambda number, frame: stop.set(signal.Signals(number).name))
+    with guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         group, linger_s = NodeGroup(place, timing, say), 0.0
         try:
@@ -90,23 +92,6 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             return code
         finally:
             group.close(linger_s)
-
-
-@contextmanager
-def watched_signals() -> Iterator[StopSignal]:
-    """Yield the signal to stop, which SIGTERM and SIGINT set: as PID 1 too, where the kernel drops signals that have
-    no handler. Main thread only."""
-    stop = StopSignal()
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        stop.set(signal.Signals(signum).name)
-
-    earlier = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for signum, handler in earlier.items():
-            signal.signal(signum, handler)
 
 
 # The command as a child process: started without a shell, watched, and ended with all it has started.
@@ -238,7 +223,10 @@ def exit_code_of_return(returncode: int) -> int:
 class Attempt:
     """This node's part of the job: run the command once all nodes are here, until the end of every node is known.
 
-    After `run` its attributes say how it ended.
+    After `run` its attributes say how it ended. `code`: of the job, as far as this node decides it. `returncode`: of
+    the process; None: it never ran. `reason`: why it was stopped or failed to start; empty when it ended by itself.
+    `told_at`: when it was told to stop, by the monotonic clock. `killed`: it did not stop within the grace, and
+    `processes` were left.
     """
 
     place: Place
@@ -251,18 +239,12 @@ class Attempt:
     say: Say
     command: Command | None = None
     code: int = EXIT_BUG
-    """Of the job, as far as this node decides it."""
     own_code: int | None = None
     returncode: int | None = None
-    """Of the process; None: it never ran."""
     reason: str = ""
-    """Why it was stopped or failed to start; empty when it ended by itself."""
     told_at: float | None = None
-    """When it was told to stop, by the monotonic clock."""
     killed: bool = False
-    """It did not stop within the grace."""
     processes: tuple[ProcessSeen, ...] = ()
-    """What was left when it was killed."""
     _asked_stacks: bool = False
     _settings: bytes | None = None
     _failure: TrnpipeError | None = None
