@@ -21,8 +21,7 @@ from jobs.cycle.tables import failure_lines
 from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
 from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
-from jobs.targets.base import Target, with_errors
-from jobs.targets.placement import with_placements
+from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.format import format_duration
