@@ -7,7 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 from safetensors.numpy import save
 
@@ -17,13 +16,12 @@ from pipeline.core.record import Record
 from pipeline.data.config import DataConfig
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
+from pipeline.data.shards import Arrays
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs
 from pipeline.data.validate import CleanRows, Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.storage import os_errors
-
-Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 class ChunkRecord(Record):

@@ -219,7 +219,7 @@ class Model:
         with torch.device("meta"):  # structure only
             model = RelevanceModel(state.model, state.inputs)
         template = model.state_dict()
-        program = ScoreProgram(model, self._backend, self._settings.train.precision, self.row_config.bucket_shapes)
+        program = ScoreProgram(model, self._backend, self._settings.train.precision)
         program.load(from_hf(self.checkpoint.weights(), template, source=self.checkpoint.uri))
         return program
 
