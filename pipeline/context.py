@@ -21,8 +21,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
 from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.storage import KeyNotFound, Storage, open_storage, read_record
-from pipeline.parallel.node_barrier import Nodes
-from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, World, world_from_env
+from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT, JOB_ID, RANK_REPORTS, TRACE_FILE, Nodes, World, world_from_env
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventLog, EventName, code_version, read_events

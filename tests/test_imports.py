@@ -62,7 +62,6 @@ ONLY_IN = {
         "pipeline/evaluate/",
         "pipeline/convert/",
         "pipeline/health/device.py",
-        "pipeline/health/ranks.py",
         "pipeline/model/",
         "pipeline/parallel/",
         "pipeline/commands/doctor.py",

@@ -54,7 +54,7 @@ def imported(file: str, purpose: str, module: str, *names: str) -> Iterator[Use]
 
 
 XLA, NEURON = "pipeline/backends/xla.py", "pipeline/backends/neuron.py"
-STYLES, TRANSFORM = "pipeline/parallel/tensor_plan.py", "pipeline/parallel/parallelize.py"
+TRANSFORM = "pipeline/parallel/parallelize.py"
 MODULES, LIGHTNING = "pipeline/parallel/strategies/fsdp.py", "pipeline/parallel/lightning.py"
 MESH, TENSORS = "pipeline/parallel/mesh.py", "pipeline/parallel/tensors.py"
 OPTIMIZER, UNPADDED = "pipeline/train/optimizer.py", "pipeline/embed/unpadded.py"
@@ -77,7 +77,7 @@ USES = (
         ),
     ),
     *imported(NEURON, "how many graphs were compiled", "torch._dynamo.utils", "counters"),
-    *of(STYLES, "columns of fused products", "torch.distributed.tensor.parallel.ColwiseParallel._apply"),
+    *of(TENSORS, "columns of fused products", "torch.distributed.tensor.parallel.ColwiseParallel._apply"),
     *of(TRANSFORM, "parameters from meta to a device, buffers as they are", "torch.nn.Module._apply"),
     *imported(
         TENSORS, "a rank's part of a tensor", "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"

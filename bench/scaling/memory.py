@@ -27,7 +27,7 @@ from pipeline.core.layout import layout_of
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import AXES, Mesh
 from pipeline.parallel.parallelize import arrange, find_units
-from pipeline.parallel.tensor_plan import tensor_styles
+from pipeline.parallel.tensors import tensor_styles
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_c
 from jobs.cycle.page.publish import report_key, write_page
 from jobs.cycle.tables import cost_lines, status_lines, summary
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
-from jobs.plan.script import RUN_PREFIX, script_of
+from jobs.plan.cycle import RUN_PREFIX, script_of
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig, due_cycle
 from jobs.settings import CycleSettings, StageJob, Step, differences, of_all_jobs, values_of, with_values

@@ -18,8 +18,8 @@ from pydantic import Field
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState, Outcome, outcome_of
+from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.resources import Prices, node_usd_per_hour, prices_of
-from jobs.plan.script import RUN_PREFIX
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig, cycle_name
 from jobs.settings import JobsConfig

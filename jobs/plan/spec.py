@@ -102,7 +102,7 @@ class JobSpec(Record):
 
 
 class Plan(Record):
-    """Jobs that belong together, each after those it depends on (see `ordered` in script.py).
+    """Jobs that belong together, each after those it depends on (see `ordered` in cycle.py).
 
     Stored with each placement beside the fields of its job: so cycles that an earlier revision planned are read, and
     keep their id.

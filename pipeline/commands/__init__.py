@@ -123,7 +123,8 @@ TOOLS: dict[str, Tool] = {
     "import": Tool(
         "make a checkpoint from a Hugging Face or sentence-transformers folder, or a file of weights",
         arguments=("PATH",),
-        module="import_model",
+        module="exchange",
+        function="run_import",
     ),
     "export": Tool(
         "write a checkpoint (default: the promoted one) as a folder for other tools; vectors: as one matrix",
@@ -142,6 +143,8 @@ TOOLS: dict[str, Tool] = {
                 options={"--out": "DIR  local folder to write"},
             )
         },
+        module="exchange",
+        function="run_export",
     ),
     "launch": Tool(
         "run a script written for torchrun in --launch.processes ranks, here or on each node of a multi-node job",

@@ -29,10 +29,10 @@ from pipeline.core.progress import Say, progress
 from pipeline.core.record import Record
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.token_sets import Selection, open_rows
+from pipeline.data.shards import Arrays
+from pipeline.data.token_sets import Selection
 from pipeline.evaluate.config import ParityConfig
-from pipeline.evaluate.holdout import choose_rows, read_column
+from pipeline.evaluate.holdout import Holdout, open_holdout
 from pipeline.evaluate.score import ScoreProgram, Scorer, figures, load_arrays, save_arrays, to_probabilities
 from pipeline.io import atomic
 from pipeline.io.commit import read_manifest, require_manifest
@@ -137,13 +137,16 @@ class RecordedSide(NamedTuple):
 class EvaluationPair(_Figures):
     """One evaluation on both sides. `relative`: the size of the difference as a share of a."""
 
-    step: int
-    a: float
-    b: float
+    a: Evaluation
+    b: Evaluation
     relative: float
-    loss_a: float
-    loss_b: float
     loss_relative: float
+
+    @property
+    def line(self) -> str:
+        a, b = self.a, self.b
+        metric = f"{a.metric:>12.6f}{b.metric:>12.6f}{self.relative:>12.4%}"
+        return f"{a.step:>6}{metric}{a.loss:>12.6f}{b.loss:>12.6f}{self.loss_relative:>12.4%}"
 
 
 class ParityCheck(_Figures):
@@ -165,7 +168,7 @@ class ParityCheck(_Figures):
 class ParityReport(_Figures):
     """The comparison of two sides."""
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     a: str = Field(description="Backend and precision of the first side, such as cpu.fp32")
     b: str
     records: tuple[str, str] = Field(description="URIs of the records")
@@ -191,11 +194,7 @@ class ParityReport(_Figures):
             f"parity of A {self.a} and B {self.b}: {self.metric} and loss on {self.rows:,} holdout rows, trained from"
             f" {self.checkpoint}",
             f"{'step':>6}{'A':>12}{'B':>12}{'relative':>12}{'loss A':>12}{'loss B':>12}{'relative':>12}",
-            *(
-                f"{one.step:>6}{one.a:>12.6f}{one.b:>12.6f}{one.relative:>12.4%}{one.loss_a:>12.6f}{one.loss_b:>12.6f}"
-                f"{one.loss_relative:>12.4%}"
-                for one in self.evaluations
-            ),
+            *(pair.line for pair in self.evaluations),
             *(f"  {check.outcome:<7}  {check.line}" for check in self.checks),
             f"  {self.decisions:,} of {self.rows:,} rows have another most probable class",
             *([f"  note: {self.note}"] if self.note else []),
@@ -374,8 +373,9 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     identity = identity_parts(train, model, inputs.spec, selection, buckets, checkpoint.digest, mined)
     inputs = replace(inputs, selection=selection, identity=identity)
     if read_manifest(place, ARRAYS) is None:
-        rows = open_rows(ctx.workspace, inputs.sets, "valid", ctx.scratch / "tokens")
-        scored, device = _score(task, checkpoint, rows, ctx.stop)
+        limit, cache_dir = settings.parity.rows, ctx.scratch / "tokens"
+        holdout = open_holdout(ctx.workspace, inputs.sets, "valid", cache_dir, limit, "parity.rows")
+        scored, device = _score(task, checkpoint, holdout, ctx.stop)
         save_arrays(place, ARRAYS, KIND, scored, ctx.scratch, {"side": label, "device": device})
     manifest = require_manifest(place, ARRAYS)
     # Nothing of another task may be taken for a part of this one.
@@ -424,26 +424,19 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
     ctx.console.info(f"parity: {task.name} is recorded in {place.root}")
 
 
-def _score(task: SideTask, checkpoint: Checkpoint, rows: TokenRows, stop: StopSignal) -> tuple[Arrays, str]:
+def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopSignal) -> tuple[Arrays, str]:
     """Score the holdout as training evaluates it. Return the arrays of a side and the name of the device.
 
-    Raises DataError for an empty holdout, Preempted.
+    Raises Preempted.
     """
-    train = task.settings.train
-    order = choose_rows(read_column(rows, "query_id"), task.settings.parity.rows)
-    if not order.total:
-        raise DataError(
-            "the holdout is empty",
-            expected="rows in the valid split, in queries of at most parity.rows rows",
-            next_command="raise data.valid_fraction, or give a split column",
-        )
+    train, rows, order = task.settings.train, holdout.rows, holdout.order
     backend = open_device(task.settings.backend, World())
     with torch.device("meta"):
         model = RelevanceModel(task.settings.model, checkpoint.state.inputs)
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
     # The optimizer and the batch of training, so that the graphs are the same.
     one_rate, batch_size = train.optimizer.has_one_rate, min(train.micro_batch_size, train.global_batch_size)
-    program = ScoreProgram(model, backend, train.precision, rows.buckets, has_one_rate=one_rate)
+    program = ScoreProgram(model, backend, train.precision, has_one_rate=one_rate)
     program.load(weights)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -491,18 +484,11 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
         relative_differences(*([getattr(one, name) for one in side.evaluations] for side in (ours, theirs)))
         for name in ("metric", "loss")
     )
-    pairs = zip(ours.evaluations, theirs.evaluations, metric.tolist(), loss.tolist(), strict=True)
     evaluations = tuple(
-        EvaluationPair(
-            step=one.step,
-            a=one.metric,
-            b=other.metric,
-            relative=relative,
-            loss_a=one.loss,
-            loss_b=other.loss,
-            loss_relative=loss_relative,
+        EvaluationPair(a=one, b=other, relative=relative, loss_relative=loss_relative)
+        for one, other, relative, loss_relative in zip(
+            ours.evaluations, theirs.evaluations, metric.tolist(), loss.tolist(), strict=True
         )
-        for one, other, relative, loss_relative in pairs
     )
     losses = relative_differences(ours.curve.losses, theirs.curve.losses)[:FIRST_STEPS]
     gradients = relative_differences(ours.curve.grad_norms, theirs.curve.grad_norms)[:FIRST_STEPS]

@@ -50,8 +50,7 @@ from pipeline.core.neuron_errors import COMPILER_KILLED
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.node_barrier import Nodes
-from pipeline.parallel.world import NUM_NODES, TRACE_FILE
+from pipeline.parallel.world import NUM_NODES, TRACE_FILE, Nodes
 from pipeline.proc.children import TOOL_S
 from pipeline.proc.tool import host_memory_bytes, process_tree
 from pipeline.settings import Settings

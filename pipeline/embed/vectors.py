@@ -25,7 +25,6 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.readers import open_parquet
-from pipeline.embed.catalogue import ID_TYPES, IdType
 from pipeline.io import atomic
 from pipeline.io.atomic import exclusive, make_dirs, staging_dir
 from pipeline.io.commit import check_sizes, commit_dir, read_manifest
@@ -33,6 +32,8 @@ from pipeline.io.paths import cache_folder, user_path
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, place_of
 
+IdType = Literal["int64", "uint64", "string"]
+ID_TYPES: dict[IdType, pa.DataType] = {"int64": pa.int64(), "uint64": pa.uint64(), "string": pa.string()}
 Stored = npt.NDArray[Any]
 ROWS_PER_GROUP = 8192
 """Vectors that are read together when a few of a part are wanted."""
@@ -236,12 +237,12 @@ class VectorSet:
     def key(self, name: str) -> str:
         return join_key(self.prefix, name)
 
-    def columns(self, part: int, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield some columns of a part's Parquet file, ROWS_PER_GROUP rows at a time. Raises DataError."""
+    def columns(self, part: int, names: Sequence[str]) -> pa.Table:
+        """Read some columns of a part's Parquet file. Raises DataError."""
         with self._open(part) as file:
             if missing := set(names) - set(file.schema_arrow.names):
                 raise ValueError(f"it has no column {min(missing)}")
-            yield from file.iter_batches(ROWS_PER_GROUP, columns=list(names), use_threads=False)
+            return file.read(list(names), use_threads=False)
 
     def schema(self, part: int) -> pa.Schema:
         """Return the schema of a part's Parquet file, with its metadata."""
@@ -250,19 +251,11 @@ class VectorSet:
 
     def hashes(self, part: int) -> tuple[UInt64s, UInt64s]:
         """Return the hashes of ids and of texts of a part, [N] each."""
-        batches = list(self.columns(part, ["id_hash", "text_hash"]))
-        return tuple(  # type: ignore[return-value]
-            np.concatenate([np.zeros(0, dtype=np.uint64), *(batch[name].to_numpy() for batch in batches)])
-            for name in ("id_hash", "text_hash")
-        )
+        found = self.columns(part, ["id_hash", "text_hash"])
+        return found["id_hash"].to_numpy(), found["text_hash"].to_numpy()
 
     def ids_at(self, part: int, rows: Int64s) -> list[Any]:
-        found: list[Any] = []
-        start = 0
-        for batch in self.columns(part, ["id"]):
-            inside = rows[(rows >= start) & (rows < start + len(batch))] - start
-            found += batch["id"].take(inside).to_pylist()
-            start += len(batch)
+        found: list[Any] = self.columns(part, ["id"])["id"].take(pa.array(rows)).to_pylist()
         return found
 
     def stored(self, part: int, rows: Int64s) -> tuple[Stored, Float32s | None]:
@@ -304,7 +297,7 @@ class VectorSet:
     def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
         """Yield the rows of a part, ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the vectors, fp32."""
         start = 0
-        for batch in self.columns(part, KEYS):
+        for batch in self.columns(part, KEYS).to_batches(ROWS_PER_GROUP):
             rows = np.arange(start, start + len(batch), dtype=np.int64)
             yield batch, from_stored(*self.stored(part, rows))
             start += len(batch)

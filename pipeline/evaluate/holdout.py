@@ -174,6 +174,8 @@ def leak_doubts(leak: Leak | None) -> list[str]:
 PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"
 """Slice columns of our own."""
 SPECIAL_TOKENS = 2
+LENGTHS = ("1-4", "5-8", "9-16", "17+")
+"""Names of the slices by query length, the edges of which are QUERY_EDGES."""
 _BLOCK_ROWS = 65_536
 
 
@@ -231,17 +233,28 @@ class Holdout:
         """Slice columns of scored rows: those of the data, the partition, and the length of the query."""
         columns: dict[str, SliceColumn] = {}
         of_data = self.sets[0].info.slice_columns
-        names = merge_names({one.column: one.names for one in token_set.info.slices} for token_set in self.sets)
+        known = merge_names({one.column: one.names for one in token_set.info.slices} for token_set in self.sets)
         for place, column in enumerate(of_data):
-            columns[column] = SliceColumn(codes_of(arrays["slice"][:, place], names[column]), names[column])
+            columns[column] = SliceColumn(codes_of(arrays["slice"][:, place], known[column]), known[column])
         partitions = tuple(token_set.info.partition for token_set in self.sets)
         columns[own_column(PARTITION, of_data)] = SliceColumn(arrays["partition"], partitions)
-        columns[own_column(QUERY_TOKENS, of_data)] = length_column(arrays["query_tokens"], QUERY_EDGES)
+        lengths = np.searchsorted(QUERY_EDGES, arrays["query_tokens"].astype(np.int64) - SPECIAL_TOKENS)
+        columns[own_column(QUERY_TOKENS, of_data)] = SliceColumn(lengths, LENGTHS)
         return columns
 
 
-def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cache_dir: Path, max_rows: int) -> Holdout:
-    """Open a holdout. Raises DataError if the split has no row here, or no whole query in `max_rows` rows."""
+def open_holdout(
+    workspace: Storage,
+    sets: Sequence[TokenSet],
+    split: Split,
+    cache_dir: Path,
+    max_rows: int,
+    setting: str = "evaluate.max_rows",
+) -> Holdout:
+    """Open a holdout. Raises DataError if the split has no row here, or no whole query in `max_rows` rows.
+
+    `setting`: the name of the setting that gives `max_rows`.
+    """
     extra = EXTRA if sets[0].info.slices else ("partition",)
     rows = open_rows(workspace, sets, split, cache_dir, extra)
     if not sum(rows.sizes):
@@ -251,35 +264,19 @@ def open_holdout(workspace: Storage, sets: Sequence[TokenSet], split: Split, cac
             expected=f"rows in the {split} split",
             next_command=f"raise --data.{split}-fraction or give a split column and prepare again; or --evaluate.split",
         )
-    query_ids = read_column(rows, "query_id")
+    query_ids = [np.zeros(0, dtype=np.int64)] * len(rows.sizes)
+    for bucket, size in ((bucket, size) for bucket, size in enumerate(rows.sizes) if size):
+        numbers = np.arange(size, dtype=np.int64)
+        query_ids[bucket] = rows.read(np.full(size, bucket), numbers, bucket, ("query_id",))["query_id"]
     order = choose_rows(query_ids, max_rows)
     if not order.total:
         largest = int(np.unique(np.concatenate(query_ids), return_counts=True)[1].max())
         raise DataError(
-            f"evaluate.max_rows is {max_rows:,}, and the query of split {split} that is chosen first has more rows",
+            f"{setting} is {max_rows:,}, and the query of split {split} that is chosen first has more rows",
             expected=f"room for whole queries, of which the largest has {largest:,} rows; or 0, for all rows",
-            next_command=f"--evaluate.max-rows {largest}, or more",
+            next_command=f"--{setting.replace('_', '-')} {largest}, or more",
         )
     return Holdout(split, sets, rows, order, max_rows)
-
-
-def read_column(rows: TokenRows, name: str) -> list[Int64s]:
-    """One column of all rows, by bucket."""
-    found = []
-    for bucket, size in enumerate(rows.sizes):
-        column = np.arange(size, dtype=np.int64)
-        if size:
-            column = rows.read(np.full(size, bucket, dtype=np.int64), column, bucket, (name,))[name]
-        found.append(column)
-    return found
-
-
-def length_column(query_tokens: npt.NDArray[np.integer], most: Sequence[int]) -> SliceColumn:
-    """Slice queries by their tokens [N], special ones included; `most`: of each slice but the last, without those."""
-    firsts = [1, *(edge + 1 for edge in most)]
-    names = [f"{first}-{last}" if first < last else f"{first}" for first, last in zip(firsts, most, strict=False)]
-    codes = np.searchsorted(np.asarray(most), query_tokens.astype(np.int64) - SPECIAL_TOKENS, side="left")
-    return SliceColumn(codes.astype(np.int64), (*names, f"{firsts[-1]}+"))
 
 
 # The slices of scored rows that are worth judging. Pure.

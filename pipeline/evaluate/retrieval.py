@@ -23,9 +23,9 @@ from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.validate import filter_mask
+from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.config import whole_limit
 from pipeline.embed.engine import with_progress
-from pipeline.embed.texts import cut_tokens
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
 from pipeline.evaluate.holdout import Holdout

@@ -28,7 +28,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.config import SLOW_RATIO, Group, HealthConfig
 from pipeline.io import atomic
 from pipeline.io.storage import Storage
-from pipeline.parallel.node_barrier import Nodes
+from pipeline.parallel.world import Nodes
 
 
 class Verdict(IntEnum):

@@ -33,7 +33,7 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, os_errors, place_of
 from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import raise_on_all_ranks, run_without_timeout
-from pipeline.parallel.tensor_plan import fused_parts, interleaved
+from pipeline.parallel.tensors import fused_parts, interleaved
 
 KIND = "weights"
 _GROUPS = "optimizer"

@@ -28,8 +28,7 @@ from pipeline.parallel.checkpoint import check_shapes, tensor_shapes
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import TIMEOUT_S, current_mesh, mesh_of
 from pipeline.parallel.parallelize import UnitRule, find_units, parallelize
-from pipeline.parallel.tensor_plan import TensorPlan, fused_parts
-from pipeline.parallel.tensors import LIMITS, clip_grad_norm
+from pipeline.parallel.tensors import LIMITS, TensorPlan, clip_grad_norm, fused_parts
 from pipeline.parallel.world import world_from_env
 
 _OF_WHOLE_WEIGHTS = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging, callbacks.ModelPruning)

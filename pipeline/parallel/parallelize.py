@@ -22,8 +22,7 @@ from pipeline.parallel.activations import recompute_units
 from pipeline.parallel.checkpoint import load
 from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group
 from pipeline.parallel.mesh import TENSOR, Mesh, check_same, current_mesh, has_mesh, init, raise_on_all_ranks
-from pipeline.parallel.tensor_plan import TensorPlan, fused_parts, split, tensor_styles
-from pipeline.parallel.tensors import load_shard, watch_tensors
+from pipeline.parallel.tensors import TensorPlan, fused_parts, load_shard, split, tensor_styles, watch_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
 Unit = tuple[str, nn.Module]

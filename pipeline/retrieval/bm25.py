@@ -62,7 +62,10 @@ class Bm25:
             words = [self._words[word] for word in words_of(query) if word in self._words]
             every: Float64s = self._index.get_scores_from_ids(words) if words else np.zeros(self.num_items)
             each(row, every)
-            found = _best(every, k)
+            found = np.flatnonzero(every)
+            if len(found) > k:  # those as good as the k-th best, ties by number
+                found = found[every[found] >= np.partition(every[found], len(found) - k)[len(found) - k]]
+            found = found[np.argsort(-every[found], kind="stable")[:k]]
             scores[row, : len(found)], items[row, : len(found)] = every[found], found
         return scores, items
 
@@ -70,13 +73,3 @@ class Bm25:
 def nothing_found(empty: int, queries: int, items: str) -> str:
     """Return `12 of 20 queries share no word with any item` if it is more than half of the queries, else nothing."""
     return f"{empty:,} of {queries:,} queries share no word with any {items}" if empty > MANY_EMPTY * queries else ""
-
-
-def _best(every: Float64s, k: int) -> Int64s:
-    """Return the at most k items with the best scores above 0, best first, ties by number."""
-    items = np.flatnonzero(every)
-    scores = every[items]
-    if len(items) > k:
-        chosen = scores >= np.partition(scores, len(scores) - k)[len(scores) - k]
-        scores, items = scores[chosen], items[chosen]
-    return items[np.argsort(-scores, kind="stable")[:k]]  # items ascend, so ties go by number

@@ -7,12 +7,11 @@ from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.embed.carry_over import index_of, open_earlier
-from pipeline.embed.catalogue import WorkShard
+from pipeline.embed.catalogue import TextRules, WorkShard
 from pipeline.embed.engine import open_device_embedder
 from pipeline.embed.flow import EmbedWatch, Flow, embed_shards
 from pipeline.embed.parts import finish, parts_of, report_end, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
-from pipeline.embed.texts import TextRules
 from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
 from pipeline.parallel.gang import join_ranks

@@ -28,11 +28,9 @@ from pipeline.health.check import (
     store_own,
     with_slow_ranks,
 )
-from pipeline.health.host import HostChecks, read_identity, usual_folders
-from pipeline.health.neuron import neuron_checks
+from pipeline.health.node import HostChecks, neuron_checks, read_identity, usual_folders
 from pipeline.parallel.launch import launch
-from pipeline.parallel.node_barrier import Nodes
-from pipeline.parallel.world import RANK_REPORTS
+from pipeline.parallel.world import RANK_REPORTS, Nodes
 from pipeline.proc.tool import guarded_temp_folder, temporary_environment
 from pipeline.settings import Settings
 
@@ -45,7 +43,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     """Check this node and the job, each time. Raises the job_error of an unfit job, Preempted."""
     started = datetime.now(UTC)
     if folder := os.environ.get(RANK_REPORTS):
-        from pipeline.health.ranks import rank_checks, report_rank  # torch, which the node's own process does without
+        from pipeline.health.device import rank_checks, report_rank  # torch, which the node's own process does without
 
         seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, another one in each cycle
         checks = rank_checks(settings.backend, ctx.world, settings.health, os.environ, seed)

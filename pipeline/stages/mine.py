@@ -16,8 +16,6 @@ from pipeline.embed.plan import open_model
 from pipeline.mine.config import BM25, MAX_ITEMS, PARENT
 from pipeline.mine.run import (
     MiningPlan,
-    MiningTask,
-    Pieces,
     Search,
     commit_all,
     make_task,
@@ -70,7 +68,18 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     vectors, negatives = open_pieces(
         ctx.workspace_after_stop, work, ctx.scratch / "mine", size, config.queries_per_part
     )
-    _tell_start(ctx, mining, task, negatives, f"worker {worker} of {workers}")
+    by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
+    ctx.console.info(
+        f"mine: {len(task.query_id):,} queries with a positive against {len(task.products):,} products by {by} | "
+        f"{len(negatives.parts.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
+    )
+    if len(task.products) < task.products.num_distinct:
+        ctx.console.warn(
+            f"mine: {len(task.products):,} of {task.products.num_distinct:,} products, the most that are searched"
+        )
+    if not len(task.query_id):
+        names = ", ".join(mining.sets[place].info.partition for place in mining.new) or "no new partition"
+        ctx.console.warn(f"mine: no training query of {names} has a positive (train.loss.positive_gain)")
 
     def open_search() -> Search:
         if mining.model is not None:
@@ -100,21 +109,6 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     result = _result(ctx, mining, started, dict(made.info.figures), made)
     _tell_end(ctx, made, result)
     return store_result(ctx.workspace, result)
-
-
-def _tell_start(ctx: StageContext, mining: MiningPlan, task: MiningTask, pieces: Pieces, who: str) -> None:
-    by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
-    ctx.console.info(
-        f"mine: {len(task.query_id):,} queries with a positive against {len(task.products):,} products by {by} | "
-        f"{len(pieces.parts.done())} of {len(pieces)} parts done | {who}"
-    )
-    if len(task.products) < task.products.num_distinct:
-        ctx.console.warn(
-            f"mine: {len(task.products):,} of {task.products.num_distinct:,} products, the most that are searched"
-        )
-    if not len(task.query_id):
-        names = ", ".join(mining.sets[place].info.partition for place in mining.new) or "no new partition"
-        ctx.console.warn(f"mine: no training query of {names} has a positive (train.loss.positive_gain)")
 
 
 def _tell_end(ctx: StageContext, made: NegativeSet, result: StageResult) -> None:

@@ -16,11 +16,10 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
 from pipeline.embed.carry_over import find_earlier, index_of, open_earlier
-from pipeline.embed.catalogue import CatalogueColumns, look_at
+from pipeline.embed.catalogue import CatalogueColumns, TextRules, cut_tokens, look_at
 from pipeline.embed.flow import Flow, embed_shards
 from pipeline.embed.parts import finish, parts_of
 from pipeline.embed.plan import EmbedPlan, pin_plan
-from pipeline.embed.texts import TextRules, cut_tokens
 from pipeline.embed.vectors import ModelRef, VectorLayout, VectorSet
 from pipeline.io import atomic
 from pipeline.io.storage import Storage, open_storage

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.core.errors import DataError, TransientError
 from pipeline.embed import parts as parts_module
+from pipeline.embed.catalogue import DUPLICATE_ID, EMPTY_TEXT
 from pipeline.embed.parts import parts_of, records_prefix
-from pipeline.embed.texts import DUPLICATE_ID, EMPTY_TEXT
 from pipeline.embed.vectors import find_vectors
 from pipeline.io.commit import verify_dir
 from tests.embed.catalogues import Case, HashEmbedder, expected_vector, products, rows_of, title, write_catalogue

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from pipeline.data.rows import FILTER
 from pipeline.data.tokenizer import TextTokenizer, Tokens
-from pipeline.embed.catalogue import RawWindow
-from pipeline.embed.config import whole_limit
-from pipeline.embed.texts import (
+from pipeline.embed.catalogue import (
     DUPLICATE_ID,
     EMPTY_TEXT,
     NO_ID,
+    RawWindow,
     TextRules,
     chunk_tokens,
     judge_rows,
     make_window,
 )
+from pipeline.embed.config import whole_limit
 from tests.embed.catalogues import Case, products, rows_of, tokenizer_json, write_catalogue
 
 RULES = TextRules(b"", 8, "string")

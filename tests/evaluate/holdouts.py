@@ -6,7 +6,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from pipeline.core.arrays import Float64s
+from pipeline.data.shards import TokenRows
+from pipeline.data.token_sets import Split, TokenSet
+from pipeline.evaluate.holdout import Holdout, HoldoutOrder
 from pipeline.evaluate.metrics.scored_rows import ScoredRows
+from tests.train.rows import token_set_info
 
 GAINS = {1: (0.5,), 2: (0.0, 1.0), 3: (0.0, 0.25, 1.0), 4: (0.0, 0.01, 0.1, 1.0)}
 """By the number of labels."""
@@ -46,3 +50,9 @@ def holdouts(draw: st.DrawFn, num_labels: int | None = None, max_rows: int = 30)
     weights = draw(st.lists(one, min_size=rows, max_size=rows))
     gain = draw(st.none() | st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=rows, max_size=rows))
     return holdout(query, label, weights, gain)
+
+
+def holdout_of(rows: TokenRows, split: Split = "test") -> Holdout:
+    """All rows of one partition."""
+    order = HoldoutOrder(tuple(map(np.arange, rows.sizes)))
+    return Holdout(split, [TokenSet("tokens/x", token_set_info("flat"))], rows, order, 0)

@@ -10,9 +10,8 @@ from safetensors.numpy import load_file, save_file
 from pipeline.core.errors import Preempted
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.data.token_sets import TokenSet
 from pipeline.evaluate.baselines import Boosting, fit, to_rows
-from pipeline.evaluate.holdout import Holdout, HoldoutOrder
+from tests.evaluate.holdouts import holdout_of
 from tests.train.rows import BUCKETS, PAD, token_set_info, write_shard
 
 INFO = token_set_info("flat")
@@ -38,11 +37,6 @@ def rows_of(folder: Path, sizes: tuple[int, int], features: int = 2, labels: int
         }
     save_file(tensors, path)
     return TokenRows([shard], BUCKETS, PAD)
-
-
-def holdout_of(rows: TokenRows) -> Holdout:
-    order = HoldoutOrder(tuple(np.arange(size) for size in rows.sizes))
-    return Holdout("test", [TokenSet("tokens/x", INFO)], rows, order, 0)
 
 
 def fitted(rows: TokenRows, max_rows: int = 1000, num_labels: int = 2) -> Boosting:

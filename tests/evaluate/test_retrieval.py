@@ -14,13 +14,12 @@ from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.shards import TokenRows
-from pipeline.data.token_sets import TokenSet
 from pipeline.data.tokenizer import TextTokenizer, Tokens, train_tokenizer
-from pipeline.embed.texts import cut_tokens
+from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.vectors import shorten_vectors
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
-from pipeline.evaluate.holdout import Holdout, HoldoutOrder
+from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.retrieval import RetrievalTask, from_catalogue, from_products, open_catalogue, search
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
@@ -28,7 +27,8 @@ from pipeline.parallel.world import World
 from pipeline.retrieval.products import distinct_products, join_tokens
 from pipeline.retrieval.search import Ranked
 from tests.evaluate.gangs import on_ranks
-from tests.train.rows import make_rows, token_set_info
+from tests.evaluate.holdouts import holdout_of
+from tests.train.rows import every_row, make_rows
 
 
 def embed(windows: Iterable[Tokens]) -> Iterator[Float32s]:
@@ -42,9 +42,7 @@ def embed(windows: Iterable[Tokens]) -> Iterator[Float32s]:
 
 @pytest.fixture
 def holdout(tmp_path: Path) -> Holdout:
-    rows = make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101)
-    order = HoldoutOrder(tuple(np.arange(size) for size in rows.sizes))
-    return Holdout("test", [TokenSet("tokens/x", token_set_info("flat"))], rows, order, 0)
+    return holdout_of(make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101))
 
 
 TOKENIZER = train_tokenizer(["one two three"], TokenizerConfig(vocab_size=256))
@@ -81,27 +79,15 @@ def test_the_products_of_the_data(holdout: Holdout, tmp_path: Path, monkeypatch:
     assert not warned
     items = everything(task)
     assert len(items) == task.num_items == len(set(items))
-    every = [
-        rows.read(np.full(size, pool), np.arange(size), pool)
-        for rows in (holdout.rows, others)
-        for pool, size in enumerate(rows.sizes)
-    ]
-    assert set(items) == {tuple(row[row != 0].tolist()) for part in every for row in part["product"]}
-    queries = texts_of(task.queries.tokens)
-    judged = {
-        (int(query), items[item], float(gain))
-        for query, item, gain in zip(
-            task.queries.judged.query_id, task.queries.judged.item_id, task.queries.judged.gain, strict=True
-        )
-    }
-    expected = set()
-    for part in every[:2]:
-        for query, product, gain in zip(part["query_id"], part["product"], part["gain"], strict=True):
-            if gain > 0:
-                expected.add((int(query), tuple(product[product != 0].tolist()), float(gain)))
-                assert int(query) in task.queries.ids.tolist()
-    assert judged == expected
-    assert len(queries) == len(task.queries.ids)
+    tables = [every_row(rows) for rows in (holdout.rows, others)]
+    texts = [[tuple(row[row != 0].tolist()) for row in table["product"]] for table in tables]
+    assert set(items) == {text for part in texts for text in part}
+    told, held = task.queries.judged, tables[0]
+    judged = zip(told.query_id.tolist(), told.item_id.tolist(), told.gain.tolist(), strict=True)
+    expected = zip(held["query_id"].tolist(), texts[0], held["gain"].tolist(), strict=True)
+    assert {(query, items[item], gain) for query, item, gain in judged} == {row for row in expected if row[2] > 0}
+    assert set(told.query_id.tolist()) == set(task.queries.ids.tolist())
+    assert len(texts_of(task.queries.tokens)) == len(task.queries.ids)
 
 
 def test_fewer_queries_and_items(holdout: Holdout) -> None:
@@ -120,7 +106,7 @@ def test_valid_queries_are_asked_beside_those_that_are_judged(
     rows = make_rows(tmp_path, [(120, 60)], first_id=301)
     shared = make_rows(tmp_path, [(13, 6), (4, 9)], first_id=101)  # the holdout's own queries
     for asking, found_at_all in ((rows, True), (shared, False)):
-        valid = Holdout("valid", holdout.sets, asking, HoldoutOrder(tuple(map(np.arange, asking.sizes))), 0)
+        valid = holdout_of(asking, "valid")
         task = products_task(holdout, [holdout.rows, rows], RetrievalConfig(), valid=valid)
         alone = products_task(holdout, [holdout.rows, rows], RetrievalConfig())
         assert task.queries.ids.tolist() == alone.queries.ids.tolist() and task.num_items == alone.num_items
@@ -232,8 +218,6 @@ def tokenizer() -> TextTokenizer:
 
 
 OFFERS = RetrievalConfig(query="label", query_id="cluster", queries={"split": "test"})
-
-
 SPEC = InputSpec(vocab_size=256, pad_id=0, labels=("a", "b"), label_gains=(0.0, 1.0))
 
 

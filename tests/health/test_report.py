@@ -27,8 +27,8 @@ from pipeline.health.check import (
     to_json,
 )
 from pipeline.io.storage import LocalStorage
-from pipeline.parallel import node_barrier
-from pipeline.parallel.node_barrier import Nodes
+from pipeline.parallel import world
+from pipeline.parallel.world import Nodes
 
 REPORT = NodeReport(
     1,
@@ -133,8 +133,8 @@ def test_all_nodes_come_to_the_same_verdict(verdicts: list[list[Verdict]], rando
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Nodes]:
-    monkeypatch.setattr(node_barrier, "FIRST_POLL_S", 0.01)
-    monkeypatch.setattr(node_barrier, "MAX_POLL_S", 0.02)
+    monkeypatch.setattr(world, "FIRST_POLL_S", 0.01)
+    monkeypatch.setattr(world, "MAX_POLL_S", 0.02)
     storage = LocalStorage(tmp_path, stop=StopSignal())
     return lambda rank, num_nodes: Nodes(storage, "nodes", rank, num_nodes, 120.0, StopSignal())
 

@@ -72,7 +72,7 @@ def test_health_of_the_ranks(in_two_ranks: InChild) -> None:
         from pipeline.core.stop import StopSignal
         from pipeline.health.check import Verdict
         from pipeline.health.config import HealthConfig
-        from pipeline.health.ranks import rank_checks, report_rank
+        from pipeline.health.device import rank_checks, report_rank
         from pipeline.parallel.world import world_from_env
         world = world_from_env()
         with TemporaryDirectory() as folder:

@@ -12,8 +12,7 @@ from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.parallel.config import Plan
 from pipeline.parallel.mesh import Mesh, open_mesh
 from pipeline.parallel.parallelize import Unit, find_units
-from pipeline.parallel.tensor_plan import fused_parts
-from pipeline.parallel.tensors import full_cpu_tensor
+from pipeline.parallel.tensors import full_cpu_tensor, fused_parts
 
 MODEL = ModelConfig(
     preset="tiny",

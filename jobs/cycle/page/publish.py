@@ -24,7 +24,7 @@ from jobs.cycle.page import charts
 from jobs.cycle.page.charts import number
 from jobs.cycle.page.gather import HOLDOUT, CycleRow, PageData, gather, main_metric, row_of
 from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, money
-from jobs.plan.script import RUN_PREFIX
+from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import Plan
 from jobs.settings import JobsConfig
 from pipeline.core.errors import DataError, TransientError

@@ -23,8 +23,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import find_units, parallelize
 from pipeline.parallel.strategies import KINDS, Chunk, Precision, State, Strategy
 from pipeline.parallel.strategies.flat import FlatLayout, split_saved
-from pipeline.parallel.tensor_plan import fused_parts
-from pipeline.parallel.tensors import full_cpu_tensor, load_shard, local_shard, shard_groups
+from pipeline.parallel.tensors import full_cpu_tensor, fused_parts, load_shard, local_shard, shard_groups
 
 
 class FsdpStrategy(Strategy):

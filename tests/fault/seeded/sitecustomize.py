@@ -16,12 +16,12 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
     from torch import Tensor
 
     from pipeline.backends.cpu import CpuBackend
-    from pipeline.health import device, ranks
+    from pipeline.health import device
 
     vars(device)["BURN_WIDTH"] = 256  # a burn is told by its ratio to that of others
-    sound_join = vars(ranks)["open_world_group"]
+    sound_join = vars(device)["open_world_group"]
     # Whatever limit collectives have: on a busy machine ranks start seconds apart.
-    vars(ranks)["open_world_group"] = lambda kind, limit_s: sound_join(kind, 60.0)
+    vars(device)["open_world_group"] = lambda kind, limit_s: sound_join(kind, 60.0)
 
     def spoil_first_result(value: float) -> None:
         """That of the first operation, the product of fp32 matrices."""
@@ -37,18 +37,18 @@ if "TRN_HEALTH_DIR" in os.environ and "RANK" in os.environ:
 
     def burn_by(pace: int) -> None:
         """Time of the processor: another process that has it does not count. So many times as long for everything."""
-        vars(ranks)["check_burn"] = partial(device.check_burn, clock=lambda: pace * time.process_time())
+        vars(device)["check_burn"] = partial(device.check_burn, clock=lambda: pace * time.process_time())
 
     def stay_away() -> None:
         """Until the verdict of rank 0 is there."""
-        sound, verdict = ranks.expected_of, Path(os.environ["TRN_HEALTH_DIR"]) / "rank-0.json"
+        sound, verdict = device.expected_of, Path(os.environ["TRN_HEALTH_DIR"]) / "rank-0.json"
 
         def expected(*given: Any) -> Tensor:
             while not verdict.exists():
                 time.sleep(0.05)
             return sound(*given)
 
-        vars(ranks)["expected_of"] = expected
+        vars(device)["expected_of"] = expected
 
     def swap_gathered() -> None:
         sound = CpuBackend.all_gather

@@ -1,4 +1,4 @@
-"""Settings -> jobs: the shape of a cycle, commands, sizes; what is refused before anything is sent.
+"""Settings -> jobs: the shape of a cycle, commands, sizes, prices; what is refused before anything is sent.
 
 Plans that the revision before has stored are read and keep their ids.
 """
@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from jobs.plan.cycle import AFTER, MINE, plan_cycle
-from jobs.plan.spec import JobSpec, Plan, Retry
-from jobs.settings import JobsConfig
+from jobs.plan.cycle import AFTER, CHECKPOINT_URI, MINE, plan_cycle, plan_script, script_of
+from jobs.plan.resources import Prices, job_usd, node_usd_per_hour, prices_of
+from jobs.plan.spec import JobSpec, Plan, Resources, Retry
+from jobs.settings import JobsConfig, Step
+from jobs.targets.base import placement_of, with_placements
 from jobs.targets.batch.requests import check_plan
-from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
-from tests.jobs.cycle.cases import job, plan
+from tests.jobs.cycle.cases import TRN1, job, plan
 
 TRAINIUM: dict[str, Any] = {
     "name": "relevance",
@@ -177,3 +179,137 @@ def test_where_a_job_runs_is_no_part_of_what_it_runs() -> None:
     assert one.plan_id != other.plan_id
     assert placement_of(one, one.job("a")).queue == "x"
     assert not {"queue", "share_identifier", "priority", "job_role", "log_group"} & JobSpec.model_fields.keys()
+
+
+# Scripts as jobs.
+
+ARGV = ("python", "train.py", "--lr", "1e-3")
+BATCH = {"image": "image", "queue": "queue", "share_identifier": "share", "role": "arn:role"}
+
+
+def step(name: str = "train-mine", *command: str, **more: Any) -> Step:
+    return Step(name=name, command=command or ARGV, **more)
+
+
+def run(one: Step, **jobs: Any) -> Plan:
+    settings = JobsConfig(steps=(one,), **jobs)
+    return with_placements(plan_script(settings, one, cycle="run-x", workspace="s3://b/w"), settings)
+
+
+def cycle(*steps: Step, **more: Any) -> Plan:
+    jobs = JobsConfig(steps=steps, **more)
+    return with_placements(plan_cycle(jobs, cycle="c", workspace="s3://b/w"), jobs)
+
+
+def test_a_script_under_torchrun() -> None:
+    (job,) = run(step(nodes=2, processes=4, attempts=5, timeout_s=600)).jobs
+    launched = ("trnjobs-entry", "--", "trnpipe", "launch", "--launch.processes", "4", "--", *ARGV)
+    assert (job.command, job.num_nodes, job.retry.attempts, job.timeout_s) == (launched, 2, 5, 600)
+    assert job.environment[CHECKPOINT_URI] == "s3://b/w/checkpoints/run-x/train-mine"
+    assert set(job.retry.exit_codes) == {75, 143}  # those of the table; any other code is an error
+    other = run(step("x", "./notify.sh", "", "--name")).jobs[0].command
+    assert other == ("trnjobs-entry", "--", "./notify.sh", "", "--name"), "as it is, with its empty arguments"
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        (("python3.11", "a/b.py"), "a/b.py"),
+        (("/usr/bin/python3", "-u", "a/b.py"), "a/b.py"),
+        (("b.py", "--x"), "b.py"),
+        (("-m", "package.module"), ""),
+        (("python", "-m", "package.module"), ""),
+        (("./notify.sh", "done"), "./notify.sh"),
+        (("aws", "s3", "ls"), ""),
+    ],
+)
+def test_what_file_a_job_runs(command: tuple[str, ...], script: str) -> None:
+    assert script_of(run(step("x", *command)).jobs[0]) == script
+
+
+def test_steps_among_the_stages() -> None:
+    features = step("features", "python", "features.py", before=("prepare",))
+    notify = step("notify", "./notify.sh", after=("verify",))
+    made = cycle(features, notify)
+    names = [job.name for job in made.jobs]
+    assert [one.job for one in made.job("prepare").depends_on] == ["features"]
+    assert [one.job for one in made.job("notify").depends_on] == ["verify"]
+    assert all(names.index(one.job) < names.index(job.name) for job in made.jobs for one in job.depends_on)
+    check_plan(cycle(features, notify, **BATCH))
+    without = [job for job in cycle().jobs if job.name != "prepare"]
+    assert [job for job in made.jobs if job.stage != "run" and job.name != "prepare"] == without
+
+
+@pytest.mark.parametrize(
+    ("steps", "seen"),
+    [
+        ((step("a", after=("b",)), step("b", after=("a",))), "a, b wait for each other"),
+        ((step("a", after=("nothing",)),), "after or before nothing, which is no job"),
+        ((step("train"),), "train is the name of two jobs"),
+        ((step("a", environment={"RANK": "1"}),), "sets RANK"),
+        ((step("a", instance="m9.huge"),), "unknown instance"),
+        ((step("a", "python"),), "python without a script"),
+        ((step("a", "python", "--version"),), "python with option --version"),
+        ((step("a", "./notify.sh", nodes=2),), "2 nodes of 1 processes"),
+        ((step("a", "train.py", "a\0b"),), "zero byte"),
+        ((step("a", environment={"A": "a\0b"}),), "'environment A' holds a zero byte"),
+    ],
+)
+def test_what_cannot_be_planned(steps: tuple[Step, ...], seen: str) -> None:
+    with pytest.raises(ConfigError, match=seen):
+        cycle(*steps)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"workers": 2}, {"name": "a b"}, {"command": ()}, {"command": ("",)}, {"environment": {"a-b": "1"}}]
+)
+def test_what_is_no_step(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Step(**{"name": "x", "command": ARGV} | fields)
+
+
+# What jobs cost.
+
+LIST = Prices({"trn1.32xlarge": 20.0, "p9.huge": 7.0})
+
+
+def of(vcpus: int, instance: str) -> JobSpec:
+    return job("a", resources=Resources(vcpus=vcpus, memory_mib=4096, instance_type=instance))
+
+
+@pytest.mark.parametrize(
+    ("made", "prices", "expected"),
+    [
+        (of(128, "trn1.32xlarge"), LIST, 20.0),
+        (of(64, "trn1.32xlarge"), LIST, 10.0),  # half a machine
+        (of(256, "trn1.32xlarge"), LIST, 20.0),  # never more than one
+        (of(4, "p9.huge"), LIST, 7.0),  # of a size that nobody knows: all of it
+        (of(4, "m7i.large"), LIST, None),
+        (of(4, "m7i.large"), Prices({}, vcpu=0.05), 0.2),
+        (of(4, ""), Prices({"": 1.0}, vcpu=0.0), 1.0),
+        (of(4, ""), Prices({}, vcpu=0.0), 0.0),
+    ],
+)
+def test_the_hour_of_a_node(made: JobSpec, prices: Prices, expected: float | None) -> None:
+    assert node_usd_per_hour(made, prices) == (None if expected is None else pytest.approx(expected))
+
+
+SAGEMAKER = prices_of(JobsConfig(prices={"trn1.32xlarge": 20.0, "ml.m7i.large": 0.2}), "sagemaker")
+
+
+@pytest.mark.parametrize(
+    ("made", "prices", "expected"),
+    [
+        (job("a", resources=TRN1), LIST, 20.0),
+        (job("a", resources=TRN1, num_nodes=4), LIST, 80.0),
+        (job("a", resources=TRN1, array_size=8), LIST, 160.0),
+        (job("a"), LIST, None),
+        # nodes of a gang have their machines to themselves
+        (of(64, "trn1.32xlarge").model_copy(update={"num_nodes": 4}), LIST, 80.0),
+        # on SageMaker machines are whole and cost more
+        (job("train", resources=TRN1), SAGEMAKER, 23.0),
+        (job("verify"), SAGEMAKER, 0.2),
+    ],
+)
+def test_the_hour_of_a_job(made: JobSpec, prices: Prices, expected: float | None) -> None:
+    assert job_usd(made, 3600, prices) == (None if expected is None else pytest.approx(expected))

@@ -10,14 +10,14 @@ import pytest
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage
-from pipeline.parallel import node_barrier
-from pipeline.parallel.node_barrier import Nodes
+from pipeline.parallel import world
+from pipeline.parallel.world import Nodes
 
 
 @pytest.fixture(autouse=True)
 def _poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_barrier, "FIRST_POLL_S", 0.01)
-    monkeypatch.setattr(node_barrier, "MAX_POLL_S", 0.02)
+    monkeypatch.setattr(world, "FIRST_POLL_S", 0.01)
+    monkeypatch.setattr(world, "MAX_POLL_S", 0.02)
 
 
 class Node(threading.Thread):
