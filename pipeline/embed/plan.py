@@ -80,12 +80,11 @@ def gather_products(
         "filter": dict(config.filter),
         "esci_locale": None,
     }
-    files = [file for partition in source.partitions for file in partition.files]
 
     def products() -> Iterator[RawBatch]:
         seen = set[bytes]()
-        with reading_progress("reading products", files) as tell:
-            for file in files:
+        with reading_progress("reading products", source.files) as tell:
+            for file in source.files:
                 for batch in source.read(file, ["product_id", "title", "text"]):
                     stop.raise_if_set(f"reading {file.key}")
                     tell(batch)

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.io.downloads import HEAD_BYTES, check_downloaded
+from pipeline.io.storage import HEAD_BYTES, check_downloaded
 from pipeline.model.config import MOST_POSITIONS, MPNET_PAD, Architecture, EncoderSize, InputSpec, ModelConfig
 from pipeline.model.encoder import GLOBAL_EVERY, LOCAL_ATTENTION, ROPE_THETA
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
