@@ -48,22 +48,23 @@ LOOPBACK = ("127.0.0.1", "localhost")  # of a group on one machine, which may ha
 
 @dataclass(frozen=True)
 class Place:
+    """One node of one try of a job. `job`: as in the plan; of a child of an array: name-index. `round_`: of submission;
+    attempts count from 1 in each.
+
+    Node 0 is the main node, which listens at `port`. `main_address` is empty there, and it listens on all interfaces,
+    unless MASTER_ADDR says where.
+    """
+
     workspace: str
     cycle: str
     job: str
-    """As in the plan; of a child of an array: name-index."""
     job_id: str
-    """The same on all nodes."""
     attempt: int
     node: int
-    """0 is the main node."""
     num_nodes: int
     main_address: str
-    """Empty on the main node, which then listens on all interfaces, unless MASTER_ADDR says where to listen."""
     port: int
-    """At which the main node listens."""
     round_: int = 1
-    """Of submission; attempts count from 1 in each."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:

@@ -14,7 +14,7 @@ import hmac
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -52,7 +52,12 @@ class _Node:
 
 
 class NodeGroup:
-    """The nodes as one of them sees them: the main node (0) all of them, every other one the main node and itself."""
+    """The nodes as one of them sees them: the main node (0) all of them, every other one the main node and itself.
+
+    `ready`: all nodes are here, the command may start. `trouble`: the first thing that went wrong, for which the
+    command must be stopped; empty while all is well. `start`: name of this start of the job, where starts are counted;
+    set on the main node before all nodes are here. `agreed`: exit code of the job and why, as the main node has sent.
+    """
 
     def __init__(
         self, place: Place, timing: Timing, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -65,13 +70,9 @@ class NodeGroup:
         self._opened, self._stop_at, self._stop_reason = clock(), math.inf, ""
         self._beat_at = self._tried_at = -math.inf
         self._last_failure, self._has_reported = "nodes are missing", False
-        self.ready = place.num_nodes == 1  # all nodes are here: the command may start
-        self.trouble = ""
-        """The first thing that went wrong, for which the command must be stopped; empty while all is well."""
+        self.ready, self.trouble = place.num_nodes == 1, ""
         self.start: Start | None = None
-        """Name of this start of the job, where starts are counted; set on the main node before all nodes are here."""
         self.agreed: tuple[int, str] | None = None
-        """Exit code of the job and why, as the main node has sent it."""
         self._listener: socket.socket | None = None
         if self._is_main and place.num_nodes > 1:
             try:
@@ -91,10 +92,6 @@ class NodeGroup:
         late = self._missing() if self.trouble else []
         known = all(one.ended or one.lost or node in late for node, one in self._nodes.items())
         return known or self._clock() - self._stop_at > self._timing.grace_s + SETTLE_S
-
-    def sockets(self) -> Iterator[socket.socket]:
-        yield from [self._listener] if self._listener else []
-        yield from (link.socket for link in self._links)
 
     def tick(self) -> None:
         """Receive and send messages, and note what has gone wrong; never blocks for long."""

@@ -3,12 +3,12 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
-from jobs.node.command import ProcessSeen
 from jobs.node.group import NodeSeen
 from pipeline.core.record import Record
 
@@ -19,6 +19,15 @@ SHOWN_PREFIXES = ("TRN", "AWS_BATCH", "NEURON", "PJRT", "XLA", "CCOM_", "GLOO_",
 SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "KEY", "APIKEY"})
 HIDDEN = "***"
 _USER_OF_URI = re.compile(r"(?<=://)[^/@\s\"']+@")
+
+
+@dataclass(frozen=True)
+class ProcessSeen:
+    pid: int
+    words: tuple[str, ...]
+    status: str
+    cpu_s: float
+    memory_bytes: int
 
 
 class PostMortem(Record):

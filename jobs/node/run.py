@@ -1,21 +1,22 @@
 """One attempt of one node of a job, from the environment to the exit code."""
 
 import json
+import os
 import platform
-import select
 import signal
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 
-from jobs.node.command import Command, ProcessSeen, exit_code_of_return
+import psutil
+
 from jobs.node.environment import (
     LOOPBACK,
     STARTS,
@@ -27,10 +28,11 @@ from jobs.node.environment import (
     write_failure,
 )
 from jobs.node.group import NodeGroup
-from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment, without_secrets
+from jobs.node.post_mortem import PostMortem, ProcessSeen, as_bytes, secrets_of, shown_environment, without_secrets
 from pipeline.core.errors import (
     EXIT_BUG,
     EXIT_OK,
+    ConfigError,
     GateRefused,
     Preempted,
     TransientError,
@@ -41,7 +43,8 @@ from pipeline.core.errors import (
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.parallel.world import has_efa, network_variables, own_interface
-from pipeline.proc.children import EXPLAIN_S, kills_for_memory
+from pipeline.proc.children import EXPLAIN_S, adopt_orphans, kills_for_memory
+from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
 from pipeline.proc.tool import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
@@ -52,23 +55,28 @@ MIN_BUNDLE_S = 1.0
 LINGER_S = 1.0
 STACKS_S = 1.0  # for processes to show their stacks before they are killed
 UNKILLABLE_S = 4.0
-MAX_WAIT_S = 0.5
+POLL_S = 0.05
+TAIL_BYTES = BLOCK_BYTES = 64 * 1024
+END_S = 2.0
 
 
 def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """Run a command as this node's part of the job; return the exit code. Raises ConfigError for a broken environment.
 
     All processes it started have ended when this returns. If this process is killed, its container ends the rest, or
-    the keeper of the local target.
+    the keeper of the local target. Main thread only, for good: it sets handlers of signals.
     """
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
     place = Place.from_env({**env, **ours})
-    with watched_signals() as (stop, wake), guarded_temp_folder() as folder:
+    stop = StopSignal()
+    for signum in (signal.SIGTERM, signal.SIGINT):  # as PID 1 too, where the kernel drops signals without a handler
+        signal.signal(signum, lambda number, frame: stop.set(signal.Signals(number).name))
+    with guarded_temp_folder() as folder:
         env = {**env, **ours}  # with what the guard has set in it
         group, linger_s = NodeGroup(place, timing, say), 0.0
         try:
-            attempt = Attempt(place, timing, words, env, folder, group, stop, wake, say)
+            attempt = Attempt(place, timing, words, env, folder, group, stop, say)
             attempt.run()
             code = attempt.code
             if attempt.reason:
@@ -86,39 +94,139 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
             group.close(linger_s)
 
 
-@contextmanager
-def watched_signals() -> Iterator[tuple[StopSignal, socket.socket]]:
-    """Yield the signal to stop, and a socket that can be read when SIGTERM, SIGINT or the end of a child has come.
+# The command as a child process: started without a shell, watched, and ended with all it has started.
 
-    Main thread only. Handlers are set even as PID 1, where the kernel drops signals that have none.
-    """
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-    stop = StopSignal()
 
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        if signum != signal.SIGCHLD:
-            stop.set(signal.Signals(signum).name)
+class Command:
+    """A running command. Its output goes to ours, and its last part is kept."""
 
-    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-    earlier = {signum: signal.signal(signum, on_signal) for signum in watched}
-    earlier_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    try:
-        yield stop, reader
-    finally:
-        signal.set_wakeup_fd(earlier_fd)
-        for signum, handler in earlier.items():
-            signal.signal(signum, handler)
-        reader.close()
-        writer.close()
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], stacks: Path) -> None:
+        """`stacks`: an empty folder for the stacks that its Python processes may be asked for.
+
+        Raises ConfigError when there is no such command.
+        """
+        self._stacks = stacks
+        adopt_orphans()
+        source, target = os.pipe()
+        try:
+            # A session of its own: a signal to our group reaches us alone, and we pass it on once.
+            self._process = subprocess.Popen(  # noqa: S603 - a list, no shell
+                words,
+                env={**env, STACKS_VARIABLE: str(stacks)},
+                stdin=subprocess.DEVNULL,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(source)
+            seen = f"{words[0]!r} cannot be started: {error.strerror}"
+            raise ConfigError(
+                seen, expected="a command that is in the image", next_command="run it in that image by hand"
+            ) from error
+        finally:
+            os.close(target)
+        self._tail = b""
+        self._pump = threading.Thread(target=self._copy_output, args=(source,), name="log", daemon=True)
+        self._pump.start()
+
+    def log(self) -> tuple[str, ...]:
+        """Return its last lines; bytes that are no UTF-8 show as such."""
+        return tuple(self._tail.decode(errors="replace").splitlines())
+
+    def returncode(self) -> int | None:
+        """Return None while it runs, minus the signal that ended it. Also reaps orphans."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None
+            if ended is None or ended.si_pid == 0:
+                return self._process.poll()
+            if ended.si_pid == self._process.pid:
+                self._process.poll()
+            else:
+                with suppress(ChildProcessError):
+                    os.waitpid(ended.si_pid, os.WNOHANG)
+
+    def tell(self, signum: signal.Signals) -> None:
+        """Send a signal to the command itself, which is to pass it on as it sees fit."""
+        self._process.send_signal(signum)
+
+    def ask_stacks(self) -> None:
+        """Ask every Python process of the command that knows how for the stacks of its threads."""
+        for process in self._family():
+            with suppress(psutil.Error, ProcessLookupError):
+                if can_show_stacks(process.pid, self._stacks):
+                    process.send_signal(signal.SIGUSR1)
+
+    def stacks(self) -> dict[int, str]:
+        shown = {int(path.name): path.read_text(errors="replace") for path in sorted(self._stacks.glob("[0-9]*"))}
+        return {pid: text for pid, text in shown.items() if text}
+
+    def processes(self) -> tuple[ProcessSeen, ...]:
+        found = []
+        for process in self._family():
+            with suppress(psutil.Error), process.oneshot():  # gone meanwhile
+                times, words = process.cpu_times(), tuple(process.cmdline())
+                cpu_s, memory_bytes = round(times.user + times.system, 3), process.memory_info().rss
+                found.append(ProcessSeen(process.pid, words, process.status(), cpu_s, memory_bytes))
+        return tuple(found)
+
+    def end(self) -> None:
+        """Kill all processes that are left, and wait for the last of the output."""
+        until = time.monotonic() + END_S
+        while (family := self._family()) and time.monotonic() < until:
+            for process in family:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(family, timeout=0.05)
+            self.returncode()
+        self._pump.join(max(0.1, until - time.monotonic()))
+
+    def _family(self) -> list[psutil.Process]:
+        """Return the living processes below us: orphans come to us, see `adopt_orphans`."""
+        with suppress(psutil.Error):
+            return [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+        return []
+
+    def _copy_output(self, source: int) -> None:
+        """Copy until the last writer has closed. When nobody reads our output any more, the command still goes on."""
+        target: int | None = 1
+        while block := os.read(source, BLOCK_BYTES):
+            self._tail = (self._tail + block)[-TAIL_BYTES:]
+            try:
+                while target is not None and block:
+                    block = block[os.write(target, block) :]
+            except OSError:
+                target = None
+        os.close(source)
+
+
+# From how a process ended to an exit code of the family.
+
+TOLD = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+MAY_PASS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT})
+"""A killer for lack of memory, a faulty device or its driver: another try, perhaps on another machine, may succeed."""
+
+
+def exit_code_of_return(returncode: int) -> int:
+    """The code of a command from the return code of its process, which is minus the signal that ended it."""
+    if returncode >= 0:
+        return returncode
+    if -returncode in TOLD:
+        return Preempted.exit_code
+    return TransientError.exit_code if -returncode in MAY_PASS else EXIT_BUG
 
 
 @dataclass
 class Attempt:
     """This node's part of the job: run the command once all nodes are here, until the end of every node is known.
 
-    After `run` its attributes say how it ended.
+    After `run` its attributes say how it ended. `code`: of the job, as far as this node decides it. `returncode`: of
+    the process; None: it never ran. `reason`: why it was stopped or failed to start; empty when it ended by itself.
+    `told_at`: when it was told to stop, by the monotonic clock. `killed`: it did not stop within the grace, and
+    `processes` were left.
     """
 
     place: Place
@@ -128,22 +236,15 @@ class Attempt:
     folder: Path
     group: NodeGroup
     stop: StopSignal
-    wake: socket.socket
     say: Say
     command: Command | None = None
     code: int = EXIT_BUG
-    """Of the job, as far as this node decides it."""
     own_code: int | None = None
     returncode: int | None = None
-    """Of the process; None: it never ran."""
     reason: str = ""
-    """Why it was stopped or failed to start; empty when it ended by itself."""
     told_at: float | None = None
-    """When it was told to stop, by the monotonic clock."""
     killed: bool = False
-    """It did not stop within the grace."""
     processes: tuple[ProcessSeen, ...] = ()
-    """What was left when it was killed."""
     _asked_stacks: bool = False
     _settings: bytes | None = None
     _failure: TrnpipeError | None = None
@@ -173,13 +274,7 @@ class Attempt:
                     self.reason = f"{type(error).__name__}: {error}"
                     self._end(error.exit_code)
             elif self.own_code is None or not self.group.settled:
-                poll = select.poll()  # not select(): a thousand nodes have more descriptors than it takes
-                for one in (self.wake, *self.group.sockets()):
-                    poll.register(one, select.POLLIN)
-                poll.poll(1000 * min(MAX_WAIT_S, self.timing.heartbeat_s / 4))
-                with suppress(BlockingIOError):
-                    while self.wake.recv(4096):
-                        continue
+                time.sleep(min(POLL_S, self.timing.heartbeat_s / 4))
         self.code = self.group.exit_code(self.own_code, stopped=self.stopped)
         self.reason = self.reason or self.group.trouble
 

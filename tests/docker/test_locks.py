@@ -12,9 +12,10 @@ from tests.docker.test_dockerfiles import ROOT
 pytestmark = pytest.mark.unit
 
 DOCKER = ROOT / "docker"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEURON_HAS = {"torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "protobuf", "setuptools"}
 NEURON_HAS |= {"numpy", "scipy"}
-NEURON_OLDER = {"pyarrow": "26 refuses numpy 1.26, which AWS's image may hold"}
+NEURON_OLDER = {"pyarrow"}  # 26 refuses numpy 1.26, which AWS's image may hold
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -33,24 +34,20 @@ def test_versions_are_those_that_were_tested(name: str) -> None:
     tested = pins(ROOT / "requirements.lock")
     tested |= {"torch": "2.9.1", "triton": "3.5.1"}  # PyTorch's build is chosen by `make setup`
     locked = {package: version for package, version in pins(DOCKER / f"{name}.lock").items() if package[:6] != "nvidia"}
-    older = NEURON_OLDER if name == "neuron" else {}
-    assert {
-        package: version for package, version in locked.items() if tested.get(package) != version
-    }.keys() == older.keys()
+    older = {package for package, version in locked.items() if tested.get(package) != version}
+    assert older == (NEURON_OLDER if name == "neuron" else set())
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "neuron", "neuron-native"])
 def test_they_hold_what_the_package_needs(name: str) -> None:
     locked = pins(DOCKER / f"{name}.lock") | (pins(DOCKER / "torch-cpu.lock") if name == "cpu" else {})
-    for needed in needs():
+    needs = [Requirement(text) for text in PROJECT["dependencies"]]
+    assert Requirement("numpy>=1.26") in needs  # the Neuron images may hold an older one
+    for needed in needs:
         if name.startswith("neuron") and needed.name in NEURON_HAS:
             assert needed.name not in locked
         else:
             assert needed.specifier.contains(locked[needed.name]), f"{needed} against {locked[needed.name]}"
-
-
-def test_the_neuron_images_may_hold_an_older_numpy() -> None:
-    assert Requirement("numpy>=1.26") in needs()
 
 
 def test_pytorch_is_the_same_everywhere() -> None:
@@ -66,8 +63,3 @@ def test_the_lane_of_a_later_pytorch_differs_in_pytorch_alone() -> None:
     assert {name for name, version in locked.items() if tested.get(name) != version} == {"ninja"}  # builds the stand-in
     assert tested.keys() - locked.keys() == {"torch-xla"}
     assert "torch" not in locked
-
-
-def needs() -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(text) for text in project["dependencies"]]

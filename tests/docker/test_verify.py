@@ -30,14 +30,13 @@ BASE: dict[str, dict[str, str]] = {
 
 def with_requirements(names: Iterable[str]) -> set[str]:
     """Return the packages and all that they require, as far as they are installed here."""
-    found: set[str] = set()
-    open_names = [*names]
-    while open_names:
-        if (name := open_names.pop()) not in found:
+    found, left = set[str](), [*names]
+    while left:
+        if (name := left.pop()) not in found:
             found.add(name)
             package = installed(name)
             wanted = map(Requirement, (package and package.requires) or ())
-            open_names += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+            left += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     return found
 
 

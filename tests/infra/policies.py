@@ -47,8 +47,16 @@ class Fleet:
     instances: int = 0
     """Of the queue of service jobs; 0: none."""
 
+    @property
+    def place(self) -> str:
+        return f"{self.region}:{self.account_id}"
+
+    @property
+    def bucket_arn(self) -> str:
+        return f"arn:aws:s3:::{self.bucket}"
+
     def batch_arn(self, resource: str) -> str:
-        return f"arn:aws:batch:{self.region}:{self.account_id}:{resource}"
+        return f"arn:aws:batch:{self.place}:{resource}"
 
     def role_arn(self, role: str) -> str:
         return f"arn:aws:iam::{self.account_id}:role/{self.name}-{role}"
@@ -56,22 +64,6 @@ class Fleet:
     def object_arn(self, key: str) -> str:
         """Of a key of the workspace."""
         return f"{self.bucket_arn}/{self.name}/{key}"
-
-    @property
-    def bucket_arn(self) -> str:
-        return f"arn:aws:s3:::{self.bucket}"
-
-    @property
-    def key_arn(self) -> str:
-        return f"arn:aws:kms:{self.region}:{self.account_id}:key/workspace"
-
-    @property
-    def log_group_arn(self) -> str:
-        return f"arn:aws:logs:{self.region}:{self.account_id}:log-group:/{self.name}/jobs"
-
-    @property
-    def dead_letter_arn(self) -> str:
-        return f"arn:aws:sqs:{self.region}:{self.account_id}:{self.name}-dead-letter"
 
     def values(self) -> dict[str, str]:
         """local.values of the module."""
@@ -85,8 +77,8 @@ class Fleet:
             "bucket_arn": self.bucket_arn,
             "workspace_arn": f"{self.bucket_arn}/{self.name}",
             "workspace_prefix": self.name,
-            "key_arn": self.key_arn,
-            "log_group_arn": self.log_group_arn,
+            "key_arn": f"arn:aws:kms:{self.place}:key/workspace",
+            "log_group_arn": f"arn:aws:logs:{self.place}:log-group:/{self.name}/jobs",
             "queue_arns": json.dumps(queues),
             "schedule_queue_arn": queues[-1],
             "share_identifier": self.share_identifier,
@@ -96,16 +88,15 @@ class Fleet:
 
     def sagemaker_values(self) -> dict[str, str]:
         """local.values of the module."""
-        place = f"{self.region}:{self.account_id}"
         return {
             "name": self.name,
             "workspace_arn": f"{self.bucket_arn}/{self.name}",
-            "repository_arn": f"arn:aws:ecr:{place}:repository/{self.name}",
-            "log_group_arn": f"arn:aws:logs:{place}:log-group:/aws/sagemaker/TrainingJobs",
-            "ec2_arn": f"arn:aws:ec2:{place}",
+            "repository_arn": f"arn:aws:ecr:{self.place}:repository/{self.name}",
+            "log_group_arn": f"arn:aws:logs:{self.place}:log-group:/aws/sagemaker/TrainingJobs",
+            "ec2_arn": f"arn:aws:ec2:{self.place}",
             "subnet_id": "subnet-1",
             "security_group_id": "sg-1",
-            "training_job_arn": f"arn:aws:sagemaker:{place}:training-job",
+            "training_job_arn": f"arn:aws:sagemaker:{self.place}:training-job",
             "service_job_arn": self.batch_arn("service-job"),
             "queue": f"{self.name}-training",
             "queue_arn": self.batch_arn(f"job-queue/{self.name}-training"),
@@ -151,15 +142,15 @@ class Fleet:
     def actions(self, role: str) -> set[str]:
         return {action for one in self.statements(role) for action in listed(one["Action"])}
 
-    def allows(self, role: str, action: str, resource: str = "*") -> bool:
-        """Whether a statement allows it, whatever its conditions, and none denies it without conditions."""
-        denied = (one for one in self.statements(role, "Deny") if "Condition" not in one)
-        return any(covers(one, action, resource) for one in self.statements(role)) and not any(
-            covers(one, action, resource) for one in denied
-        )
+    def who(self, action: str, resource: str) -> list[str]:
+        """Roles of which a statement allows it, whatever its conditions, and none denies it without conditions."""
 
-    def who(self, action: str, resource: str = "*") -> list[str]:
-        return [role for role in ROLES if self.allows(role, action, resource)]
+        def allows(role: str) -> bool:
+            denied = (one for one in self.statements(role, "Deny") if "Condition" not in one)
+            is_denied = any(covers(one, action, resource) for one in denied)
+            return not is_denied and any(covers(one, action, resource) for one in self.statements(role))
+
+        return [role for role in ROLES if allows(role)]
 
     def trust(self, role: str) -> list[Statement]:
         name = "trust-training" if self.sagemaker and role in TRAINING_ROLES else "trust-tasks"

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,26 +27,18 @@ class Terraform:
     folder: Path
     environment: Mapping[str, str]
 
-    def run(self, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Whatever comes of it; `environment` over the folder's own."""
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Whatever comes of it."""
+        command, none = ["terraform", *words], subprocess.DEVNULL
         return subprocess.run(
-            ["terraform", *words],
-            cwd=self.folder,
-            env={**self.environment, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
+            command, cwd=self.folder, env=self.environment, stdin=none, capture_output=True, text=True, check=False
         )
 
-    def must(self, *words: str, environment: Mapping[str, str] | None = None) -> str:
+    def must(self, *words: str) -> str:
         """What it wrote; fails the test with all of it if it did not succeed."""
-        done = self.run(*words, environment=environment)
+        done = self.run(*words)
         assert done.returncode == 0, f"terraform {' '.join(words)}\n{done.stdout}{done.stderr}"
         return done.stdout
-
-    def json(self, *words: str, environment: Mapping[str, str] | None = None) -> Any:
-        return json.loads(self.must(*words, environment=environment))
 
 
 def require_terraform() -> None:

@@ -7,9 +7,7 @@ out by the variable `emulator` and by a budget of 0 (it has no subscribers of bu
 import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import chdir
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -59,7 +57,7 @@ class Stack:
 
     def plan(self) -> Any:
         self.terraform.must("plan", "-input=false", "-no-color", "-out=plan", "-var-file=moto.tfvars.json")
-        return self.terraform.json("show", "-json", "plan")
+        return json.loads(self.terraform.must("show", "-json", "plan"))
 
     def apply(self) -> None:
         self.terraform.must("apply", "-input=false", "-no-color", "-parallelism=30", "plan")
@@ -163,7 +161,7 @@ def a_cycle_can_be_submitted_by_hand(stack: Stack, capsys: pytest.CaptureFixture
 def the_watch_looks_at_open_cycles(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     # As if the jobs had still run when submit exited; those of moto end at once.
     boto3.client("s3").delete_object(Bucket=BUCKET, Key=f"{NAME}/cycles/2026-11-20/jobs/closed.json")
-    said = run_job(started_by("relevance-watch", stack.due), in_this_process(capsys))
+    said = run_job(started_by("relevance-watch", stack.due), capsys)
     assert "cycle 2026-11-20: succeeded" in said and "deadline MISSED" in said, said  # it was due long ago
 
 
@@ -171,8 +169,8 @@ def the_driver_submits_the_cycle_that_is_due_once(stack: Stack, capsys: pytest.C
     def submitted() -> list[set[str]]:
         return [jobs_on(queue, stack.cycle) for queue in ("relevance-trainium", "relevance-cpu")]
 
-    for run in (in_a_process, in_this_process(capsys)):  # the scheduler delivers at least once
-        said = run_job(started_by("relevance-driver", stack.due), run)
+    for _ in range(2):  # the scheduler delivers at least once
+        said = run_job(started_by("relevance-driver", stack.due), capsys)
         assert submitted() == [STAGES - ON_CPU, ON_CPU], said
 
 
@@ -185,12 +183,8 @@ def started_by(schedule: str, when: datetime) -> dict[str, Any]:
     return request
 
 
-Run = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
-"""A command in an environment: how it ended, and what it wrote."""
-
-
-def run_job(request: Mapping[str, Any], run: Run) -> str:
-    """Submit it, and run outside a container what AWS Batch would run in one. What it wrote; must end with 0."""
+def run_job(request: Mapping[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    """Submit it, and run here, less the entry point, what AWS Batch would run in a container. What it wrote."""
     batch = boto3.client("batch")
     job_id = batch.submit_job(**request)["jobId"]  # checked against the model of the API
     (definition,) = batch.describe_job_definitions(jobDefinitions=[request["jobDefinition"]])["jobDefinitions"]
@@ -199,32 +193,17 @@ def run_job(request: Mapping[str, Any], run: Run) -> str:
     reach = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED", "HOME")
     environment = {
         **{name: os.environ[name] for name in reach if name in os.environ},
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.environ["PATH"],
         "AWS_BATCH_JOB_ID": job_id,
         "AWS_BATCH_JOB_ATTEMPT": "1",
         **{one["name"]: one["value"] for one in given},
     }
-    code, said = run(container["command"], environment)
-    assert code == 0, said
-    return said
-
-
-def in_a_process(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, done.stdout + done.stderr
-
-
-def in_this_process(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Less the entry point, without the imports of a process."""
-
-    def run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-        assert command[:3] == ["trnjobs-entry", "--", "trnjobs"]
-        with patch.dict(os.environ, environment, clear=True), chdir(ROOT):
-            code = cli.main(command[3:])
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
-
-    return run
+    assert container["command"][:3] == ["trnjobs-entry", "--", "trnjobs"]
+    with patch.dict(os.environ, environment, clear=True), chdir(ROOT):
+        code = cli.main(container["command"][3:])
+    captured = capsys.readouterr()
+    assert code == 0, captured.out + captured.err
+    return captured.out + captured.err
 
 
 def trnjobs(stack: Stack, capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:

@@ -11,20 +11,25 @@ from typing import Any
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from jobs.plan.spec import JobSpec, Plan
+from jobs.settings import differences
+from jobs.targets.base import placement_of
 from jobs.targets.batch.client import BatchClient, Detail
 from jobs.targets.batch.requests import Request, check_plan, definition_request
-from jobs.targets.placement import placement_of
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.machines import NODES
 
 
 @dataclass(frozen=True)
-class Account:
-    """Queues by the plan's word for them, compute environments by ARN and by name, policies by ARN."""
+class Queue:
+    """A queue, its compute environments in order, and the shares of its policy; None: it has no policy."""
 
-    queues: Mapping[str, Detail]
-    environments: Mapping[str, Detail]
-    policies: Mapping[str, Detail]
+    detail: Detail
+    environments: Sequence[Detail]
+    shares: Sequence[str] | None
+
+
+Account = Mapping[str, Queue]
+"""Queues by name and by ARN."""
 
 
 def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
@@ -32,9 +37,9 @@ def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
     check_plan(plan)
     account = look_up(client, [placement_of(plan, job).queue for job in plan.jobs])
     refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
-    for name, queue in account.queues.items():
-        if queue["status"] in ("CREATING", "UPDATING"):
-            seen = f"queue {name} is {queue['status']}"
+    for name, queue in account.items():
+        if queue.detail["status"] in ("CREATING", "UPDATING"):
+            seen = f"queue {name} is {queue.detail['status']}"
             raise TransientError(seen, expected="VALID", next_command="run the same command again in a minute")
     return account_warnings(plan, account)
 
@@ -49,17 +54,22 @@ def refuse_account(problems: Iterable[str], expected: str) -> None:
         )
 
 
-def look_up(client: BatchClient, names: Sequence[str]) -> Account:
+def look_up(client: BatchClient, names: Iterable[str]) -> Account:
     """Describe these queues, and what is behind them."""
-    described = client.described("queues", list(dict.fromkeys(names)))
-    queues = {name: one for name in names for one in described if name in (one["jobQueueName"], one["jobQueueArn"])}
-    orders = [queue.get("computeEnvironmentOrder", ()) for queue in queues.values()]
-    arns = {one["computeEnvironment"] for order in orders for one in order}
-    policies = {queue["schedulingPolicyArn"] for queue in queues.values() if queue.get("schedulingPolicyArn")}
-    found = client.described("compute environments", sorted(arns))
-    environments = {one[word]: one for one in found for word in ("computeEnvironmentArn", "computeEnvironmentName")}
-    by_arn = {one["arn"]: one for one in client.described("scheduling policies", sorted(policies))}
-    return Account(queues, environments, by_arn)
+    described, found = client.described("queues", list(dict.fromkeys(names))), dict[str, Queue]()
+    orders = [[one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())] for queue in described]
+    arns = sorted({arn for order in orders for arn in order})
+    environments = {one["computeEnvironmentArn"]: one for one in client.described("compute environments", arns)}
+    policies = sorted({arn for queue in described if (arn := queue.get("schedulingPolicyArn"))})
+    shares = {
+        one["arn"]: [share["shareIdentifier"] for share in one.get("fairsharePolicy", {}).get("shareDistribution", ())]
+        for one in client.described("scheduling policies", policies)
+    }
+    for queue, order in zip(described, orders, strict=True):
+        behind = [environments[arn] for arn in order if arn in environments]
+        made = Queue(queue, behind, shares.get(queue.get("schedulingPolicyArn", "")))
+        found |= dict.fromkeys((queue["jobQueueName"], queue["jobQueueArn"]), made)
+    return found
 
 
 def account_problems(plan: Plan, account: Account) -> Iterator[str]:
@@ -67,25 +77,21 @@ def account_problems(plan: Plan, account: Account) -> Iterator[str]:
     for job in plan.jobs:
         where = placement_of(plan, job)
         yield from queue_problems(where.queue, account, is_shared=bool(where.share_identifier))
-        if where.queue in account.queues:
-            order = account.queues[where.queue].get("computeEnvironmentOrder", ())
-            arns = [one["computeEnvironment"] for one in order]
-            yield from _room(
-                job, where.queue, [account.environments[arn] for arn in arns if arn in account.environments]
-            )
+        if where.queue in account:
+            yield from _room(job, where.queue, account[where.queue].environments)
 
 
 def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[str]:
     """Yield what is wrong with a queue itself. `is_shared`: jobs name a share of it."""
-    queue = account.queues.get(name)
-    if queue is None:
+    if name not in account:
         yield f"queue {name}: does not exist in this account and region"
         return
+    queue = account[name].detail
     if queue["state"] != "ENABLED":
         yield f"queue {name}: {queue['state']}, it takes no jobs"
     if queue["status"] not in ("VALID", "CREATING", "UPDATING"):
         yield f"queue {name}: {queue['status']} ({queue.get('statusReason', 'no reason given')})"
-    if is_shared and not queue.get("schedulingPolicyArn"):
+    if is_shared and account[name].shares is None:
         yield (
             f"queue {name}: has no scheduling policy, so it refuses share identifiers; "
             "a policy cannot be added later, create the queue with one"
@@ -94,19 +100,17 @@ def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[
 
 def account_warnings(plan: Plan, account: Account) -> tuple[str, ...]:
     """Return what is allowed and probably not meant."""
-    wheres = [placement_of(plan, job) for job in plan.jobs]
-    return share_warnings([(where.queue, where.share_identifier) for where in wheres], account)
+    uses = (placement_of(plan, job) for job in plan.jobs)
+    return share_warnings(((where.queue, where.share_identifier) for where in uses), account)
 
 
 def share_warnings(uses: Iterable[tuple[str, str]], account: Account) -> tuple[str, ...]:
     """Return a line for each (queue, share) whose policy does not name the share."""
     lines = []
     for queue, share in dict.fromkeys(uses):
-        policy = account.policies.get(account.queues[queue].get("schedulingPolicyArn", ""))
-        distribution = (policy or {}).get("fairsharePolicy", {}).get("shareDistribution", ())
-        shares = [one["shareIdentifier"] for one in distribution]
-        prefixes = tuple(one[:-1] for one in shares if one.endswith("*"))
-        if policy is not None and share not in shares and not share.startswith(prefixes):
+        shares = account[queue].shares
+        prefixes = tuple(one[:-1] for one in shares or () if one.endswith("*"))
+        if shares is not None and share not in shares and not share.startswith(prefixes):
             there = ", ".join(sorted(shares)) or "none"
             lines.append(
                 f"share identifier {share} is not in the policy of queue {queue}: it gets weight 1 (there: {there})"
@@ -116,24 +120,18 @@ def share_warnings(uses: Iterable[tuple[str, str]], account: Account) -> tuple[s
 
 def _room(job: JobSpec, queue: str, environments: Sequence[Detail]) -> Iterator[str]:
     """Check that a node group fits one compute environment, a whole machine for each node; of an array one child."""
-    machine = NODES.get(job.resources.instance_type)
-    whole = machine.vcpus if machine and job.num_nodes else job.resources.vcpus
-    needs = whole * max(1, job.num_nodes)
+    needs, machine = job.resources, NODES.get(job.resources.instance_type)
+    vcpus = max(1, job.num_nodes) * (machine.vcpus if machine and job.num_nodes else needs.vcpus)
     usable = [one for one in environments if one["state"] == "ENABLED" and one["status"] != "INVALID"]
+    managed = [one.get("computeResources", {}) for one in usable if one.get("type") != "UNMANAGED"]
+    fitting = [one for one in managed if not job.num_nodes or one.get("type") == "EC2"]
     if not usable:
         yield f"queue {queue}: no enabled compute environment"
-        return
-    managed = [one.get("computeResources", {}) for one in usable if one.get("type") != "UNMANAGED"]
-    if job.num_nodes:
-        managed = [one for one in managed if one.get("type") == "EC2"]
-        if not managed:
-            yield f"{job.name}: {job.num_nodes} nodes; they need a managed on-demand EC2 compute environment"
-            return
-    most = max((one.get("maxvCpus", 0) for one in managed), default=needs)
-    if most < needs:
-        yield f"{job.name}: {needs:,} vCPU at once; the compute environments of {queue} go up to {most:,}"
-    offered = {kind for one in managed for kind in one.get("instanceTypes", ())}
-    wanted = job.resources.instance_type
+    elif job.num_nodes and not fitting:
+        yield f"{job.name}: {job.num_nodes} nodes; they need a managed on-demand EC2 compute environment"
+    if fitting and (most := max(one.get("maxvCpus", 0) for one in fitting)) < vcpus:
+        yield f"{job.name}: {vcpus:,} vCPU at once; the compute environments of {queue} go up to {most:,}"
+    offered, wanted = {kind for one in fitting for kind in one.get("instanceTypes", ())}, needs.instance_type
     if wanted and offered and not offered & {wanted, wanted.split(".")[0], "optimal"}:
         yield f"{job.name}: instance type {wanted}; the compute environments offer {', '.join(sorted(offered))}"
 
@@ -163,16 +161,13 @@ class PlannedOutputs(BaseModel):
     @property
     def account(self) -> Account:
         """Return the account as AWS Batch would describe it once it is there."""
-        queues, environments, policies = dict[str, Detail](), dict[str, Detail](), dict[str, Detail]()
+        usable, account = {"state": "ENABLED", "status": "VALID"}, dict[str, Queue]()
         for one in self.fleet:
-            name, usable = one.queue, {"state": "ENABLED", "status": "VALID"}
-            order = [{"computeEnvironment": name}]
-            queues[name] = {**usable, "schedulingPolicyArn": name, "computeEnvironmentOrder": order}
             machines = {"type": one.type, "maxvCpus": one.max_vcpus, "instanceTypes": one.instance_types}
-            environments[name] = {**usable, "type": "MANAGED", "computeResources": machines}
-            shares = [{"shareIdentifier": share} for share in one.shares]
-            policies[name] = {"fairsharePolicy": {"shareDistribution": shares}}
-        return Account(queues, environments, policies)
+            account[one.queue] = Queue(
+                usable, [{**usable, "type": "MANAGED", "computeResources": machines}], one.shares
+            )
+        return account
 
 
 def read_planned(path: Path) -> PlannedOutputs:
@@ -223,8 +218,8 @@ def ensure_definition(client: BatchClient, request: Request) -> str:
 
 def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
     """Yield what a submission would do with each definition of the plan, with every place that differs."""
-    requests = {job.name: definition_request(plan, job) for job in plan.jobs}
     users: dict[str, list[str]] = {}
+    requests = {job.name: definition_request(plan, job) for job in plan.jobs}
     for name, request in requests.items():
         users.setdefault(request["tags"]["content"], []).append(name)
     for names in users.values():
@@ -237,32 +232,28 @@ def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
             yield f"+ {name}:1 ({jobs}) would be registered, the first of its name"
         else:
             yield f"~ {name} ({jobs}) would be registered anew; against revision {latest['revision']}:"
-            for path, (theirs, ours) in differences(request, latest).items():
-                yield f"    {path}: {theirs!r} -> {ours!r}"
-
-
-def differences(planned: Detail, described: Detail) -> dict[str, tuple[Any, Any]]:
-    """Return (registered, planned) by place, such as `timeout.attemptDurationSeconds`; None if a side has nothing."""
-    ours = dict(_leaves({key: value for key, value in planned.items() if key in _OURS}))
-    theirs = dict(_leaves({key: value for key, value in described.items() if key in _OURS}))
-    paths = sorted((ours.keys() | theirs.keys()) - {"tags.content"})  # a fingerprint of the rest
-    return {path: (theirs.get(path), ours.get(path)) for path in paths if ours.get(path) != theirs.get(path)}
+            for place, theirs, ours in differences(_tree(_ours(latest)), _tree(_ours(request))):
+                yield f"    {place}: {theirs!r} -> {ours!r}"
 
 
 def _newest(revisions: Iterable[Detail]) -> Detail | None:
     return max(revisions, key=lambda one: int(one["revision"]), default=None)
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of what is set. AWS Batch fills in or omits empty lists and words, zero and False."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(one, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for index, entry in enumerate(value):
-            name = next((one for one in _NAMES if isinstance(entry, Mapping) and one in entry), "")
-            rest = {key: one for key, one in entry.items() if key != name} if name else entry
-            yield from _leaves(rest, f"{path}[{entry[name] if name else index}]")
-    elif value:
-        # The action of a retry rule is described in small letters.
-        yield path, value.upper() if path.endswith(".action") else value
+def _ours(definition: Detail) -> Detail:
+    own = {key: one for key, one in definition.items() if key in _OURS}
+    return own | {"tags": {key: one for key, one in own["tags"].items() if key != "content"}}  # that of all the rest
+
+
+def _tree(value: Any) -> Any:
+    """Return what is set, entries of lists by their names. AWS Batch fills in or omits empty lists and words, zero and
+    False, and describes the action of a retry rule in small letters."""
+    if isinstance(value, list | tuple):
+        names = [next((one for one in _NAMES if isinstance(entry, Mapping) and one in entry), "") for entry in value]
+        value = {
+            entry[name] if name else str(i): entry for i, (name, entry) in enumerate(zip(names, value, strict=True))
+        }
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _tree(one.upper() if key == "action" else one) for key, one in value.items()}
+    return {key: one for key, one in found.items() if one}

@@ -60,6 +60,10 @@ class UnknownOutcome(TransientError):
     """A request that is not idempotent may or may not have been carried out."""
 
 
+def is_unknown(error: BaseException) -> bool:
+    return isinstance(error, UnknownOutcome)
+
+
 def name_of(error: BaseException) -> str:
     """Return the error code without its suffix; empty if the service did not answer."""
     return code_of(error).removesuffix("Exception")
@@ -129,7 +133,7 @@ class AwsClient:
     def __init__(self, raw: Any, *, policy: RetryPolicy | None = None, stop: StopSignal | None = None) -> None:
         self._raw, self._policy, self._stop = raw, policy or RetryPolicy(), stop or StopSignal()
 
-    def repeat(self, work: Callable[[], T], *, doing: str, retryable: Callable[[BaseException], bool]) -> T:
+    def repeat(self, doing: str, work: Callable[[], T], retryable: Callable[[BaseException], bool]) -> T:
         return call_with_retry(work, self._policy, retryable=retryable, stop=self._stop, doing=doing)
 
     def call(
@@ -138,7 +142,7 @@ class AwsClient:
         """Return the answer to a request that may be repeated; empty for an error that is `accepted`."""
         try:
             send = getattr(self._raw, operation)
-            answer: Detail = self.repeat(lambda: send(**request), doing=doing, retryable=is_retryable)
+            answer: Detail = self.repeat(doing, lambda: send(**request), is_retryable)
             return answer
         except S3_ERRORS as error:
             if accepted is not None and accepted(error):
@@ -165,7 +169,7 @@ class BatchClient(AwsClient):
         """
         doing = f"submitting {request['jobName']}"
         try:
-            answer = self.repeat(lambda: self._raw.submit_job(**request), doing=doing, retryable=was_not_done)
+            answer = self.repeat(doing, lambda: self._raw.submit_job(**request), was_not_done)
         except S3_ERRORS as error:
             if is_retryable(error) and not was_not_done(error):
                 raise UnknownOutcome(f"{type(error).__name__} while {doing}", next_command="trnjobs submit") from error

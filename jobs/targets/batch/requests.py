@@ -10,7 +10,7 @@ from typing import Any
 
 from jobs.node.environment import job_variables
 from jobs.plan.spec import JobSpec, Plan, refuse
-from jobs.targets.placement import placement_of
+from jobs.targets.base import placement_of
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.machines import NODES
 

@@ -17,11 +17,10 @@ from jobs.cycle.job_states import (
     unneeded_jobs,
 )
 from jobs.plan.spec import JobSpec, Plan
-from jobs.targets.base import Target, keep_cancels, log_stream, no_log, read_cancels, seconds_of
+from jobs.targets.base import Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
-from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome
+from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
-from jobs.targets.placement import placement_of
 from pipeline.core.errors import TransientError
 from pipeline.core.format import format_duration
 
@@ -136,9 +135,7 @@ class BatchTarget(Target):
             found = self._live(plan, request["jobQueue"], request["jobName"])
             return str(found[0]["jobId"]) if found else self.client.submit_job(request)
 
-        job_id = self.client.repeat(
-            find_or_submit, doing=f"submitting {request['jobName']}", retryable=lambda e: isinstance(e, UnknownOutcome)
-        )
+        job_id = self.client.repeat(f"submitting {request['jobName']}", find_or_submit, is_unknown)
         submission = Submission(job=job.name, id=job_id, definition=definition, submitted_at=self.store.clock())
         try:
             self.store.save_submission(round_, submission)
@@ -162,11 +159,7 @@ class BatchTarget(Target):
 
     def _live_ids(self, plan: Plan, job: JobSpec, round_: int) -> list[str]:
         queue, name = placement_of(plan, job).queue, job_name(plan, job, round_)
-        found = self.client.repeat(
-            lambda: self._live(plan, queue, name),
-            doing=f"looking for {name}",
-            retryable=lambda error: isinstance(error, UnknownOutcome),
-        )
+        found = self.client.repeat(f"looking for {name}", lambda: self._live(plan, queue, name), is_unknown)
         return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
 
     def _live(self, plan: Plan, queue: str, name: str) -> list[Detail]:
@@ -219,13 +212,12 @@ def _job_record(name: str, detail: Detail, described: Mapping[str, Detail]) -> J
     """Return one job. `described`: also its children or nodes, by id; those that are not there yet are left out."""
     ids = _parts(detail)
     nodes = [described.get(one, {}) for one in ids if "#" in one]
+    of_array = [one for one in ids if ":" in one]
     children = [
-        _job_record(f"{name}:{one.rpartition(':')[2]}", described[one], {})
-        for one in ids
-        if "#" not in one and one in described
+        _job_record(f"{name}{one[len(detail['jobId']) :]}", described[one], {}) for one in of_array if one in described
     ]
     attempts = []
-    if not any(":" in one for one in ids):  # of an array the children run, it does not
+    if not of_array:  # of an array the children run, it does not
         ended = list(detail.get("attempts") or ())
         attempts = [_attempt(one, nodes or [detail], index) for index, one in enumerate(ended)]
         under_way = JobState(detail["status"]).is_active and all(one.get("stoppedAt") for one in ended)
@@ -269,22 +261,19 @@ def _attempt(detail: Detail, nodes: Sequence[Detail], index: int) -> AttemptReco
 
 NEVER_STARTS = "MISCONFIGURATION:"
 """Begins what waiting does not cure. Capacity comes back."""
+_QUEUES = "aws batch describe-job-queues"
 _REASONS = {  # in our words, and what to do
     "CAPACITY:": ("there is no capacity for it", "wait; or add a zone, a reservation or a capacity block"),
     "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE": (
         "it needs more vCPU than maxvCpus of any compute environment of the queue",
         "aws batch update-compute-environment --compute-resources maxvCpus=N, or fewer nodes in [jobs]",
     ),
-    "MISCONFIGURATION:SERVICE_ENVIRONMENT_MAX_RESOURCE": (
-        "it needs more instances than the service environment of the queue has",
-        "aws batch update-service-environment, or fewer nodes in [jobs]",
-    ),
     "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT": (
         "no instance type of the compute environments has the vCPU and memory it asks for",
         "ask for less in [jobs] (the agent keeps 4 % of the memory), then trnjobs submit",
     ),
-    NEVER_STARTS: ("the queue or its compute environments are set up wrongly", "aws batch describe-job-queues"),
-    "UNDETERMINED": ("AWS Batch does not know why it cannot start", "aws batch describe-job-queues"),
+    NEVER_STARTS: ("the queue, its environments or their limits are set up wrongly for it", _QUEUES),
+    "UNDETERMINED": ("AWS Batch does not know why it cannot start", _QUEUES),
 }
 
 

@@ -17,7 +17,6 @@ import errno
 import fcntl
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -29,25 +28,24 @@ from pipeline.proc.children import OF_MACHINE, end_marked, kill_marked, kills_fo
 
 MARK = "TRNJOBS_ATTEMPT_ID"
 STARTED, ENDED = "started.json", "ended.json"
-AGAIN_S = 0.5  # a full disk may have room again
+POLL_S, AGAIN_S = 0.05, 0.5
 
 
 def main(argv: list[str]) -> int:
     """Returns 0 also when another keeper has the node."""
     folder, timeout_s, grace_s, command = argv[1], float(argv[2]), float(argv[3]), argv[4:]
     told = list[str]()
-    pause = _pauses_that_signals_end(told)
-    lock = _when_there_is_room(lambda: take(folder, os.getpid()), pause, told)
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop, lambda number, frame: told.append(signal.Signals(number).name))
+    lock = _when_there_is_room(lambda: take(folder, os.getpid()), told)
     if lock is not None:
-        end = keep(command, timeout_s, grace_s, told, pause)
-        _when_there_is_room(lambda: publish_end(folder, end), pause, [])
+        end = keep(command, timeout_s, grace_s, told)
+        _when_there_is_room(lambda: publish_end(folder, end), [])
         os.close(lock)
     return 0
 
 
-def keep(
-    command: list[str], timeout_s: float, grace_s: float, told: list[str], pause: Callable[[float], None]
-) -> dict[str, object]:
+def keep(command: list[str], timeout_s: float, grace_s: float, told: list[str]) -> dict[str, object]:
     """Run the command to its end and kill what it left; return the content of ended.json (nodes.NodeEnd)."""
     deadline, kill_at, stopped_by = time.monotonic() + timeout_s, float("inf"), ""
     is_ours, kills = os.environ[MARK].__eq__, kills_for_memory(OF_MACHINE) or 0
@@ -65,10 +63,10 @@ def keep(
             os.kill(pid, signal.SIGKILL)
             kill_marked(MARK, is_ours)
             kill_at = now + AGAIN_S
-        pause((kill_at if stopped_by else deadline) - now)
+        time.sleep(POLL_S)
     code, at = os.waitstatus_to_exitcode(ended[1]), time.time()
     while end_marked(MARK, is_ours):
-        pause(AGAIN_S)
+        time.sleep(AGAIN_S)
     return {
         "at": at,
         "exit_code": code if code >= 0 else 128 - code,
@@ -121,7 +119,7 @@ def _flush(folder: str) -> None:
     os.close(descriptor)
 
 
-def _when_there_is_room(write: Callable[[], int | None], pause: Callable[[float], None], told: list[str]) -> int | None:
+def _when_there_is_room(write: Callable[[], int | None], told: list[str]) -> int | None:
     """Retry while the disk is full; return None when told to stop before that."""
     while not told:
         try:
@@ -129,25 +127,8 @@ def _when_there_is_room(write: Callable[[], int | None], pause: Callable[[float]
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-        pause(AGAIN_S)
+        time.sleep(POLL_S)
     return None
-
-
-def _pauses_that_signals_end(told: list[str]) -> Callable[[float], None]:
-    """Return a sleep that any signal ends. SIGTERM and SIGINT are noted by name in `told`."""
-    reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    for stop in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(stop, lambda number, frame: told.append(signal.Signals(number).name))
-
-    def pause(seconds: float) -> None:
-        if select.select([reader], [], [], max(0.0, seconds))[0]:
-            os.read(reader, 4096)
-
-    return pause
 
 
 if __name__ == "__main__":

@@ -179,10 +179,9 @@ class Engine:
 
     def is_done(self) -> bool:
         """Whether nothing is left to do, now that it is written down."""
-        left = (
-            self._active() if self.stop.is_set() else [r for r in self.known.records.values() if not r.state.is_final]
-        )
-        return not left and not self._unsaved
+        stopping = self.stop.is_set()
+        left = (one.state.is_active if stopping else not one.state.is_final for one in self.known.records.values())
+        return not self._unsaved and not any(left)
 
     def tick(self) -> bool:
         """Look at everything once; return whether anything changed. After an OSError the next tick goes on."""
@@ -307,8 +306,6 @@ class LocalTarget(Target):
     stop: StopSignal
     grace_s: float = PLATFORM_S
     poll_s: float = 0.1
-    new_id: Callable[[], str] = lambda: str(uuid.uuid4())
-    monotonic: Callable[[], float] = time.monotonic
 
     @property
     def files(self) -> LocalFiles:
@@ -330,7 +327,7 @@ class LocalTarget(Target):
                         next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
                     )
             for name in new:
-                submission = Submission(job=name, id=self.new_id(), submitted_at=self.store.clock())
+                submission = Submission(job=name, id=str(uuid.uuid4()), submitted_at=self.store.clock())
                 self.store.save_submission(round_, submission)
             self._run(plan)
 
@@ -398,7 +395,6 @@ class LocalTarget(Target):
             self.store.clock,
             self.grace_s,
             self.poll_s,
-            monotonic=self.monotonic,
         ).run()
 
     def _saved(self) -> list[JobRecord]:

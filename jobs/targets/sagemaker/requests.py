@@ -22,8 +22,8 @@ from jobs.node.environment import STARTS, job_variables
 from jobs.plan.cycle import ENTRY
 from jobs.plan.resources import has_accelerator, ml_machine
 from jobs.plan.spec import JobSpec, Plan, Retry, refuse
+from jobs.targets.base import placement_of, sagemaker_placement_of
 from jobs.targets.batch.requests import SHARE
-from jobs.targets.placement import placement_of, sagemaker_placement_of
 from pipeline.core.fingerprint import fingerprint
 from pipeline.parallel.world import ARRAY_INDEX, ATTEMPT
 

@@ -16,10 +16,9 @@ from typing import Any
 
 from jobs.cycle.job_states import EXITED, SERVICE_FAULT, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd, Leaf
 from jobs.plan.spec import Plan
-from jobs.targets.base import seconds_of
+from jobs.targets.base import placement_of, sagemaker_placement_of, seconds_of
 from jobs.targets.batch.account import look_up, queue_problems, refuse_account, share_warnings
 from jobs.targets.batch.client import AwsClient, BatchClient, Detail, is_missing, message_of, name_of
-from jobs.targets.placement import placement_of, sagemaker_placement_of
 from jobs.targets.sagemaker.requests import (
     PLAN,
     RECEIVED,
@@ -108,13 +107,9 @@ def failure_end(failure: str) -> AttemptEnd:
     words = " ".join(failure.split())[:MAX_WORDS]
     if found := _OUR_CODE.match(failure) or _DOCKERS_CODE.search(failure):
         return AttemptEnd(int(found[1]), EXITED, words)
-    if failure.startswith("InternalServerError"):
-        return AttemptEnd(None, SERVICE_FAULT, words)
-    if failure.startswith("CapacityError"):
-        return AttemptEnd(None, TASK_NOT_STARTED, words)
-    if failure.startswith("AlgorithmError"):
-        return AttemptEnd(EXIT_BUG, EXITED, words)
-    return AttemptEnd(None, failure.partition(":")[0][:MAX_WORDS] or "Failed without a reason", words)
+    cause = failure.partition(":")[0][:MAX_WORDS] or "Failed without a reason"
+    known = {"InternalServerError": SERVICE_FAULT, "CapacityError": TASK_NOT_STARTED, "AlgorithmError": EXITED}
+    return AttemptEnd(EXIT_BUG if cause == "AlgorithmError" else None, known.get(cause, cause), words)
 
 
 def _seconds(at: datetime | float | None) -> float | None:
@@ -226,8 +221,6 @@ class QueueRoute(BatchClient):
     def __init__(self, raw: Any, training: DirectRoute, warn: Say, **more: Any) -> None:
         super().__init__(raw, **more)
         self._training, self._warn = training, warn
-        self._ids = dict[str, str]()
-        """Of service jobs by name, once known."""
 
     def check(self, plan: Plan) -> None:
         """Raises ConfigError with everything for which this account would not run the jobs of the plan."""
@@ -238,7 +231,7 @@ class QueueRoute(BatchClient):
         account, problems = look_up(self, [queue for queue, _ in uses]), list[str]()
         for name in dict(uses):
             problems += queue_problems(name, account, is_shared=True)
-            kind = account.queues.get(name, {}).get("jobQueueType", SERVICE_JOB_TYPE)
+            kind = account[name].detail.get("jobQueueType") if name in account else SERVICE_JOB_TYPE
             if kind != SERVICE_JOB_TYPE:
                 problems.append(f"queue {name}: of type {kind}; expected {SERVICE_JOB_TYPE}")
         refuse_account(problems, f"an enabled fair-share queue of type {SERVICE_JOB_TYPE} (jobs.sagemaker.queue)")
@@ -279,20 +272,13 @@ class QueueRoute(BatchClient):
             self.terminate_job(detail["jobId"], reason, "service_job")
 
     def _find(self, cycle: Cycle, leaf: Leaf, round_: int) -> Detail | None:
-        name = cycle.leaf_id(leaf, round_)
-        if known := self._ids.get(name):
-            return self._describe(known)
-        found = self._named(sagemaker_placement_of(cycle.plan, leaf.spec).queue, name)
-        if found is not None:
-            self._ids[name] = str(found["jobId"])
-        return found
+        return self._named(sagemaker_placement_of(cycle.plan, leaf.spec).queue, cycle.leaf_id(leaf, round_))
 
     def _named(self, queue: str, name: str) -> Detail | None:
         """Return the oldest of exactly this name in any state; None if there is none, or it is not described yet."""
         ours = self.jobs_named(queue, name, "service_job")
-        oldest = min(ours, key=lambda one: (one["createdAt"], one["jobId"]), default=None)
-        return oldest and self._describe(oldest["jobId"])
-
-    def _describe(self, job_id: str) -> Detail | None:
+        if not ours:
+            return None
+        job_id = min(ours, key=lambda one: (one["createdAt"], one["jobId"]))["jobId"]
         doing, operation = f"describing service job {job_id}", "describe_service_job"
         return self.call(doing, operation, accepted=is_missing, jobId=job_id) or None

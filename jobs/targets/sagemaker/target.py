@@ -20,10 +20,10 @@ from jobs.targets.base import (
     log_stream,
     no_log,
     read_cancels,
+    sagemaker_placement_of,
 )
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.batch.target import next_command, reason_in
-from jobs.targets.placement import sagemaker_placement_of
 from jobs.targets.sagemaker.requests import Cycle, check_plan
 from jobs.targets.sagemaker.routes import QUEUED, QUOTA, DirectRoute, QueueRoute, Seen
 from pipeline.core.errors import TransientError
@@ -51,18 +51,15 @@ class SageMakerTarget(Target):
     def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
         """Raises Preempted when stopped, TransientError when nobody answers for 15 min; the same command goes on."""
         self.record_submissions(plan, round_, jobs)
-        trouble_since: float | None = None
+        answered_at = self.store.clock()
         while True:
             try:
-                records = self.advance(plan)
-                trouble_since = None
-                if all(record.state.is_final for record in records):
+                if all(record.state.is_final for record in self.advance(plan)):
                     return
+                answered_at = self.store.clock()
             except TransientError as error:
-                now = self.store.clock()
-                trouble_since = trouble_since or now
                 self.say(f"not reached: {error.seen}")
-                if now - trouble_since > PATIENCE_S:
+                if self.store.clock() - answered_at > PATIENCE_S:
                     raise
             self.stop.wait(self.poll_s)
             self.stop.raise_if_set("following training jobs, which run on; trnjobs submit follows them again")

@@ -1,7 +1,7 @@
 """What the main node concludes from what it hears, and what it hears over a socket."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -10,77 +10,62 @@ from hypothesis import strategies as st
 from jobs.node.environment import Place, Timing
 from jobs.node.group import MAX_LINE_BYTES, Connection, Message, NodeGone, NodeGroup
 
-RETRY, PREEMPTED = 75, 143
+RETRY = 75
 
 
-class Group:
-    """The main node of a group, with a clock of its own; other nodes are `here` without a connection."""
+class Group(NodeGroup):
+    """The main node, with a clock of its own; other nodes are `here` without a connection. It listens nowhere."""
 
     def __init__(self, num_nodes: int = 3, here: tuple[int, ...] | None = None) -> None:
         place = Place("", "", "train", "job-1", 1, 0, num_nodes, "127.0.0.1", port=0)
         self.now = 0.0
-        self.main = NodeGroup(place, Timing(lost_after_s=30.0), lambda line: None, lambda: self.now)
+        super().__init__(place, Timing(lost_after_s=30.0), lambda line: None, lambda: self.now)
+        self.close(0.0)
+        self._listener = None
+        self._tried_at = float("inf")
         for node in range(1, num_nodes) if here is None else here:
-            self.main._nodes[node].heard = 0.0
-        self.tell = self.main.report
+            self._nodes[node].heard = 0.0
 
     def at(self, now: float) -> str:
         self.now = now
-        self.main.tick()
-        return self.main.trouble
+        self.tick()
+        return self.trouble
 
-    def code(self, *, stopped: bool = False) -> int:
-        return self.main.exit_code(0, stopped=stopped)
-
-
-@pytest.fixture
-def group() -> Iterator[Callable[..., Group]]:
-    made: list[Group] = []
-
-    def make(*args: object) -> Group:
-        made.append(Group(*args))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.main.close(0.0)
+    def code(self) -> int:
+        return self.exit_code(0, stopped=False)
 
 
-def test_all_well(group: Callable[..., Group]) -> None:
-    one = group()
-    assert (one.main.ready, one.at(1.0), one.main.ready) == (False, "", True)
+def test_all_well() -> None:
+    one = Group()
+    assert (one.ready, one.at(1.0), one.ready) == (False, "", True)
     for node in (1, 0, 2):
-        assert not one.main.settled
-        one.tell(0, node)
+        assert not one.settled
+        one.report(0, node)
     assert one.at(1000.0) == ""  # a node that has reported may fall silent
-    assert (one.main.settled, one.code()) == (True, 0)
+    assert (one.settled, one.code()) == (True, 0)
 
 
 @pytest.mark.parametrize("code", [65, 70, 74, 78, 80])
 @pytest.mark.parametrize("node", [0, 1, 2])
-def test_a_code_that_must_not_be_retried_goes_before_all(group: Callable[..., Group], node: int, code: int) -> None:
-    one = group()
-    one.main.lose(1 if node == 2 else 2, "gone")
+def test_a_code_that_must_not_be_retried_goes_before_all(node: int, code: int) -> None:
+    one = Group()
+    one.lose(1 if node == 2 else 2, "gone")
     for other in range(3):
-        one.tell(code if other == node else RETRY, other)
+        one.report(code if other == node else RETRY, other)
     assert one.code() == code
 
 
-def test_a_bug_counts_when_it_came_first(group: Callable[..., Group]) -> None:
-    first, after = group(2), group(2)
-    first.tell(1, 1)
-    first.tell(RETRY, 0)
-    assert (first.main.trouble, first.code()) == ("node 1 exited with 1", 1)
-    after.main.lose(1, "gone")
-    after.tell(1, 0)  # it fails because its peer has vanished
+def test_a_bug_counts_when_it_came_first_and_after_trouble_latecomers_are_not_waited_for() -> None:
+    first, after, late = Group(2), Group(2), Group(3, (1,))
+    first.report(1, 1)
+    first.report(RETRY, 0)
+    assert (first.trouble, first.code()) == ("node 1 exited with 1", 1)
+    after.lose(1, "gone")
+    after.report(1, 0)  # it fails because its peer has vanished
     assert after.code() == RETRY
-
-
-def test_after_trouble_latecomers_are_not_waited_for(group: Callable[..., Group]) -> None:
-    one = group(3, (1,))
-    one.tell(78, 1)
-    one.tell(RETRY, 0)
-    assert (one.main.settled, one.code()) == (True, 78)
+    late.report(78, 1)
+    late.report(RETRY, 0)
+    assert (late.settled, late.code()) == (True, 78)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.sampled_from([0, 1, 65, 75, 143]))))
@@ -88,22 +73,19 @@ def test_zero_means_that_every_node_reported_zero(history: list[tuple[bool, int,
     one, last = Group(4), dict[int, int]()
     for reports, node, code in history:
         if reports:
-            one.tell(code, node)
+            one.report(code, node)
             last[node] = code
         elif node:
-            one.main.lose(node, "gone")
+            one.lose(node, "gone")
     assert (one.code() == 0) == (len(last) == 4 and not any(last.values()))
-    one.main.close(0.0)
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, socket.socket]]:
-    near, far = socket.create_server(("127.0.0.1", 0)), socket.socket()
-    far.connect(near.getsockname())
-    connection = Connection(near.accept()[0], 0.0)
-    yield connection, far
-    for one in (connection.socket, far, near):
-        one.close()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as far:
+        near = server.accept()[0]
+        yield Connection(near, 0.0), far
+        near.close()
 
 
 def wait(connection: Connection) -> list[Message]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jobs.node.command import Command, exit_code_of_return
+from jobs.node.run import Command, exit_code_of_return
 from tests.jobs.node.entries import READY, clean_env, entry, job_env, post_mortem, python, read_until
 from tests.jobs.targets.local.waiting import is_alive, until
 

@@ -17,8 +17,8 @@ from jobs.plan.cycle import AFTER, CHECKPOINT_URI, MINE, plan_cycle, plan_script
 from jobs.plan.resources import Prices, job_usd, node_usd_per_hour, prices_of
 from jobs.plan.spec import JobSpec, Plan, Resources, Retry
 from jobs.settings import JobsConfig, Step
+from jobs.targets.base import placement_of, with_placements
 from jobs.targets.batch.requests import check_plan
-from jobs.targets.placement import placement_of, with_placements
 from pipeline.core.errors import ConfigError
 from pipeline.core.machines import NODES
 from tests.jobs.cycle.cases import TRN1, job, plan

@@ -89,8 +89,8 @@ def test_the_tenth_revision_is_newer_than_the_ninth(revisions: tuple[int, int]) 
     ("fields", "place"),
     [
         ({"timeout_s": 7200}, "timeout.attemptDurationSeconds"),
-        ({"environment": {"A": "1"}}, "containerProperties.environment[A].value"),
-        ({"resources": {"vcpus": 4, "memory_mib": 4096}}, "containerProperties.resourceRequirements[VCPU].value"),
+        ({"environment": {"A": "1"}}, "containerProperties.environment"),
+        ({"resources": {"vcpus": 4, "memory_mib": 4096}}, "containerProperties.resourceRequirements.VCPU.value"),
     ],
 )
 def test_what_is_described_equals_what_was_registered_but_for_what_changed(fields: dict[str, Any], place: str) -> None:

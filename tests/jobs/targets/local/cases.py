@@ -1,6 +1,6 @@
 """An engine over nodes that are not there: time is counted, ends are given, and it may die at any call."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -147,23 +147,18 @@ class FakeNodes:
 
     def _check_start(self, key: tuple[str, int, int]) -> None:
         name, attempt, node = key
-        alive = self.alive()
+        alive, succeeded = self.alive(), self.succeeded()
+        known = {*self.leaves, *(leaf.spec.name for leaf in self.leaves.values())}
         assert not any(other[0] == name and other[1] != attempt for other in alive), f"{key} beside an earlier attempt"
-        assert set(self.leaves[name].waits_for()) & set(self.known()) <= self.succeeded(), f"{key} before its time"
-        assert name not in self.succeeded(), f"{key} has succeeded"
+        assert {*self.leaves[name].waits_for()} & known <= succeeded, f"{key} before its time"
+        assert name not in succeeded, f"{key} has succeeded"
         assert attempt == 1 or (name, attempt - 1, 0) in self.nodes, f"{key} skips one"
-        assert node == 0 or self.look_key((name, attempt, 0)) is Phase.RUNNING, f"{key} before the main node"
+        main = self.nodes.get((name, attempt, 0))
+        assert node == 0 or (main and main.begins_at <= self.now < main.ends_at), f"{key} before the main node"
         used = Slots()
         for one in {other[0] for other in alive} | {name}:
             used = used.plus(self.leaves[one].spec)
         assert used.fits_in(self.machine), f"{key} does not fit: {used}"
-
-    def look_key(self, key: tuple[str, int, int]) -> Phase:
-        return self.look(Path(key[0].replace(":", "_")) / str(key[1]) / f"node-{key[2]}").phase
-
-    def known(self) -> Iterator[str]:
-        yield from self.leaves
-        yield from (leaf.spec.name for leaf in self.leaves.values())
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The engine over nodes that are not there: order, gangs, retries, cancelling, and its own death at any call."""
+"""The engine over nodes that are not there: order, node groups, retries, cancelling, and its own death at any call."""
 
 import errno
 from collections.abc import Mapping
@@ -7,12 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.cycle.job_states import JobState
+from jobs.cycle.job_states import (
+    EXITED,
+    HOST_TERMINATED,
+    INTERRUPTED,
+    TASK_NOT_STARTED,
+    TIMED_OUT,
+    AttemptEnd,
+    JobState,
+    Leaf,
+)
 from jobs.plan.spec import Dependency, JobSpec, Retry
-from jobs.targets.local import target as engine
+from jobs.targets.local import target
 from jobs.targets.local.nodes import NodeEnd
-from jobs.targets.local.target import Engine
-from pipeline.core.errors import Preempted, TransientError
+from jobs.targets.local.target import Engine, Slots, attempt_end, check_fits, startable_jobs
+from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.proc.children import MARGIN_S
 from tests.jobs.cycle.cases import job
@@ -26,6 +35,73 @@ def ran(jobs: list[JobSpec], table: Mapping[tuple[str, int, int], Fate]) -> Worl
     made = world(jobs, lambda name, attempt, node: table.get((name, attempt, node), Fate()))
     made.engine().run()
     return made
+
+
+OOM = "OutOfMemoryError: Container killed due to memory usage"
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (NodeEnd(exit_code=0), AttemptEnd(0, EXITED)),
+        (NodeEnd(exit_code=75), AttemptEnd(75, EXITED)),
+        (NodeEnd(exit_code=137, out_of_memory=True), AttemptEnd(137, EXITED, OOM)),
+        (NodeEnd(exit_code=75, out_of_memory=True), AttemptEnd(75, EXITED)),  # another process was killed
+        (NodeEnd(exit_code=137), AttemptEnd(137, HOST_TERMINATED, "Killed from outside")),
+        (NodeEnd(exit_code=137, stopped_by="SIGTERM"), AttemptEnd(137, EXITED)),
+        (NodeEnd(exit_code=137, stopped_by="timeout"), AttemptEnd(137, TIMED_OUT)),
+        (NodeEnd(exit_code=0, stopped_by="timeout"), AttemptEnd(0, TIMED_OUT)),
+        (NodeEnd(exit_code=143, stopped_by="SIGINT"), AttemptEnd(143, INTERRUPTED)),
+        (NodeEnd(exit_code=0, stopped_by="SIGINT"), AttemptEnd(0, EXITED)),  # it was ready just then
+        (NodeEnd(lost=True), AttemptEnd(None, HOST_TERMINATED)),
+        (NodeEnd(error="x: gone"), AttemptEnd(None, TASK_NOT_STARTED, "CannotStartContainerError: x: gone")),
+    ],
+)
+def test_the_end_of_an_attempt_in_the_words_of_batch(end: NodeEnd, expected: AttemptEnd) -> None:
+    assert attempt_end(end) == expected
+
+
+@pytest.mark.parametrize(
+    ("end", "cancelled", "interrupted"),
+    [
+        (NodeEnd(exit_code=0, stopped_by="SIGTERM"), "why", EXITED),
+        (NodeEnd(exit_code=75), "why", EXITED),
+        (NodeEnd(lost=True), "why", HOST_TERMINATED),
+        (NodeEnd(exit_code=0), EXITED, EXITED),  # it had ended before
+        (NodeEnd(error="stopped before it began"), "why", INTERRUPTED),
+    ],
+)
+def test_the_end_of_one_that_was_cancelled_or_interrupted(end: NodeEnd, cancelled: str, interrupted: str) -> None:
+    assert attempt_end(end, cancelled="why").status_reason == cancelled
+    assert attempt_end(end, interrupted=True).status_reason == interrupted
+
+
+MACHINE = Slots(vcpus=4, memory_mib=16_384, groups=1)  # jobs of the cases take 2 vCPU and 4,096 MiB a node
+
+
+@pytest.mark.parametrize(
+    ("queue", "active", "expected"),
+    [
+        ("abc", "", "ab"),
+        ("abc", "d", "a"),
+        ("abc", "de", ""),
+        ("Gab", "d", ""),  # nobody overtakes a node group that waits for room
+        ("aGb", "", "a"),
+        ("Gab", "", "G"),
+        ("HI", "", "H"),  # of one node each: one group at a time
+    ],
+)
+def test_first_in_first_out(queue: str, active: str, expected: str) -> None:
+    nodes = {"G": 2, "H": 1, "I": 1}
+    leaves = {name: Leaf(job(name, num_nodes=nodes.get(name, 0))) for name in "abcdeGHI"}
+    found = startable_jobs([leaves[name] for name in queue], [leaves[name] for name in active], MACHINE)
+    assert "".join(leaf.name for leaf in found) == expected
+
+
+def test_what_can_never_run_is_refused_by_name() -> None:
+    check_fits([job("a"), job("g", num_nodes=2), job("e", array_size=100)], MACHINE)
+    with pytest.raises(ConfigError, match=r"2 jobs need more(.|\n)*g: 6 vCPU, 12,288 MiB, 1 node group\n(.|\n)*h: "):
+        check_fits([job("a"), job("g", num_nodes=3), job("h", num_nodes=9)], MACHINE)
 
 
 def test_the_timeout_of_a_gang_is_one_for_all_its_nodes() -> None:
@@ -94,7 +170,7 @@ def test_a_keeper_that_never_begins_is_a_task_that_did_not_start() -> None:
     assert made.ends() == {"a": SUCCEEDED}
     first, _ = made.record("a").attempts
     assert first.status_reason == "Task failed to start"
-    assert made.nodes.now == pytest.approx(engine.START_PATIENCE_S, abs=5.0)
+    assert made.nodes.now == pytest.approx(target.START_PATIENCE_S, abs=5.0)
 
 
 BY_HAND = "cancelled: by hand"
@@ -152,32 +228,25 @@ def test_what_feeds_only_a_job_that_cannot_run_is_ended(vcpus: int) -> None:
     assert made.nodes.stops == ([(("health", 1, 0), "SIGTERM")] if vcpus == 6 else [])
 
 
-def test_a_full_disk_starts_nothing_until_there_is_room() -> None:
+@pytest.mark.parametrize("full_until", [7.0, 1e9])
+def test_a_full_disk_starts_nothing_until_there_is_room_and_is_given_up_on(full_until: float) -> None:
     made = world([job("a"), job("b", "a")])
-    full_until = 7.0
 
     def before_save() -> None:
         if made.nodes.now < full_until:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     object.__setattr__(made.files, "before_save", before_save)
+    if full_until > 1e6:
+        with pytest.raises(TransientError, match="no space left"):
+            made.engine().run()
+        assert made.nodes.now == pytest.approx(target.DISK_PATIENCE_S, abs=1.0)
+        assert made.nodes.starts == []
+        return
     made.engine().run()
     assert made.ends() == {"a": SUCCEEDED, "b": SUCCEEDED}
     assert sum("no job is started" in line for line in made.said) == 1
     assert min(node.begins_at for node in made.nodes.nodes.values()) >= full_until
-
-
-def test_a_disk_that_stays_full_is_given_up_on() -> None:
-    made = world([job("a")])
-
-    def before_save() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    object.__setattr__(made.files, "before_save", before_save)
-    with pytest.raises(TransientError, match="no space left"):
-        made.engine().run()
-    assert made.nodes.now == pytest.approx(engine.DISK_PATIENCE_S, abs=1.0)
-    assert made.nodes.starts == []
 
 
 ENDS = (
@@ -202,15 +271,8 @@ def dags(draw: st.DrawFn) -> list[JobSpec]:
         on = [Dependency(job=one.name) for one in made if draw(st.integers(0, 2)) == 0]
         nodes = draw(st.integers(1, 2)) if kind == "gang" else 0
         attempts = draw(st.integers(1, 3))
-        made.append(
-            job(
-                f"j{number}",
-                array_size=size,
-                num_nodes=nodes,
-                depends_on=tuple(on),
-                retry=Retry.of(attempts),
-            )
-        )
+        retry = Retry.of(attempts)
+        made.append(job(f"j{number}", array_size=size, num_nodes=nodes, depends_on=tuple(on), retry=retry))
     return made
 
 

@@ -7,11 +7,26 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from jobs.cycle.job_states import Leaf
 from jobs.targets.local import node_keeper
-from jobs.targets.local.nodes import NodeEnd, NodeView, Phase, Processes, end_leftovers
+from jobs.targets.local.nodes import (
+    NodeEnd,
+    NodeView,
+    Phase,
+    Processes,
+    end_leftovers,
+    group_port,
+    local_command,
+    local_files,
+    node_environment,
+)
+from pipeline.parallel.world import torchrun_arguments
+from tests.jobs.cycle.cases import job, plan
 from tests.jobs.targets.local.waiting import is_alive, keepers_of, number_in, suspend, until
 
 # Starts a process in a session of its own, which ignores SIGTERM and writes its id to a file.
@@ -66,7 +81,7 @@ def test_a_command_has_its_environment_a_session_and_a_log(folder: Path) -> None
     assert end.at >= view.started_at
 
 
-def test_the_timeout_kills_what_does_not_listen_with_all_it_started(folder: Path) -> None:
+def test_a_stop_kills_what_does_not_listen_with_all_it_started(folder: Path) -> None:
     nodes = Processes(grace_s=0.1)
     code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + GRANDCHILD + SLEEP
     start(nodes, folder, code, timeout_s=600)
@@ -91,30 +106,22 @@ def test_a_node_started_twice_runs_once(folder: Path) -> None:
     assert Path("runs").read_text() == "x"
 
 
-def test_a_killed_keeper_is_a_lost_host_and_its_command_does_not_live_on(folder: Path) -> None:
-    nodes = Processes(grace_s=5)
-    start(nodes, folder, GRANDCHILD + SLEEP)
-    until(lambda: number_in(Path("command")), "the command")
-    (pid,) = keepers_of(folder)
-    os.kill(pid, signal.SIGKILL)
-    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True)
-    assert not is_alive(number_in(Path("command")))
-    assert not is_alive(number_in(Path("grandchild")))
-    assert ended(nodes, folder) == NodeEnd(lost=True)
-
-
-def test_a_suspended_keeper_is_killed_with_all_it_keeps_and_the_reason_stays(folder: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "suspended"])
+def test_a_dead_or_suspended_keeper_takes_all_it_keeps_with_it_and_the_reason_stays(folder: Path, how: str) -> None:
     nodes = Processes(grace_s=0.1)
     start(nodes, folder, GRANDCHILD + SLEEP)
     until(lambda: number_in(Path("command")), "the command")
     (pid,) = keepers_of(folder)
-    suspend(pid)
-    nodes.stop(folder, "SIGTERM")
-    assert nodes.look(folder).phase is Phase.RUNNING
-    nodes.kill(folder, "timeout")
-    nodes.kill(folder, "SIGTERM")  # the first counts
-    assert ended(nodes, folder) == NodeEnd(lost=True, stopped_by="timeout")
-    assert ended(Processes(grace_s=5), folder) == NodeEnd(lost=True, stopped_by="timeout")
+    if how == "killed":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        suspend(pid)
+        nodes.stop(folder, "SIGTERM")
+        assert nodes.look(folder).phase is Phase.RUNNING
+        nodes.kill(folder, "timeout")
+        nodes.kill(folder, "SIGTERM")  # the first counts
+    end = NodeEnd(lost=True, stopped_by="timeout" if how == "suspended" else "")
+    assert ended(Processes(grace_s=5), folder) == ended(nodes, folder) == end
     for one in (pid, number_in(Path("command")), number_in(Path("grandchild"))):
         assert not is_alive(one)
 
@@ -180,13 +187,79 @@ def test_an_excluded_node_never_starts(folder: Path) -> None:
 
 def test_a_keeper_waits_for_room_on_the_disk() -> None:
     answers = iter([errno.ENOSPC, errno.EDQUOT, 0])
-    pauses: list[float] = []
 
     def write() -> int:
         if code := next(answers):
             raise OSError(code, os.strerror(code))
         return 5
 
-    assert node_keeper._when_there_is_room(write, pauses.append, []) == 5
-    assert len(pauses) == 2
-    assert node_keeper._when_there_is_room(write, pauses.append, ["SIGTERM"]) is None
+    assert node_keeper._when_there_is_room(write, []) == 5
+    assert node_keeper._when_there_is_room(write, ["SIGTERM"]) is None
+
+
+def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_folder(tmp_path: Path) -> None:
+    storage: Any = SimpleNamespace(root="s3://bucket/a", local_path=lambda key: None)
+    files = local_files(storage, tmp_path, "c1")
+    assert files.folder.is_relative_to(tmp_path / "jobs") and files.folder.name == "c1"
+    assert files.folder / files.log_stream("id", 1, 0) == files.node("id", 1, 0) / "log.txt"
+
+
+# What a node is told: the words of a place, and the settings of its own job.
+
+COMMON = {"TRNJOBS_JOB": "a", "TRNJOBS_JOB_ID": "id", "TRNJOBS_ATTEMPT": "2"}
+GROUP = COMMON | {"TRNJOBS_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "index", "node", "expected"),
+    [
+        ({"array_size": 3}, 1, 0, COMMON | {"TRNJOBS_JOB_ID": "id:1", "TRNJOBS_INDEX": "1"}),
+        ({"num_nodes": 2}, None, 0, GROUP | {"TRNJOBS_NODE": "0"}),
+        ({"num_nodes": 2}, None, 1, GROUP | {"TRNJOBS_NODE": "1", "TRNJOBS_MAIN": "10.0.0.7"}),
+    ],
+)
+def test_a_place_in_words(fields: dict[str, int], index: int | None, node: int, expected: dict[str, str]) -> None:
+    leaf = Leaf(job("a", **fields), index)
+    leaf_id = "id" if index is None else f"id:{index}"
+    found = node_environment({}, plan(leaf.spec), leaf, leaf_id, 2, node, "10.0.0.7")
+    assert {name: value for name, value in found.items() if name.startswith("TRNJOBS_")} == expected
+    if leaf.spec.num_nodes:  # where torchrun lets the ranks of all nodes meet
+        port = f"--master-port={group_port('id', 2)}"
+        assert torchrun_arguments(1, found, own=lambda: "10.0.0.7")[-2:] == ["--master-addr=10.0.0.7", port]
+
+
+def test_a_job_sees_its_own_settings_and_nothing_of_what_is_around_the_engine() -> None:
+    around = {
+        "HOME": "/home/x",
+        "PATH": "/usr/bin",
+        "AWS_REGION": "us-west-2",
+        "TRNPIPE_TRAIN__MAX_STEPS": "1",
+        "TRNJOBS_JOB": "driver",
+        "AWS_BATCH_JOB_NODE_INDEX": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_PORT": "1",
+    }
+    spec = job("a", environment={"TRNPIPE_BACKEND": "cpu", "HOME": "/root"})
+    found = node_environment(around, plan(spec), Leaf(spec), "id", 1, 0, "10.0.0.7")
+    assert {name: found.get(name) for name in around} == {
+        **dict.fromkeys(around, None),
+        "HOME": "/root",
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin",
+        "AWS_REGION": "us-west-2",
+        "TRNJOBS_JOB": "a",
+    }
+    assert found["TRNPIPE_BACKEND"] == "cpu"
+    assert (found["TRNPIPE_CYCLE"], found["TRNPIPE_WORKSPACE"]) == ("2026-11-20", "s3://bucket/relevance")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("trnjobs-entry", "--", "trnpipe", "train"), [sys.executable, "-m", "jobs.node", "--", "trnpipe", "train"]),
+        (("trnpipe", "train"), [sys.executable, "-m", "pipeline", "train"]),
+        (("sh", "-c", "trnpipe"), ["sh", "-c", "trnpipe"]),
+    ],
+)
+def test_our_commands_run_with_this_interpreter(words: tuple[str, ...], expected: list[str]) -> None:
+    assert local_command(words) == expected

@@ -14,7 +14,6 @@ import pytest
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import EXITED, INTERRUPTED, JobRecord, JobState
 from jobs.plan.spec import JobSpec, Plan, Resources, Retry
-from jobs.targets.local.nodes import local_files
 from jobs.targets.local.target import LocalTarget, Slots
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
@@ -124,19 +123,6 @@ def test_a_later_round_has_jobs_of_its_own(place: Path) -> None:
     assert {record.state for record in second.values()} == {SUCCEEDED}
     assert second["a"] == first["a"]
     assert second["b"].id != first["b"].id
-
-
-def test_a_workspace_elsewhere_keeps_the_state_of_this_machine_in_the_scratch_folder(place: Path) -> None:
-    class Elsewhere:
-        root = "s3://bucket/a"
-
-        def local_path(self, key: str) -> None:
-            return None
-
-    files = local_files(Elsewhere(), place / "scratch", "c1")  # type: ignore[arg-type]
-    assert files.folder.is_relative_to(place / "scratch" / "jobs")
-    assert files.folder.name == "c1"
-    assert files.folder / files.log_stream("id", 1, 0) == files.node("id", 1, 0) / "log.txt"
 
 
 def test_interrupted_it_ends_what_runs_and_goes_on_with_the_next_submission(place: Path) -> None:

@@ -19,7 +19,7 @@ from tests.jobs.targets.faults import Faults
 from tests.jobs.targets.local.cases import Fate, of_no_use, world
 from tests.jobs.targets.local.test_engine import dags
 from tests.jobs.targets.sagemaker.fake_sagemaker import FakeSageMaker, refused
-from tests.jobs.targets.sagemaker.setting import QUEUE, Setting, ml_plan, small
+from tests.jobs.targets.sagemaker.setting import QUEUE, Setting, ml_plan
 
 ENDS: Mapping[str, NodeEnd] = {  # as the local engine sees them
     "good": NodeEnd(exit_code=0),
@@ -215,27 +215,6 @@ def test_any_dag_with_any_ends_ends_as_on_this_machine_though_drivers_die(
         assert_ends_as(found, jobs, of_the_local_engine(jobs, ends))
         at.store().save_records(())  # and a process that knows nothing finds the same
         assert_ends_as(of_sagemaker(at), jobs, found)
-
-
-@ROUTES
-@pytest.mark.slow
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.thorough), 2])
-def test_killed_after_each_call_the_next_driver_makes_every_job_once(
-    tmp_path: Path, lag: int, placement: Mapping[str, Any]
-) -> None:
-    calls, died = 0, True
-    while died:
-        at = Setting(tmp_path / str(calls), plan=small(**placement), lag=lag)
-        leaves = [leaf.name for one in at.plan.jobs for leaf in leaves_of(one)]
-        sky = new_sky(at, dict.fromkeys(((name, 1) for name in leaves), "good"), random.Random(0), placement)
-        at.claim()
-        calls += 1
-        died = at.drive_killed(sky, Faults(kill_after=calls))
-        at.drive(sky)
-        made = [one["tags"]["job"] for one in at.batch.submitted] or [key_of(one)[0] for one in at.ml.created]
-        assert sorted(made) == sorted(leaves)
-        assert all(end == ("SUCCEEDED", [0]) for end in of_sagemaker(at).values())
-    assert calls > 40
 
 
 @ROUTES

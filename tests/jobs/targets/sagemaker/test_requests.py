@@ -9,8 +9,8 @@ from jobs.cycle.job_states import HOST_TERMINATED, Leaf, is_tried_again
 from jobs.plan.cycle import plan_script
 from jobs.plan.spec import Retry
 from jobs.settings import JobsConfig, Step
+from jobs.targets.base import SPOT_WAIT_S, with_placements
 from jobs.targets.batch.requests import definition_request, submit_request
-from jobs.targets.placement import SPOT_WAIT_S, with_placements
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
     RECEIVED,
