@@ -220,7 +220,6 @@ def run(titles_file: Path, folder: Path, *, backend_name: str, quick: bool) -> R
         METHOD,
         [*measured.figures(), *window_figures(weights, titles)],
         target=Target(figure="ratio_bf16", comparison=">=", value=3.0) if on_gpu else TARGET,
-        also=("fp32", "theirs", "distance", "peak_share", "ratio_bf16", "distance_bf16", "padding"),
         quick=quick,
         settings={"titles": count, "rounds": rounds, "sentence_transformers": version("sentence-transformers")},
     )

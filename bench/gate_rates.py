@@ -24,7 +24,6 @@ the same pairs, the incumbent in the place of boosting and (the further pairs) o
 on which a first model is refused.
 """
 TARGET = Target(figure="false_acceptance", comparison="<=", value=0.065)
-ALSO = ("one_lost_slice", "equal_500", "equal_1500", "equal_5000", "slices_at_the_bound", "baselines_at_the_bound_500")
 NUM_SLICES = 10
 LOST = 0.03  # share of queries
 
@@ -143,7 +142,7 @@ def run(*, quick: bool) -> Result:
     size = QUICK if quick else FULL
     figures = [*acceptance(size), *one_slice(size), *refusal(size), *against_baselines(size)]
     settings: dict[str, str | int | float] = {"holdouts": size.holdouts, "holdouts_of_5000": size.large_holdouts}
-    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, also=ALSO, settings=settings)
+    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
 
 
 if __name__ == "__main__":

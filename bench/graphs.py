@@ -163,8 +163,7 @@ def run(*, quick: bool, repeats: int = 1) -> Result:
         figures += traced_figures(case)
     for case in (QUICK_COMPILED,) if quick else COMPILED:
         figures += compiled_figures(case, repeats)
-    also = [f.name for f in figures if f.name.endswith(("_graphs", "_operations", "_compile_s"))]
-    return finish(NAME, TITLE, METHOD, figures, quick=quick, also=also)
+    return finish(NAME, TITLE, METHOD, figures, quick=quick)
 
 
 def meet(case: argparse.Namespace) -> None:

@@ -182,7 +182,7 @@ def run(*, quick: bool) -> Result:
         "vocab_size": vocab_size,
         "steps_per_block": steps,
     }
-    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, also=("exposed_share",), settings=settings)
+    return finish(NAME, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
 
 
 if __name__ == "__main__":

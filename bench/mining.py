@@ -259,7 +259,6 @@ def run(*, quick: bool) -> Result:
         figures_of(whole, killed_s, resumed, found, sample),
         quick=quick,
         target=TARGET,
-        also=("recall", "seconds", "resumed"),
         settings={"items": items, "queries": queries, "width": WIDTH},
     )
 

@@ -79,7 +79,6 @@ def main() -> None:
         METHOD.format(first=first, steps=steps, every=steps // 6, rows=full.rows),
         figures,
         target=Target(figure="fp32_metric", comparison="<=", value=full.max_difference),
-        also=["fp32_loss", "bf16_metric"],
         quick=arguments.quick,
         settings={"config": "quickstart", "evaluations": len(full.evaluations)},
     )

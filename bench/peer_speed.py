@@ -168,7 +168,6 @@ def run(
         quick=quick,
         target=targets[0],
         further=targets[1:],
-        also=[target.figure for target in targets],
         settings=settings,
     )
 

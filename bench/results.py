@@ -61,7 +61,6 @@ class Result(_Record):
     target: Target | None
     further: tuple[Target, ...] = Field((), description="Targets beside the first")
     passed: bool | None
-    also: tuple[str, ...] = Field((), description="Figures the table shows: beside the judged one, or instead of all")
     settings: dict[str, str | int | float]
     versions: dict[str, str]
     machine: Machine
@@ -73,8 +72,6 @@ class Result(_Record):
         expected = all(self.holds(target) for target in self.targets) if self.target else None
         if self.passed is not expected:
             raise ValueError(f"{self.bench}: passed is {self.passed}, the figures say {expected}")
-        for name in self.also:
-            self.figure(name)
         return self
 
     @property
@@ -119,7 +116,6 @@ def finish(
     quick: bool,
     target: Target | None = None,
     further: Sequence[Target] = (),
-    also: Sequence[str] = (),
     settings: dict[str, str | int | float] | None = None,
 ) -> Result:
     """Judge, write the JSON file, print the figures."""
@@ -135,7 +131,6 @@ def finish(
         target=target,
         further=tuple(further),
         passed=all(one.holds(measured[one.figure]) for one in targets) if targets else None,
-        also=tuple(also),
         settings=settings or {},
         versions=versions(),
         machine=this_machine(),

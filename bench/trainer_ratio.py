@@ -204,9 +204,8 @@ def run(*, quick: bool, architecture: str = DEFAULT, lengths: bool = True) -> Re
     text = f"{measured}, every batch {shape.batch_size} pairs x {shape.tokens} tokens a side"
     figures += fixed.figures("one_shape_" if lengths else "", text)
     name = NAME if architecture == DEFAULT else f"{NAME}_{architecture}"
-    also = ["ours", "trainer", *(["one_shape_ratio"] if lengths else [])]
     settings: dict[str, str | int | float] = {"architecture": measured, "steps_per_block": block}
-    return finish(name, TITLE, METHOD, figures, quick=quick, target=TARGET, also=also, settings=settings)
+    return finish(name, TITLE, METHOD, figures, quick=quick, target=TARGET, settings=settings)
 
 
 def main() -> None:

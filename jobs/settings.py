@@ -35,6 +35,11 @@ class StageJob(Record):
         " mine and embed 12 h, train 24 h), more where the stage allows itself more",
     )
 
+    @property
+    def ranks(self) -> int:
+        """On all machines together."""
+        return self.nodes * self.processes
+
 
 class Step(StageJob):
     """A script of the team's own, beside the stages of a cycle."""

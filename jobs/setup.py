@@ -6,7 +6,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from jobs.cycle.ledger import CycleLedger, read_ledger
 from jobs.cycle.tables import failure_lines
 from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
 from jobs.plan.spec import Plan
-from jobs.settings import CycleSettings, StageJob, pipeline_fingerprint, values_of, with_values
+from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
 from pipeline.core.errors import ConfigError, DataError
@@ -166,24 +166,34 @@ def make_plan(settings: CycleSettings) -> Plan:
             f"cycle {settings.cycle!r}",
             expected=f"a name that does not begin with {RUN_PREFIX}: that is reserved for trnjobs run",
         )
-    for job in (settings.jobs.compile, settings.jobs.train, settings.jobs.evaluate):
-        batch_share(settings.train, job.nodes * job.processes)
-    _check_compiled_ranks(settings)
+    jobs = settings.jobs
+    for job in (jobs.compile, jobs.train, jobs.evaluate):
+        batch_share(settings.train, job.ranks)
+    on_neuron = {name for name in AFTER if may_use_neuron(settings.backend) and jobs.stage(name).instance in NODES}
+    if settings.compile.on_unknown_graph == "error" and {"compile", "train"} <= on_neuron:
+        _check_compiled_ranks(settings, on_neuron)
     if settings.train.mined_per_query and not settings.mine.enabled:
         raise ConfigError(
             f"train.mined_per_query is {settings.train.mined_per_query}, and no job of the cycle mines negatives",
             expected="mine.enabled true, or no mined negatives",
             next_command="--mine.enabled true, or --train.mined-per-query 0",
         )
+    # Stages that end themselves after some time, on the machines that their jobs are meant for.
+    health, limits_s = jobs.health, dict[str, float]()
+    limits_s["health"] = settings.health.stage_limit_s(
+        on_neuron="health" in on_neuron, num_nodes=health.nodes, processes=health.processes
+    )
+    if "compile" in on_neuron:
+        limits_s["compile"] = settings.compile.stage_limit_s(num_nodes=jobs.compile.nodes)
     plan = plan_cycle(
-        settings.jobs,
+        jobs,
         cycle=cycle_of(settings),
         workspace=_workspace_uri(settings),
         settings=pipeline_fingerprint(settings),
         mines=settings.mine.enabled,
-        stage_limits_s=_stage_limits_s(settings),
+        stage_limits_s=limits_s,
     )
-    return with_placements(plan, settings.jobs)
+    return with_placements(plan, jobs)
 
 
 def make_run(settings: CycleSettings) -> Plan:
@@ -197,44 +207,24 @@ def _workspace_uri(settings: CycleSettings) -> str:
     return settings.workspace if "://" in settings.workspace else f"file://{user_path(settings.workspace)}"
 
 
-def _stage_limits_s(settings: CycleSettings) -> dict[str, float]:
-    """Of stages that end themselves after some time, on the machines that their jobs are meant for."""
-    health, compile_ = settings.jobs.health, settings.jobs.compile
-    on_neuron = _on_neuron(settings, health)
-    limits = {
-        "health": settings.health.stage_limit_s(on_neuron=on_neuron, num_nodes=health.nodes, processes=health.processes)
-    }
-    if _on_neuron(settings, compile_):
-        limits["compile"] = settings.compile.stage_limit_s(num_nodes=compile_.nodes)
-    return limits
-
-
-def _check_compiled_ranks(settings: CycleSettings) -> None:
+def _check_compiled_ranks(settings: CycleSettings, on_neuron: Collection[str]) -> None:
     """Graphs are found again by as many ranks as they were compiled for. Raises ConfigError for a job of others."""
-    jobs = settings.jobs
-    ranks = {name: jobs.stage(name).nodes * jobs.stage(name).processes for name in AFTER}
-    on_neuron = {name for name in ranks if _on_neuron(settings, jobs.stage(name))}
-    if settings.compile.on_unknown_graph != "error" or not {"compile", "train"} <= on_neuron:
-        return
-    if ranks["compile"] != ranks["train"]:
+    compiled, trained = settings.jobs.compile, settings.jobs.train
+    if compiled.ranks != trained.ranks:
         raise ConfigError(
-            f"jobs.compile has {ranks['compile']} ranks (nodes x processes), jobs.train {ranks['train']}",
+            f"jobs.compile has {compiled.ranks} ranks (nodes x processes), jobs.train {trained.ranks}",
             expected="as many: the number of replicas is part of a compiled graph",
-            next_command=f"--jobs.compile.nodes {jobs.train.nodes} --jobs.compile.processes {jobs.train.processes}",
+            next_command=f"--jobs.compile.nodes {trained.nodes} --jobs.compile.processes {trained.processes}",
         )
-    known = {ranks["train"], *settings.compile.scoring_ranks}
-    for name in ("evaluate", "embed", *(["mine"] if settings.mine.enabled else [])):
-        if name in on_neuron and ranks[name] not in known:
+    scoring, names = settings.compile.scoring_ranks, ("evaluate", "embed", *(["mine"] if settings.mine.enabled else []))
+    known = sorted({trained.ranks, *scoring})
+    for name, ranks in ((name, settings.jobs.stage(name).ranks) for name in names if name in on_neuron):
+        if ranks not in known:
             raise ConfigError(
-                f"jobs.{name} has {ranks[name]} ranks, graphs are compiled for {', '.join(map(str, sorted(known)))}",
+                f"jobs.{name} has {ranks} ranks, graphs are compiled for {', '.join(map(str, known))}",
                 expected="a number of ranks that graphs are compiled for",
-                next_command="--compile.scoring-ranks "
-                + ",".join(map(str, (*settings.compile.scoring_ranks, ranks[name]))),
+                next_command=f"--compile.scoring-ranks {','.join(map(str, (*scoring, ranks)))}",
             )
-
-
-def _on_neuron(settings: CycleSettings, job: StageJob) -> bool:
-    return may_use_neuron(settings.backend) and job.instance in NODES
 
 
 def submitter() -> str:

@@ -405,27 +405,23 @@ def _nested(given: Layer) -> dict[str, Any]:
 
 
 def _unknown(model: type[Settings], name: str, given: Given, other_flags: Iterable[str]) -> ConfigError:
-    known, as_flags = leaves(model), given.source.startswith("flag ")
-    if keys := _keys(known, _spelled(name)):
+    known, section = leaves(model).values(), f"{_spelled(name)}."
+    below = [one.name.removeprefix(section).partition(".")[0] for one in known if one.name.startswith(section)]
+    if below:
         return ConfigError(
             f"{name} = {given.value!r} ({given.source}) is a section",
-            expected=f"a table [{name}] with {keys}",
-            next_command=f"--{name.replace('_', '-')}.{keys.partition(',')[0].replace('_', '-')} VALUE",
+            expected=f"a table [{name}] with {', '.join(dict.fromkeys(below))}",
+            next_command=f"--{name}.{below[0]} VALUE".replace("_", "-"),
         )
-    flags = {one.flag: one.flag if as_flags else f"{one.name} ({one.flag})" for one in known.values()}
-    own = {flag: flag for flag in other_flags} if as_flags else {}
-    near = nearest(f"--{name}", flags | own)
+    as_flags = given.source.startswith("flag ")
+    flags = {one.flag: one.flag if as_flags else f"{one.name} ({one.flag})" for one in known}
+    flags |= {flag: flag for flag in other_flags} if as_flags else {}
+    near = ", ".join(flags[flag] for flag in nearest(f"--{name}", flags))
     return ConfigError(
         f"unknown setting {name} ({given.source})",
-        expected="a known setting"
-        + (f"; the nearest: {', '.join((flags | own)[flag] for flag in near)}" if near else ""),
+        expected=f"a known setting; the nearest: {near}" if near else "a known setting",
         next_command="use one of those" if near else f"{model.program} config, which lists every setting",
     )
-
-
-def _keys(known: Iterable[str], section: str) -> str:
-    below = (name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}."))
-    return ", ".join(dict.fromkeys(name.partition(".")[0] for name in below))
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -73,7 +73,6 @@ def main() -> int:
         figures,
         quick=arguments.quick,
         target=Target(figure="jobs_finished", comparison=">=", value=MIN_JOBS),
-        also=("cycles_finished", "faults", "wrong_models", "wrong_vectors", "run_twice"),
         settings={"cycles": len(results), "parallel": arguments.parallel, "seed": arguments.seed},
     )
     values = {one.name: one.value for one in figures}

@@ -79,7 +79,7 @@ def wrong_vectors(storage: Storage, expected: Expected, *, succeeded: bool) -> I
         verify_dir(storage, prefix, deep=True)
         vectors = find_vectors(storage, expected.cycle)
         parts = range(len(vectors.info.parts))
-        ids = Counter(i for part in parts for batch in vectors.columns(part, ["id"]) for i in batch["id"].to_pylist())
+        ids = Counter(i for part in parts for i in vectors.columns(part, ["id"])["id"].to_pylist())
         if twice := [one for one, times in ids.items() if times > 1]:
             yield f"{len(twice)} ids twice, such as {twice[0]}"
         if wrong := ids.keys() ^ expected.ids:

@@ -215,6 +215,5 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
         method=METHOD.format(**budget._asdict(), reads=used, others=reads - used),
         figures=figures,
         targets=(Target(figure="behind", comparison="<=", value=0.01),),
-        also=[f"{TOGETHER.name}_{NDCG}", f"{shipped}_{NDCG}", f"{NO_REPLAY.name}_{NDCG}"],
         settings={"seeds": len(sides[shipped]), "days": DAYS},
     )

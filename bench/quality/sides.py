@@ -31,7 +31,6 @@ class Table:
     method: str
     figures: list[Figure]
     targets: tuple[Target, ...]
-    also: list[str]
     settings: dict[str, str | int | float] = field(default_factory=dict)
 
     def finish(self) -> Result:
@@ -43,7 +42,6 @@ class Table:
             self.figures,
             target=self.targets[0] if self.targets else None,
             further=self.targets[1:],
-            also=self.also,
             settings=self.settings,
             quick=False,
         )

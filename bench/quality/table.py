@@ -93,7 +93,7 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     codes = sorted({part.code_version for part in of_table if part.code_version})
     gpus = sorted({part.gpu for part in of_table if part.gpu})
     build = _searched if searched else _paired
-    figures, targets, also = build(task, test, best)
+    figures, targets = build(task, test, best)
     figures += _of_sides(changed, (NDCG, ACCURACY) if searched else (F1,))
     return Table(
         bench=f"quality_{task}_{budget.name}",
@@ -101,7 +101,6 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
         method=method,
         figures=figures,
         targets=targets,
-        also=also,
         settings={
             "seeds_of_ours": len(test[OURS]),
             "seeds_of_best_peer": len(test.get(best, ())),
@@ -126,7 +125,7 @@ def _of_sides(sides: Sides, names: Sequence[str]) -> list[Figure]:
     ]
 
 
-def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Target, ...], list[str]]:
+def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Target, ...]]:
     """Retrieval beside the best peer and BM25, hybrid search, and scores of pairs of the same model."""
     if BM25 not in sides:
         raise Incomplete("bm25 was not run on test")
@@ -156,14 +155,10 @@ def _searched(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[T
         Target(figure="hybrid_ahead", comparison=">", value=0.0),
         Target(figure=f"{OURS}_{ACCURACY}", comparison=">=", value=0.916),
     )
-    return (
-        figures,
-        targets,
-        [f"{OURS}_{NDCG}", f"{best}_{NDCG}", f"{BM25}_{NDCG}", f"{OURS}_{HYBRID}", f"{OURS}_{ACCURACY}"],
-    )
+    return figures, targets
 
 
-def _paired(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Target, ...], list[str]]:
+def _paired(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Target, ...]]:
     """Pairs: F1 of match beside boosting on the lexical features and the best fine-tuned bi-encoder, where one was."""
     own, boosting = sides[OURS], f"boosting_{F1}"
     beside = {"boosting": ("boosting", mean(own, boosting))}
@@ -179,4 +174,4 @@ def _paired(task: str, sides: Sides, best: str) -> tuple[list[Figure], tuple[Tar
         *(one for one in _of_sides(sides, (F1,)) if one.name != f"{OURS}_{F1}"),
     ]
     targets = tuple(Target(figure=f"ahead_of_{name}", comparison=">", value=0.0) for name in beside)
-    return figures, targets, [f"{OURS}_{F1}", boosting, *([f"{best}_{F1}"] if best else [])]
+    return figures, targets

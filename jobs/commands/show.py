@@ -159,32 +159,27 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int) -> Iterato
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
     """Print the cycles of a workspace, newest last: one line each, from the records."""
     asked = open_cycle(arguments.settings, say)
-    newest = asked.store
     rows: list[tuple[str, ...]] = [("cycle", "target", "submitted", "outcome", "took", "jobs done", "tries", "why")]
     errors = list[str]()
-    for name, claim in list(claims_by_age(newest, runs=True).items())[-arguments.last :]:
+    for name, claim in list(claims_by_age(asked.store, runs=True).items())[-arguments.last :]:
         cycle = asked.other(name)
-        store = cycle.store
-        closed, records = store.closed(), cycle.with_errors(store.records())
-        done = sum(record.state is JobState.SUCCEEDED for record in records)
-        tries = sum(len(record.tries()) for record in (*store.earlier_records(records), *records))
-        at = claim.claimed_at if claim else None
+        closed, records = cycle.store.closed(), cycle.with_errors(cycle.store.records())
         errors += [line if line.startswith(" ") else f"cycle {name}: {line}" for line in cycle.failure_lines(records)]
-        is_interrupted = claim is not None and closed is None and cycle.interrupted_s() is not None
-        if is_interrupted:
-            errors.append(f"cycle {name}: {cycle.standing()}")
-        rows.append(
-            (
-                name,
-                claim.target if claim else "-",
-                "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M"),
-                closed.outcome if closed else "interrupted" if is_interrupted else "under way",
-                format_duration(closed.at - at) if closed and at is not None else "-",
-                f"{done}/{len(records)}" if records else "-",
-                str(tries) if records else "-",
-                "its claim.json is not a valid record" if claim is None else closed.reason if closed else "",
-            )
-        )
+        outcome, why = (closed.outcome, closed.reason) if closed else ("under way", "")
+        target, at, took = "-", "-", "-"
+        if claim is None:
+            why = "its claim.json is not a valid record"
+        else:
+            target, at = claim.target, f"{datetime.fromtimestamp(claim.claimed_at, UTC):%Y-%m-%d %H:%M}"
+            took = format_duration(closed.at - claim.claimed_at) if closed else "-"
+            if closed is None and cycle.interrupted_s() is not None:
+                outcome = "interrupted"
+                errors.append(f"cycle {name}: {cycle.standing()}")
+        done, tries = "-", "-"
+        if records:
+            done = f"{sum(record.state is JobState.SUCCEEDED for record in records)}/{len(records)}"
+            tries = str(sum(len(one.tries()) for one in (*cycle.store.earlier_records(records), *records)))
+        rows.append((name, target, at, outcome, took, done, tries, why))
     for line in (*aligned(rows, left=(0, 1, 2, 3, 7)), *errors):
         say(line)
     return EXIT_OK

@@ -212,11 +212,8 @@ class CycleStore:
                 folder = f"earlier/round-{rounds[-1]}"
                 earlier = self.plan() or self._read(f"{folder}/plan.json", Plan.model_validate_json)
                 if earlier is None:
-                    raise DataError(
-                        f"{self.storage.uri(self.key('plan.json'))} is gone",
-                        expected="the plan that was submitted",
-                        next_command="restore it, or another --cycle",
-                    )
+                    uri = self.storage.uri(self.key("plan.json"))
+                    raise DataError(f"{uri} is gone", next_command="restore it, or another --cycle")
                 self.keep_records(rounds[-1], end(earlier))
                 renew()  # to end jobs may take longer than the lease
                 for name in _REPLACED:

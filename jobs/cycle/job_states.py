@@ -243,22 +243,17 @@ def unneeded_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord]) -> d
         record = records[leaf.name]  # one that was ended as unneeded stays so, and so do the other children
         if record.state.is_failure and not record.status_reason.startswith(UNNEEDED):
             failures.setdefault(leaf.spec.name, []).append(record)
-    if not failures:
-        return {}
     specs = {leaf.spec.name: leaf.spec for leaf in leaves}
-    lost, after = dict[str, str](), dict[str, list[str]]()
+    lost, unneeded = dict[str, str](), dict[str, str]()  # by job, with the cause
     for name, spec in specs.items():
-        failed = failures.get(name, [])
         causes = [lost[one.job] for one in spec.depends_on if one.job in lost]
-        if failed or causes:
-            lost[name] = cause_text(failed) if failed else causes[0]
-        for one in spec.depends_on:
-            after.setdefault(one.job, []).append(name)
-    unneeded = dict[str, str]()
+        if name in failures or causes:
+            lost[name] = cause_text(failures[name]) if name in failures else causes[0]
     for name in reversed(specs):
-        causes = [cause for other in after.get(name, ()) if (cause := lost.get(other) or unneeded.get(other))]
-        if name not in lost and causes and len(causes) == len(after[name]):
-            unneeded[name] = causes[0]
+        waiting = [other for other, spec in specs.items() if name in (one.job for one in spec.depends_on)]
+        ends = [lost.get(other) or unneeded.get(other) for other in waiting]
+        if name not in lost and ends and all(ends):
+            unneeded[name] = ends[0] or ""
     return {
         leaf.name: UNNEEDED + unneeded[leaf.spec.name]
         for leaf in leaves
@@ -457,10 +452,8 @@ def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
 
     def order(record: JobRecord) -> tuple[int, float]:
         """Sort jobs that ran first, then jobs that were cancelled before, then those that ended because of them."""
-        if record.status_reason.startswith(UNNEEDED):
-            rank = 2
-        else:
-            rank = 0 if record.tries() else 1 if record.status_reason.startswith(CANCELLED) else 2
+        why = record.status_reason
+        rank = 0 if record.tries() and not why.startswith(UNNEEDED) else 1 if why.startswith(CANCELLED) else 2
         return rank, record.stopped_at or float("inf")
 
     return min((record for record in records if record.state.is_failure), key=order, default=None)

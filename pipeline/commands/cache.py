@@ -3,14 +3,12 @@
 The live cache is where this machine's compiler reads and writes: a local folder, or a prefix on S3.
 """
 
-import time
-
 from pipeline.commands import ToolCall
 from pipeline.compile.cache import live_compilers, repair, status_lines
-from pipeline.compile.manifest import FOLDER, load_manifests
+from pipeline.compile.manifest import load_manifests
 from pipeline.compile.sync import sync_cache
 from pipeline.core.errors import EXIT_OK, ConfigError
-from pipeline.core.format import format_bytes, format_duration
+from pipeline.core.format import format_duration
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
@@ -55,14 +53,9 @@ def _sync(settings: Settings, live: Storage, say: Say) -> None:
 def _graph_lines(settings: Settings, stop: StopSignal) -> list[str]:
     """Describe the graph manifests of the workspace."""
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    sizes = {stat.key: stat.size_bytes for stat in workspace.list(FOLDER)}
-    lines = []
-    for manifest in load_manifests(workspace):
-        path = workspace.local_path(manifest.place)
-        age_s = time.time() - path.stat().st_mtime if path is not None and path.exists() else None
-        lines.append(
-            f"graphs {manifest.plan_id[:12]} | {manifest.plan.get('device', 'unknown device')}"
-            f" | {len(manifest.graphs)} graphs, {format_duration(manifest.compile_s)} compiling"
-            f" | manifest {format_bytes(sizes.get(manifest.place))}, age {format_duration(age_s)}"
-        )
+    lines = [
+        f"graphs {one.plan_id[:12]} | {one.plan.get('device', 'unknown device')} | {len(one.graphs)} graphs,"
+        f" {format_duration(one.compile_s)} compiling"
+        for one in load_manifests(workspace)
+    ]
     return lines or ["nothing is compiled yet: trnpipe compile"]

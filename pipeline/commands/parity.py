@@ -137,13 +137,16 @@ class RecordedSide(NamedTuple):
 class EvaluationPair(_Figures):
     """One evaluation on both sides. `relative`: the size of the difference as a share of a."""
 
-    step: int
-    a: float
-    b: float
+    a: Evaluation
+    b: Evaluation
     relative: float
-    loss_a: float
-    loss_b: float
     loss_relative: float
+
+    @property
+    def line(self) -> str:
+        a, b = self.a, self.b
+        metric = f"{a.metric:>12.6f}{b.metric:>12.6f}{self.relative:>12.4%}"
+        return f"{a.step:>6}{metric}{a.loss:>12.6f}{b.loss:>12.6f}{self.loss_relative:>12.4%}"
 
 
 class ParityCheck(_Figures):
@@ -165,7 +168,7 @@ class ParityCheck(_Figures):
 class ParityReport(_Figures):
     """The comparison of two sides."""
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     a: str = Field(description="Backend and precision of the first side, such as cpu.fp32")
     b: str
     records: tuple[str, str] = Field(description="URIs of the records")
@@ -191,11 +194,7 @@ class ParityReport(_Figures):
             f"parity of A {self.a} and B {self.b}: {self.metric} and loss on {self.rows:,} holdout rows, trained from"
             f" {self.checkpoint}",
             f"{'step':>6}{'A':>12}{'B':>12}{'relative':>12}{'loss A':>12}{'loss B':>12}{'relative':>12}",
-            *(
-                f"{one.step:>6}{one.a:>12.6f}{one.b:>12.6f}{one.relative:>12.4%}{one.loss_a:>12.6f}{one.loss_b:>12.6f}"
-                f"{one.loss_relative:>12.4%}"
-                for one in self.evaluations
-            ),
+            *(pair.line for pair in self.evaluations),
             *(f"  {check.outcome:<7}  {check.line}" for check in self.checks),
             f"  {self.decisions:,} of {self.rows:,} rows have another most probable class",
             *([f"  note: {self.note}"] if self.note else []),
@@ -437,7 +436,7 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
     weights = from_hf(checkpoint.weights(), model.state_dict(), source=checkpoint.prefix)
     # The optimizer and the batch of training, so that the graphs are the same.
     one_rate, batch_size = train.optimizer.has_one_rate, min(train.micro_batch_size, train.global_batch_size)
-    program = ScoreProgram(model, backend, train.precision, rows.buckets, has_one_rate=one_rate)
+    program = ScoreProgram(model, backend, train.precision, has_one_rate=one_rate)
     program.load(weights)
 
     def outputs(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -485,18 +484,11 @@ def compare_sides(a: RecordedSide, b: RecordedSide, config: ParityConfig) -> Par
         relative_differences(*([getattr(one, name) for one in side.evaluations] for side in (ours, theirs)))
         for name in ("metric", "loss")
     )
-    pairs = zip(ours.evaluations, theirs.evaluations, metric.tolist(), loss.tolist(), strict=True)
     evaluations = tuple(
-        EvaluationPair(
-            step=one.step,
-            a=one.metric,
-            b=other.metric,
-            relative=relative,
-            loss_a=one.loss,
-            loss_b=other.loss,
-            loss_relative=loss_relative,
+        EvaluationPair(a=one, b=other, relative=relative, loss_relative=loss_relative)
+        for one, other, relative, loss_relative in zip(
+            ours.evaluations, theirs.evaluations, metric.tolist(), loss.tolist(), strict=True
         )
-        for one, other, relative, loss_relative in pairs
     )
     losses = relative_differences(ours.curve.losses, theirs.curve.losses)[:FIRST_STEPS]
     gradients = relative_differences(ours.curve.grad_norms, theirs.curve.grad_norms)[:FIRST_STEPS]

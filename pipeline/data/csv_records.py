@@ -15,8 +15,12 @@ WRONG_FIELDS = "malformed row: wrong number of fields"
 UNCLOSED_QUOTE = "malformed row: quote never closed"
 TEXT_AFTER_QUOTE = "malformed row: text after a closing quote"
 _DELIMITERS = (",", "\t", ";", "|")
-_LONGEST_FIELD = 16 * 2**20
+_LONGEST_LINES = 128 * 2**10
+"""Characters of lines without a quote after which one that is still open was never meant."""
+csv.field_size_limit(max(16 * 2**20, csv.field_size_limit()))
 _HELD_CHARACTERS = 1000  # of what is malformed, for the quarantine
+_ESCAPES = {'\\"': '""', "\\\\": "\\"}
+"""Spark's within quotes, and what RFC 4180 writes."""
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\s*')
 
 
@@ -29,7 +33,7 @@ class Malformed:
     lines: int = 1
 
 
-class _Lines:
+class _Lines(Iterator[str]):
     """The lines of a text. Those taken for a record can be put back and are read again."""
 
     def __init__(self, text: Iterable[str]) -> None:
@@ -37,22 +41,26 @@ class _Lines:
         self.taken: list[str] = []
         self.first = 1
         """Number of the line with which the record begins."""
-
-    def __iter__(self) -> "_Lines":
-        return self
+        self._size = 0
 
     def __next__(self) -> str:
+        """Raises csv.Error if too much was taken for the record since its last quote."""
+        if self._size > _LONGEST_LINES:
+            raise csv.Error("a quote is never closed")
         line = self._ahead.popleft() if self._ahead else next(self._text)
         self.taken.append(line)
+        self._size = len(line) + (0 if '"' in line else self._size)
         return line
 
     def begin_record(self) -> None:
         self.first += len(self.taken)
-        self.taken = []
+        self.taken, self._size = [], 0
 
-    def put_back(self, kept: int) -> None:
-        self._ahead.extendleft(reversed(self.taken[kept:]))
-        del self.taken[kept:]
+    def take(self, count: int) -> None:
+        """Make the first `count` lines from the start of the record the ones that are taken."""
+        self._ahead.extendleft(reversed(self.taken))
+        self.taken = [self._ahead.popleft() for _ in range(count)]
+        self._size = 0
 
 
 class CsvRecords:
@@ -68,27 +76,22 @@ class CsvRecords:
         if chosen := _SEPARATOR_LINE.fullmatch(line):  # Excel's, before the header
             self._lines.begin_record()
             delimiter, line = chosen[1], self._first_line()
-        self._delimiter = _delimiter_of(line, delimiter)
-        self._parser = csv.reader(
-            self._lines, delimiter=self._delimiter, strict=True, skipinitialspace=self._delimiter != "\t"
-        )
-        end = re.escape(self._delimiter)
-        self._escaped_field = re.compile(rf'"((?:[^"\\]|\\.)*)"|[^"{end}\r\n][^{end}\r\n]*|', re.DOTALL)
-        self.header: list[str] = []
-        self._has_quotes = True
-        if not line:
-            return
-        fields = _split(line)
-        if self._delimiter == "\t" and not all(_unquoted(field) for field in fields):
-            self._has_quotes, self.header = False, fields
-        else:
-            self._lines.put_back(0)
-            header, _ = self._parse()
-            if header is None:
-                raise csv.Error(f"a quote in line {self._lines.first}, the header, is never closed")
-            self.header = header
+        self._delimiter = delimiter = _delimiter_of(line, delimiter)
+        is_tabbed = delimiter == "\t"
+        self._parser = self._parser_of(self._lines)
         # In texts a comma is followed by a space, between columns it is not.
-        self._column_end = re.compile(re.escape(self._delimiter) + ("" if self._delimiter == "\t" else "(?! )"))
+        self._column_end = re.compile(re.escape(delimiter) + ("" if is_tabbed else "(?! )"))
+        self.header = _split(line) if line else []
+        self._has_quotes = not is_tabbed or all(_unquoted(field) for field in self.header)
+        if line and self._has_quotes:
+            self._lines.take(0)
+            try:
+                self.header = next(self._parser)
+            except csv.Error as error:
+                raise csv.Error(f"a quote in line {self._lines.first}, the header, is never closed") from error
+
+    def _parser_of(self, lines: Iterator[str]) -> Iterator[list[str]]:
+        return csv.reader(lines, delimiter=self._delimiter, strict=True, skipinitialspace=self._delimiter != "\t")
 
     def _first_line(self) -> str:
         """Take the first line that is not blank; empty at the end."""
@@ -104,7 +107,8 @@ class CsvRecords:
         read = self._quoted if self._has_quotes else self._tabbed
         while True:
             self._lines.begin_record()
-            if (found := read()) is None:
+            found = read()
+            if not self._lines.taken:
                 return
             if not found:
                 self.blank += 1
@@ -112,100 +116,69 @@ class CsvRecords:
             self.rows += found.lines if isinstance(found, Malformed) else 1
             yield self._lines.first, found
 
-    def _quoted(self) -> list[str] | Malformed | None:
-        """Return the fields of the next record by the rules of CSV, none for a blank line, None at the end.
+    def _quoted(self) -> list[str] | Malformed:
+        """Return the fields of the next record by the rules of CSV; none for a blank line and at the end."""
+        row, reason = self._parse(self._parser)
+        if row is not None:
+            return row
+        num_lines = len(self._lines.taken)
+        if (row := self._parse_escaped()) is not None:
+            return row
+        self._lines.take(num_lines)
+        return self._malformed(reason)
+
+    def _tabbed(self) -> list[str] | Malformed:
+        """Return the fields of the next line of a TSV; none for a blank one and at the end.
+
+        A record has several lines only if the first line alone is no row, or leaves a quote open.
+        """
+        line = next(self._lines, "")
+        if not line.strip("\r\n"):
+            return []
+        fields = _split(line)
+        is_row = len(fields) == len(self.header)
+        plain = [_unquoted(field) for field in fields]
+        is_open = any(text is None and field.startswith('"') for text, field in zip(plain, fields, strict=True))
+        if '"' in line and (is_open or not is_row):
+            self._lines.take(0)
+            row, _ = self._parse(self._parser)
+            row = self._parse_escaped() if row is None else row
+            if row is not None and len(self._lines.taken) > int(is_row):
+                return row
+            self._lines.take(1)
+        if not is_row:
+            return self._malformed(WRONG_FIELDS)
+        if None not in plain:
+            return [text or "" for text in plain]
+        # A program that quotes what it must would quote an empty text, and one with a quote.
+        return [
+            text if text is not None and (not text or '"' in text) else field
+            for text, field in zip(plain, fields, strict=True)
+        ]
+
+    def _parse(self, parser: Iterator[list[str]]) -> tuple[list[str] | None, str]:
+        """Return the next row, or None and the reason why the lines taken are none; no fields for a blank line.
 
         Text after a closing quote means that an earlier quote was never closed and that the rows between became one.
         So does a field of which the lines look like rows.
         """
-        record, reason = self._parse()
-        if record is None and not reason:
-            return None
-        if record is not None and (not record or self._is_row(record)):
-            return record
-        lines, is_whole = len(self._lines.taken), record is not None and len(record) == len(self.header)
-        if (escaped := self._parse_escaped()) is not None:
-            return escaped
-        self._lines.put_back(0)
-        for _ in range(lines):
-            next(self._lines)
-        return self._malformed(reason or (UNCLOSED_QUOTE if is_whole else WRONG_FIELDS))
-
-    def _tabbed(self) -> list[str] | Malformed | None:
-        """Return the fields of the next line of a TSV, none for a blank one, None at the end.
-
-        A record has several lines only if the first line alone is no row, or leaves a quote open.
-        """
-        line = next(self._lines, None)
-        if line is None or not line.strip("\r\n"):
-            return None if line is None else []
-        fields = _split(line)
-        is_row = len(fields) == len(self.header)
-        if '"' not in line:
-            return fields if is_row else self._malformed(WRONG_FIELDS)
-        if not is_row or any(field.startswith('"') and _unquoted(field) is None for field in fields):
-            self._lines.put_back(0)
-            record, _ = self._parse()
-            if record is None or not self._is_row(record):
-                record = self._parse_escaped()
-            if record is not None and len(self._lines.taken) > int(is_row):
-                return record
-            self._lines.put_back(1)
-        if not is_row:
-            return self._malformed(WRONG_FIELDS)
-        plain = [_unquoted(field) for field in fields]
-        is_written_so = all(value is not None for value in plain)
-        return [
-            field if value is None or not (is_written_so or _needs_quotes(value)) else value
-            for field, value in zip(fields, plain, strict=True)
-        ]
-
-    def _parse(self) -> tuple[list[str] | None, str]:
-        """Return the record at the next line by RFC 4180, or None and the reason; no reason at the end of the text."""
         try:
-            try:
-                return next(self._parser, None), ""
-            except csv.Error:
-                taken = self._lines.taken
-                if len(taken) != 1 or len(taken[0]) <= csv.field_size_limit():
-                    raise
-                self._lines.put_back(0)
-                limit = csv.field_size_limit(_LONGEST_FIELD)
-                try:
-                    return next(self._parser, None), ""
-                finally:
-                    csv.field_size_limit(limit)
+            record = next(parser, [])
         except csv.Error as error:
             is_closed = len(self._lines.taken) == 1 and "expected after" in str(error)
             return None, TEXT_AFTER_QUOTE if is_closed else UNCLOSED_QUOTE
+        if record and len(record) != len(self.header):
+            return None, WRONG_FIELDS
+        if len(self._lines.taken) > 1 and self._swallowed_rows(record):
+            return None, UNCLOSED_QUOTE
+        return record, ""
 
     def _parse_escaped(self) -> list[str] | None:
-        """Return the row at the first of the lines taken by the rules of Spark, None if it is no row.
-
-        Within quotes a backslash escapes a quote or a backslash; elsewhere it is text.
-        """
+        """Return the row at the first of the lines taken by the rules of Spark, None if it is no row."""
         if not any('\\"' in line for line in self._lines.taken):
             return None
-        self._lines.put_back(0)
-        text, is_open = "", False
-        for line in self._lines:
-            text += line
-            is_open ^= re.sub(r"\\.", "", line, flags=re.DOTALL).count('"') % 2 == 1
-            if not is_open or len(text) > csv.field_size_limit():
-                break
-        text, place, record = text.removesuffix("\n").removesuffix("\r"), 0, list[str]()
-        while found := self._escaped_field.match(text, place):
-            record.append(found[0] if found[1] is None else re.sub(r'\\(["\\])', r"\1", found[1]))
-            place = found.end() + 1
-            if found.end() == len(text):
-                return record if self._is_row(record) else None
-            if text[found.end()] != self._delimiter:
-                return None
-        return None
-
-    def _is_row(self, record: list[str]) -> bool:
-        is_one_line = len(self._lines.taken) == 1
-        return len(record) == len(self.header) and (is_one_line or not self._swallowed_rows(record))
+        self._lines.take(0)
+        return self._parse(self._parser_of(_as_rfc(self._lines, self._delimiter)))[0]
 
     def _malformed(self, reason: str) -> Malformed:
         text = "".join(self._lines.taken).rstrip("\r\n")
@@ -218,11 +191,11 @@ class CsvRecords:
         between. In a TSV a line within it that is a row, or a row up to this column, is enough.
         """
         num_columns = len(record)
-        for place, value in enumerate(record):
-            first, *rest = (len(self._column_end.split(line)) for line in re.split(r"\r\n?|\n", value))
-            if not rest or num_columns == 1:
+        for place, value in enumerate(record if num_columns > 1 else ()):
+            first, *between = (len(self._column_end.split(line)) for line in re.split(r"\r\n?|\n", value))
+            if not between:
                 continue
-            between, is_end = rest[:-1], rest[-1] == place + 1
+            is_end = between.pop() == place + 1
             if not self._has_quotes and (num_columns in between or (is_end and place > 0)):
                 return True
             holds_rows = self._delimiter == "\t" or 2 * between.count(num_columns) > len(between)
@@ -244,6 +217,18 @@ def _split(line: str) -> list[str]:
     return line.removesuffix("\n").removesuffix("\r").split("\t")
 
 
+def _as_rfc(lines: Iterable[str], delimiter: str) -> Iterator[str]:
+    """Write what Spark escapes within quotes as RFC 4180 does. Elsewhere a backslash is text."""
+    is_open = False
+    for line in lines:
+        done = ""
+        for part in re.split(r'(\\["\\]|")', line):
+            if part == '"':
+                is_open = not is_open and done.rstrip(" ")[-1:] in ("", delimiter, '"')
+            done += _ESCAPES.get(part, part) if is_open else part
+        yield done
+
+
 def _unquoted(field: str) -> str | None:
     """Return the text of a quoted field (quotes within doubled or after backslashes); None for any other field."""
     if len(field) < 2 or not (field[0] == field[-1] == '"'):
@@ -254,8 +239,3 @@ def _unquoted(field: str) -> str | None:
     if '"' not in inner.replace('\\"', ""):
         return inner.replace("\\\\", "\\").replace('\\"', '"')
     return None
-
-
-def _needs_quotes(value: str) -> bool:
-    """Return whether a program that quotes what it must would quote a text of one line."""
-    return not value or '"' in value

@@ -1,28 +1,23 @@
 """Encode one chunk of rows: validate, tokenise, pack and write one shard per split, then a record of completion."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 from safetensors.numpy import save
 
-from pipeline.core.arrays import Float32s, Int64s
-from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
 from pipeline.data.lexical import lexical_features
 from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
+from pipeline.data.shards import Arrays
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
-from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs
-from pipeline.data.validate import CleanRows, Names, RowRules, clean
+from pipeline.data.tokenizer import TextTokenizer, id_dtype, pack, place_pairs
+from pipeline.data.validate import Names, RowRules, clean
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.storage import os_errors
-
-Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 class ChunkRecord(Record):
@@ -106,6 +101,16 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
     numeric = rows.numeric
     if config.lexical:
         numeric = np.concatenate([numeric, lexical_features(rows.query, rows.title)], axis=1)
+    columns: Arrays = {
+        "label": rows.label,
+        "gain": rows.gain,
+        "numeric": numeric,
+        "categorical": rows.categorical,
+        "sample_id": rows.sample_id,
+        "query_id": rows.query_id,
+        **({"slice": rows.slices.values} if rows.slices.names else {}),
+    }
+    dtype = id_dtype(tokenizer.vocab_size)
     shards: dict[Split, ShardInfo] = {}
     sizes: dict[str, int] = {}
     reasons = Counter[str]()
@@ -116,12 +121,22 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
             index = np.flatnonzero(rows.split == place)
             if not len(index):
                 continue
-            name = f"{split}-{task.name}.safetensors"
-            by_bucket = [index[bucket[index] == number] for number in range(len(buckets))]
-            arrays = _shard_arrays(rows, numeric, queries, products, by_bucket, tokenizer, buckets)
+            name, arrays, counts = f"{split}-{task.name}.safetensors", Arrays(), list[int]()
+            for number, shape in enumerate(buckets):
+                chosen = index[bucket[index] == number]
+                counts.append(len(chosen))
+                if not len(chosen):
+                    continue
+                sides = (("query", queries, shape.query_tokens), ("product", products, shape.product_tokens))
+                for side, tokens, length in sides:
+                    arrays[f"b{number}.{side}"] = pack(
+                        tokens, chosen, length, pad_id=tokenizer.pad_id, sep_id=tokenizer.sep_id, dtype=dtype
+                    )
+                for field, values in columns.items():
+                    arrays[f"b{number}.{field}"] = np.ascontiguousarray(values[chosen])
             data = save(arrays)
             write_bytes_atomic(task.staging.files / name, data)
-            shards[split], sizes[name] = ShardInfo(file=name, rows=tuple(map(len, by_bucket))), len(data)
+            shards[split], sizes[name] = ShardInfo(file=name, rows=tuple(counts)), len(data)
         record = ChunkRecord(
             file=task.chunk.file,
             rows_filtered=task.chunk.num_rows - rows_read,
@@ -138,35 +153,3 @@ def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, Chun
         )
         write_bytes_atomic(task.staging.record_path(task.index), record.model_dump_json().encode())
     return task.rules.partition, task.index, record
-
-
-def _shard_arrays(
-    rows: CleanRows,
-    numeric: Float32s,
-    queries: Tokens,
-    products: Tokens,
-    by_bucket: Sequence[Int64s],
-    tokenizer: TextTokenizer,
-    buckets: Sequence[Bucket],
-) -> Arrays:
-    """Return the tensors of a shard by their names. `by_bucket`: the numbers of its rows."""
-    columns: Arrays = {
-        "label": rows.label,
-        "gain": rows.gain,
-        "numeric": numeric,
-        "categorical": rows.categorical,
-        "sample_id": rows.sample_id,
-        "query_id": rows.query_id,
-    }
-    if rows.slices.names:
-        columns["slice"] = rows.slices.values
-    pad_id, sep_id, dtype = tokenizer.pad_id, tokenizer.sep_id, id_dtype(tokenizer.vocab_size)
-    arrays: Arrays = {}
-    for number, (bucket, chosen) in enumerate(zip(buckets, by_bucket, strict=True)):
-        if not len(chosen):
-            continue
-        sides = (("query", queries, bucket.query_tokens), ("product", products, bucket.product_tokens))
-        for side, tokens, length in sides:
-            arrays[f"b{number}.{side}"] = pack(tokens, chosen, length, pad_id=pad_id, sep_id=sep_id, dtype=dtype)
-        arrays |= {f"b{number}.{name}": np.ascontiguousarray(values[chosen]) for name, values in columns.items()}
-    return arrays

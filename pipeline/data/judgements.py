@@ -4,7 +4,7 @@ Gains are counted in hundredths: the gain that makes a positive is a setting of 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,14 +47,17 @@ def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: Sto
     gains = np.zeros((len(shards[0].rows), _BINS), dtype=np.int64)
     rows, sums = np.zeros(num_labels, dtype=np.int64), np.zeros(num_labels, dtype=np.float64)
     queries: list[tuple[Any, Any, Any]] = []
-    for bucket, arrays in _buckets(folder, shards, stop):
-        gain, label = np.asarray(arrays["gain"]), np.asarray(arrays["label"])
-        bins = hundredths(gain).astype(np.uint8)
-        gains[bucket] += np.bincount(bins, minlength=_BINS)
-        known = label >= 0
-        rows += np.bincount(label[known], minlength=num_labels)
-        sums += np.bincount(label[known], weights=gain[known], minlength=num_labels)
-        queries.append(_by_query(np.asarray(arrays["query_id"]), bins, bins))
+    for shard in shards:
+        stop.raise_if_set("counting judgements")
+        arrays = map_safetensors(folder / shard.file)
+        for bucket in np.flatnonzero(shard.rows).tolist():
+            gain, label, query = (np.asarray(arrays[f"b{bucket}.{name}"]) for name in ("gain", "label", "query_id"))
+            bins = hundredths(gain).astype(np.uint8)
+            gains[bucket] += np.bincount(bins, minlength=_BINS)
+            known = label >= 0
+            rows += np.bincount(label[known], minlength=num_labels)
+            sums += np.bincount(label[known], weights=gain[known], minlength=num_labels)
+            queries.append(_by_query(query, bins, bins))
     ids, worst, best = _by_query(*(np.concatenate(column) for column in zip(*queries, strict=True)))
     judged = JudgedSplit(
         gains=tuple(_filled(counts) for counts in gains),
@@ -64,15 +67,6 @@ def _count(folder: Path, shards: Sequence[ShardInfo], num_labels: int, stop: Sto
         query_worst=_filled(np.bincount(worst)),
     )
     return judged, ids
-
-
-def _buckets(folder: Path, shards: Sequence[ShardInfo], stop: StopSignal) -> Iterator[tuple[int, dict[str, Any]]]:
-    for shard in shards:
-        stop.raise_if_set("counting judgements")
-        arrays = map_safetensors(folder / shard.file)
-        for bucket, count in enumerate(shard.rows):
-            if count:
-                yield bucket, {name: arrays[f"b{bucket}.{name}"] for name in ("query_id", "label", "gain")}
 
 
 def _by_query(ids: Int64s, low: Any, high: Any) -> tuple[Int64s, Any, Any]:

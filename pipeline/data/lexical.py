@@ -66,11 +66,6 @@ _HALF_WIDTH = re.compile("[\uff66-\uff9f]+")
 """Katakana, which are read as full-width ones."""
 
 
-def with_marks(letter: str) -> str:
-    """Return a pattern of the character class `letter` followed by the marks that belong to it."""
-    return f"(?:{letter}{_patterns().marks})"
-
-
 def lowered(text: str) -> str:
     """Return a text in lower case, with letters and marks composed if Unicode has one character for both."""
     return text.lower() if text.isascii() else unicodedata.normalize("NFC", text.lower())
@@ -136,7 +131,7 @@ LEXICAL_NAMES = (
 @cache
 def _part(*, ascii_only: bool) -> re.Pattern[str]:
     """Return a pattern of letters and digits, with a point or comma before a digit."""
-    letter = r"[^\W_]" if ascii_only else with_marks(r"[^\W_]")
+    letter = r"[^\W_]" if ascii_only else rf"(?:[^\W_]{_patterns().marks})"
     return re.compile(rf"{letter}+(?:[.,](?=\d){letter}+)*")
 
 

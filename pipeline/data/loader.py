@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,33 +53,24 @@ def training_batches(
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of optimizer steps `start` <= position < `stop`, `share.accumulation` of each.
 
-    `plan` orders groups.
+    `plan` orders groups. The tensors of G groups of S slots: tokens, positions, segments int32 [G, T], query_key and
+    place (of the group in the global batch) int32 [G]; product_key int32 [G S], numeric, categorical, label int32 and
+    gain fp32 [G S]. An empty slot has label and gain -1, one with a mined product label -1 and gain 0: it is a
+    negative, and no grade of it is known.
     """
     for position in range(start, stop):
         batch = plan.batch(position)
         for micro_step in range(share.accumulation):
             part = rank_slice(plan.batch_size, share.world_size, share.rank, share.accumulation, micro_step)
             arrays = source.read(batch.pools[part], batch.rows[part], batch.bucket, batch.epoch)
-            place = np.arange(part.start, part.stop, dtype=np.int32)
-            yield MicroBatch(
-                position, batch.bucket, group_tensors(arrays, place), arrays["sample_id"][arrays["is_row"]]
-            )
+            tensors = {name: torch.from_numpy(arrays[name]) for name in GroupInputs._fields}
+            tensors |= target_tensors(arrays) | {"place": torch.arange(part.start, part.stop, dtype=torch.int32)}
+            yield MicroBatch(position, batch.bucket, tensors, arrays["sample_id"][arrays["is_row"]])
 
 
 def to_tensors(arrays: Arrays) -> dict[str, Tensor]:
     """Return what a model needs to score rows, with 32-bit integers (64-bit ones are truncated on Neuron)."""
     return {name: torch.from_numpy(arrays[name]) for name in RelevanceInputs._fields}
-
-
-def group_tensors(arrays: Arrays, place: npt.NDArray[np.int32]) -> dict[str, Tensor]:
-    """Return what training needs of G groups of S slots.
-
-    tokens, positions, segments int32 [G, T], query_key and place (of the group in the global batch) int32 [G];
-    product_key int32 [G S], numeric, categorical, label int32 and gain fp32 [G S]. An empty slot has label and gain -1,
-    one with a mined product label -1 and gain 0: it is a negative, and no grade of it is known.
-    """
-    texts = {name: torch.from_numpy(arrays[name]) for name in GroupInputs._fields}
-    return {**texts, **target_tensors(arrays), "place": torch.from_numpy(place)}
 
 
 def target_tensors(arrays: Arrays) -> dict[str, Tensor]:

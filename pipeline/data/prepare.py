@@ -11,7 +11,7 @@ tokenizer and names depend on the input and the settings alone. The last one to 
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,12 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
-from pipeline.data.input_files import Partition
+from pipeline.data.input_files import InputFile, Partition
 from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
 from pipeline.data.sources import Source, list_input_objects, open_source, reading_progress
-from pipeline.data.survey import LabelSet, TextSample, decide_labels, nothing_kept, survey
+from pipeline.data.survey import LabelSet, TextSample, decide_labels, survey
 from pipeline.data.token_sets import (
     FORMAT_VERSION,
     KIND,
@@ -36,9 +36,7 @@ from pipeline.data.token_sets import (
     CategoricalInfo,
     FileRows,
     QuarantinedRow,
-    ShardInfo,
     SliceInfo,
-    Split,
     TokenSetInfo,
 )
 from pipeline.data.tokenizer import TextTokenizer, find_tokenizer, given_tokenizer, store_tokenizer, train_in_worker
@@ -67,7 +65,6 @@ class PreparedData:
     infos: tuple[TokenSetInfo, ...]
     missing: int
     tokenizer_prefix: str
-    tokenizer_fingerprint: str
     splits_digits: bool
     reused: int
     prepared: int
@@ -91,25 +88,19 @@ class Encoding:
 
 
 @dataclass
-class FileCount:
-    """Rows and blank lines of one file, counted before any of it is encoded."""
-
-    rows: int = 0
-    blank: int = 0
-
-
-@dataclass
 class _Work:
     """A partition to prepare. `prefix` ends in the fingerprint of everything that its bytes depend on.
 
-    `read`: counts by file. `done`: records of finished chunks. `num_chunks`: known once all files are read.
+    `rows`, `blank`: rows and blank lines by file, counted before any of it is encoded. `done`: records of finished
+    chunks. `num_chunks`: known once all files are read.
     """
 
     partition: Partition
     prefix: str
     rules: RowRules
     staging: Staging
-    read: dict[str, FileCount] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    blank: dict[str, int] = field(default_factory=dict)
     done: dict[int, ChunkRecord] = field(default_factory=dict)
     num_chunks: int | None = None
 
@@ -117,14 +108,11 @@ class _Work:
         """Keep the record of a finished chunk without its bad rows, which stay in the staging folder."""
         self.done[index] = record.model_copy(update={"quarantined": ()})
 
-    def records(self) -> list[ChunkRecord]:
-        return [self.done[index] for index in range(len(self.done))]
-
     def first_bad(self) -> list[QuarantinedRow]:
         """Return the bad rows to keep, of as few chunks as have so many."""
         found: list[QuarantinedRow] = []
-        for index, record in enumerate(self.records()):
-            if record.rows_bad and len(found) < QUARANTINE_ROWS:
+        for index in sorted(self.done):
+            if self.done[index].rows_bad and len(found) < QUARANTINE_ROWS:
                 text = self.staging.record_path(index).read_bytes()
                 found += ChunkRecord.model_validate_json(text).quarantined
         return found[:QUARANTINE_ROWS]
@@ -179,10 +167,16 @@ def prepare(
     there = {prefix: infos[prefix] for prefix in prefixes if prefix in infos}
     files = [file for info in there.values() for file in info.files]
     if len(there) == len(prefixes) and not sum(info.rows for info in there.values()):
+        source_name = config.path or "the synthetic catalogue"
         if sum(file.rows for file in files) == sum(file.filtered for file in files) > 0:
-            raise nothing_kept(config)
+            wanted = " and ".join(f"{column}={value}" for column, value in config.filter.items())
+            raise DataError(
+                f"no row of {source_name} has {wanted}",
+                expected="values that occur in these columns, as they are written there",
+                next_command="correct --data.filter",
+            )
         raise DataError(
-            f"{config.path or 'the synthetic catalogue'} has no usable rows ({len(there)} partitions read)",
+            f"{source_name} has no usable rows ({len(there)} partitions read)",
             expected="rows with a query and a title",
             next_command="check --data.path and --data.filter",
         )
@@ -191,7 +185,6 @@ def prepare(
         infos=tuple(there.values()),
         missing=len(prefixes) - len(there),
         tokenizer_prefix=tokenizer_prefix,
-        tokenizer_fingerprint=encoding.tokenizer.fingerprint,
         splits_digits=encoding.tokenizer.splits_digits,
         reused=len(there) - len(prepared),
         prepared=len(prepared),
@@ -318,31 +311,27 @@ def _tasks(
     stop: StopSignal,
 ) -> Iterator[ChunkTask]:
     """Yield the chunks that still have to be encoded; those that a killed run has finished are noted as done."""
+
+    def counted(work: _Work, file: InputFile) -> Iterator[RawBatch]:
+        for batch in source.read(file):
+            work.rows[file.key] += batch.rows_read
+            work.blank[file.key] += batch.blank
+            tell(batch)
+            yield batch
+
     for work in works:
         work.staging.create()
         index = 0
         for number, file in enumerate(work.partition.files):
-            count = work.read[file.key] = FileCount()
-            batches = _counted(source.read(file), count, tell)
-            for place, chunk in enumerate(cut_chunks(file.key, batches, config.rows_per_chunk)):
+            work.rows[file.key] = work.blank[file.key] = 0
+            for place, chunk in enumerate(cut_chunks(file.key, counted(work, file), config.rows_per_chunk)):
                 stop.raise_if_set("preparing data")
                 if record := work.staging.finished(index):
                     work.note(index, record)
                 else:
-                    name = f"{number:05d}-{place:05d}"
-                    yield ChunkTask(index, name, chunk, work.rules, work.staging)
+                    yield ChunkTask(index, f"{number:05d}-{place:05d}", chunk, work.rules, work.staging)
                 index += 1
         work.num_chunks = index
-
-
-def _counted(
-    batches: Iterable[RawBatch], count: FileCount, tell: Callable[[RawBatch | None], None]
-) -> Iterator[RawBatch]:
-    for batch in batches:
-        count.rows += len(batch.rows) + sum(row.count for row in batch.bad)
-        count.blank += batch.blank
-        tell(batch)
-        yield batch
 
 
 def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -> TokenSetInfo:
@@ -366,9 +355,10 @@ def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -
 
 def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo:
     config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
-    records = work.records()
+    records = [work.done[index] for index in sorted(work.done)]
     categorical = tuple(CategoricalInfo(column=one.column, num_ids=one.num_ids) for one in config.categorical)
-    shards = shards_by_split(records)
+    by_split = {split: tuple(one.shards[split] for one in records if split in one.shards) for split in SPLITS}
+    shards = {split: infos for split, infos in by_split.items() if infos}
     reasons = sum((Counter(record.reasons) for record in records), Counter[str]())
     names = merge_names(record.slices for record in records)
     is_counted = all(len(record.without_category) == len(categorical) for record in records)
@@ -394,7 +384,7 @@ def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo
         truncated_rows=sum(record.truncated_rows for record in records),
         tokens=sum(record.tokens for record in records),
         slices=tuple(SliceInfo(column=column, names=names.get(column, ())) for column in config.slices),
-        files=tuple(_file_rows(file, count, records) for file, count in work.read.items()),
+        files=tuple(_file_rows(work, file, records) for file in work.rows),
         judged=count_judgements(work.staging.files, shards, len(labels.gains), stop),
         without_category={
             info.column: sum(record.without_category[i] for record in records)
@@ -403,27 +393,21 @@ def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo
     )
 
 
-def shards_by_split(records: Sequence[ChunkRecord]) -> dict[Split, tuple[ShardInfo, ...]]:
-    """Return the shards of each split that has rows, in the order of the chunks."""
-    found = {split: tuple(record.shards[split] for record in records if split in record.shards) for split in SPLITS}
-    return {split: shards for split, shards in found.items() if shards}
-
-
-def _file_rows(file: str, count: FileCount, records: Sequence[ChunkRecord]) -> FileRows:
+def _file_rows(work: _Work, file: str, records: Sequence[ChunkRecord]) -> FileRows:
     """Account for every row of a file. Raises RuntimeError (a bug) if one is neither in a shard nor counted."""
     records = [record for record in records if record.file == file]
     rows = FileRows(
         file=file,
-        rows=count.rows,
+        rows=work.rows[file],
         good=sum(sum(shard.rows) for record in records for shard in record.shards.values()),
         bad=sum(record.rows_bad for record in records),
         filtered=sum(record.rows_filtered for record in records),
-        blank=count.blank,
+        blank=work.blank[file],
     )
-    if rows.rows != rows.good + rows.bad + rows.filtered:
+    if lost := rows.rows - rows.good - rows.bad - rows.filtered:
         raise RuntimeError(
             f"{file}: of {rows.rows} rows {rows.good} are good, {rows.bad} bad and {rows.filtered} filtered out: "
-            f"{rows.rows - rows.good - rows.bad - rows.filtered} are lost"
+            f"{lost} are lost"
         )
     return rows
 

@@ -27,8 +27,7 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.csv_records import CsvRecords, Malformed
 from pipeline.data.rows import JOINED_FIELDS, BadRow, ColumnPlan, RawBatch, join_texts, shorten, to_fields
-from pipeline.io.downloads import check_downloaded
-from pipeline.io.storage import ObjectStat, Storage, os_errors
+from pipeline.io.storage import HEAD_BYTES, ObjectStat, Storage, check_downloaded, os_errors
 
 NOT_AN_OBJECT = "malformed row: not a JSON object"
 KEY_TWICE = "malformed row: a key occurs twice"
@@ -42,8 +41,6 @@ _SUFFIXES = {
     "csv": (".csv", ".tsv"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
-_FOREIGN_COMPRESSION = (".bz2", ".lz4", ".snappy", ".xz", ".z", ".zip", ".zst", ".zstd")
-HEAD_BYTES = 512
 _GZIP = b"\x1f\x8b"
 _PARQUET = b"PAR1"
 _OTHER_CONTENTS = {
@@ -65,19 +62,8 @@ Planner = Callable[[list[str]], ColumnPlan]
 
 
 def suffix_format(name: str) -> str | None:
-    """Return `parquet`, `csv` or `jsonl` by file name, or None.
-
-    Raises DataError for such a file in a compression that no reader knows, because leaving it out would lose its rows.
-    """
-    lower = name.lower()
-    stem = lower.removesuffix(".gz")
-    for suffix in _FOREIGN_COMPRESSION:
-        if lower.endswith(suffix) and suffix_format(stem.removesuffix(suffix)):
-            raise DataError(
-                f"{name} is compressed with {suffix.removeprefix('.')}",
-                expected="files that are not compressed, or .gz",
-                next_command="decompress it, or move it out of the input",
-            )
+    """Return `parquet`, `csv` or `jsonl` by file name, or None."""
+    stem = name.lower().removesuffix(".gz")
     return next((format_name for format_name, suffixes in _SUFFIXES.items() if stem.endswith(suffixes)), None)
 
 
@@ -121,32 +107,19 @@ def read_file(
     column, TransientError if it has changed since.
     """
     readers = {"parquet": _read_parquet, "csv": _read_csv, "jsonl": _read_jsonl}
-    source, given, checked = _Source(storage, key, planner, num_rows), 0, False
-    is_local = storage.local_path(key) is not None
-
-    def check() -> None:
-        seen = version if version is None else version_of(storage, key)
-        if seen != version:
-            raise TransientError(
-                f"{storage.uri(key)} " + ("was changed while it was read" if seen else "is gone since it was listed"),
-                expected="files that stay as they are while they are read",
-                next_command="the same command again, once nothing writes there",
-            )
-
+    source, given, is_local = _Source(storage, key, planner, num_rows), 0, storage.local_path(key) is not None
     try:
         for batch in readers[format_name](source):
-            given += len(batch.rows) + sum(row.count for row in batch.bad)
-            if is_local or not checked:  # on S3 all that follows is of the object that was opened
-                check()
-                checked = True
+            if is_local or not given:  # on S3 all that follows is of the object that was opened
+                _check_version(storage, key, version)
+            given += batch.rows_read
             yield batch
-        if is_local or not checked:
-            check()
+        _check_version(storage, key, version if is_local or not given else None)
     except DataError:
-        check()
+        _check_version(storage, key, version)
         raise
     except (pa.ArrowException, csv.Error, zlib.error, OSError, EOFError) as error:
-        check()
+        _check_version(storage, key, version)
         refuse_unreadable(storage, key, format_name)
         raise DataError(
             f"{storage.uri(key)} cannot be read as {format_name}: {' '.join(str(error).split())}",
@@ -155,6 +128,16 @@ def read_file(
         ) from error
     if given != source.rows:
         raise RuntimeError(f"{storage.uri(key)} has {source.rows} rows, its reader gave {given}")
+
+
+def _check_version(storage: Storage, key: str, version: str | None) -> None:
+    seen = None if version is None else version_of(storage, key)
+    if seen != version:
+        raise TransientError(
+            f"{storage.uri(key)} " + ("was changed while it was read" if seen else "is gone since it was listed"),
+            expected="files that stay as they are while they are read",
+            next_command="the same command again, once nothing writes there",
+        )
 
 
 def refuse_unreadable(storage: Storage, key: str, wanted: str) -> None:
@@ -317,8 +300,8 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
         def rows() -> Iterator[_Parsed]:
             for row, (number, line) in enumerate(chain(head, lines)):
                 record = _parse(line)
-                if isinstance(record, str):
-                    yield number, Malformed(record, shorten(line))
+                if isinstance(record, Malformed):
+                    yield number, record
                     continue
                 if late := [name for name in record if name not in names]:
                     names.update(dict.fromkeys(late))
@@ -333,8 +316,7 @@ def _read_jsonl(source: _Source) -> Iterator[RawBatch]:
                     try:
                         values.append(_json_bytes(record.get(column), may_join))
                     except TypeError as error:
-                        kind = "a list" if isinstance(record[column], list) else "an object"
-                        raise _no_text(f"{uri}: column {column!r} is {kind} in line {number}") from error
+                        raise _no_text(f"{uri}: column {column!r} is {error} in line {number}") from error
                 yield number, values
 
         yield from _batches(source, plan, position, rows())
@@ -365,39 +347,34 @@ def _lines(raw: BinaryIO, source: _Source) -> Iterator[tuple[int, bytes]]:
             source.blank += 1
 
 
-class _KeyTwice(ValueError):
-    """An object has a key twice."""
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        raise _KeyTwice
+        raise ValueError(KEY_TWICE)
     return record
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _parse(line: bytes) -> dict[str, Any] | str:
-    """Return the object on a line, or the reason why it is malformed.
-
-    Bytes that are not UTF-8 survive as surrogates and are judged later, per field.
-    """
+def _parse(line: bytes) -> dict[str, Any] | Malformed:
+    """Return the object on a line. Bytes that are not UTF-8 survive as surrogates and are judged later, per field."""
+    reason = NOT_AN_OBJECT
     try:
-        record = _DECODER.decode(line.decode("utf-8", "surrogateescape"))
-    except _KeyTwice:
-        return KEY_TWICE
-    except (ValueError, RecursionError):
-        return NOT_AN_OBJECT
-    return record if isinstance(record, dict) else NOT_AN_OBJECT
+        if isinstance(record := _DECODER.decode(line.decode("utf-8", "surrogateescape")), dict):
+            return record
+    except (ValueError, RecursionError) as error:
+        reason = KEY_TWICE if str(error) == KEY_TWICE else NOT_AN_OBJECT
+    return Malformed(reason, shorten(line))
 
 
 def _json_bytes(value: Any, may_join: bool) -> bytes | None:
     """Return the bytes of a value. Numbers and booleans become text. Raises TypeError for lists and objects."""
-    if isinstance(value, dict) or (isinstance(value, list) and not may_join):
-        raise TypeError("neither text nor number")
+    if isinstance(value, dict):
+        raise TypeError("an object")
     if isinstance(value, list):
+        if not may_join:
+            raise TypeError("a list")
         value = join_texts(value)
     if value is None or value == "" or value != value:  # NaN is no value
         return None

@@ -70,6 +70,11 @@ class RawBatch:
     def num_rows(self) -> int:
         return len(self.rows) + len(self.bad)
 
+    @property
+    def rows_read(self) -> int:
+        """Good and bad rows, with all lines that a bad one swallowed."""
+        return len(self.rows) + sum(row.count for row in self.bad)
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -273,14 +278,7 @@ _SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # a point or a plu
 _TRUTH = "True|TRUE|False|FALSE"
 _VARIANT = rf"^\s*(?:{_WHOLE}|{_SCIENTIFIC}|{_TRUTH})\s*$"
 _LARGEST_EXPONENT = 308
-_BYTES = (
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_fixed_size_binary,
-    pa.types.is_binary_view,
-    pa.types.is_string,
-    pa.types.is_large_string,
-)
+_BYTES = (pa.binary(), pa.large_binary(), pa.binary_view(), pa.string(), pa.large_string())
 
 
 def canonical_text(text: str) -> str:
@@ -303,7 +301,7 @@ def join_texts(values: list[Any] | None) -> str | None:
     if values is None:
         return None
     if not all(value is None or isinstance(value, str) for value in values):
-        raise TypeError("not a list of texts")
+        raise TypeError("a list of other values than texts")
     return " ".join(filter(None, values))
 
 
@@ -336,7 +334,7 @@ def as_field(array: pa.Array, field: str) -> pa.Array:
     if pa.types.is_floating(kind):  # a null is NaN here
         floats = array.to_numpy(zero_copy_only=False)
         return _one_text_each(_large_binary(None if value != value else str(value) for value in floats))
-    if any(is_kind(kind) for is_kind in _BYTES):
+    if kind in _BYTES or pa.types.is_fixed_size_binary(kind):
         return _one_text_each(pc.cast(array, pa.large_binary()))
     return _one_text_each(pc.cast(pc.cast(array, pa.large_string()), pa.large_binary()))
 

@@ -88,10 +88,7 @@ class TokenRows:
                 local = rows[chosen] - self._starts[shard, pool]
                 values: npt.NDArray[Any]
                 for field in fields or self._fields:
-                    if field == "partition":
-                        values = np.full(len(local), self._shards[shard].partition, dtype=np.int64)
-                    else:
-                        values = self._map(int(shard))[f"b{pool}.{field}"][local]
+                    values = self._map(int(shard))[f"b{pool}.{field}"][local]
                     if field not in result and field in num_tokens:
                         result[field] = np.full((len(rows), num_tokens[field]), self.pad_id, dtype=np.int32)
                     elif field not in result:
@@ -104,11 +101,12 @@ class TokenRows:
 
     def _map(self, shard: int) -> Arrays:
         if shard not in self._maps:
-            path = self._shards[shard].path
+            path, partition = self._shards[shard].path, np.int64(self._shards[shard].partition)
             try:
                 arrays = map_safetensors(path)
                 for bucket, count in enumerate(self._shards[shard].rows):
-                    for name in (f"b{bucket}.{field}" for field in self._fields if field != "partition" and count):
+                    arrays[f"b{bucket}.partition"] = np.broadcast_to(partition, count)
+                    for name in (f"b{bucket}.{field}" for field in self._fields if count):
                         if len(arrays[name]) != count:
                             raise ValueError(f"{name} has {len(arrays[name])} rows, not {count}")
             except (OSError, ValueError, KeyError, struct.error) as error:

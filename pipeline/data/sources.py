@@ -2,12 +2,11 @@
 
 import errno
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +29,7 @@ from pipeline.data.input_files import (
     input_warnings,
     names_of,
 )
-from pipeline.data.readers import read_file, suffix_format
+from pipeline.data.readers import Planner, read_file, suffix_format
 from pipeline.data.rows import (
     BadRow,
     ColumnPlan,
@@ -46,27 +45,31 @@ from pipeline.io import atomic
 from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 
-class Source(Protocol):
-    """An input. `read` yields the rows of a file in order with the columns of some fields (None: all).
+@dataclass(frozen=True)
+class Source:
+    """An input.
 
-    It raises DataError, and TransientError for a file that was changed since it was listed.
+    `reader` gets a file and the fields to read (None: all). `fixed_labels`: labels with their gains that the layout
+    defines, least relevant first; empty if the data decides. `passed_over`: keys of files below the path that are not
+    read. `warnings` are about an input that is read all the same.
     """
 
-    @property
-    def partitions(self) -> tuple[Partition, ...]: ...
-    @property
-    def passed_over(self) -> tuple[str, ...]:
-        """Keys of files below the path that are not read."""
+    partitions: tuple[Partition, ...]
+    reader: Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]
+    fixed_labels: Mapping[str, float]
+    passed_over: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings about an input that is read all the same."""
+    def files(self) -> list[InputFile]:
+        return [file for partition in self.partitions for file in partition.files]
 
-    @property
-    def fixed_labels(self) -> Mapping[str, float]:
-        """Labels with their gains that the layout defines, least relevant first; empty if the data decides."""
+    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
+        """Yield the rows of a file in order with the columns of some fields.
 
-    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]: ...
+        Raises DataError, and TransientError for a file that was changed since it was listed.
+        """
+        return self.reader(file, fields)
 
 
 @contextmanager
@@ -87,20 +90,15 @@ def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callabl
 def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
     """Open the input that the settings name. Raises DataError if there is nothing to read."""
     if config.path is None:
-        return SyntheticSource(config)
+        return _synthetic_source(config)
     listing = find_files(config.path, stop)
-    if _is_esci(config, listing.stats):
+    names = [stat.key.rpartition("/")[2] for stat in listing.stats]
+    if config.format == "esci" or (config.format == "auto" and ESCI_EXAMPLES in names):
         return _open_esci(config, listing, scratch)
     files = choose_files(listing, config.format, config.path)
     warnings = input_warnings(files.inputs, files.passed_over, config.path)
     partitions = group_by_day(files.inputs, config.path)
-    return FileSource(config, listing.storage, partitions, files.passed_over, warnings)
-
-
-def _is_esci(config: DataConfig, stats: Iterable[ObjectStat]) -> bool:
-    return config.format == "esci" or (
-        config.format == "auto" and any(stat.key.rpartition("/")[2] == ESCI_EXAMPLES for stat in stats)
-    )
+    return Source(partitions, file_reader(config, listing.storage), {}, files.passed_over, warnings)
 
 
 def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[ObjectStat]:
@@ -108,54 +106,44 @@ def list_input_objects(config: DataConfig, stop: StopSignal) -> frozenset[Object
     return frozenset() if config.path is None else frozenset(find_files(config.path, stop).stats)
 
 
-class SyntheticSource:
-    fixed_labels: Mapping[str, float] = {}
-    passed_over: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+def _synthetic_source(config: DataConfig) -> Source:
+    version: dict[str, JsonValue] = {
+        "generator": synthetic.GENERATOR_VERSION,
+        "num_queries": config.synthetic.num_queries,
+        "candidates_per_query": len(synthetic.GRADES),
+        "first_day": str(synthetic.FIRST_DAY),
+        "seed": synthetic.SEED,
+    }
+    partitions = tuple(
+        Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
+        for name in synthetic.partitions(config.synthetic)
+    )
 
-    def __init__(self, config: DataConfig) -> None:
-        self._config = config
-        version: dict[str, JsonValue] = {
-            "generator": synthetic.GENERATOR_VERSION,
-            "num_queries": config.synthetic.num_queries,
-            "candidates_per_query": len(synthetic.GRADES),
-            "first_day": str(synthetic.FIRST_DAY),
-            "seed": synthetic.SEED,
-        }
-        self.partitions = tuple(
-            Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
-            for name in synthetic.partitions(config.synthetic)
-        )
-
-    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        plan = plan_columns(self._config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)
-        size, first = batch_rows(self._config.rows_per_chunk), 0
-        for batch in synthetic.generate(self._config.synthetic, file.key.split("/")[0]):
+    def read(file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
+        plan = plan_columns(config, synthetic.SCHEMA.names, "the synthetic catalogue").only(fields)
+        size, first = batch_rows(config.rows_per_chunk), 0
+        for batch in synthetic.generate(config.synthetic, file.key.split("/")[0]):
             for start in range(0, len(batch), size):
                 part = batch.slice(start, size)
                 columns = dict(zip(part.schema.names, part.columns, strict=True))
                 yield RawBatch(to_fields(columns, plan), np.arange(first, first + len(part), dtype=np.int64))
                 first += len(part)
 
+    return Source(partitions, read, {})
 
-@dataclass(frozen=True)
-class FileSource:
-    """Files of one table."""
 
-    config: DataConfig
-    storage: Storage
-    partitions: tuple[Partition, ...]
-    passed_over: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    fixed_labels: ClassVar[Mapping[str, float]] = {}
+def file_reader(
+    config: DataConfig, storage: Storage
+) -> Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]:
+    """Return the reader of the files of one table."""
 
-    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        uri, num_rows = self.storage.uri(file.key), batch_rows(self.config.rows_per_chunk)
-
+    def read(file: InputFile, fields: Sequence[str] | None) -> Iterator[RawBatch]:
         def plan(names: list[str]) -> ColumnPlan:
-            return plan_columns(self.config, names, uri).only(fields)
+            return plan_columns(config, names, storage.uri(file.key)).only(fields)
 
-        yield from read_file(self.storage, file.key, file.format, plan, num_rows, file.version)
+        return read_file(storage, file.key, file.format, plan, batch_rows(config.rows_per_chunk), file.version)
+
+    return read
 
 
 # The Amazon Shopping Queries (ESCI) layout: a file of examples, joined with a file of products on id and locale. The
@@ -180,15 +168,18 @@ _ESCI_FIELDS = {
 _ESCI_TEXTS = ("product_brand", "product_color", "product_bullet_point", "product_description")
 
 
-def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> "EsciSource":
+def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> Source:
     """Find both files. Raises DataError if one is missing, or if other files hold rows."""
     storage, stats, path = listing.storage, listing.stats, str(config.path)
-    names = [stat.key.rpartition("/")[2] for stat in stats]
-    examples = [stat for stat, name in zip(stats, names, strict=True) if name == ESCI_EXAMPLES]
-    products = [stat for stat, name in zip(stats, names, strict=True) if name == ESCI_PRODUCTS]
-    if not examples and len(stats) == 1:
-        examples = list(stats)
-    others = [stat.key for stat in stats if stat not in (*examples, *products)]
+    examples, products, others = list[ObjectStat](), list[ObjectStat](), list[str]()
+    for stat in stats:
+        name = stat.key.rpartition("/")[2]
+        if name == ESCI_EXAMPLES or len(stats) == 1:
+            examples.append(stat)
+        elif name == ESCI_PRODUCTS:
+            products.append(stat)
+        else:
+            others.append(stat.key)
     if not products and (neighbour := storage.stat(ESCI_PRODUCTS)):
         products = [neighbour]
     unread = [key for key in others if suffix_format(key) and not key.endswith(ESCI_SOURCES)]
@@ -201,33 +192,60 @@ def _open_esci(config: DataConfig, listing: Listing, scratch: Path) -> "EsciSour
         )
     *files, product = Files(storage, tuple((stat, "parquet") for stat in (*examples, *products))).inputs
     passed_over = (*listing.passed_over, *others)
-    partitions = group_by_day(files, path, (product.content_id,))
-    warnings = input_warnings(files, passed_over, path)
-    return EsciSource(config, storage, partitions, product, scratch / "esci", passed_over, warnings)
+    limit = 4 * text_characters(config.bucket_shapes)  # a character has at most 4 bytes
+    table = EsciProducts(storage, product, scratch / "esci", limit)
+    return Source(
+        group_by_day(files, path, (product.content_id,)),
+        partial(_read_esci, config, table),
+        ESCI_GAINS,
+        passed_over,
+        input_warnings(files, passed_over, path),
+    )
+
+
+def _read_esci(
+    config: DataConfig, products: "EsciProducts", file: InputFile, fields: Sequence[str] | None
+) -> Iterator[RawBatch]:
+    """Yield examples with the title and text of their products; examples without a product are bad."""
+    plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(config)))
+    plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
+    storage, num_rows = products.storage, batch_rows(config.rows_per_chunk)
+    planner = _esci_planner(plan, storage.uri(file.key))
+    for batch in read_file(storage, file.key, "parquet", planner, num_rows, file.version):
+        storage.stop.raise_if_set(f"reading {storage.uri(file.key)}")
+        columns = batch.columns
+        ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
+        found = [products.look_up(*key) for key in zip(ids, locales, strict=True)]
+        for place, name in enumerate(("title", "text")):
+            values = [product and product[place] for product in found]
+            columns = columns.append_column(name, pa.array(values, pa.large_binary()))
+        is_missing = np.array([product is None for product in found], dtype=np.bool_)
+        is_bad = is_missing & filter_mask(columns, config.filter)
+        bad = tuple(
+            BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
+            for i in np.flatnonzero(is_bad)
+        )
+        columns = columns.filter(pa.array(~is_bad)).drop_columns(["locale"])
+        yield replace(batch, columns=columns, rows=batch.rows[~is_bad], bad=bad)
 
 
 @dataclass(frozen=True)
-class EsciSource:
-    """Examples with their products' titles. `text` is brand, colour, bullet points and description, in this order."""
+class EsciProducts:
+    """Titles and texts of products. A text is brand, colour, bullet points and description, cut to `limit` bytes."""
 
-    config: DataConfig
     storage: Storage
-    partitions: tuple[Partition, ...]
-    products: InputFile
+    file: InputFile
     folder: Path
-    passed_over: tuple[str, ...]
-    warnings: tuple[str, ...]
-    fixed_labels: ClassVar[Mapping[str, float]] = ESCI_GAINS
+    limit: int
 
     @cached_property
     def index(self) -> sqlite3.Connection:
         """A table of products in a file, which one process at a time builds and which appears whole."""
-        limit = 4 * text_characters(self.config.bucket_shapes)  # a character has at most 4 bytes
-        folder = self.folder / fingerprint([self.products.content_id, limit])
+        folder = self.folder / fingerprint([self.file.content_id, self.limit])
         path = folder / "products.db"
         with os_errors("writing", f"file://{folder}"), atomic.exclusive(folder / "index.lock", self.storage.stop):
             if not path.exists():
-                _index_products(self.storage, self.products, path.with_suffix(".tmp"), limit)
+                self.write_index(path.with_suffix(".tmp"))
                 path.with_suffix(".tmp").replace(path)
         return sqlite3.connect(path, check_same_thread=False)
 
@@ -237,72 +255,48 @@ class EsciSource:
         found: tuple[bytes, bytes] | None = self.index.execute(wanted, (product_id or b"", locale or b"")).fetchone()
         return found
 
-    def read(self, file: InputFile, fields: Sequence[str] | None = None) -> Iterator[RawBatch]:
-        """Yield rows with title and text; rows without a product are bad."""
-        plan = ColumnPlan((*_ESCI_FIELDS.items(), *feature_pairs(self.config)))
-        plan = plan.only(None if fields is None else [*fields, "product_id", "locale"])
-        uri, num_rows = self.storage.uri(file.key), batch_rows(self.config.rows_per_chunk)
-        for batch in read_file(
-            self.storage, file.key, "parquet", lambda names: _checked(plan, names, uri), num_rows, file.version
+    def write_index(self, path: Path) -> None:
+        """Write the table; of equal products the first. Raises as read_file(), and OSError."""
+        uri, stop = self.storage.uri(self.file.key), self.storage.stop
+
+        def plan(names: list[str]) -> ColumnPlan:
+            texts = [column for column in _ESCI_TEXTS if column in names]
+            wanted = ("product_id", ESCI_LOCALE, "product_title", *texts)
+            return _esci_planner(ColumnPlan(tuple((column, column) for column in wanted)), uri)(names)
+
+        path.unlink(missing_ok=True)
+        with (
+            closing(sqlite3.connect(path, isolation_level=None)) as table,
+            progress("indexing products", self.file.size_bytes or None, "bytes") as advance,
         ):
-            self.storage.stop.raise_if_set(f"reading {uri}")
-            columns = batch.columns
-            ids, locales = columns["product_id"].to_pylist(), columns["locale"].to_pylist()
-            products = [self.look_up(*key) for key in zip(ids, locales, strict=True)]
-            for place, name in enumerate(("title", "text")):
-                values = [product and product[place] for product in products]
-                columns = columns.append_column(name, pa.array(values, pa.large_binary()))
-            is_missing = np.array([product is None for product in products], dtype=np.bool_)
-            is_bad = is_missing & filter_mask(columns, self.config.filter)
-            bad = tuple(
-                BadRow(file.key, int(batch.rows[i]), NO_PRODUCT, f"{ids[i]!r} in {locales[i]!r}")
-                for i in np.flatnonzero(is_bad)
+            try:
+                table.execute("PRAGMA journal_mode = OFF")  # a half-built file is never used
+                table.execute("CREATE TABLE products (id, locale, title, text, PRIMARY KEY (id, locale))")
+                for batch in read_file(self.storage, self.file.key, "parquet", plan, 4096, self.file.version):
+                    stop.raise_if_set(f"indexing {uri}")
+                    advance(batch.input_bytes)
+                    table.execute("BEGIN")
+                    table.executemany("INSERT OR IGNORE INTO products VALUES (?, ?, ?, ?)", self._rows(batch))
+                    table.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                raise OSError(errno.ENOSPC if "full" in str(error) else errno.EIO, str(error), str(path)) from error
+
+    def _rows(self, batch: RawBatch) -> Iterator[tuple[bytes, ...]]:
+        for product_id, locale, title, *texts in zip(*batch.columns.to_pydict().values(), strict=True):
+            text = b" ".join(filter(None, texts))
+            if len(text) > self.limit:  # never cut inside a character
+                text = text[: self.limit].decode("utf-8", "ignore").encode()
+            yield product_id or b"", locale or b"", title or b"", text
+
+
+def _esci_planner(plan: ColumnPlan, uri: str) -> Planner:
+    def check(names: list[str]) -> ColumnPlan:
+        if missing := [column for column in plan.inputs if column not in names]:
+            raise DataError(
+                f"{uri} has no column {', '.join(map(repr, missing))}",
+                expected="the ESCI columns; seen: " + ", ".join(names),
+                next_command="download the file again, or set --data.format parquet",
             )
-            columns = columns.filter(pa.array(~is_bad)).drop_columns(["locale"])
-            yield replace(batch, columns=columns, rows=batch.rows[~is_bad], bad=bad)
+        return plan
 
-
-def _index_products(storage: Storage, products: InputFile, path: Path, limit: int) -> None:
-    """Write titles, and texts cut to `limit` bytes; of equal products the first. Raises as read_file(), and OSError."""
-    uri = storage.uri(products.key)
-
-    def plan(names: Sequence[str]) -> ColumnPlan:
-        wanted = ("product_id", ESCI_LOCALE, "product_title", *(column for column in _ESCI_TEXTS if column in names))
-        return _checked(ColumnPlan(tuple((column, column) for column in wanted)), names, uri)
-
-    def rows(batch: RawBatch) -> Iterator[tuple[bytes, ...]]:
-        columns = batch.columns.to_pydict()
-        texts = [columns[column] for column in _ESCI_TEXTS if column in columns]
-        keys = zip(columns["product_id"], columns[ESCI_LOCALE], columns["product_title"], strict=True)
-        for row, key in enumerate(keys):
-            text = b" ".join(filter(None, (column[row] for column in texts)))
-            if len(text) > limit:  # never cut inside a character
-                text = text[:limit].decode("utf-8", "ignore").encode()
-            yield (*(value or b"" for value in key), text)
-
-    path.unlink(missing_ok=True)
-    with (
-        closing(sqlite3.connect(path, isolation_level=None)) as table,
-        progress("indexing products", products.size_bytes or None, "bytes") as advance,
-    ):
-        try:
-            table.execute("PRAGMA journal_mode = OFF")  # a half-built file is never used
-            table.execute("CREATE TABLE products (id, locale, title, text, PRIMARY KEY (id, locale))")
-            for batch in read_file(storage, products.key, "parquet", plan, 4096, products.version):
-                storage.stop.raise_if_set(f"indexing {uri}")
-                advance(batch.input_bytes)
-                table.execute("BEGIN")
-                table.executemany("INSERT OR IGNORE INTO products VALUES (?, ?, ?, ?)", rows(batch))
-                table.execute("COMMIT")
-        except sqlite3.OperationalError as error:
-            raise OSError(errno.ENOSPC if "full" in str(error) else errno.EIO, str(error), str(path)) from error
-
-
-def _checked(plan: ColumnPlan, names: Sequence[str], uri: str) -> ColumnPlan:
-    if missing := [column for column in plan.inputs if column not in names]:
-        raise DataError(
-            f"{uri} has no column {', '.join(map(repr, missing))}",
-            expected="the ESCI columns; seen: " + ", ".join(names),
-            next_command="download the file again, or set --data.format parquet",
-        )
-    return plan
+    return check

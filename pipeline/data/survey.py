@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
-from pipeline.data.rows import FILTER, BadRow, text_characters
+from pipeline.data.rows import FILTER, text_characters
 from pipeline.data.sources import ESCI_GAINS, Source, reading_progress
 from pipeline.data.tokenizer import SAMPLE_ROWS
 from pipeline.data.validate import filter_mask, numbers
@@ -71,14 +71,13 @@ class LabelCount:
 
 @dataclass
 class Survey:
-    """`has_rows`: the filter keeps some. `without_gain`: a file with rows and no gains. `malformed`: the first one."""
+    """`has_rows`: some can be read and the filter keeps them. `without_gain`: a file with rows and no gains."""
 
     sample: TextSample = field(default_factory=TextSample)
     labels: dict[str, LabelCount] = field(default_factory=dict)
     has_labels: bool = False
     has_rows: bool = False
     without_gain: str = ""
-    malformed: BadRow | None = None
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
@@ -86,15 +85,13 @@ def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample
     fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
     fields += [FILTER + column for column in config.filter]
     max_bytes = 4 * text_characters(config.bucket_shapes)
-    files = [file for partition in source.partitions for file in partition.files]
     found = Survey()
-    with reading_progress("looking at labels and texts", files) as tell:
-        for number, file in enumerate(files):
+    with reading_progress("looking at labels and texts", source.files) as tell:
+        for number, file in enumerate(source.files):
             found.sample.seen = number
             for raw in source.read(file, fields):
                 stop.raise_if_set(f"reading {file.key}")
                 tell(raw)
-                found.malformed = found.malformed or next(iter(raw.bad), None)
                 batch = raw.columns
                 if config.filter:
                     batch = batch.filter(pa.array(filter_mask(batch, config.filter)))
@@ -174,37 +171,18 @@ def known_order(labels: Sequence[str]) -> dict[str, float] | None:
     return {label: (value - low) / (high - low) if high > low else float(value > 0) for value, label in grades}
 
 
-def nothing_kept(config: DataConfig) -> DataError:
-    """Return the error for a filter that no row passes."""
-    wanted = " and ".join(f"{column}={value}" for column, value in config.filter.items())
-    return DataError(
-        f"no row of {config.path or 'the synthetic catalogue'} has {wanted}",
-        expected="values that occur in these columns, as they are written there",
-        next_command="correct --data.filter",
-    )
-
-
 def decide_labels(config: DataConfig, fixed: Mapping[str, float], seen: Survey | None) -> LabelSet:
     """Return the configured labels, else those `fixed` by the layout, else those in the data by mean gain or name.
 
-    Configured labels without known gains are spaced evenly from 0 to 1. Raises DataError if no row can be read, if the
-    label column is empty, if the order of labels is unknown, and if only some files have gains.
+    Configured labels without known gains are spaced evenly from 0 to 1. Input without a usable row has no labels: it is
+    refused when its rows have been judged. Raises DataError if the label column is empty, if the order of labels is
+    unknown, and if only some files have gains.
     """
-    if seen is not None and not seen.has_rows:
-        if bad := seen.malformed:
-            place = f"line {bad.line}" if bad.line else f"row {bad.row}"
-            raise DataError(
-                f"no row of {config.path} can be read; the first that cannot is in {bad.file}, {place}: {bad.reason}",
-                expected="rows with as many fields as the header, and quotes that are closed",
-                next_command=f"look at that place of {bad.file}, and write the file again",
-            )
-        if config.filter:
-            raise nothing_kept(config)
     if config.labels:
         last = len(config.labels) - 1
         gains = {label: fixed.get(label, place / last) for place, label in enumerate(config.labels)}
         return LabelSet(gains, tuple(gains.values()))
-    if fixed or seen is None or not seen.has_labels:
+    if fixed or seen is None or not seen.has_labels or not seen.has_rows:
         return LabelSet(dict(fixed), tuple(fixed.values()))
     column = config.columns.label
     if not seen.labels:

@@ -144,7 +144,7 @@ class TokenSetInfo(Record):
         return sum(sum(shard.rows) for shards in self.splits.values() for shard in shards)
 
 
-# Which partitions an incremental run takes. Pure.
+# Which partitions an incremental run takes.
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from pipeline.data.input_files import Partition
 from pipeline.data.sources import Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
-from pipeline.io.downloads import HEAD_BYTES, check_downloaded
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import KeyNotFound, Storage, open_storage, place_of
+from pipeline.io.storage import HEAD_BYTES, KeyNotFound, Storage, check_downloaded, open_storage, place_of
 from pipeline.proc.pool import run_tasks
 
 SAMPLE_ROWS = 1_000_000

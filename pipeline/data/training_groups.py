@@ -95,18 +95,16 @@ class Links:
     The positives of one are then no negatives of another, though nobody has judged them so. In pairs of offers of the
     same product, queries that begin alike have many of each other's positives unjudged among them. A product
     that many queries lead to says nothing of them: more than MOST_LINKED that are linked are left as they are.
+
+    `key` [N], ascending: keys of the texts that have the key of another one as `meaning` [N]. `queries`: how many there
+    are, by their texts; `linked` of them mean the same as another, `loose` ones are linked to too many.
     """
 
     key: Int64s
-    """Keys of the texts that have another one's for theirs, ascending [N]."""
     meaning: Int64s
-    """That one [N]: the same for all that mean the same."""
     queries: int
-    """How many there are, by their texts."""
     linked: int
-    """How many of them mean the same as another."""
     loose: int
-    """How many are linked to too many."""
 
     @staticmethod
     def of(sources: Sequence[RowSource], positive_gain: float) -> "Links":
@@ -166,17 +164,17 @@ def _text_key(tokens: Int32s, pad_id: int) -> Int64s:
 
 @dataclass(frozen=True)
 class MinedGroups:
-    """Mined products of groups [G], the shortest rows' first."""
+    """Mined products of groups [G], those with the shortest rows first.
+
+    `starts`: the first group of each length. `place`: of a group's query in `products`. `first`: which of the groups of
+    its query a group is, of `every` one.
+    """
 
     products: MinedProducts
     starts: Int64s
-    """The first group of each length."""
     place: Int64s
-    """Of the group's query in `products`."""
     first: Int64s
-    """Which of its query's groups this is."""
     every: Int64s
-    """How many groups its query has."""
 
     @staticmethod
     def of(products: MinedProducts, query_id: Sequence[Int64s]) -> "MinedGroups":

@@ -71,18 +71,15 @@ def merge_names(parts: Iterable[Mapping[str, Iterable[str]]]) -> Names:
 
 def codes_of(values: Int64s, names: Sequence[str]) -> Int64s:
     """Return hashes [N] as codes [N] into `names`, -1 for NO_VALUE. Raises DataError for a hash without a name."""
-    hashes = np.array([hash63(name) for name in names], dtype=np.int64)
-    order = np.argsort(hashes)
-    places = np.minimum(np.searchsorted(hashes[order], values), max(0, len(names) - 1))
-    codes = order[places] if len(names) else np.zeros(len(values), dtype=np.int64)
-    known = hashes[codes] == values if len(names) else np.zeros(len(values), dtype=np.bool_)
-    if not (known | (values == NO_VALUE)).all():
+    codes = {hash63(name): code for code, name in enumerate(names)} | {NO_VALUE: -1}
+    found, place = np.unique(values, return_inverse=True)
+    if any(value not in codes for value in found.tolist()):
         raise DataError(
             "token shards hold a slice value that their partition does not name",
             expected="the shards that prepare committed",
             next_command="delete the token set and run trnpipe prepare again",
         )
-    return np.where(known, codes, -1)
+    return np.array([codes[value] for value in found.tolist()], dtype=np.int64)[place]
 
 
 # Rows.
@@ -182,8 +179,8 @@ def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     lines = np.zeros(len(chunk.rows), dtype=np.int64) if chunk.lines is None else chunk.lines
     rows = _Rows(table.filter(pa.array(keep)) if rules.config.filter else table, chunk.rows[keep], lines[keep])
     query, title, text = rows.text("query"), rows.text("title"), rows.text("text")
-    rows.mark(np.array([not one for one in query], dtype=np.bool_), EMPTY_QUERY)
-    rows.mark(np.array([not one for one in title], dtype=np.bool_), EMPTY_TITLE)
+    for values, empty in ((query, EMPTY_QUERY), (title, EMPTY_TITLE)):
+        rows.mark(np.array([not value for value in values], dtype=np.bool_), empty)
     label, gain = _labels_and_gains(rows, rules)
     numeric, categorical = _features(rows, rules.config)
     query_id, split = _queries_and_splits(rows, rules, query)

@@ -422,11 +422,11 @@ def judge_rows(rules: TextRules, raw: RawWindow) -> TextRows:
     return TextRows(raw.file, raw.is_last, table, texts, num_rows, num_read=len(rows), bad=tuple(bad))
 
 
-def judge_again(context: tuple[TextRules, int], raw: RawWindow) -> TextRows:
+def judge_again(context: tuple[TextRules, np.uint64], raw: RawWindow) -> TextRows:
     """Judge rows in a worker process of verify. Return the texts of ids whose hash is a multiple of the step."""
     rules, step = context
     rows = judge_rows(rules, raw)
-    chosen = np.flatnonzero(rows.table["id_hash"].to_numpy() % np.uint64(step) == 0).tolist()
+    chosen = np.flatnonzero(rows.table["id_hash"].to_numpy() % step == 0).tolist()
     return replace(rows, texts=[rows.texts[row] for row in chosen])
 
 

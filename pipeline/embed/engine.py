@@ -151,10 +151,7 @@ def distinct_texts(window: Tokens, limit: int, sep_id: int) -> tuple[Tokens, Int
 
     One in eight of 35,311 real offers has the title of another.
     """
-    lengths = window.lengths
-    if not lengths.all():
-        raise ValueError(f"text {int(lengths.argmin())} of a window has no token, not even [CLS]")
-    tokens = cut_tokens(window, limit, sep_id) if lengths.max(initial=0) > limit else window
+    tokens = cut_tokens(window, limit, sep_id) if window.lengths.max(initial=0) > limit else window
     data, numbers = tokens.ids.tobytes(), dict[bytes, int]()
     bounds = (tokens.offsets * tokens.ids.itemsize).tolist()
     place = np.fromiter(
@@ -271,7 +268,7 @@ class EmbedProgram:
         self._forward = cast(Callable[[Tensor, Tensor, Tensor, int], Tensor], forward)
         self.backend = backend
         self.shapes = row_shapes(config.buckets, config.batch_tokens(backend.default_tokens), packed=encoder.packs_rows)
-        self._by_length = {shape.length: shape for shape in self.shapes}
+        self._texts_per_row = {shape.length: shape.texts for shape in self.shapes}
         self._watch: GraphWatch = watch or GraphWatch()
         self._pad_id, self.dim = encoder.pad_id, encoder.width
         backend.step_boundary(list(module.parameters()))
@@ -290,10 +287,8 @@ class EmbedProgram:
     def vectors(self, batch: Batch) -> Tensor:
         """Return fp32 [rows * texts, D] on the device, not normalised, for a batch of one of `shapes` on the device."""
         rows, length = batch["tokens"].shape
-        shape = self._by_length.get(length)
-        if shape is None or shape.rows != rows:
-            raise ValueError(f"{rows} rows of {length} tokens, where shapes are {self.shapes}")
-        vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], shape.texts)
+        texts = self._texts_per_row[length]
+        vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], texts)
         place = Place(PHASE, str(length), rows)
         self._watch.before(place, [vectors])
         self.backend.step_boundary([vectors])

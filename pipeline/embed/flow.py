@@ -182,67 +182,61 @@ def feed(flow: Flow, shards: Sequence[WorkShard]) -> Generator[Texts | OpenPart,
 SECONDS_BETWEEN_LINES = 10.0
 
 
+@dataclass
 class EmbedWatch:
-    """Adds up and reports what one worker does. `parts`: those finished by this run.
+    """Adds up and reports what one worker does."""
 
-    Args:
-        total: rows of the worker's share.
-        done: of them finished by an earlier attempt.
-    """
+    ctx: StageContext
+    plan: EmbedPlan
+    device: EmbedFigures
+    total: int
+    """Rows of the worker's share."""
+    done: int
+    """Of them finished by an earlier attempt."""
+    max_bad_fraction: float
+    clock: Callable[[], float] = time.monotonic
+    parts: int = 0
+    """Finished by this run."""
 
-    def __init__(
-        self,
-        ctx: StageContext,
-        plan: EmbedPlan,
-        device: EmbedFigures,
-        *,
-        total: int,
-        done: int,
-        max_bad_fraction: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ctx, self._plan, self._device, self._clock = ctx, plan, device, clock
-        self._total, self._done = total, done
-        self._max_bad_fraction, self._reasons = max_bad_fraction, Counter[str]()
-        self._started = self._last_line_s = clock()
-        self._passed = 0  # rows that needed no device: taken over, bad, or left out by the filter
-        self.parts = 0
+    def __post_init__(self) -> None:
+        self._started = self._last_line_s = self.clock()
+        self._passed, self._reasons = 0, Counter[str]()  # rows that needed no device: taken over, bad, or filtered out
 
     def embedded(self) -> None:
         """Print a line now and then."""
-        now = self._clock()
+        now = self.clock()
         if now - self._last_line_s >= SECONDS_BETWEEN_LINES:
             self._last_line_s = now
-            self._ctx.console.info(self.line())
+            self.ctx.console.info(self.line())
 
     def written(self, record: PartRecord) -> None:
         """Record a part. Raises DataError once more rows are bad than the whole catalogue may have."""
         self.parts += 1
-        self._passed += self._plan.shards[record.index].rows - record.counts.embedded
-        self._ctx.events.emit(
+        self._passed += self.plan.shards[record.index].rows - record.counts.embedded
+        self.ctx.events.emit(
             EventName.PART_EMBEDDED, part=record.index, rows=record.rows, seconds=record.seconds, **dict(record.counts)
         )
         self._reasons.update(record.reasons)
-        bad, rows = self._reasons.total(), self._plan.catalogue.rows
-        if bad > self._max_bad_fraction * rows:
-            place = self._ctx.workspace.uri(records_prefix(self._plan))
-            raise too_many_bad(bad, rows, self._reasons, self._max_bad_fraction, place)
+        bad, rows = self._reasons.total(), self.plan.catalogue.rows
+        if bad > self.max_bad_fraction * rows:
+            place = self.ctx.workspace.uri(records_prefix(self.plan))
+            raise too_many_bad(bad, rows, self._reasons, self.max_bad_fraction, place)
 
     def line(self) -> str:
         """`embed 120k/1.00M rows | 812 texts/s | 14.1k tokens/s | padding 4.2% | idle 1.0% | eta 3m12s`"""
-        device, seconds = self._device, self._seconds()
+        device, seconds = self.device, self._seconds()
         rows = device.texts + self._passed
-        eta = f" | eta {format_duration((self._total - self._done - rows) * seconds / rows)}" if rows else ""
+        eta = f" | eta {format_duration((self.total - self.done - rows) * seconds / rows)}" if rows else ""
         return (
-            f"embed {format_count(self._done + rows)}/{format_count(self._total)} rows"
+            f"embed {format_count(self.done + rows)}/{format_count(self.total)} rows"
             f" | {format_count(device.texts / seconds)} texts/s | {format_count(device.tokens / seconds)} tokens/s"
             f" | padding {format_share(device.padding_share)} | idle {format_share(device.idle_share)}{eta}"
         )
 
     def finish(self) -> dict[str, Figure]:
         """Print the last line. Return how this run went."""
-        self._ctx.console.info(self.line())
-        device, seconds = self._device, self._seconds()
+        self.ctx.console.info(self.line())
+        device, seconds = self.device, self._seconds()
         return {
             "texts_per_s": round(device.texts / seconds, 1),
             "tokens_per_s": round(device.tokens / seconds, 1),
@@ -251,4 +245,4 @@ class EmbedWatch:
         }
 
     def _seconds(self) -> float:
-        return max(1e-9, self._clock() - self._started)
+        return max(1e-9, self.clock() - self._started)

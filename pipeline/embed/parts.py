@@ -226,7 +226,6 @@ def find_duplicates(vectors: VectorSet, *, limit: int, stop: StopSignal) -> dict
     names = np.empty(len(parts), dtype=object)
     for part in np.unique(parts).tolist():
         chosen = np.flatnonzero(parts == part)
-        chosen = chosen[np.argsort(rows[chosen])]
         names[chosen] = vectors.ids_at(part, rows[chosen])
     later, seen = np.zeros(len(parts), dtype=np.bool_), set[Any]()
     for number, name in enumerate(names.tolist()):  # by hash, then by place
@@ -339,7 +338,7 @@ def _without(draft: VectorSet, plan: EmbedPlan, record: PartRecord, rows: Int64s
     """Write a part again without some rows, under another name: the first files stay what their record says."""
     kept = np.setdiff1d(np.arange(record.rows, dtype=np.int64), rows)
     vectors, scale = draft.stored(record.index, kept)
-    part = pa.Table.from_batches(draft.columns(record.index, KEYS)).take(kept)
+    part = draft.columns(record.index, KEYS).take(pa.array(kept))
     stem = f"{stem_of(record.index)}-unique"
     files = part_files(plan.layout, stem, part, vectors, scale, plan.metadata)
     there: dict[str, FileRecord] = {}

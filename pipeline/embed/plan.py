@@ -80,12 +80,11 @@ def gather_products(
         "filter": dict(config.filter),
         "esci_locale": None,
     }
-    files = [file for partition in source.partitions for file in partition.files]
 
     def products() -> Iterator[RawBatch]:
         seen = set[bytes]()
-        with reading_progress("reading products", files) as tell:
-            for file in files:
+        with reading_progress("reading products", source.files) as tell:
+            for file in source.files:
                 for batch in source.read(file, ["product_id", "title", "text"]):
                     stop.raise_if_set(f"reading {file.key}")
                     tell(batch)
@@ -251,17 +250,6 @@ def pin_plan(workspace: Storage, plan: EmbedPlan) -> EmbedPlan:
     return pinned if pinned is not None else plan
 
 
-def check_asked(plan: EmbedPlan, asked: dict[str, JsonValue], workspace: Storage) -> None:
-    """Raise ConfigError naming the first setting in which this run differs from the cycle's plan."""
-    for name in sorted(plan.asked.keys() | asked.keys()):
-        if plan.asked.get(name) != asked.get(name):
-            raise ConfigError(
-                f"{name} is {asked.get(name)!r}; cycle {plan.cycle} was begun with {plan.asked.get(name)!r}",
-                expected="the settings with which the cycle was begun",
-                next_command=f"the same settings, another --cycle, or {_start_over(workspace, plan.cycle)}",
-            )
-
-
 def _start_over(workspace: Storage, cycle: str) -> str:
     folders = (workspace.uri(f"cycles/{cycle}/embed"), workspace.uri(vectors_prefix(cycle)))
     return f"delete {folders[0]} and {folders[1]} to start over"
@@ -312,7 +300,14 @@ def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkp
         made, checkpoint = make_plan(settings, ctx)
         pinned = pin_plan(ctx.workspace, made)
         checkpoint = checkpoint if pinned.model == made.model else None
-    check_asked(pinned, asked_for(settings.embed, settings.data), ctx.workspace)
+    asked = asked_for(settings.embed, settings.data)
+    for name in sorted(pinned.asked.keys() | asked.keys()):
+        if pinned.asked.get(name) != asked.get(name):
+            raise ConfigError(
+                f"{name} is {asked.get(name)!r}; cycle {ctx.cycle} was begun with {pinned.asked.get(name)!r}",
+                expected="the settings with which the cycle was begun",
+                next_command=f"the same settings, another --cycle, or {_start_over(ctx.workspace, ctx.cycle)}",
+            )
     return pinned, checkpoint
 
 

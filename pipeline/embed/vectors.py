@@ -237,12 +237,12 @@ class VectorSet:
     def key(self, name: str) -> str:
         return join_key(self.prefix, name)
 
-    def columns(self, part: int, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield some columns of a part's Parquet file, ROWS_PER_GROUP rows at a time. Raises DataError."""
+    def columns(self, part: int, names: Sequence[str]) -> pa.Table:
+        """Read some columns of a part's Parquet file. Raises DataError."""
         with self._open(part) as file:
             if missing := set(names) - set(file.schema_arrow.names):
                 raise ValueError(f"it has no column {min(missing)}")
-            yield from file.iter_batches(ROWS_PER_GROUP, columns=list(names), use_threads=False)
+            return file.read(list(names), use_threads=False)
 
     def schema(self, part: int) -> pa.Schema:
         """Return the schema of a part's Parquet file, with its metadata."""
@@ -251,19 +251,11 @@ class VectorSet:
 
     def hashes(self, part: int) -> tuple[UInt64s, UInt64s]:
         """Return the hashes of ids and of texts of a part, [N] each."""
-        batches = list(self.columns(part, ["id_hash", "text_hash"]))
-        return tuple(  # type: ignore[return-value]
-            np.concatenate([np.zeros(0, dtype=np.uint64), *(batch[name].to_numpy() for batch in batches)])
-            for name in ("id_hash", "text_hash")
-        )
+        found = self.columns(part, ["id_hash", "text_hash"])
+        return found["id_hash"].to_numpy(), found["text_hash"].to_numpy()
 
     def ids_at(self, part: int, rows: Int64s) -> list[Any]:
-        found: list[Any] = []
-        start = 0
-        for batch in self.columns(part, ["id"]):
-            inside = rows[(rows >= start) & (rows < start + len(batch))] - start
-            found += batch["id"].take(inside).to_pylist()
-            start += len(batch)
+        found: list[Any] = self.columns(part, ["id"])["id"].take(pa.array(rows)).to_pylist()
         return found
 
     def stored(self, part: int, rows: Int64s) -> tuple[Stored, Float32s | None]:
@@ -305,7 +297,7 @@ class VectorSet:
     def blocks(self, part: int) -> Iterator[tuple[pa.RecordBatch, Float32s]]:
         """Yield the rows of a part, ROWS_PER_GROUP at a time: id, id_hash and text_hash; and the vectors, fp32."""
         start = 0
-        for batch in self.columns(part, KEYS):
+        for batch in self.columns(part, KEYS).to_batches(ROWS_PER_GROUP):
             rows = np.arange(start, start + len(batch), dtype=np.int64)
             yield batch, from_stored(*self.stored(part, rows))
             start += len(batch)

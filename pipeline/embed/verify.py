@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
@@ -156,8 +157,10 @@ def check_unique(vectors: VectorSet, stop: StopSignal) -> Check:
 
 @dataclass(frozen=True)
 class Picked:
+    """A text, and where its vector is."""
+
     part: int
-    id_hash: int
+    row: int
     text: str
 
 
@@ -168,7 +171,7 @@ def check_catalogue(
 
     Raises DataError if the catalogue has changed.
     """
-    step = max(1, vectors.info.rows // SAMPLE_TEXTS)
+    step = np.uint64(max(1, vectors.info.rows // SAMPLE_TEXTS))
     rules = TextRules(b"", plan.max_tokens, plan.layout.id_type, tuple(plan.catalogue.columns.filter.items()))
     bad = read = sum(plan.catalogue.unreadable.values())
     missing, problems, picked = [np.zeros(0, dtype=np.uint64)], list[str](), list[Picked]()
@@ -177,24 +180,25 @@ def check_catalogue(
     judged = run_tasks(judge_again, (rules, step), raws, num_workers=num_workers, stop=stop, doing=doing, in_order=True)
     with closing(judged) as windows, progress(doing, plan.catalogue.rows, "rows") as advance:
         for shard in plan.shards:
-            id_hash, text_hash, of_shard = list[UInt64s](), list[UInt64s](), dict[int, Picked]()
+            tables, sample = list[pa.Table](), dict[int, str]()
             for rows in windows:
                 advance(rows.num_rows)
                 read += rows.num_read
                 bad += len(rows.bad)
-                id_hash.append(rows.table["id_hash"].to_numpy())
-                text_hash.append(rows.table["text_hash"].to_numpy())
-                chosen = id_hash[-1][id_hash[-1] % np.uint64(step) == 0]
-                for one, text in zip(map(int, chosen), rows.texts, strict=True):
-                    of_shard.setdefault(one, Picked(shard.index, one, text))
+                tables.append(rows.table.select(["id_hash", "text_hash"]))
+                hashes = rows.table["id_hash"].to_numpy()
+                for one, text in zip(hashes[hashes % step == 0].tolist(), rows.texts, strict=True):
+                    sample.setdefault(one, text)
                 if rows.is_last:
                     break
-            picked += of_shard.values()
-            ids, texts = np.concatenate(id_hash), np.concatenate(text_hash)
+            ids, texts = (column.to_numpy() for column in pa.concat_tables(tables).columns)
             first = np.sort(np.unique(ids, return_index=True)[1])  # of ids that are twice in the shard the first counts
             bad += len(ids) - len(first)
             ids, texts = ids[first], texts[first]
             found_ids, found_texts = vectors.hashes(shard.index)
+            for row in np.flatnonzero(found_ids % step == 0).tolist():
+                if text := sample.get(int(found_ids[row]), ""):
+                    picked.append(Picked(shard.index, row, text))
             there, name = np.isin(ids, found_ids), vectors.info.parts[shard.index].files[-1]
             missing.append(ids[~there])
             if not np.array_equal(ids[there], found_ids):
@@ -232,25 +236,19 @@ def check_sample(
     max_tokens: int,
 ) -> Check:
     """Check the smallest cosine between a stored vector and the one computed now."""
-    there: list[Picked] = []
     stored = []
-    for part in sorted({one.part for one in picked}):
-        hashes = vectors.hashes(part)[0]
-        of_part = {one.id_hash: one for one in picked if one.part == part}
-        rows = np.flatnonzero(np.isin(hashes, np.array(list(of_part), dtype=np.uint64)))
-        there += [of_part[one] for one in hashes[rows].tolist()]
+    for part, members in groupby(picked, lambda one: one.part):
+        rows = np.array([one.row for one in members], dtype=np.int64)
         stored.append(from_stored(*vectors.stored(part, rows)))
-    if not there:
-        return skipped("sample", "no text was picked")
-    tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in there]), max_tokens, tokenizer.sep_id)
-    fresh = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(there))))
+    tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in picked]), max_tokens, tokenizer.sep_id)
+    fresh = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(picked))))
     fresh, found = shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored)
     lengths = np.linalg.norm(fresh, axis=1) * np.linalg.norm(found, axis=1)
     cosines = ((fresh * found).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)
     least = int(cosines.argmin())
-    seen = f"{len(there)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"
+    seen = f"{len(picked)} texts embedded again in fp32 on the CPU, cosine at least {cosines[least]:.6f}"
     problems = [
-        f"the vector of {there[row].text[:60]!r} has cosine {cosines[row]:.4f} to its recomputation"
+        f"the vector of {picked[row].text[:60]!r} has cosine {cosines[row]:.4f} to its recomputation"
         for row in np.flatnonzero(~(cosines >= MIN_COSINE)).tolist()
     ]
     return judge("sample", problems, seen, {"min_cosine": float(cosines[least])})

@@ -262,7 +262,6 @@ class ModelScorer:
                 model,
                 self.backend,
                 self.settings.train.precision,
-                holdout.rows.buckets,
                 self._watch(checkpoint, holdout),
                 has_one_rate=self.settings.train.optimizer.has_one_rate,
             )

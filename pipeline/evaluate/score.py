@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from pipeline.backends import Backend, Batch, step_program
 from pipeline.compile.manifest import GraphWatch, Place
 from pipeline.core.arrays import Float32s, Float64s
 from pipeline.core.batch_order import Bucket
-from pipeline.core.errors import CheckpointError, DataError, first_line
+from pipeline.core.errors import DataError, first_line
 from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
@@ -59,7 +59,6 @@ class ScoreProgram:
         model: RelevanceModel,
         backend: Backend,
         precision: Precision,
-        buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
         *,
         has_one_rate: bool = False,
@@ -72,18 +71,12 @@ class ScoreProgram:
         self.backend, self._precision = backend, precision
         self._layout = FlatLayout.of(model, has_one_rate=has_one_rate)
         self._model = structure(model.eval(), backend)
-        self._shapes = {(bucket.query_tokens, bucket.product_tokens) for bucket in buckets}
         self._watch: GraphWatch = watch or GraphWatch()
         self._flats: list[Tensor] = []
         self._forward = step_program(backend, self._computed)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Put weights (our names, any dtype, on CPU) on the device. Raises CheckpointError for other shapes."""
-        for chunk in self._layout.chunks:
-            for name, shape in zip(chunk.names, chunk.shapes, strict=True):
-                if name not in weights or weights[name].shape != shape:
-                    seen = list(weights[name].shape) if name in weights else "missing"
-                    raise CheckpointError(f"{name} is {seen}", expected=f"{list(shape)} for this model")
+        """Put weights (our names and shapes, any dtype, on CPU) on the device."""
         self._flats = [flat.to(self.backend.device) for flat in self._layout.pack(weights)]
 
     def _computed(self, flats: list[Tensor], batch: Mapping[str, Tensor]) -> RelevanceOutputs:
@@ -92,15 +85,11 @@ class ScoreProgram:
     @torch.no_grad()
     def outputs(self, batch: Mapping[str, Tensor]) -> RelevanceOutputs:
         """Logits over relevance classes [B, K] and embeddings [B, D], fp32, on the device."""
-        rows, query_tokens = batch["query"].shape
-        shape = (query_tokens, batch["product"].shape[1])
-        if shape not in self._shapes:
-            known = ", ".join(f"{query}x{product}" for query, product in sorted(self._shapes))
-            raise DataError(f"a batch of {shape[0]}x{shape[1]} tokens", expected=f"one of the buckets {known}")
+        (rows, query_tokens), product_tokens = batch["query"].shape, batch["product"].shape[1]
         found = self._forward(self._flats, batch)
         outputs = RelevanceOutputs(*(tensor.float() for tensor in found))
         del found  # what is alive at the end of a graph is an output of it
-        place = Place(PHASE, Bucket(*shape).name, rows)
+        place = Place(PHASE, Bucket(query_tokens, product_tokens).name, rows)
         self._watch.before(place, outputs)
         self.backend.step_boundary(outputs)
         self._watch.after(place)
@@ -367,7 +356,7 @@ def save_scores(storage: Storage, prefix: str, scores: ScoreSet, scratch: Path) 
 
 
 def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
-    """Load committed scores, every byte verified. Raises DataError if they are missing or do not fit their manifest."""
+    """Load committed scores, every byte verified. Raises DataError if they are missing or of another version."""
     stored, fields = load_arrays(storage, prefix, KIND, cache_dir, FILE)
     # Earlier versions also stored the embeddings of some rows.
     arrays = {name: array for name, array in stored.items() if not name.startswith("vector.")}
@@ -375,10 +364,6 @@ def load_scores(storage: Storage, prefix: str, cache_dir: Path) -> ScoreSet:
         found = _Description.model_validate(fields)
     except ValidationError as error:
         raise _bad(storage, prefix, KIND, str(error.errors(include_url=False)[0]["loc"])) from error
-    names, classes = {*ARRAYS, *(SLICE + name for name in found.slices)}, len(found.info.labels)
-    shapes = {name: array.shape for name, array in arrays.items()}
-    if shapes != {name: (found.info.rows, classes)[: 1 + (name == "logits")] for name in names}:
-        raise _bad(storage, prefix, KIND, f"arrays of {shapes} for {found.info.rows} rows and {classes} labels")
     return ScoreSet(found.info, arrays, found.slices)
 
 

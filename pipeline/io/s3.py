@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
@@ -52,13 +53,12 @@ class TransferSettings:
 # A seekable file over ranged GETs.
 
 MIN_RANGE_BYTES = 8 * 2**20
-RangeReader = Any  # Callable[[int, int], bytes]; kept loose for RawIOBase
 
 
 class RangeFile(io.RawIOBase):
-    """Raw reader: each read is one request. Wrap it with buffered()."""
+    """Raw reader: each read is one request."""
 
-    def __init__(self, read_range: RangeReader, size_bytes: int) -> None:
+    def __init__(self, read_range: Callable[[int, int], bytes], size_bytes: int) -> None:
         super().__init__()
         self._read_range = read_range
         self._size_bytes = size_bytes
@@ -89,12 +89,6 @@ class RangeFile(io.RawIOBase):
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-
-def buffered(read_range: RangeReader, size_bytes: int) -> BinaryIO:
-    """A buffered reader that asks for at least 8 MiB at a time (or all that is left)."""
-    buffer_bytes = max(1, min(MIN_RANGE_BYTES, size_bytes))
-    return cast(BinaryIO, io.BufferedReader(RangeFile(read_range, size_bytes), buffer_bytes))
 
 
 def checked_length(data: bytes, expected: int) -> bytes:
@@ -258,9 +252,8 @@ class S3Storage:
 
     def open_read(self, key: str) -> BinaryIO:
         found = self._require(key)
-        return buffered(
-            lambda start, length: self._read_range(key, start, length, IfMatch=found.etag), found.size_bytes
-        )
+        file = RangeFile(partial(self._read_range, key, IfMatch=found.etag), found.size_bytes)
+        return cast(BinaryIO, io.BufferedReader(file, max(1, min(MIN_RANGE_BYTES, found.size_bytes))))
 
     def write_bytes(self, key: str, data: bytes) -> None:
         where = self._where(key)

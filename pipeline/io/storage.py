@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import xxhash
 from pydantic import BaseModel, ValidationError
 
-from pipeline.core.errors import ConfigError, DataError, TransientError
+from pipeline.core.errors import ConfigError, DataError, TransientError, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.io import atomic
 from pipeline.io.paths import user_path
@@ -98,12 +98,21 @@ def join_key(prefix: str, name: str) -> str:
     return f"{prefix.strip('/')}/{name}" if prefix.strip("/") else name
 
 
+HEAD_BYTES = 512
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def is_lfs_pointer(head: bytes) -> bool:
-    """Whether a file beginning with `head` is a Git LFS pointer: a clone without `git lfs pull` has it in its place."""
-    return head.startswith(_LFS_POINTER)
+def check_downloaded(head: bytes, where: str, error: type[TrnpipeError]) -> None:
+    """Raise `error` for a file that is empty, a Git LFS pointer or a web page. `head`: its first HEAD_BYTES."""
+    seen, remedy = "", "download it again"
+    if head.startswith(_LFS_POINTER):
+        seen, remedy = "is a Git LFS pointer, not the file itself", "git lfs pull, in the folder it was cloned to"
+    elif not head:
+        seen = "is empty"
+    elif head.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+        seen, remedy = "is a web page", "download the file: on Hugging Face its address has /resolve/, not /blob/"
+    if seen:
+        raise error(f"{where} {seen}", expected="the content of the file", next_command=remedy)
 
 
 # The protocol has a method named list, which hides the type inside the class.

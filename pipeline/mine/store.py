@@ -66,8 +66,6 @@ def find_negatives(workspace: Storage, prefix: str) -> NegativeSet | None:
     manifest = read_manifest(workspace, prefix)
     if manifest is None:
         return None
-    if manifest.kind != KIND:
-        raise _damaged(workspace, prefix, f"a folder of {manifest.kind}")
     try:
         return NegativeSet(prefix, NegativesInfo.model_validate(manifest.fields), manifest.digest)
     except ValidationError as error:

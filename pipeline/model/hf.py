@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.io.downloads import HEAD_BYTES, check_downloaded
+from pipeline.io.storage import HEAD_BYTES, check_downloaded
 from pipeline.model.config import MOST_POSITIONS, MPNET_PAD, Architecture, EncoderSize, InputSpec, ModelConfig
 from pipeline.model.encoder import GLOBAL_EVERY, LOCAL_ATTENTION, ROPE_THETA
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
@@ -28,7 +28,8 @@ from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 CONFIG = "config.json"
 _POSITION_TABLE = "embeddings.position_embeddings.weight"
 _TYPE_TABLE = "embeddings.token_type_embeddings.weight"
-_TASK_HEADS = ("lm_head.", "classifier.", "qa_outputs.", "pooler.", "embeddings.position_ids")
+_IGNORED = ("pooler.", "cls.", "lm_head.", "classifier.", "qa_outputs.", "embeddings.position_ids")
+"""How names begin of what is no part of an encoder in the manner of BERT: heads of tasks above all."""
 _WORDS = "encoder.word_embeddings.weight"
 _POSITIONS = "encoder.position_embeddings.weight"
 HEAD_PARTS = ("interactions.", "head.")
@@ -76,15 +77,14 @@ _CLASSES = {"bert": "BertModel", "mpnet": "MPNetModel", "modernbert": "ModernBer
 
 
 def as_bert(weights: Mapping[str, Tensor], model_type: str, pad_id: int, *, source: str) -> dict[str, Tensor]:
-    """Return the weights of a family of BERT as those of the BERT that computes the same, without prefix or task heads.
+    """Return the weights of a family of BERT as those of the BERT that computes the same, without prefix.
 
     Weights of other architectures are returned as they are. Raises CheckpointError for tables that do not fit.
     """
     family = FAMILIES[model_type]
     if not family.is_bert_with_offset:
         return dict(weights)
-    named = {name.removeprefix(family.prefix): tensor for name, tensor in weights.items()}
-    found = {name: tensor for name, tensor in named.items() if not name.startswith(_TASK_HEADS)}
+    found = {name.removeprefix(family.prefix): tensor for name, tensor in weights.items()}
     offset = family.offset(pad_id)
     for name, rows in ((_POSITION_TABLE, offset + 1), (_TYPE_TABLE, 1)):
         table = found.get(name)
@@ -324,7 +324,7 @@ _NAMES: Mapping[str, _Names] = {
         _EMBEDDINGS | {"type_embeddings.weight": "embeddings.token_type_embeddings.weight"},
         _FEED_FORWARD | {"attention_output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm"},
         ("attention.self.query", "attention.self.key", "attention.self.value"),
-        ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
+        _IGNORED,
     ),
     "mpnet": _Names(
         FAMILIES["mpnet"].prefix,
@@ -332,7 +332,7 @@ _NAMES: Mapping[str, _Names] = {
         _EMBEDDINGS | {"relative_bias.weight": "encoder.relative_attention_bias.weight"},
         _FEED_FORWARD | {"attention_output": "attention.attn.o", "attention_norm": "attention.LayerNorm"},
         ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
-        ("pooler.", "lm_head.", "classifier.", "qa_outputs.", "embeddings.position_ids"),
+        _IGNORED,
         offset=MPNET_PAD + 1,
     ),
     "modernbert": _Names(
@@ -479,17 +479,8 @@ def _renamed(
     is_ignored: Callable[[str], bool],
     source: str,
 ) -> dict[str, Tensor]:
-    """Rename tensors. Raises CheckpointError for one that is there twice, or that `template` has no place for."""
-    result: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        new = rename(name)
-        if new in result:
-            raise CheckpointError(
-                f"{source}: {new} is there twice, once as {name}",
-                expected="every tensor once",
-                next_command="save the model again with one naming",
-            )
-        result[new] = tensor
+    """Rename tensors. Raises CheckpointError for one that `template` has no place for."""
+    result = {rename(name): tensor for name, tensor in weights.items()}
     known = _expected(template)
     if unknown := sorted(name for name in result if name not in known and not is_ignored(name)):
         raise CheckpointError(

@@ -100,16 +100,17 @@ def choose_forms(module: nn.Module, *, traced: bool, sums_by_matmul: bool) -> No
             child.written_out = traced
 
 
-def _column_sums(values: Tensor) -> Tensor:
-    """[N, D] -> [D].
+def _column_sums(*values: Tensor) -> list[Tensor]:
+    """Each [N, D] -> [D].
 
     XLA:CPU fuses a product with a vector below 16 KiB into one scalar loop with whatever makes its matrix (a GELU's
     derivative, computed column by column): a step of 64 pairs of 24 tokens took twice as long as one of 40. Two rows of
     ones are no vector.
     """
-    rows = 1 if values.shape[0] > _FUSED_BELOW else 2
-    ones = torch.ones(rows, values.shape[0], dtype=values.dtype, device=values.device)
-    return torch.matmul(ones, values)[0]
+    first = values[0]
+    rows = 1 if first.shape[0] > _FUSED_BELOW else 2
+    ones = torch.ones(rows, first.shape[0], dtype=first.dtype, device=first.device)
+    return [torch.mm(ones, one)[0] for one in values]
 
 
 class _Linear(torch.autograd.Function):
@@ -119,9 +120,9 @@ class _Linear(torch.autograd.Function):
         return torch.addmm(bias, values, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         values, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ values, _column_sums(grad)
+        return grad @ weight, grad.t() @ values, *_column_sums(grad)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -144,8 +145,9 @@ class _LayerNorm(torch.autograd.Function):
         along = grad * normal
         weighted_mean = (weight / weight.shape[0]).reshape(-1, 1)
         shift, slope = grad @ weighted_mean, along @ weighted_mean
-        shifts = _column_sums(grad) if ctx.is_shifted else None
-        return (grad * weight - shift - normal * slope) * inverse, _column_sums(along), shifts, None
+        slopes, *shifts = _column_sums(along, grad) if ctx.is_shifted else _column_sums(along)
+        inputs = (grad * weight - shift - normal * slope) * inverse
+        return inputs, slopes, shifts[0] if shifts else None, None
 
 
 class _Gelu(torch.autograd.Function):

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
-from pipeline.io.downloads import HEAD_BYTES, check_downloaded
-from pipeline.io.storage import Storage, join_key, open_storage
+from pipeline.io.storage import HEAD_BYTES, Storage, check_downloaded, join_key, open_storage
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.factory import module_weights
 from pipeline.model.hf import CONFIG, as_bert, encoder_from_hf, read_config

@@ -105,9 +105,6 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
     """Return the figures of the result. Those of queries are of the train split, counted once in each partition."""
     judged = judgements_of(data.infos, "train", positive_gain)
     queries: dict[str, Figure] = {}
-    not_read: dict[str, Figure] = {}
-    if data.passed_over:
-        not_read = {"files_not_read": len(data.passed_over), "not_read": names_of(data.passed_over)}
     if judged is not None:
         queries = {
             "rows_train": judged.rows,
@@ -116,6 +113,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
             "queries_without_positive": judged.queries_without_positive,
             "queries_without_negative": judged.queries_without_negative,
         }
+    passed_over = data.passed_over
     return {
         "partitions_reused": data.reused,
         "partitions_prepared": data.prepared,
@@ -124,7 +122,7 @@ def _figures(data: PreparedData, positive_gain: float, warnings: Sequence[str]) 
         "rows_bad": data.rows_bad,
         "rows_filtered": data.rows_filtered,
         "rows_blank": data.rows_blank,
-        **not_read,
+        **({"files_not_read": len(passed_over), "not_read": names_of(passed_over)} if passed_over else {}),
         "rows_truncated": sum(info.truncated_rows for info in data.infos),
         **queries,
         "labels": ",".join(data.labels),

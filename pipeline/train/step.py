@@ -22,7 +22,7 @@ from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
 from pipeline.parallel.strategies import KINDS, Strategy
-from pipeline.parallel.strategies.flat import FlatStrategy
+from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig, needs_two_passes, rows_of_batch
 from pipeline.train.loss import Contrast, Embeddings, GlobalLoss, targets_of
@@ -95,6 +95,7 @@ def flat_strategy(
     world_size: int = 1,
     host_mean: HostMean = list,
     host_gather: HostGather = list,
+    chunk_mib: float = CHUNK_MIB,
 ) -> FlatStrategy:
     """Make plain data parallelism over `world_size` ranks. Takes the model over."""
     prepare_model(model, backend, config)
@@ -102,6 +103,7 @@ def flat_strategy(
         model,
         backend,
         precision=config.precision,
+        chunk_mib=chunk_mib,
         has_one_rate=config.optimizer.has_one_rate,
         recompute=config.parallel.recompute == "units",
         world_size=world_size,

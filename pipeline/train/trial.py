@@ -4,14 +4,14 @@ Nothing of it is kept. In graph extraction on Neuron every value is meaningless 
 here looks at one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.backends import Backend
+from pipeline.backends import Backend, Batch
 from pipeline.compile.manifest import GraphWatch
 from pipeline.core.arrays import Int64s
 from pipeline.core.batch_order import BatchPlan, Bucket
@@ -174,7 +174,7 @@ class Trial:
         model = build_model(self.settings.model, self.spec, train.seed)
         weights = model.state_dict()
         program = ScoreProgram(
-            model, self.backend, train.precision, self.buckets, self.watch, has_one_rate=train.optimizer.has_one_rate
+            model, self.backend, train.precision, self.watch, has_one_rate=train.optimizer.has_one_rate
         )
         program.load(weights)
         self._score(program.outputs)
@@ -184,16 +184,18 @@ class Trial:
     def _score(self, score: Outputs) -> None:
         """Score one full batch of every bucket; the figures mean nothing."""
         size = min(self.settings.train.micro_batch_size, self.settings.train.global_batch_size)
-        with self.backend.loader(blank_pairs(self.spec, bucket, size) for bucket in self.buckets) as ready:
-            for batch in ready:
-                self.stop.raise_if_set("the trial run; nothing of it is kept")
-                self.backend.fetch(list(score(batch)))()
+        pairs = (blank_pairs(self.spec, bucket, size) for bucket in self.buckets)
+        self._compute(pairs, lambda batch: list(score(batch)))
 
     def embed_blank(self) -> None:
         """Embed two batches of every shape, without a text in them."""
         encoder = build_model(self.settings.model, self.spec, self.settings.train.seed).encoder
         program = EmbedProgram(encoder, self.backend, self.settings.embed, self.watch)
-        with self.backend.loader(shape.blank() for shape in program.shapes for _ in range(2)) as ready:
+        texts = (shape.blank() for shape in program.shapes for _ in range(2))
+        self._compute(texts, lambda batch: [program.vectors(batch)])
+
+    def _compute(self, batches: Iterable[Batch], compute: Callable[[Batch], list[Tensor]]) -> None:
+        with self.backend.loader(batches) as ready:
             for batch in ready:
                 self.stop.raise_if_set("the trial run; nothing of it is kept")
-                self.backend.fetch([program.vectors(batch)])()
+                self.backend.fetch(compute(batch))()

@@ -34,14 +34,14 @@ from pipeline.model.relevance import build_model
 from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.mesh import AXES
 from pipeline.parallel.strategies import Precision
-from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
+from pipeline.parallel.strategies.flat import CHUNK_MIB
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
 from pipeline.train.optimizer import control_values
-from pipeline.train.step import TrainProgram, prepare_model
+from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
 from pipeline.train.trial import Trial
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
@@ -111,16 +111,13 @@ def recorded(
     """Two steps and an evaluation."""
     backend = Replica(0, 2, 2)
     recorder = Recorder(backend, {})
-    model = build_model(MODEL, SPEC, 1)
-    prepare_model(model, backend, config)
-    strategy = FlatStrategy(
-        model,
+    strategy = flat_strategy(
+        build_model(MODEL, SPEC, 1),
         backend,
-        precision=config.precision,
-        chunk_mib=chunk_mib,
-        has_one_rate=config.optimizer.has_one_rate,
+        config,
         world_size=2,
         host_mean=lambda tensors: pytest.fail("the device reduces"),
+        chunk_mib=chunk_mib,
     )
     share = RankShare(0, 2, accumulation)
     program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
@@ -287,7 +284,7 @@ def test_one_rank_alone_holds_none(rows: TokenRows) -> None:
     recorder = Recorder(backend, {})
     with torch.device("meta"):
         model = build_model(MODEL, SPEC, 1)
-    program = ScoreProgram(model, backend, "fp32", BUCKETS, recorder)
+    program = ScoreProgram(model, backend, "fp32", recorder)
     program.load(build_model(MODEL, SPEC, 1).state_dict())
     program.outputs(pairs_of(rows, backend))
     assert "all-reduce" not in "".join(recorder.texts.values())

@@ -142,8 +142,9 @@ def test_two_sides_are_compared_and_those_too_far_apart_refused(
 
 
 def test_a_side_recorded_elsewhere_is_compared_and_not_computed_again(
-    case: Case, run: Callable[..., int], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    good: RecordedSide, run: Callable[..., int], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`good` is the side of the workspace that it is compared with."""
     there = str(tmp_path / "there")
     assert run("cpu", to=there) == EXIT_OK
     assert said[-1] == f"compare it with another side: trnpipe parity file://{there} SIDE"

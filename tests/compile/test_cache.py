@@ -24,9 +24,8 @@ from pipeline.compile.cache import (
     status_lines,
 )
 from pipeline.compile.config import CompilerFlags
-from pipeline.core.errors import ConfigError, Preempted
+from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import MANIFEST_NAME
-from pipeline.core.stop import StopSignal
 from tests.compile.cache_cases import (
     FILES,
     GRAPH,
@@ -130,11 +129,6 @@ def test_what_a_living_compiler_may_write_stays(root: Path, age_s: float, compil
     assert release_locks(opened(str(root)), stale_s=600.0, compilers=compilers) == []
 
 
-def test_releasing_locks_keeps_the_graphs(root: Path) -> None:
-    assert release_locks(opened(str(root)), compilers=nobody) == [f"unlock {LOCKED}"]
-    assert set(entries_of(root, LOCKED)) == {f"{LOCKED}/{GRAPH}"}
-
-
 def test_an_entry_that_changes_after_the_listing_is_judged_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = list_entries(opened(str(root)))
     write_entry(root, FAILED, {LOCK: b""})
@@ -142,14 +136,6 @@ def test_an_entry_that_changes_after_the_listing_is_judged_again(root: Path, mon
         patch.setattr(cache, "list_entries", lambda storage, key="": list_entries(storage, key) if key else listed)
         assert [entry for _, entry in done(root)] == [LOCKED, PARTIAL]
     assert (root / FAILED / LOG).exists()
-
-
-def test_stops_between_entries(root: Path) -> None:
-    stop, before = StopSignal(), content_of(root)
-    stop.set("SIGTERM")
-    with pytest.raises(Preempted):
-        repair(opened(str(root), stop), compilers=nobody)
-    assert content_of(root) == before
 
 
 Partition = namedtuple("Partition", ("mountpoint", "fstype"))  # as psutil gives it

@@ -264,17 +264,14 @@ def test_a_crash_and_a_lack_of_memory_are_tried_once_more(case: Case, fault: str
     case.assert_clean(0, 1, 2)
 
 
-def test_out_of_memory_with_one_compiler(case: Case) -> None:
+def test_a_trial_run_that_fails_and_a_lack_of_memory_for_one_compiler(case: Case) -> None:
+    with pytest.raises(DataError, match="the trial run ended with exit code 65") as failed:
+        case.run(3, "trial:65")
+    assert "Traceback: the trial run breaks here" in str(failed.value) and case.tools.compiles() == []
     with pytest.raises(ConfigError, match="a compiler was killed") as caught:
         case.run(1, "oom:0", flags=CompilerFlags(optlevel=2))
     assert "compile.flags.optlevel" in caught.value.next_command
     case.assert_clean()
-
-
-def test_a_failed_trial_run_fails_as_it_did(case: Case) -> None:
-    with pytest.raises(DataError, match="the trial run ended with exit code 65") as caught:
-        case.run(3, "trial:65")
-    assert "Traceback: the trial run breaks here" in str(caught.value) and case.tools.compiles() == []
 
 
 def when(is_due: Callable[[], bool], act: Callable[[], object]) -> None:

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.compile.cache import LOCK_DIR, EntryState, cache_lock, list_entries, repair, status_lines
-from pipeline.compile.config import CompilerFlags
+from pipeline.compile.cache import LOCK_DIR, EntryState, cache_lock, list_entries, repair
 from pipeline.compile.sync import SyncReport, place_entry
 from pipeline.compile.sync import sync_cache as sync
 from pipeline.core.errors import ConfigError, Preempted
@@ -69,8 +68,6 @@ def test_a_second_machine_with_an_empty_disk_starts_warm(storage: Storage, here:
     assert "pulled 2" in report.lines()[0] and "pushed 1" in report.lines()[0]
     for name in (ONE, TWO):
         verify_dir(storage, name, deep=True)
-    lines = status_lines(opened(str(there)), CompilerFlags(), nobody)
-    assert "done 3" in lines[1] and "warning" not in "".join(lines)
 
 
 def test_only_new_entries_are_sent(storage: Storage, here: Path) -> None:
@@ -194,9 +191,8 @@ def test_any_order_of_syncs_ends_with_everything_everywhere(
 
 def test_a_storage_is_no_local_cache(tmp_path: Path, here: Path) -> None:
     sync(here, opened(str(tmp_path / "storage")))
-    for root, target in (("storage", "another"), ("fresh", "fresh")):
-        with pytest.raises(ConfigError, match="is the storage"):
-            sync(tmp_path / root, opened(str(tmp_path / target)))
+    with pytest.raises(ConfigError, match="is the storage"):
+        sync(tmp_path / "storage", opened(str(tmp_path / "another")))
 
 
 # Damage

@@ -20,9 +20,6 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.hf import to_hf
 from pipeline.model.relevance import build_model
-from tests.kit.storages import aws, moto_address, s3_uri, storage_uri
-
-__all__ = ["aws", "moto_address", "s3_uri", "storage_uri"]
 
 RETRY = RetryPolicy()
 TEXT = "the red blue running shoe phone case leather size large small für größe 12 64 gb café ü ö x"

@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
-from pipeline.data import sources as sources_module
 from pipeline.data.config import DataConfig, TokenizerConfig
+from pipeline.data.input_files import InputFile
 from pipeline.data.shards import map_safetensors
-from pipeline.data.sources import NO_PRODUCT, EsciSource, open_source
+from pipeline.data.sources import NO_PRODUCT, EsciProducts, open_source
 from pipeline.data.token_sets import SPLITS, FileRows
-from pipeline.io.storage import DiskFull
+from pipeline.io.storage import DiskFull, open_storage
 
 LABELS = "ESCI"
 
@@ -27,35 +27,26 @@ def esci(tmp_path: Path) -> Path:
     """60 examples in two locales, a third of them in Spanish; product P9 is unknown; P1 exists in both locales."""
     folder = tmp_path / "esci"
     folder.mkdir()
-    examples = [
-        {
-            "example_id": i,
-            "query": f"query {i // 4}",
-            "query_id": i // 4,
-            "product_id": f"P{i % 10}",
-            "product_locale": "es" if i % 3 == 0 else "us",
-            "esci_label": LABELS[i % 4],
-            "small_version": i % 2,
-            "large_version": 1,
-            "split": "test" if i // 4 % 5 == 0 else "train",
-        }
-        for i in range(60)
-    ]
-    products = [
-        {
-            "product_id": f"P{i}",
-            "product_title": f"{locale} title {i}",
-            "product_description": "long " * 300 if i == 2 else None,
-            "product_bullet_point": f"point {i}",
-            "product_brand": "Brand" if i % 2 else None,
-            "product_color": None,
-            "product_locale": locale,
-        }
-        for i in range(9)
-        for locale in ("us", "es")
-    ]
-    pq.write_table(pa.Table.from_pylist(examples), folder / "shopping_queries_dataset_examples.parquet")
-    pq.write_table(pa.Table.from_pylist(products), folder / "shopping_queries_dataset_products.parquet")
+    rows = range(60)
+    examples = {
+        "query": [f"query {i // 4}" for i in rows],
+        "query_id": [i // 4 for i in rows],
+        "product_id": [f"P{i % 10}" for i in rows],
+        "product_locale": ["es" if i % 3 == 0 else "us" for i in rows],
+        "esci_label": [LABELS[i % 4] for i in rows],
+        "small_version": [i % 2 for i in rows],
+        "split": ["test" if i // 4 % 5 == 0 else "train" for i in rows],
+    }
+    products = {
+        "product_id": [f"P{i // 2}" for i in range(18)],
+        "product_title": [f"{('us', 'es')[i % 2]} title {i // 2}" for i in range(18)],
+        "product_description": ["long " * 300 if i // 2 == 2 else None for i in range(18)],
+        "product_bullet_point": [f"point {i // 2}" for i in range(18)],
+        "product_brand": ["Brand" if i // 2 % 2 else None for i in range(18)],
+        "product_locale": ["us", "es"] * 9,
+    }
+    pq.write_table(pa.table(examples), folder / "shopping_queries_dataset_examples.parquet")
+    pq.write_table(pa.table(products), folder / "shopping_queries_dataset_products.parquet")
     return folder
 
 
@@ -82,36 +73,23 @@ def test_products_missing_is_one_clear_error(esci: Path, tmp_path: Path) -> None
     assert "shopping_queries_dataset_products.parquet" in caught.value.expected
 
 
-@pytest.mark.stage
-@pytest.mark.parametrize("name", ["examples", "products"])
-def test_a_file_changed_since_it_was_listed_is_not_read(esci: Path, tmp_path: Path, name: str) -> None:
-    source = open_source(DataConfig(path=str(esci)), scratch=tmp_path / "scratch", stop=StopSignal())
-    (file,) = source.partitions[0].files
-    path = esci / f"shopping_queries_dataset_{name}.parquet"
-    pq.write_table(pq.read_table(path).slice(1), path)
-    with pytest.raises(TransientError, match=f"{name}.parquet was changed while it was read"):
-        list(source.read(file))
-    assert not list((tmp_path / "scratch").rglob("products.db"))
-
-
-def opened(folder: Path, scratch: Path) -> EsciSource:
-    source = open_source(DataConfig(path=str(folder)), scratch=scratch, stop=StopSignal())
-    assert isinstance(source, EsciSource)
-    return source
+def opened(folder: Path, scratch: Path) -> EsciProducts:
+    storage, key = open_storage(str(folder)), "shopping_queries_dataset_products.parquet"
+    return EsciProducts(storage, InputFile(key, "parquet", "content"), scratch / "esci", 4096)
 
 
 @pytest.mark.stage
 def test_processes_of_a_machine_index_the_products_once(
     esci: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, plain = list[int](), sources_module._index_products
+    made, plain = list[int](), EsciProducts.write_index
 
-    def slowly(*given: Any) -> None:
+    def slowly(self: EsciProducts, path: Path) -> None:
         made.append(threading.get_ident())
         time.sleep(0.2)
-        plain(*given)
+        plain(self, path)
 
-    monkeypatch.setattr(sources_module, "_index_products", slowly)
+    monkeypatch.setattr(EsciProducts, "write_index", slowly)
     sources = [opened(esci, tmp_path / "scratch") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         all_of = list(pool.map(lambda source: source.index, sources))
@@ -183,12 +161,6 @@ def test_a_query_is_in_one_split_and_a_test_query_stays_one(esci: Path, workplac
     assert {all_ids[one] for one in ids["test"]} == {0, 5, 10}, "what the dataset says, whatever test_fraction is"
     assert ids["valid"] and not ids["valid"] & ids["train"] and not ids["test"] & (ids["valid"] | ids["train"])
     assert ids["train"] | ids["valid"] | ids["test"] == set(all_ids)
-
-
-@pytest.mark.stage
-def test_a_locale_that_does_not_occur_is_one_clear_error(esci: Path, workplace: Any) -> None:
-    with pytest.raises(DataError, match=r"no row of .* has product_locale=uk"):
-        workplace("one").prepare(config_of(esci, filter={"product_locale": "uk"}))
 
 
 @pytest.mark.stage

@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from pipeline.core.batch_order import BatchPlan, RankShare
-from pipeline.data.loader import (
-    MicroBatch,
-    group_tensors,
-    sample_digest,
-    training_batches,
-)
+from pipeline.data.loader import MicroBatch, sample_digest, target_tensors, training_batches
 from pipeline.data.training_groups import TrainingPools
 from pipeline.train.stream import add_digests
 from tests.train.rows import make_rows, mined_from
@@ -100,12 +95,9 @@ def test_tensors_are_32_bit_and_empty_slots_have_no_target(pools: TrainingPools)
 
 def test_keys_use_all_bits_of_the_id() -> None:
     ids = np.array([5, 5 + 2**32, 5, 2**62 + 1], dtype=np.int64)
-    names = ("tokens", "positions", "segments", "numeric", "categorical", "label", "gain")
-    arrays = {name: np.zeros(4, np.float32) for name in names} | {
-        "is_row": np.ones(4, np.bool_),
-        "is_mined": np.zeros(4, np.bool_),
-    }
-    tensors = group_tensors({**arrays, "query_key": ids, "product_key": ids[::-1].copy()}, np.arange(4, dtype=np.int32))
+    flags = {"is_row": np.ones(4, np.bool_), "is_mined": np.zeros(4, np.bool_)}
+    values = {name: np.zeros(4, np.float32) for name in ("label", "gain")}
+    tensors = target_tensors({**flags, **values, "query_key": ids, "product_key": ids[::-1].copy()})
     keys = tensors["query_key"].tolist()
     assert keys[0] == keys[2] and len(set(keys)) == 3
     assert tensors["product_key"].tolist() == keys[::-1]

@@ -49,11 +49,7 @@ NOT_IN_SHARDS = OF_CONTENT | {
     "tokenizer": "the tokenizer itself counts, see below",
 }
 NOT_IN_TOKENIZERS = OF_CONTENT | {
-    "labels": "no text",
-    "numeric": "no text",
-    "categorical": "no text",
-    "slices": "no text",
-    "lexical": "no text",
+    **dict.fromkeys(("labels", "numeric", "categorical", "slices", "lexical"), "no text"),
     "valid_fraction": "it is trained on rows of all splits",
     "test_fraction": "it is trained on rows of all splits",
     "rows_per_chunk": "who does it",
@@ -143,20 +139,12 @@ def test_every_field_of_prepared_data_is_common_to_the_partitions_of_a_run_or_th
     own = {
         "schema_version": "part of the fingerprint that names the folder",
         "dataset": "the folder it lies in",
-        "partition": "its own",
-        "watermark": "its own",
-        "fingerprint": "its own",
         "vocab_size": "of the tokenizer, which is common",
         "label_gains": "the mean gains of its rows; a run takes those of the first or of its parent",
-        "rows_read": "its own",
-        "rows_bad": "its own",
-        "reasons": "its own",
-        "truncated_rows": "its own",
-        "tokens": "its own",
-        "splits": "its own",
-        "files": "its own",
-        "judged": "its own",
-        "without_category": "its own",
+        **dict.fromkeys(("partition", "watermark", "fingerprint", "splits", "files", "judged"), "its own"),
+        **dict.fromkeys(
+            ("rows_read", "rows_bad", "reasons", "truncated_rows", "tokens", "without_category"), "its own"
+        ),
     }
     given: dict[str, Any] = {
         "splits": {"valid": ()},

@@ -1,5 +1,6 @@
 """Real small runs of prepare()."""
 
+import io
 import json
 import shutil
 from collections import Counter
@@ -26,9 +27,11 @@ from pipeline.data.token_sets import SPLITS, TokenSetInfo, open_rows, read_token
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.data.validate import codes_of
 from pipeline.io.commit import read_manifest, verify_dir
+from pipeline.io.storage import open_storage
 from pipeline.proc import pool
 from pipeline.stages.prepare import summary
 from pipeline.telemetry.events import EventName
+from tests.kit.s3 import MotoServer, lead_to
 from tests.kit.shown import Shown
 
 Make = Callable[[str], Any]
@@ -51,12 +54,6 @@ def write_days(folder: Path, *, days: int = 2, config: SyntheticConfig = SYNTHET
     return folder
 
 
-def info_of(place: Any, prefix: str) -> TokenSetInfo:
-    manifest = read_manifest(place.storage, prefix)
-    assert manifest
-    return TokenSetInfo.model_validate(manifest.fields)
-
-
 @pytest.mark.stage
 def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
     place, shown = workplace("one"), Shown()
@@ -64,37 +61,35 @@ def test_shards_say_what_their_manifest_says(workplace: Make) -> None:
         result = place.prepare(CONFIG)
     assert {"looking at labels and texts", "tokenising"} <= {name for name, _ in shown.works}
     shown.check_complete()
-    assert result.rows == 80 * 12
-    assert result.labels == ("irrelevant", "complement", "substitute", "exact")
+    assert (result.rows, result.labels) == (80 * 12, ("irrelevant", "complement", "substitute", "exact"))
     assert place.names() == [EventName.TOKENIZER_TRAINED, EventName.PARTITION_PREPARED, EventName.PARTITION_PREPARED]
     tokenizer = TextTokenizer(place.storage.read_bytes(f"{result.tokenizer_prefix}/tokenizer.json"))
     sample_ids: list[int] = []
-    for prefix in result.token_set_prefixes:
+    for prefix, info in zip(result.token_set_prefixes, result.infos, strict=True):
+        manifest = read_manifest(place.storage, prefix)
+        assert manifest and TokenSetInfo.model_validate(manifest.fields) == info
         verify_dir(place.storage, prefix, deep=True)
-        info = info_of(place, prefix)
         assert info.label_gains == (0.0, 0.01, 0.1, 1.0)
         assert info.numeric == ("price", *LEXICAL_NAMES)
         assert info.watermark == info.partition.removeprefix("dt=")
         num_tokens = 0
-        for shards in info.splits.values():
-            for shard in shards:
-                arrays = load_file(place.folder / "workspace" / prefix / shard.file)
-                for index, (bucket, rows) in enumerate(zip(CONFIG.bucket_shapes, shard.rows, strict=True)):
-                    if not rows:
-                        assert f"b{index}.query" not in arrays
-                        continue
-                    query, product = arrays[f"b{index}.query"], arrays[f"b{index}.product"]
-                    assert query.shape == (rows, bucket.query_tokens)
-                    assert product.shape == (rows, bucket.product_tokens)
-                    assert query.dtype == product.dtype == np.uint16
-                    assert (query[:, 0] == tokenizer.cls_id).all()
-                    assert (np.sum(query == tokenizer.sep_id, axis=1) == 1).all()
-                    assert arrays[f"b{index}.numeric"].shape == (rows, len(info.numeric))
-                    assert arrays[f"b{index}.categorical"].shape == (rows, 1)
-                    gains = np.array(info.label_gains, dtype=np.float32)[arrays[f"b{index}.label"]]
-                    assert np.array_equal(gains, arrays[f"b{index}.gain"])
-                    num_tokens += int((query != info.pad_id).sum() + (product != info.pad_id).sum())
-                    sample_ids += arrays[f"b{index}.sample_id"].tolist()
+        for shard in (shard for shards in info.splits.values() for shard in shards):
+            arrays = load_file(place.folder / "workspace" / prefix / shard.file)
+            for index, (bucket, rows) in enumerate(zip(CONFIG.bucket_shapes, shard.rows, strict=True)):
+                found = {name.partition(".")[2]: values for name, values in arrays.items() if name[:3] == f"b{index}."}
+                if not rows:
+                    assert not found
+                    continue
+                query, product = found["query"], found["product"]
+                assert (query.shape, product.shape) == ((rows, bucket.query_tokens), (rows, bucket.product_tokens))
+                assert query.dtype == product.dtype == np.uint16
+                assert (query[:, 0] == tokenizer.cls_id).all()
+                assert (np.sum(query == tokenizer.sep_id, axis=1) == 1).all()
+                assert found["numeric"].shape == (rows, len(info.numeric)) and found["categorical"].shape == (rows, 1)
+                gains = np.array(info.label_gains, dtype=np.float32)[found["label"]]
+                assert np.array_equal(gains, found["gain"])
+                num_tokens += int((query != info.pad_id).sum() + (product != info.pad_id).sum())
+                sample_ids += found["sample_id"].tolist()
         assert num_tokens == info.tokens
     assert len(sample_ids) == len(set(sample_ids)) == 960
 
@@ -212,63 +207,32 @@ def test_only_what_changed_is_prepared(workplace: Make, tmp_path: Path) -> None:
     third = place.prepare(config)
     assert third.token_set_prefixes == second.token_set_prefixes
     assert place.names() == [EventName.PARTITION_REUSED] * 2
-    other = place.prepare(config.model_copy(update={"buckets": ("16x32",)}), tokenizer=_tokenizer(place, third))
+    given = place.storage.read_bytes(f"{third.tokenizer_prefix}/tokenizer.json")
+    other = place.prepare(config.model_copy(update={"buckets": ("16x32",)}), tokenizer=given)
     assert (other.prepared, other.reused) == (2, 0)
     changed = data / "dt=2026-01-02" / "part-0.parquet"
     pq.write_table(pq.read_table(changed).slice(1), changed)
-    fourth = place.prepare(config, tokenizer=_tokenizer(place, third))
+    fourth = place.prepare(config, tokenizer=given)
     assert (fourth.prepared, fourth.reused) == (1, 1)
-
-
-def _tokenizer(place: Any, result: Any) -> bytes:
-    data: bytes = place.storage.read_bytes(f"{result.tokenizer_prefix}/tokenizer.json")
-    return data
-
-
-@pytest.mark.stage
-def test_a_given_tokenizer_is_never_taken_for_a_trained_one(workplace: Make) -> None:
-    donor, place = workplace("donor"), workplace("place")
-    config = CONFIG.model_copy(update={"num_workers": 1, "rows_per_chunk": 5000})
-    given = _tokenizer(donor, donor.prepare(config.model_copy(update={"tokenizer": TokenizerConfig(vocab_size=300)})))
-    first = place.prepare(config, tokenizer=given)
-    assert place.names().count(EventName.TOKENIZER_TRAINED) == 0
-    second = place.prepare(config)
-    assert place.names().count(EventName.TOKENIZER_TRAINED) == 1
-    assert first.tokenizer_prefix != second.tokenizer_prefix
 
 
 @pytest.mark.stage
 def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"query": f"q{i}", "title": f"t{i}", "label": "yes" if i % 2 else "no"} for i in range(100)]
-    rows[3]["query"] = ""
-    rows[5]["title"] = " "
-    rows[7]["label"] = "perhaps"
+    rows[3]["query"], rows[5]["title"], rows[7]["label"] = "", " ", "perhaps"
     path.write_text("{broken\n" + "".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(path), labels=("no", "yes"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
     place = workplace("one")
     result = place.prepare(config)
     assert (result.rows, result.rows_bad) == (97, 4)
-    info = info_of(place, result.token_set_prefixes[0])
-    assert info.reasons == {
-        "empty query": 1,
-        "empty title": 1,
-        "malformed row: not a JSON object": 1,
-        "unknown label": 1,
-    }
-    assert info.label_gains == (0.0, 1.0)
-    lines = place.bytes_of(result.token_set_prefixes[0])["quarantine.jsonl"].splitlines()
-    assert [(row["row"], row["reason"]) for row in map(json.loads, lines)] == [
-        (0, "malformed row: not a JSON object"),
-        (4, "empty query"),
-        (6, "empty title"),
-        (8, "unknown label"),
-    ]
-    assert json.loads(lines[3])["content"] == {"query": "q7", "title": "t7", "label": "perhaps"}
-    assert summary(result).endswith(
-        "97 rows, 4 bad: 1 empty query, 1 empty title, 1 malformed row: not a JSON object, 1 unknown label"
-        " | labels no < yes"
-    )
+    expected = {0: "malformed row: not a JSON object", 4: "empty query", 6: "empty title", 8: "unknown label"}
+    assert result.infos[0].reasons == {reason: 1 for reason in sorted(expected.values())}
+    assert result.infos[0].label_gains == (0.0, 1.0)
+    lines = [json.loads(line) for line in place.bytes_of(result.token_set_prefixes[0])["quarantine.jsonl"].splitlines()]
+    assert {row["row"]: row["reason"] for row in lines} == expected
+    assert lines[3]["content"] == {"query": "q7", "title": "t7", "label": "perhaps"}
+    assert "97 rows, 4 bad: 1 empty query, 1 empty title" in summary(result)
     strict = config.model_copy(update={"max_bad_fraction": 0.01})
     for where in (place, workplace("fresh")):  # reused and prepared sets are judged alike
         with pytest.raises(DataError, match=r"4 of 101 rows are bad \(4\.0%\).*empty title \(1\)"):
@@ -280,64 +244,65 @@ def test_bad_rows_are_quarantined_then_refused(workplace: Make, tmp_path: Path) 
     ("change", "words"),
     [
         ({"path": "/no/such/folder"}, "does not exist"),
-        ({"path": "{tmp}/empty"}, "no input file"),
-        ({"path": "{tmp}/mixed"}, "holds dt= folders and also"),
-        ({"path": "{tmp}/nodays"}, "holds dt=2026-13-01, which is no day"),
-        ({"path": "{tmp}/norows", "numeric": (), "categorical": ()}, "no usable rows"),
+        ({"path": "empty"}, "no input file"),
+        ({"path": "mixed"}, "holds dt= folders and also"),
+        ({"path": "nodays"}, "holds dt=2026-13-01, which is no day"),
+        ({"path": "norows", "numeric": (), "categorical": ()}, "no usable rows"),
         ({"filter": {"brand": "Nobody"}}, "no row of .* has brand=Nobody"),
         ({"numeric": ("weight",)}, "no column 'weight'"),
-        ({"tokenizer": TokenizerConfig(path="{tmp}/none.json")}, "does not exist"),
+        ({"tokenizer": TokenizerConfig(path="none.json")}, "does not exist"),
     ],
 )
-def test_unusable_input_is_one_clear_error(workplace: Make, tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "norows").mkdir()
-    write_days(tmp_path / "mixed", days=1)
-    (tmp_path / "mixed" / "more.csv").write_text("query,title,label\n")
-    write_days(tmp_path / "nodays", days=2)
-    (tmp_path / "nodays" / "dt=2026-01-02").rename(tmp_path / "nodays" / "dt=2026-13-01")
-    (tmp_path / "norows" / "a.csv").write_text("query,title,label\n")
-    change = {
-        key: value.replace("{tmp}", str(tmp_path)) if isinstance(value, str) else value for key, value in change.items()
-    }
-    if isinstance(change.get("tokenizer"), TokenizerConfig):
-        change["tokenizer"] = TokenizerConfig(path=f"{tmp_path}/none.json")
+def test_unusable_input_is_one_clear_error(
+    workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("norows").mkdir()
+    Path("norows/a.csv").write_text("query,title,label\n")
+    write_days(Path("mixed"), days=1)
+    Path("mixed/more.csv").write_text("query,title,label\n")
+    write_days(Path("nodays"), days=2)
+    Path("nodays/dt=2026-01-02").rename("nodays/dt=2026-13-01")
     with pytest.raises((DataError, ConfigError), match=words) as caught:
         workplace("one").prepare(CONFIG.model_copy(update=change))
     assert caught.value.expected
     assert caught.value.next_command
 
 
+def table_as(name: str, rows: int) -> bytes:
+    if name == "a.csv":
+        return b"query,title,label\n" + b"q,t,yes\n" * rows
+    if name == "a.jsonl":
+        return b'{"query": "q", "title": "t", "label": "yes"}\n' * rows
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"query": ["q"] * rows, "title": ["t"] * rows, "label": ["yes"] * rows}), sink)
+    return sink.getvalue()
+
+
 @pytest.mark.stage
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
-def test_a_file_changed_while_it_is_read_is_no_input(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet", "s3"])
+def test_a_file_changed_while_it_is_read_is_no_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """From the batch on that was read after the change: nothing of it is encoded under the name of the old content."""
-    table = pa.table({"query": ["q"] * 300, "title": ["t"] * 300, "label": ["yes"] * 300})
-
-    def write(path: Path) -> None:
-        if name == "a.csv":
-            path.write_text("query,title,label\n" + "q,t,yes\n" * 300)
-        elif name == "a.jsonl":
-            path.write_text('{"query": "q", "title": "t", "label": "yes"}\n' * 300)
-        else:
-            pq.write_table(table, path)
-
-    write(path := tmp_path / name)
-    config = DataConfig(path=str(path), rows_per_chunk=100)
-    source = open_source(config, scratch=tmp_path, stop=StopSignal())
-    (file,) = source.partitions[0].files
-    assert sum(batch.num_rows for batch in source.read(file)) == 300
-    batches = source.read(file)
-    assert next(batches).num_rows == 100
-    write(path)
-    with pytest.raises(TransientError, match=f"{name} was changed while it was read"):
-        next(batches)
-    path.write_bytes(b"PAR1")
-    with pytest.raises(TransientError, match="was changed while it was read"):
-        list(source.read(file))
-    path.unlink()
-    with pytest.raises(TransientError, match="is gone since it was listed"):
-        list(source.read(file))
+    with MotoServer("data-tests") as server:
+        lead_to(server.url, monkeypatch)
+        root, name = ("s3://data-tests/in", "a.csv") if name == "s3" else (str(tmp_path), name)
+        storage = open_storage(root)
+        storage.write_bytes(name, table_as(name, 300))
+        source = open_source(DataConfig(path=f"{root}/{name}", rows_per_chunk=100), scratch=tmp_path, stop=StopSignal())
+        (file,) = source.partitions[0].files
+        assert sum(batch.num_rows for batch in source.read(file)) == 300
+        batches = source.read(file)
+        assert next(batches).num_rows == 100
+        for content in (table_as(name, 301), b"PAR1"):
+            storage.write_bytes(name, content)
+            with pytest.raises(TransientError, match=f"{name} was changed while it was read"):
+                list(batches if root == str(tmp_path) and content != b"PAR1" else source.read(file))
+        storage.delete([name])
+        with pytest.raises(TransientError, match="is gone since it was listed"):
+            list(source.read(file))
 
 
 @pytest.mark.stage
@@ -364,17 +329,25 @@ def test_a_file_changed_after_it_was_named_is_prepared_by_the_next_run(
 
 
 @pytest.mark.stage
-def test_what_other_readers_made_is_not_taken(workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of files are named by the version of the readers too; the synthetic catalogue has none."""
-    write_days(tmp_path / "in", days=1)
-    config = DataConfig(path=str(tmp_path / "in"), num_workers=1, tokenizer=TokenizerConfig(vocab_size=256))
-    made = DataConfig(
-        num_workers=1, tokenizer=TokenizerConfig(vocab_size=256), synthetic=SyntheticConfig(num_queries=10)
-    )
-    place = workplace("one")
-    first, synthetic = place.prepare(config), place.prepare(made)
-    monkeypatch.setattr("pipeline.data.input_files.READER_VERSION", 99)
-    assert place.prepare(config).reused == 0 and place.prepare(made).reused == 1
-    monkeypatch.undo()
-    assert place.prepare(config).token_set_prefixes == first.token_set_prefixes
-    assert place.prepare(made).token_set_prefixes == synthetic.token_set_prefixes
+def test_token_sets_on_s3_are_those_of_local_disk_and_found_again(
+    workplace: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_days(tmp_path / "in")
+    config = CONFIG.model_copy(update={"path": str(data), "num_workers": 1})
+    place, stop = workplace("local"), StopSignal()
+    local = place.prepare(config)
+    with MotoServer("data-tests") as server:
+        lead_to(server.url, monkeypatch)
+        for file in data.rglob("*.parquet"):
+            server.client.upload_file(str(file), "data-tests", f"in/{file.relative_to(data)}")
+        storage = open_storage("s3://data-tests/workspace", stop=stop)
+        config = config.model_copy(update={"path": "s3://data-tests/in"})
+        first, again = (
+            prepare_module.prepare(config, storage, scratch=tmp_path, events=lambda _, /, **__: None, stop=stop)
+            for _ in range(2)
+        )
+        assert [(one.prepared, one.reused, one.rows) for one in (first, again)] == [(2, 0, 960), (0, 2, 960)]
+        for remote, prefix in zip(first.token_set_prefixes, local.token_set_prefixes, strict=True):
+            verify_dir(storage, remote, deep=True)
+            shards = {key: data for key, data in place.bytes_of(prefix).items() if key.endswith(".safetensors")}
+            assert {key: storage.read_bytes(f"{remote}/{key}") for key in shards} == shards

@@ -100,27 +100,25 @@ def _finish_and_compare(place: Any, other: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.fault
-def test_kill_9_then_again(half_way: Any, workplace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_killed_or_stopped_it_ends_everything_and_the_next_run_goes_on(
+    half_way: Any, workplace: Any, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """After SIGTERM a torn shard is made again as well."""
     place, child, workers = half_way
-    child.kill()
-    child.wait()
+    if is_killed:
+        child.kill()
+        child.wait()
+    else:
+        child.terminate()
+        child.send_signal(signal.SIGCONT)
+        assert child.wait(60) == 143
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive, "workers must notice that their parent is gone"
     assert not list((place.folder / "workspace").glob("tokens/catalogue/*/*.safetensors")), "nothing is half committed"
-    _finish_and_compare(place, workplace("whole"), monkeypatch)
-
-
-@pytest.mark.fault
-def test_sigterm_ends_everything_and_a_torn_shard_is_made_again(
-    half_way: Any, workplace: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, child, workers = half_way
-    child.terminate()
-    child.send_signal(signal.SIGCONT)
-    assert child.wait(60) == 143
-    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
-    done = min(records(place.folder))
-    name = next(iter(ChunkRecord.model_validate_json(done.read_bytes()).sizes_bytes))
-    shard = done.parents[1] / "files" / name
-    shard.write_bytes(shard.read_bytes()[:-1])
-    _finish_and_compare(place, workplace("whole"), monkeypatch, num_torn=1)
+    if not is_killed:
+        done = min(records(place.folder))
+        name = next(iter(ChunkRecord.model_validate_json(done.read_bytes()).sizes_bytes))
+        shard = done.parents[1] / "files" / name
+        shard.write_bytes(shard.read_bytes()[:-1])
+    _finish_and_compare(place, workplace("whole"), monkeypatch, num_torn=int(not is_killed))

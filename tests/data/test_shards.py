@@ -1,7 +1,6 @@
 """Token shards: any row by number, in the order asked for, widened to a larger bucket."""
 
 import errno
-import json
 import struct
 from pathlib import Path
 
@@ -67,21 +66,19 @@ def test_the_partition_of_each_row(tmp_path: Path) -> None:
         TokenRows(files, BUCKETS, PAD, ("slice",)).read(np.array([0]), np.array([0]), 0)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\x01\x02",
-        struct.pack("<Q", 10**6) + b"{}",
-        struct.pack("<Q", 2) + b"no",
-        struct.pack("<Q", len(text := json.dumps({"b0.query": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}})))
-        + text.encode()
-        + b"\0",
-    ],
-)
-def test_a_broken_shard_is_a_data_error_that_names_it(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "broken.safetensors"
-    path.write_bytes(content)
+UNKNOWN_TYPE = b'{"b0.query": {"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}}'
+BROKEN = [b"", b"\x01\x02", struct.pack("<Q", 10**6) + b"{}", struct.pack("<Q", 2) + b"no"]
+
+
+@pytest.mark.parametrize("content", [*BROKEN, struct.pack("<Q", len(UNKNOWN_TYPE)) + UNKNOWN_TYPE + b"\0", "cut", None])
+def test_a_broken_cut_or_missing_shard_is_a_data_error_that_names_it(
+    tmp_path: Path, content: bytes | str | None
+) -> None:
+    path = write_shard(tmp_path / "broken.safetensors", (50, 0), 1).path
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:-200])
     with pytest.raises(DataError, match=r"broken\.safetensors cannot be read"):
         TokenRows([ShardFile(path, (1, 0))], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
 
@@ -91,16 +88,6 @@ def test_a_shard_with_other_rows_than_its_partition_says_is_a_data_error(tmp_pat
     for claimed in ((6, 0), (5, 1)):
         with pytest.raises(DataError, match="cannot be read"):
             TokenRows([ShardFile(path, claimed)], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
-
-
-def test_a_missing_or_cut_shard_is_a_data_error(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path / "a.safetensors", (50, 0), 1)
-    shard.path.write_bytes(shard.path.read_bytes()[:-200])
-    with pytest.raises(DataError, match="cannot be read"):
-        TokenRows([shard], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
-    shard.path.unlink()
-    with pytest.raises(DataError, match="cannot be read"):
-        TokenRows([shard], BUCKETS, PAD).read(np.array([0]), np.array([0]), 0)
 
 
 def test_too_many_open_files_are_no_damaged_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.input_files import find_files
-from pipeline.data.sources import open_source
+from pipeline.data.sources import Source, open_source
 from pipeline.data.tokenizer import given_tokenizer
 from tests.kit.s3 import MotoServer, lead_to
 
@@ -46,6 +46,15 @@ def test_each_way_to_write_a_path(folder: Path, path: str, keys: list[str]) -> N
     assert [stat.key for stat in listing.stats] == keys
 
 
+def opened(folder: Path, **settings: Any) -> Source:
+    return open_source(DataConfig(path=str(folder), **settings), scratch=folder, stop=StopSignal())
+
+
+def partitions_of(folder: Path, **settings: Any) -> dict[str, list[str]]:
+    """The files of each partition."""
+    return {part.name: [file.key for file in part.files] for part in opened(folder, **settings).partitions}
+
+
 def test_what_is_not_there_is_named(folder: Path) -> None:
     for path in ("none.csv", "./none/.", f"file://{folder}/none", "file:///none", "/none"):
         with pytest.raises(DataError, match="does not exist"):
@@ -53,15 +62,11 @@ def test_what_is_not_there_is_named(folder: Path) -> None:
 
 
 def test_a_name_that_is_not_utf8_matters_only_as_an_input(folder: Path) -> None:
-    config = DataConfig(path=str(folder))
     (folder / os.fsdecode(b"caf\xe9.txt")).touch()
-    assert [file.key for file in open_source(config, scratch=folder, stop=StopSignal()).partitions[0].files] == [
-        "a.csv",
-        "deeper/b.csv",
-    ]
+    assert partitions_of(folder) == {"flat": ["a.csv", "deeper/b.csv"]}
     (folder / os.fsdecode(b"caf\xe9.csv")).touch()
     with pytest.raises(DataError, match=r"not UTF-8: caf\\udce9\.csv") as caught:
-        open_source(config, scratch=folder, stop=StopSignal())
+        partitions_of(folder)
     str(caught.value).encode()
 
 
@@ -71,19 +76,13 @@ def test_a_tokenizer_is_a_file(path: str) -> None:
         given_tokenizer(DataConfig(tokenizer=TokenizerConfig(path=path)), None, StopSignal())
 
 
-def partitions_of(folder: Path, **settings: Any) -> dict[str, list[str]]:
-    """The files of each partition."""
-    source = open_source(DataConfig(path=str(folder), **settings), scratch=folder, stop=StopSignal())
-    return {partition.name: [file.key for file in partition.files] for partition in source.partitions}
-
-
 def write_files(folder: Path, *keys: str) -> None:
     for key in keys:
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
         (folder / key).write_text(CSV + f"q,{key},yes\n")
 
 
-@pytest.mark.parametrize("name", ["part-00000", "part-2.txt", "a.csv.1", "b.gz", "dt=2026-11-19", "deep/er/part-00000"])
+@pytest.mark.parametrize("name", ["part-00000", "part-2.txt", "a.csv.1", "b.csv.zst", "B.CSV.ZIP", "dt=2026-11-19"])
 def test_a_file_of_unknown_suffix_is_refused_not_left_out(folder: Path, name: str) -> None:
     write_files(folder, name)
     with pytest.raises(DataError, match=re.escape(f"1 of 3 files of {folder} have no suffix")) as caught:
@@ -98,50 +97,29 @@ def test_a_known_suffix_in_any_case_is_read(folder: Path, name: str) -> None:
     assert name in partitions_of(folder)["flat"]
 
 
-TOOLS = [
-    "_SUCCESS",
-    "_temporary/0/part.csv",
-    "_committed_12",
-    ".part-0.csv.crc",
-    "._a.csv",
-    ".DS_Store",
-    ".git/x.json",
-    "README.md",
-    "LICENSE",
-    "SHA256SUMS",
-    "a.csv.md5",
-]
-
-
-@pytest.mark.parametrize("name", [*TOOLS, "deeper/_SUCCESS", "dt=2026-11-19_$folder$", "empty", "empty.txt"])
-def test_what_holds_no_rows_is_passed_over_and_named(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, "x") for name in ("_SUCCESS", "deeper/_SUCCESS", "_temporary/0/p.csv", ".p-0.csv.crc", "._a.csv")),
+        *((name, "x") for name in (".DS_Store", ".git/x.json", "README.md", "LICENSE", "SHA256SUMS", "a.csv.md5")),
+        *((name, "") for name in ("dt=2026-11-19_$folder$", "empty", "empty.txt")),
+    ],
+)
+def test_what_holds_no_rows_is_passed_over_and_named(folder: Path, name: str, content: str) -> None:
     write_files(folder, name)
-    if name not in TOOLS and "SUCCESS" not in name:
-        (folder / name).write_bytes(b"")
-    source = open_source(DataConfig(path=str(folder)), scratch=folder, stop=StopSignal())
-    assert [file.key for file in source.partitions[0].files] == ["a.csv", "deeper/b.csv"]
+    (folder / name).write_text(content)
+    source = opened(folder)
+    assert [file.key for file in source.files] == ["a.csv", "deeper/b.csv"]
     assert source.passed_over == (name,)
     assert not source.warnings
 
 
-@pytest.mark.parametrize("name", ["_late.csv", ".late.jsonl", "_old/c.parquet"])
-def test_hidden_files_that_look_like_rows_are_a_warning(folder: Path, name: str) -> None:
-    write_files(folder, name)
-    source = open_source(DataConfig(path=str(folder)), scratch=folder, stop=StopSignal())
-    assert source.passed_over == (name,)
-    assert source.warnings[0].endswith(f"hidden: {name}")
-
-
-def test_an_empty_file_of_known_suffix_is_one_without_rows(folder: Path) -> None:
-    (folder / "c.csv").write_bytes(b"")
-    assert partitions_of(folder) == {"flat": ["a.csv", "c.csv", "deeper/b.csv"]}
-
-
 def test_a_link_is_a_file_and_a_broken_one_is_refused(folder: Path) -> None:
     (folder / "c.csv").symlink_to(folder / "a.csv")
+    (folder / "d.csv").touch()  # a known suffix: it is read
     (folder / "again").symlink_to(folder)
     (folder / "_gone").symlink_to(folder / "nowhere")
-    assert partitions_of(folder) == {"flat": ["a.csv", "c.csv", "deeper/b.csv"]}
+    assert partitions_of(folder) == {"flat": ["a.csv", "c.csv", "d.csv", "deeper/b.csv"]}
     (folder / "deeper" / "d.csv").symlink_to(folder / "nowhere.csv")
     with pytest.raises(DataError, match=r"lead to no file: deeper/d\.csv"):
         partitions_of(folder)
@@ -162,29 +140,16 @@ def test_days_are_found_at_any_level(tmp_path: Path, above: str, below: str) -> 
         f"dt=2026-11-{day}": sorted({key.replace("=us", market) for market in ("=uk", "=us")})
         for day, key in zip((19, 20), keys, strict=True)
     }
-    source = open_source(DataConfig(path=str(tmp_path)), scratch=tmp_path, stop=StopSignal())
-    assert any("are no columns" in text for text in source.warnings) is ("=" in above + below)
+    assert any("are no columns" in text for text in opened(tmp_path).warnings) is ("=" in above + below)
 
 
-@pytest.mark.parametrize(
-    "folders",
-    [
-        "DT=2026-11-19",
-        "dt=20261119",
-        "dt=2026-11-9",
-        "dt%3D2026-11-19",
-        "event_date=2026_11_19",
-        "2026-11-19",
-        "year=2026/month=11/day=9",
-        "2026/11/19",
-        "market=us/date=2026-11-19",
-        "dt=__HIVE_DEFAULT_PARTITION__",
-        "snapshot-2026-11-19",
-        "load_20261119",
-        "day_11.19.2026",
-        "2026-W47",
-    ],
-)
+DAYS = """DT=2026-11-19 dt=20261119 dt=2026-11-9 dt%3D2026-11-19 event_date=2026_11_19 2026-11-19 2026/11/19
+year=2026/month=11/day=9 market=us/date=2026-11-19 dt=__HIVE_DEFAULT_PARTITION__ snapshot-2026-11-19 load_20261119
+day_11.19.2026 2026-W47"""
+NO_DAYS = "v2 part=1 2026 model-2026-large shop=1234567 99/99 12/19 v1.2.2026.3 id-120261119 q1-2026"
+
+
+@pytest.mark.parametrize("folders", DAYS.split())
 def test_a_day_by_another_name_is_refused(tmp_path: Path, folders: str) -> None:
     write_files(tmp_path, f"{folders}/a.csv", f"{folders}/more/b.csv")
     with pytest.raises(DataError, match="like a day by another name"):
@@ -194,21 +159,7 @@ def test_a_day_by_another_name_is_refused(tmp_path: Path, folders: str) -> None:
         partitions_of(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "folders",
-    [
-        "v2",
-        "part=1",
-        "2026",
-        "model-2026-large",
-        "shop=1234567",
-        "99/99",
-        "12/19",
-        "v1.2.2026.3",
-        "id-120261119",
-        "q1-2026",
-    ],
-)
+@pytest.mark.parametrize("folders", NO_DAYS.split())
 def test_other_folders_are_no_days(tmp_path: Path, folders: str) -> None:
     write_files(tmp_path, f"{folders}/a.csv")
     assert partitions_of(tmp_path) == {"flat": [f"{folders}/a.csv"]}
@@ -221,14 +172,15 @@ def test_other_folders_are_no_days(tmp_path: Path, folders: str) -> None:
         (["_delta_log/0.json", "a.parquet"], "", "is a Delta or Hudi table"),
         ([".hoodie/hoodie.properties", "a.parquet"], "", "is a Delta or Hudi table"),
         (["2026-11-19.csv", "2026-11-20.csv"], "", "have no day"),
+        *((["a.csv", name], "", f"hidden: {name}") for name in ("_late.csv", ".late.jsonl", "_old/c.parquet")),
     ],
 )
 def test_an_input_that_is_nearly_something_else_is_a_warning(
     tmp_path: Path, keys: list[str], path: str, words: str
 ) -> None:
     write_files(tmp_path, *keys)
-    source = open_source(DataConfig(path=str(tmp_path / path)), scratch=tmp_path, stop=StopSignal())
-    assert len(source.warnings) == 1 and words in source.warnings[0]
+    (warning,) = opened(tmp_path / path).warnings
+    assert words in warning
 
 
 def test_the_same_file_under_two_days_is_a_warning(tmp_path: Path) -> None:
@@ -236,10 +188,20 @@ def test_the_same_file_under_two_days_is_a_warning(tmp_path: Path) -> None:
         (tmp_path / f"dt=2026-11-{day}").mkdir()
         (tmp_path / f"dt=2026-11-{day}" / "a.csv").write_text(CSV + "q,t,no\n" * 500)
         (tmp_path / f"dt=2026-11-{day}" / "only-a-header.csv").write_text(CSV[:18])
-    source = open_source(DataConfig(path=str(tmp_path)), scratch=tmp_path, stop=StopSignal())
-    assert source.warnings == (
-        "1 file(s) have the content of another, such as dt=2026-11-20/a.csv of dt=2026-11-19/a.csv",
-    )
+    (warning,) = opened(tmp_path).warnings
+    assert "content of another, such as dt=2026-11-20/a.csv of dt=2026-11-19/a.csv" in warning
+
+
+def test_what_other_readers_made_has_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are named by the version of the readers too; the synthetic catalogue has none."""
+
+    def content_ids(config: DataConfig) -> list[str]:
+        return [part.content_id for part in open_source(config, scratch=folder, stop=StopSignal()).partitions]
+
+    files, made = DataConfig(path=str(folder)), DataConfig()
+    before = content_ids(files), content_ids(made)
+    monkeypatch.setattr("pipeline.data.input_files.READER_VERSION", 99)
+    assert content_ids(files) != before[0] and content_ids(made) == before[1]
 
 
 @pytest.mark.stage

@@ -2,11 +2,16 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.data.config import TokenizerConfig
-from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
+from pipeline.data.rows import product_text
+from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs, take, train_tokenizer
 
 TEXTS = [f"{brand} kettle {size}l Größe {size * 7} café" for brand in ("acme", "bolt", "coro") for size in range(40)]
 CONFIG = TokenizerConfig(vocab_size=300)
@@ -101,3 +106,55 @@ def test_a_missing_special_token_is_named(trained: TextTokenizer, missing: str) 
 def test_a_file_of_something_else_is_refused() -> None:
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         TextTokenizer(b'{"a": 1}', "given.json")
+
+
+# From token ids to arrays of a fixed shape, against a loop written the obvious way.
+
+PAD, CLS, SEP = 0, 2, 3
+LISTS = st.lists(st.lists(st.integers(5, 60_000), max_size=20), min_size=1, max_size=12)
+
+
+def tokens_of(texts: list[list[int]]) -> Tokens:
+    wrapped = [[CLS, *text, SEP] for text in texts]
+    flat = np.array([token for text in wrapped for token in text], dtype=np.int32)
+    return Tokens(flat, np.cumsum([0, *map(len, wrapped)]).astype(np.int64))
+
+
+@given(LISTS, st.integers(3, 24), st.data())
+def test_pack_equals_the_obvious_loop(texts: list[list[int]], length: int, data: st.DataObject) -> None:
+    index = np.array(data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=15)), dtype=np.int64)
+    packed = pack(tokens_of(texts), index, length, pad_id=PAD, sep_id=SEP, dtype=np.uint16)
+    expected = []
+    for place in index:
+        row = [CLS, *texts[place][: length - 2], SEP]
+        expected.append(row + [PAD] * (length - len(row)))
+    assert packed.shape == (len(index), length)
+    assert packed.dtype == np.uint16
+    assert packed.tolist() == expected
+
+
+@given(LISTS, LISTS)
+def test_every_pair_fits_its_bucket_or_is_truncated(queries: list[list[int]], products: list[list[int]]) -> None:
+    size = min(len(queries), len(products))
+    buckets = (Bucket(6, 6), Bucket(6, 12), Bucket(12, 16))
+    bucket, truncated, num_tokens = place_pairs(tokens_of(queries[:size]), tokens_of(products[:size]), buckets)
+    for row in range(size):
+        lengths = (len(queries[row]) + 2, len(products[row]) + 2)
+        fitting = [i for i, b in enumerate(buckets) if lengths[0] <= b.query_tokens and lengths[1] <= b.product_tokens]
+        assert bucket[row] == (fitting[0] if fitting else 2)
+        assert truncated[row] == (not fitting)
+        assert num_tokens[row] == min(lengths[0], 12) + min(lengths[1], 16) or fitting
+
+
+@given(LISTS, st.data())
+def test_take_picks_texts(texts: list[list[int]], data: st.DataObject) -> None:
+    index = data.draw(st.lists(st.integers(0, len(texts) - 1), max_size=15))
+    taken = take(tokens_of(texts), np.array(index, dtype=np.int64))
+    expected = tokens_of([texts[place] for place in index])
+    assert taken.ids.tolist() == expected.ids.tolist()
+    assert taken.offsets.tolist() == expected.offsets.tolist()
+
+
+def test_ids_are_small_when_they_can_be_and_product_text_is_cut() -> None:
+    assert (id_dtype(65_536), id_dtype(65_537)) == (np.uint16, np.int32)
+    assert (product_text("a title", "", 100), product_text("a title", "more", 9)) == ("a title", "a title m")

@@ -1,4 +1,4 @@
-"""What a run trains on: groups of all new rows, and a chosen share of old ones."""
+"""What a run trains on: groups of all new rows with mined products, and a chosen share of old ones."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.core.arrays import Int64s
 from pipeline.data.shards import Arrays, TokenRows
-from pipeline.data.training_groups import MOST_LINKED, GroupedRows, Links, MinedProducts, TrainingPools
-from tests.train.rows import make_rows, mined_from
+from pipeline.data.training_groups import MOST_LINKED, NONE, GroupedRows, Links, MinedProducts, TrainingPools
+from tests.train.rows import PAD, make_rows, mined_from
 
 SLOTS = 4
 LENGTHS = (16, 21, 60)
@@ -78,16 +80,15 @@ def test_a_group_has_one_query_and_the_arrays_of_its_rows(tmp_path: Path) -> Non
         alone = rows.read(np.full(size, bucket), np.arange(size), 1)
         by_id |= {int(i): {name: values[n] for name, values in alone.items()} for n, i in enumerate(alone["sample_id"])}
     for slot, (sample, is_row) in enumerate(zip(arrays["sample_id"], arrays["is_row"], strict=True)):
-        wanted = by_id[int(sample)]
-        product = text_of(arrays, slot // SLOTS, 2 + slot % SLOTS)
+        wanted, row = by_id[int(sample)], slot // SLOTS
+        product = text_of(arrays, row, 2 + slot % SLOTS)
         assert product == (wanted["product"][wanted["product"] != 0].tolist() if is_row else [])
         for name in ("label", "gain", "numeric", "categorical"):
             np.testing.assert_array_equal(arrays[name][slot], wanted[name])
-        np.testing.assert_array_equal(arrays["query_key"][slot // SLOTS], wanted["query_id"])
-        first = arrays["sample_id"][slot // SLOTS * SLOTS]
-        asked = by_id[int(first)]["query"]  # rows of a query have the same text, but for those made up here
-        assert text_of(arrays, slot // SLOTS, 1) == asked[asked != 0].tolist()
-        assert is_row or sample == first  # an empty slot repeats the first row
+        first = by_id[int(arrays["sample_id"][row * SLOTS])]
+        assert arrays["query_key"][row] == first["query_id"] == wanted["query_id"]
+        assert text_of(arrays, row, 1) == first["query"][first["query"] != 0].tolist()
+        assert is_row or sample == first["sample_id"]  # an empty slot repeats the first row
     assert_equal_keys_for_equal_texts(arrays, SLOTS)
 
 
@@ -125,21 +126,6 @@ def test_mined_products_stand_behind_the_judged_ones(tmp_path: Path) -> None:
     assert 0.5 < mined.mined.fill < 1.0
 
 
-def test_replayed_groups_have_mined_products_too(tmp_path: Path) -> None:
-    new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(36, 36)], first_id=1004)
-    mined = mined_from(old, 2)
-    pools = TrainingPools.build(new, old, 0.4, 1, slots=SLOTS, lengths=LENGTHS, positive_gain=0.99, mined=mined)
-    asked = [
-        (pool, number) for pool in (0, 1, 2) for number in (0, pools.new.sizes[pool]) if number < pools.sizes[pool]
-    ]
-    kinds, numbers = np.array(asked).T
-    arrays = pools.read(kinds, numbers, 2, 3)
-    filled = arrays["is_mined"].reshape(len(asked), -1).any(1)
-    of_old = mined.places(arrays["query_key"])
-    assert filled.tolist() == ((of_old >= 0) & ((mined.product[of_old] >= 0).any(1))).tolist()
-    assert filled.any() and not filled.all()
-
-
 def test_groups_of_like_queries_are_neighbours(tmp_path: Path) -> None:
     rows = make_rows(tmp_path, [(90, 70)])
     by_topic, as_dealt = (
@@ -174,6 +160,18 @@ def test_new_groups_first_then_a_share_of_the_old(tmp_path: Path) -> None:
         assert len({i for group in bucket for i in group}) == sum(map(len, bucket))
 
 
+@pytest.mark.parametrize(
+    ("old_rows", "share", "replayed"), [((3, 2), 0.9, 5), ((3, 2), 0.0, 0), (None, 0.5, 0), ((0, 0), 0.5, 0)]
+)
+def test_all_old_groups_are_replayed_if_they_are_fewer_than_wanted_and_none_unless_asked_for(
+    tmp_path: Path, old_rows: tuple[int, int] | None, share: float, replayed: int
+) -> None:
+    old = None if old_rows is None else make_rows(tmp_path, [old_rows], first_id=1001)
+    pools = build(make_rows(tmp_path, [(4, 4)]), old, share)
+    found = sorted(i for bucket in ids_of(pools) for group in bucket for i in group)
+    assert found == [*range(1, 9), *range(1001, 1001 + replayed)]
+
+
 def test_order_asked_for_is_kept_across_new_and_old(tmp_path: Path) -> None:
     new, old = make_rows(tmp_path, [(20, 20)], first_id=4), make_rows(tmp_path, [(36, 36)], first_id=1004)
     pools = build(new, old, replay_share=0.4)
@@ -186,26 +184,6 @@ def test_order_asked_for_is_kept_across_new_and_old(tmp_path: Path) -> None:
         for name, values in together.items():
             each = len(alone[name])
             np.testing.assert_array_equal(values[place * each : (place + 1) * each], alone[name])
-
-
-def test_fewer_old_groups_than_wanted_are_all_taken(tmp_path: Path) -> None:
-    new, old = make_rows(tmp_path, [(40, 40)]), make_rows(tmp_path, [(3, 2)], first_id=1001)
-    pools = build(new, old, replay_share=0.9)
-    assert sorted(i for bucket in ids_of(pools) for g in bucket for i in g if i > 1000) == [
-        1001,
-        1002,
-        1003,
-        1004,
-        1005,
-    ]
-
-
-def test_no_replay(tmp_path: Path) -> None:
-    new, old = make_rows(tmp_path, [(4, 4)]), make_rows(tmp_path, [(3, 2)], first_id=1001)
-    for pools in (build(new, old, 0.0), build(new, None, 0.5)):
-        assert sorted(i for bucket in ids_of(pools) for group in bucket for i in group) == list(range(1, 9))
-    nothing_old = build(new, make_rows(tmp_path, [(0, 0)], first_id=9), 0.5)
-    assert sum(nothing_old.kept) == 0
 
 
 @dataclass(frozen=True)
@@ -221,23 +199,17 @@ class Judged:
 
     def read(self, pools: Int64s, rows: Int64s, bucket: int, fields: Sequence[str] = ()) -> Arrays:
         query, product, gain = np.array(self.judged, dtype=np.float64).reshape(-1, 3)[rows].T
-        frame = np.full(len(rows), 2), np.full(len(rows), 3)
-        padding = np.full((len(rows), 2), self.pad_id)
-        count, nothing = len(rows), np.zeros((len(rows), 0))
-        arrays: Arrays = {
-            "query": np.stack([frame[0], query, frame[1]], axis=1).astype(np.int32),
-            "product": np.concatenate([np.stack([frame[0], product, frame[1]], axis=1), padding], axis=1).astype(
-                np.int32
-            ),
+        first, last, padding = (np.full(len(rows), token) for token in (2, 3, self.pad_id))
+        return {
+            "query": np.stack([first, query, last], axis=1).astype(np.int32),
+            "product": np.stack([first, product, last, padding, padding], axis=1).astype(np.int32),
             "gain": gain.astype(np.float32),
             "label": (gain > 0).astype(np.int32),
             "query_id": query.astype(np.int64),
             "sample_id": rows + 1,
-            "numeric": nothing.astype(np.float32),
-            "categorical": nothing.astype(np.int32),
+            "numeric": np.zeros((len(rows), 0), dtype=np.float32),
+            "categorical": np.zeros((len(rows), 0), dtype=np.int32),
         }
-        assert all(len(values) == count for values in arrays.values())
-        return arrays
 
 
 def means_the_same(links: Links, texts: int) -> list[list[int]]:
@@ -315,3 +287,50 @@ def test_a_mined_product_that_means_the_same_leaves_its_slot_empty() -> None:
         }
     assert found[True] == {1: [11, 14], 2: [], 3: [11, 12]}
     assert found[False] == {1: [14], 2: [], 3: [11, 12]}  # 10 and 11 mean the same
+
+
+def of_counts(counts: list[int], slots: int, tmp_path: Path, seed: int = 1) -> MinedProducts:
+    """Query 10 i has counts[i] products, 100 i and on."""
+    product = np.full((len(counts), max(counts, default=0)), NONE, dtype=np.int64)
+    for place, count in enumerate(counts):
+        product[place, :count] = 100 * place + np.arange(count)
+    rows = make_rows(tmp_path, [(4, 4)])
+    return MinedProducts(rows, PAD, 10 * np.arange(len(counts), dtype=np.int64), product, slots, seed)
+
+
+@given(counts=st.lists(st.integers(0, 7), min_size=1, max_size=5), slots=st.integers(1, 5), seed=st.integers(0, 9))
+def test_visits_take_each_product_equally_often(
+    tmp_path_factory: pytest.TempPathFactory, counts: list[int], slots: int, seed: int
+) -> None:
+    mined = of_counts(counts, slots, tmp_path_factory.getbasetemp(), seed)
+    for place, count in enumerate(counts):
+        visits = np.arange(max(1, count), dtype=np.int64)
+        chosen = mined.choose(np.full(len(visits), place), visits)
+        assert chosen.shape == (len(visits), slots)
+        for row in chosen.tolist():
+            real = [product for product in row if product != NONE]
+            assert row[: len(real)] == real and len(real) == len(set(real)) == min(slots, count)
+        found, times = np.unique(chosen[chosen != NONE], return_counts=True)
+        assert found.tolist() == [100 * place + number for number in range(count)]
+        assert set(times.tolist()) <= {min(slots, count)}
+
+
+def test_a_query_that_nothing_was_mined_for(tmp_path: Path) -> None:
+    mined = of_counts([2, 0, 3], 2, tmp_path)
+    places = mined.places(np.array([20, 5, 10, 99, 0]))
+    assert places.tolist() == [2, NONE, 1, NONE, 0]
+    chosen = mined.choose(places, np.zeros(5, dtype=np.int64))
+    assert (chosen[1:4] == NONE).all() and (chosen[[0, 4]] != NONE).all()
+    empty = of_counts([0], 2, tmp_path)
+    assert empty.choose(np.array([0, NONE]), np.array([3, 4])).tolist() == [[NONE, NONE]] * 2
+    nobody = MinedProducts(mined.rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
+    assert nobody.choose(nobody.places(np.array([4])), np.array([0])).tolist() == [[NONE, NONE]]
+
+
+def test_there_is_room_for_whichever_are_chosen(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path, [(5, 3)])  # 4 and 6 tokens
+    product = np.array([[0, 6, 1], [7, 5, NONE], [2, NONE, NONE], [NONE, NONE, NONE]])
+    mined = MinedProducts(rows, PAD, np.array([1, 2, 4, 6]), product, 2, 1)
+    assert mined.room(np.array([2, 1, 4, 6, 3])).tolist() == [12, 10, 4, 0, 0]
+    nobody = MinedProducts(rows, PAD, np.zeros(0, np.int64), np.zeros((0, 3), np.int64), 2, 1)
+    assert nobody.room(np.array([4])).tolist() == [0]

@@ -1,3 +1,5 @@
+"""Each row is usable or has one reason why not; slices are stored by hash with their names beside."""
+
 import json
 from dataclasses import replace
 from typing import Any
@@ -5,7 +7,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pipeline.core.errors import DataError
+from pipeline.core.fingerprint import hash63
 from pipeline.data.config import CategoricalFeature, ColumnMapping, DataConfig
 from pipeline.data.rows import (
     BadRow,
@@ -17,7 +23,17 @@ from pipeline.data.rows import (
     quarantined,
     to_fields,
 )
-from pipeline.data.validate import CleanRows, RowRules, category_id, clean
+from pipeline.data.validate import (
+    MAX_NAMES,
+    NO_VALUE,
+    CleanRows,
+    RowRules,
+    category_id,
+    clean,
+    codes_of,
+    merge_names,
+    slice_rows,
+)
 
 CONFIG = DataConfig(
     numeric=("price",),
@@ -150,3 +166,25 @@ def test_the_first_defect_of_a_row_is_its_reason_and_a_gain_may_be_absent() -> N
     chunk = texts(query=[b"\xff", b"q", b"q"], title=[b"\xff", b"", b"t"], gain=[b"2", None, b""])
     _, bad, _ = clean(chunk, HALVES)
     assert [row.reason for row in bad] == ["query is not UTF-8", "empty title", "gain is not a number from 0 to 1"]
+
+
+CELLS = st.lists(st.one_of(st.none(), st.binary(max_size=3), st.sampled_from([b" a ", b"b", b"\xff"])), max_size=20)
+
+
+@given(CELLS, st.integers(0, 20))
+def test_codes_name_the_values_however_rows_are_cut(cells: list[bytes | None], cut: int) -> None:
+    parts = [slice_rows({"kind": part}, range(len(part))) for part in (cells[:cut], cells[cut:])]
+    names = merge_names(part.names for part in parts)["kind"]
+    codes = codes_of(np.concatenate([part.values[:, 0] for part in parts]), names)
+    texts = [(cell or b"").decode("utf-8", "backslashreplace").strip() for cell in cells]
+    assert [names[code] if code >= 0 else "" for code in codes] == texts
+    assert list(names) == sorted({text for text in texts if text})
+
+
+def test_too_many_values_and_one_without_a_name_are_refused() -> None:
+    with pytest.raises(DataError, match=f"column 'id' has over {MAX_NAMES} different values"):
+        merge_names([{"id": [str(i) for i in range(600)]}, {"id": [str(i) for i in range(600, 1100)]}])
+    for value, names in ((hash63("x"), ("y",)), (5, ())):
+        with pytest.raises(DataError, match="does not name"):
+            codes_of(np.array([value]), names)
+    assert codes_of(np.array([NO_VALUE]), ()).tolist() == [-1]

@@ -13,7 +13,7 @@ from pipeline.data.validate import NO_VALUE
 from pipeline.evaluate.holdout import Holdout, HoldoutOrder, judged_slices, open_holdout
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.storage import open_storage
-from tests.data.test_token_store import commit
+from tests.data.test_token_sets import commit
 from tests.train.rows import make_rows, token_set_info
 
 

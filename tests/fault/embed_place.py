@@ -82,8 +82,7 @@ def digests(storage: Storage) -> dict[str, str]:
     vectors = find_vectors(storage, CYCLE)
     ids: list[object] = []
     for part in range(len(vectors.info.parts)):
-        for batch in vectors.columns(part, ["id"]):
-            ids += batch["id"].to_pylist()
+        ids += vectors.columns(part, ["id"])["id"].to_pylist()
     assert len(ids) == len(set(ids)) == vectors.info.rows
     return {
         stat.key: hashlib.sha256(storage.read_bytes(stat.key)).hexdigest()

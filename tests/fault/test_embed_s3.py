@@ -43,7 +43,7 @@ def tables(storage: Storage, cycle: str) -> list[pa.Table]:
     vectors = find_vectors(storage, cycle)
     names = vectors.schema(0).names
     parts = range(len(vectors.info.parts))
-    return [pa.Table.from_batches(vectors.columns(part, names)).replace_schema_metadata() for part in parts]
+    return [vectors.columns(part, names).replace_schema_metadata() for part in parts]
 
 
 def parts_put(proxy: Proxy) -> list[str]:

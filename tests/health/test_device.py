@@ -1,27 +1,50 @@
-"""The checks of one core: sound backends pass, and each seeded fault gets its verdict."""
+"""The checks of a rank: sound backends pass, and each seeded fault gets its verdict; what a node makes of its ranks."""
 
-from collections.abc import Callable, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.backends import RankGroup
 from pipeline.backends.cpu import CpuBackend
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Verdict
+from pipeline.health.check import (
+    CheckContext,
+    CheckResult,
+    NodeReport,
+    Verdict,
+    results_of,
+    with_slow_ranks,
+    write_rank_report,
+)
 from pipeline.health.config import HealthConfig, OperationName
 from pipeline.health.device import (
     OPERATIONS,
     Operation,
     check_burn,
+    check_collectives,
     check_memory,
     check_operations,
     diagnose_device_error,
+    rank_checks,
     reference,
+    report_rank,
     worst_error,
 )
+from pipeline.parallel.gang import open_world_group
+from pipeline.parallel.world import World
+from tests.kit.ports import free_port
 
 MIB = 2**20
 
@@ -135,8 +158,200 @@ def test_the_error_tells_what_to_do(text: str, backend: CpuBackend, kind: type[B
 def test_what_the_settings_allow_is_no_fault_of_the_device() -> None:
     error = RuntimeError("the loader ended at step 3 of 4")
     coarse = Faulty(lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype))
-    for config, kind in (
-        (HealthConfig(), TransientError),
-        (HealthConfig(tolerances=dict.fromkeys(get_args(OperationName), 0.05)), RuntimeError),
-    ):
+    lenient = HealthConfig(tolerances=dict.fromkeys(get_args(OperationName), 0.05))
+    for config, kind in ((HealthConfig(), TransientError), (lenient, RuntimeError)):
         assert type(diagnose_device_error(error, coarse, config, stop=StopSignal())) is kind
+
+
+# Collectives between ranks that are well and sick.
+
+QUICK = HealthConfig()
+PATIENT_S, LIMIT_S = 120.0, 5.0
+
+
+class FaultyGather(CpuBackend):
+    """What becomes of a rank when it gathers: numbers of others `swapped`, or it `dies`, or is `absent`."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def all_gather(self, tensor: Tensor, ranks: RankGroup | None = None) -> Tensor:
+        found = super().all_gather(tensor, ranks)
+        if self.fault == "dies":
+            os._exit(1)
+        if self.fault == "absent":
+            time.sleep(600)
+        count = len(tensor)
+        return torch.cat([found[count : 2 * count], found[:count], found[2 * count :]]) if self.fault else found
+
+
+def collectives(rank: int, world: int, port: int, fault: str, told: Connection) -> None:
+    """Check collectives in one rank; `fault` is rank 1's."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    open_world_group(None, PATIENT_S)
+    backend, limit_s = FaultyGather(fault if rank == 1 else ""), LIMIT_S if fault in ("absent", "dies") else PATIENT_S
+    ctx = CheckContext(StopSignal())
+    told.send(check_collectives(backend, World(rank, world), limit_s=limit_s, ctx=ctx, sizes_bytes=(8, 4096)))
+    os._exit(0)  # other ranks may be gone: no orderly goodbye
+
+
+@contextmanager
+def ranks_of(world: int, fault: str) -> Iterator[Callable[[int], CheckResult]]:
+    """Start ranks as processes, forked from a server that has imported torch; yields a function that waits for one."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    port, processes, ears = free_port(), [], list[Connection]()
+    for rank in range(world):
+        ear, mouth = context.Pipe(duplex=False)
+        processes.append(context.Process(target=collectives, args=(rank, world, port, fault, mouth), daemon=True))
+        processes[-1].start()
+        mouth.close()
+        ears.append(ear)
+
+    def result(rank: int) -> CheckResult:
+        assert ears[rank].poll(PATIENT_S), f"rank {rank} says nothing"
+        found: CheckResult = ears[rank].recv()
+        return found
+
+    try:
+        yield result
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.stage
+def test_sound_collectives_pass_with_their_bandwidth() -> None:
+    with ranks_of(3, "") as result:
+        for rank in range(3):
+            found = result(rank)
+            assert found.verdict is Verdict.PASS, found
+            assert len(found.figures) == 3 * 2 and all(float(rate) > 0 for rate in found.figures.values())
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("swapped", "wrong numbers of 6 in all-gather of 8 bytes, the first at 0 (from rank 0): "),
+        ("absent", "in all-gather of 8 bytes: "),
+        ("dies", "in all-gather of 8 bytes: "),
+    ],
+)
+def test_a_sick_rank_is_noticed(fault: str, seen: str) -> None:
+    with ranks_of(2, fault) as result:
+        found = result(1 if fault == "swapped" else 0)
+        assert found.verdict is Verdict.RETRY and seen.replace("of 6", "of 4") in found.seen, found
+        if fault == "swapped":
+            assert result(0).verdict is Verdict.PASS, "it is not left waiting"
+        if fault == "absent":
+            assert "Ranks 1 failed to pass" in found.seen, found
+
+
+def test_too_slow_a_bus_is_unfit() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ctx = CheckContext(StopSignal())
+        result = check_collectives(CpuBackend(), World(), limit_s=60.0, ctx=ctx, sizes_bytes=(64,), minimum_gb_s=1e9)
+        assert result.verdict is Verdict.RETRY and "bus bandwidth" in result.seen
+    finally:
+        dist.destroy_process_group()
+
+
+# One rank.
+
+
+def of_rank(folder: Path, backend: str, stop: StopSignal | None = None) -> NodeReport:
+    checks = rank_checks(backend, World(), QUICK, os.environ if backend == "cuda" else {}, seed=1)
+    return report_rank(checks, QUICK, 0, folder, stop or StopSignal())
+
+
+def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -> None:
+    report = of_rank(tmp_path, "cpu")
+    assert [result.name for result in report.results] == ["device", "operations", "device memory", "burn"]
+    written = (tmp_path / "rank-0.json").read_text()
+    (tmp_path / "rank-1.json").write_text(written.replace('"node_rank": 0', '"node_rank": 1'))
+    merged = results_of(tmp_path, range(2))
+    assert {result.verdict for result in merged} == {Verdict.PASS}
+    assert merged[0].seen == "2 x cpu"
+    assert {"rank_0_fastest_round_s", "rank_1_fastest_round_s"} <= merged[3].figures.keys()
+
+
+def test_a_gpu_passes_or_is_not_there(tmp_path: Path) -> None:
+    report = of_rank(tmp_path, "cuda")
+    if torch.cuda.is_available():
+        assert report.verdict is Verdict.PASS, report.results
+    else:
+        assert report.verdict is Verdict.FIX and "no CUDA device" in report.results[0].seen
+
+
+def test_a_rank_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
+    stop = StopSignal()
+    stop.set("SIGTERM")
+    with pytest.raises(Preempted):
+        of_rank(tmp_path, "cpu", stop)
+    assert results_of(tmp_path, [0]) == ()
+
+
+def test_groups_and_limits() -> None:
+    def chosen(world_size: int = 4, **values: object) -> dict[str, float | None]:
+        config, world = HealthConfig.model_validate(values), World(0, world_size)
+        checks = rank_checks("xla", world, config, {"PJRT_DEVICE": "CPU"}, seed=1)
+        return {check.name: check.time_limit_s for check in checks if config.wants(check.group)}
+
+    alone = {"device": 120.0, "operations": 60.0, "device memory": 60.0, "burn": 60.0}
+    assert chosen() == {**alone, "collectives": 180.0} and chosen(1) == alone
+    assert [*chosen(only=("collectives",))] == ["device", "collectives"]
+    assert [*chosen(only=("host",))] == ["device"]
+    neuron = rank_checks("xla", World(), QUICK, {"PJRT_DEVICE": "NEURON"}, seed=1)
+    assert {check.time_limit_s for check in neuron} == {600.0, 1200.0}, "its graphs are compiled first"
+    limits = [
+        QUICK.stage_limit_s(on_neuron=on_neuron, num_nodes=nodes, processes=processes)
+        for on_neuron, nodes, processes in ((False, 1, 1), (True, 1, 1), (True, 1, 32), (True, 2, 32))
+    ]
+    assert limits == [420.0, 3660.0, 4560.0, 5160.0]
+    assert HealthConfig(only=("host",)).stage_limit_s(on_neuron=True, num_nodes=1, processes=32) == 0.0
+
+
+# The ranks of a node.
+
+
+def report(folder: Path, rank: int, *results: CheckResult, is_finished: bool = True) -> None:
+    write_rank_report(folder, NodeReport(rank, f"rank {rank}", results), is_finished=is_finished)
+
+
+def burned(seconds: float) -> CheckResult:
+    return CheckResult("burn", Verdict.PASS, figures={"fastest_round_s": seconds})
+
+
+def test_a_rank_that_failed_is_reported_apart_and_one_without_a_word_is_named(tmp_path: Path) -> None:
+    report(tmp_path, 4, burned(1.0), CheckResult("address", Verdict.PASS, "10.0.0.7"))
+    report(tmp_path, 5, CheckResult("operations", Verdict.RETRY, "matmul fp32: relative error 0.5"))
+    (tmp_path / "rank-6.json").write_text('{"half')
+    report(tmp_path, 7, burned(1.0), is_finished=False)
+    merged = {result.name: result for result in results_of(tmp_path, range(4, 7))}
+    assert merged["ranks"].seen == "rank 6 of this node ended without a word"
+    assert merged["operations"].seen == "rank 5: matmul fp32: relative error 0.5"
+    assert (merged["burn"].seen, merged["address"].seen) == ("right", "10.0.0.7")
+    late, before = results_of(tmp_path, [7])
+    assert late.seen == "rank 7 of this node ended without a word after check burn" and before.name == "burn"
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [((1.0, 1.1, 2.4, 0.9), [2]), ((1.0, 1.4), []), ((3.0, 1.0), [0])])
+@pytest.mark.parametrize(("shared", "verdict"), [(0, Verdict.RETRY), (1, Verdict.WARN)])
+def test_a_slow_core_is_named_among_all_nodes(
+    tmp_path: Path, seconds: Sequence[float], slow: list[int], shared: int, verdict: Verdict
+) -> None:
+    reports = []
+    for rank, one in enumerate(seconds):
+        device = CheckResult("device", Verdict.PASS, "xla:NEURON", figures={"shares_host_cpu": shared})
+        report(tmp_path, rank, device, burned(one))
+        reports.append(NodeReport(rank, f"host-{rank}", results_of(tmp_path, [rank])))
+    annotated = with_slow_ranks(reports)
+    assert [one.node_rank for one in annotated if one.verdict is not Verdict.PASS] == slow
+    assert all(one.results[-1].verdict is verdict for one in annotated if one.node_rank in slow)

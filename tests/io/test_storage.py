@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.core.errors import ConfigError, DataError, Preempted
 from pipeline.core.stop import StopSignal
-from pipeline.io.storage import KeyNotFound, Storage, is_lfs_pointer, names_in, open_storage
+from pipeline.io.storage import KeyNotFound, Storage, names_in, open_storage
 
 PARTS = st.lists(st.sampled_from(["a", "b", "dt=2026-01-01", "ä b", "z.txt", "a-"]), min_size=1, max_size=3)
 
@@ -223,10 +223,3 @@ def test_other_uris_are_refused_without_their_secrets(uri: str) -> None:
 def test_a_folder_that_cannot_be_looked_at_is_an_error_of_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         open_storage(str(tmp_path / ("x" * 300)))
-
-
-@pytest.mark.unit
-def test_a_pointer_of_git_lfs_is_known_by_its_first_line() -> None:
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12\n"
-    assert is_lfs_pointer(pointer) and is_lfs_pointer(pointer[:64])
-    assert not any(is_lfs_pointer(other) for other in (b"", b"PAR1", b"version\n1\n", b" " + pointer))

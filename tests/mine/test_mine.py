@@ -168,66 +168,31 @@ def test_bm25_ranks_by_shared_words() -> None:
 
 # The negatives of a query, against loops over its best products.
 
-BEST = 12
 
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Candidates, JudgedItems, MineConfig]:
-    """Some queries with their best items, of which some are judged."""
-    depth, queries = draw(st.integers(1, BEST)), draw(st.integers(0, 5))
-    scores, items, offsets, judged, positive, best = [], [], [0], list[int](), list[bool](), []
-    for _ in range(queries):
-        found = draw(st.permutations(range(BEST)))[: draw(st.integers(0, depth))]
-        items.append([*found, *[NONE] * (depth - len(found))])
-        scores.append(sorted(draw(st.lists(st.integers(-8, 8), min_size=depth, max_size=depth)), reverse=True))
-        mine = sorted(draw(st.sets(st.integers(0, BEST - 1), max_size=5)))
-        judged += mine
-        positive += [False] * len(mine)
-        offsets.append(len(judged))
-        best.append(draw(st.integers(-8, 8)))
-    kept = draw(st.integers(1, depth))
-    config = MineConfig(
-        depth=depth,
-        negatives_per_query=kept,
-        relative_margin=draw(st.sampled_from([None, 0.1, 0.25])),
-    )
-    shape = (queries, depth)
-    found_all = Candidates(
-        np.array(scores, dtype=np.float64).reshape(shape) / 4,
-        np.array(items, dtype=np.int64).reshape(shape),
-        np.array(best, dtype=np.float64) / 4,
-    )
-    return (
-        found_all,
-        JudgedItems(np.array(offsets), np.array(judged, dtype=np.int64), np.array(positive, dtype=bool)),
-        config,
-    )
-
-
-@given(cases())
-def test_against_loops(case: tuple[Candidates, JudgedItems, MineConfig]) -> None:
-    found, judged, config = case
+@given(st.integers(0, 2**32 - 1), st.sampled_from([None, 0.1, 0.25]))
+def test_against_loops(seed: int, margin: float | None) -> None:
+    rng = np.random.default_rng(seed)
+    queries, depth = int(rng.integers(0, 6)), int(rng.integers(1, 13))
+    items = np.array([rng.permutation(12)[:depth] for _ in range(queries)], dtype=np.int64).reshape(queries, depth)
+    items[np.arange(depth) >= rng.integers(0, depth + 1, (queries, 1))] = NONE
+    scores, best = -np.sort(-rng.integers(-8, 9, (queries, depth)) / 4), rng.integers(-8, 9, queries) / 4
+    known = [sorted(rng.permutation(12)[: rng.integers(0, 6)].tolist()) for _ in range(queries)]
+    flat = np.array([item for row in known for item in row], dtype=np.int64)
+    judged = JudgedItems(np.cumsum([0, *map(len, known)]), flat, np.zeros(len(flat), dtype=bool))
+    config = MineConfig(depth=depth, negatives_per_query=int(rng.integers(1, depth + 1)), relative_margin=margin)
     expected, counts = [], dict.fromkeys(COUNTS, 0)
-    for query in range(len(found.items)):
-        best = found.best_positive[query]
-        ceiling = np.inf if config.relative_margin is None else best - config.relative_margin * abs(best)
-        known = judged.items[judged.offsets[query] : judged.offsets[query + 1]].tolist()
-        kept: list[int] = []
-        for score, item in zip(found.scores[query], found.items[query].tolist(), strict=True):
-            if item == NONE:
-                continue
-            if item in known:
-                counts["judged"] += 1
-                continue
-            if score > ceiling:
-                counts["above_margin"] += 1
-            elif len(kept) < config.negatives_per_query:
-                kept.append(item)
-        nothing = all(item == NONE for item in found.items[query])
-        for name, more in (("queries", 1), ("negatives", len(kept)), ("nothing_found", int(nothing))):
+    for query in range(queries):
+        ceiling = np.inf if margin is None else best[query] - margin * abs(best[query])
+        real = [pair for pair in zip(scores[query], items[query].tolist(), strict=True) if pair[1] != NONE]
+        unjudged = [pair for pair in real if pair[1] not in known[query]]
+        kept = [item for score, item in unjudged if score <= ceiling]
+        counts["judged"] += len(real) - len(unjudged)
+        counts["above_margin"] += len(unjudged) - len(kept)
+        kept = kept[: config.negatives_per_query]
+        for name, more in (("queries", 1), ("negatives", len(kept)), ("nothing_found", int(not real))):
             counts[name] += more
         expected.append(kept + [NONE] * (config.negatives_per_query - len(kept)))
-    negatives, seen = choose_negatives(found, judged, config)
+    negatives, seen = choose_negatives(Candidates(scores, items, best), judged, config)
     assert negatives.tolist() == expected
     assert seen == counts
 

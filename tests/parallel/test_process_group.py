@@ -27,7 +27,6 @@ GROUP = f"examples.process_group:{NAME}"
         ([0, 1, 2, 3], 2, (2, 2)),
         ([0, 2, 4, 6], 4, (2, 2)),  # shards of a mesh with tensor_degree 2
         ([0, 1, 2, 3], 4, None),  # one node
-        ([0, 2], 2, None),  # replicas: one rank on each
         ([0, 1, 2], 2, None),  # uneven
         ([0, 2, 1, 3], 2, None),  # not node by node
     ],

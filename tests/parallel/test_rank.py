@@ -50,7 +50,6 @@ OURS = "from pipeline.core.errors import DataError\nraise DataError('seen', expe
 @pytest.mark.parametrize(
     ("text", "code", "err"),
     [
-        ("", 0, ""),
         ("import sys; sys.exit(7)", 7, ""),
         ("import sys; sys.exit()", 0, ""),
         ("import sys; sys.exit('too bad')", 1, "too bad\n"),

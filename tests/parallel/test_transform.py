@@ -77,7 +77,6 @@ def modernbert() -> nn.Module:
         (Fused, {"qkv": "colwise", "out": "rowwise"}, 2, "several matrices in one.*\n.*FusedColwise"),
         (Fused, {"qkv": FusedColwise(3), "output": "rowwise"}, 2, "no module of Fused is called 'output'"),
         (Fused, {"qkv": FusedColwise(3)}, 8, "tensor_degree 8 over 4 outputs of 'qkv'"),
-        (Fused, {"out": "rowwise"}, 3, "tensor_degree 3 over 4 inputs of 'out'"),
         (Fused, {"out": "rows"}, 2, "'out' is 'rows'.*\n.*colwise, rowwise"),
         (lambda: nn.Sequential(nn.Linear(4, 6)), {"0": "colwise"}, 2, "shard_degree 2 by tensor_degree 2 over 6"),
         (llama, None, 4, "tensor_degree 4 over heads .2, 2"),

@@ -16,9 +16,9 @@ from pipeline.data.token_sets import CategoricalInfo, ShardInfo, TokenSetInfo
 from pipeline.data.training_groups import NONE, GroupedRows, MinedProducts
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
+from pipeline.parallel.strategies.flat import CHUNK_MIB
 from pipeline.train.config import TrainConfig, groups_of_batch, rows_of_batch
-from pipeline.train.step import TrainProgram, prepare_model
+from pipeline.train.step import TrainProgram, flat_strategy
 from tests.kit.states import train_state
 
 VOCAB, PAD, CLS, SEP = 40, 0, 1, 2
@@ -178,18 +178,7 @@ def make_program(
     accumulation: int = 1,
     chunk_mib: float = CHUNK_MIB,
 ) -> TrainProgram:
-    fresh = build_model(model, SPEC, config.seed)
-    prepare_model(fresh, backend, config)
-    recompute = config.parallel.recompute == "units"
-    strategy = FlatStrategy(
-        fresh,
-        backend,
-        precision=config.precision,
-        chunk_mib=chunk_mib,
-        has_one_rate=config.optimizer.has_one_rate,
-        recompute=recompute,
-        host_mean=list,
-    )
+    strategy = flat_strategy(build_model(model, SPEC, config.seed), backend, config, chunk_mib=chunk_mib)
     return TrainProgram(strategy, backend, config, RankShare(0, 1, accumulation), figure_rows=8, buckets=BUCKETS)
 
 

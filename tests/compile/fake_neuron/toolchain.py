@@ -32,31 +32,20 @@ sys.exit({program}())
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class ToolChain:
     """One installation with a cache and a state folder of its own."""
 
     folder: Path
 
     def __post_init__(self) -> None:
+        self.bin, self.state, self.cache = (self.folder / name for name in ("bin", "state", "cache"))
         for folder in (self.bin, self.state, self.cache):
             folder.mkdir(parents=True)
         for name, program in PROGRAMS.items():
             path = self.bin / name
             path.write_text(SCRIPT.format(python=sys.executable, root=str(ROOT), program=program))
             path.chmod(0o755)
-
-    @property
-    def bin(self) -> Path:
-        return self.folder / "bin"
-
-    @property
-    def state(self) -> Path:
-        return self.folder / "state"
-
-    @property
-    def cache(self) -> Path:
-        return self.folder / "cache"
 
     def env(self, fault: str = "", **more: str) -> dict[str, str]:
         path = f"{self.bin}:{os.environ['PATH']}"
