@@ -25,7 +25,7 @@ BENCHES: dict[str, Bench] = {
     "trainer_ratio_small": Bench(
         "trainer_ratio", "the same with preset small", ("--architecture", "small", "--no-lengths")
     ),
-    "resume": Bench("resume", "process start to first new step, split"),
+    "resume": Bench("start_up", "process start to first new step, split", ("--continued",)),
     "start_up": Bench("start_up", "process start to first step of a new run, cold and compiled ahead, split"),
     "graphs": Bench("graphs", "graphs, operations and compile time by preset and step boundary"),
     "mining": Bench(

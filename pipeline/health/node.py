@@ -347,6 +347,7 @@ class NccomTest:
 TESTS = (
     NccomTest(min_bytes=2**3),
     NccomTest("all_gather"),
+    NccomTest("reduce_scatter"),
     NccomTest(min_bytes=2**27, max_bytes=2**27, check=False),
 )
 

@@ -75,6 +75,11 @@ def load_tensors(path: Path, source: str) -> dict[str, Tensor]:
 
     Raises CheckpointError naming the tensor or the code in the file (`source`) that is refused.
     """
+    return {name: _as_weight(name, tensor, source) for name, tensor in _read_tensors(path, source).items()}
+
+
+def _read_tensors(path: Path, source: str) -> dict[str, Tensor]:
+    """Return tensors by name as they are stored, without counters. Raises CheckpointError if they cannot be read."""
     with path.open("rb") as file:
         check_downloaded(file.read(HEAD_BYTES), source, CheckpointError)
     if path.suffix == ".safetensors":
@@ -90,12 +95,7 @@ def load_tensors(path: Path, source: str) -> dict[str, Tensor]:
         found = _from_torch(path, source)
     if not found:
         raise CheckpointError(f"{source} holds no tensor", expected="the weights of a model")
-    result: dict[str, Tensor] = {}
-    for name, tensor in found.items():
-        if not name.endswith(_COUNTERS):
-            _check_tensor(name, tensor, source)
-            result[name] = tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
-    return result
+    return {name: tensor for name, tensor in found.items() if not name.endswith(_COUNTERS)}
 
 
 def _from_torch(path: Path, source: str) -> Mapping[str, Tensor]:
@@ -132,8 +132,8 @@ def _from_torch(path: Path, source: str) -> Mapping[str, Tensor]:
     return cast(Mapping[str, Tensor], content)
 
 
-def _check_tensor(name: str, tensor: Tensor, source: str) -> None:
-    """Raise CheckpointError for what cannot be a weight."""
+def _as_weight(name: str, tensor: Tensor, source: str) -> Tensor:
+    """Return a tensor in fp32. Raises CheckpointError for what cannot be a weight."""
     seen = ""
     if tensor.layout != torch.strided or tensor.is_quantized or not tensor.is_cpu:
         seen = f"{tensor.layout} on {tensor.device.type}{', quantised' if tensor.is_quantized else ''}"
@@ -149,6 +149,7 @@ def _check_tensor(name: str, tensor: Tensor, source: str) -> None:
             expected="finite numbers in fp32, fp16 or bf16, all of them stored",
             next_command="save it in fp32 where it was made: model.float().save_pretrained(DIR)",
         )
+    return tensor.detach().to(torch.float32).clone(memory_format=torch.contiguous_format)
 
 
 # The model a run from scratch starts with: random, or with the encoder of a Hugging Face folder.
@@ -186,7 +187,8 @@ def initial_model(
         described.check(config, source=storage.uri(CONFIG))
         model_type = described.model_type
     source = storage.uri(name)
-    weights = load_tensors(local, source)
+    # A file for a factory may hold masks and other buffers beside the weights that are taken.
+    weights = load_tensors(local, source) if config.factory is None else _read_tensors(local, source)
     return with_encoder(weights, source, config, spec, seed, model_type=model_type, same_vocabulary=same_vocabulary)
 
 
@@ -206,7 +208,8 @@ def with_encoder(
     """
     if config.factory is not None:
         model = build_model(config, spec, seed)
-        encoder = module_weights(weights, model.state_dict(), factory=config.factory, source=source)
+        found = module_weights(weights, model.state_dict(), factory=config.factory, source=source)
+        encoder = {name: _as_weight(name, tensor, source) for name, tensor in found.items()}
     else:
         named = as_bert(without_wrappers(weights), model_type, spec.pad_id, source=source)
         encoder = encoder_from_hf(named, template_of(config, spec), source=source, same_vocabulary=same_vocabulary)

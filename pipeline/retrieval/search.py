@@ -42,17 +42,10 @@ class ExactTopK:
         self._queries = torch.from_numpy(np.ascontiguousarray(queries))
         self._scores = torch.full((len(queries), k), _EMPTY, dtype=torch.float64)
         self._items = torch.full((len(queries), k), -1, dtype=torch.int64)
-        self._next = 0
 
     def add(self, first: int, vectors: Float32s) -> None:
-        """Add items `first`, `first + 1`, ... with vectors [n, D].
-
-        Raises NumericError if one holds NaN or infinity, ValueError if items are out of order.
-        """
-        if first < self._next:
-            raise ValueError(f"item {first} after item {self._next - 1}")
+        """Add items `first`, `first + 1`, ... with vectors [n, D]. Raises NumericError if one holds NaN or infinity."""
         _check(vectors, "item")
-        self._next = first + len(vectors)
         items = torch.from_numpy(np.ascontiguousarray(vectors))
         # The largest distance of a float32 product of two vectors of `width` numbers from their score, relative to
         # their lengths. In any order of adding it is width * 2^-24 (Higham, "Accuracy and Stability of Numerical

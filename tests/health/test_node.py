@@ -250,7 +250,8 @@ def test_versions_come_before_whatever_opens_a_device(tmp_path: Path, monkeypatc
     assert names[:3] == [("processes", PASS), (VERSIONS, PASS), (DRIVER_FIT, FIX)]
     assert report.results[1].figures["code"] == "abc"
     spared = [one.name for one in report.results if one.seen.startswith("not run")]
-    assert spared == ["nccom-test all_reduce", "nccom-test all_gather", "nccom-test all_reduce bandwidth"]
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "all_reduce bandwidth")
+    assert spared == [f"nccom-test {operation}" for operation in operations]
     elsewhere = neuron_checks(config, "", {}, num_nodes=1, processes=2, on_neuron=False)
     assert [one.name for one in elsewhere] == [VERSIONS, "kernel log"]
 
@@ -321,7 +322,7 @@ def test_command_and_sizes() -> None:
     assert TEST.command(32)[:6] == ["nccom-test", "all_reduce", "-r", "32", "-b", "8"]
     # A bare --check takes the next word for its value, unless that is a flag.
     assert TEST.command(32)[-2:] == ["--check", "--non-interactive"]
-    assert [test.num_sizes for test in TESTS] == [3, 2, 1]
+    assert [test.num_sizes for test in TESTS] == [3, 2, 2, 1]
 
 
 @pytest.mark.unit

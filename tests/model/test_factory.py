@@ -115,7 +115,12 @@ def test_names_of_a_checkpoint_and_back() -> None:
 @pytest.mark.parametrize("prefix", ["", "model.", "bert.encoder."])
 def test_weights_with_a_prefix_and_heads_beside_them(tmp_path: Path, prefix: str) -> None:
     given = encoder_of("states").module.state_dict()
-    weights = {prefix + name: tensor + 1.0 for name, tensor in given.items()} | {"cls.bias": torch.zeros(3)}
+    weights = {prefix + name: tensor + 1.0 for name, tensor in given.items()}
+    weights |= {
+        "cls.bias": torch.zeros(3),
+        "h.0.mask": torch.ones(2, dtype=torch.bool),
+        "h.0.far": torch.tensor(-torch.inf),
+    }
     save_file(weights, tmp_path / "model.safetensors")
     found = initial_model(config_of("states", init_from=str(tmp_path)), SPEC, 9, tmp_path).state_dict()
     for name, tensor in given.items():

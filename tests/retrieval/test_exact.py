@@ -91,10 +91,3 @@ def test_values_that_are_no_numbers_are_refused() -> None:
         ExactTopK(np.array([[1.0, 0.0], [np.nan, 0.0]], dtype=np.float32), 1)
     with pytest.raises(NumericError, match="2 item vectors"):
         ExactTopK(good, 1).add(0, np.full((2, 2), np.inf, dtype=np.float32))
-
-
-def test_items_come_in_order() -> None:
-    top = ExactTopK(np.eye(2, dtype=np.float32), 1)
-    top.add(0, np.eye(2, dtype=np.float32))
-    with pytest.raises(ValueError, match="item 1 after item 1"):
-        top.add(1, np.eye(2, dtype=np.float32))

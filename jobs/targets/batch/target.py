@@ -84,10 +84,10 @@ class BatchTarget(Target):
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Yield the lines from CloudWatch. Raises ConfigError when there is no such log."""
         stream, plan = log_stream(record, attempt, node), self.store.plan()
-        if not stream or plan is None:
+        if plan is None:
             raise no_log(record, attempt, node)
-        job = plan.job(record.name.partition(":")[0])
-        return self.logs_client.lines(placement_of(plan, job).log_group, stream)
+        where = placement_of(plan, plan.job(record.name.partition(":")[0]))
+        return self.logs_client.lines(where.log_group, stream)
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that has not ended, from the sinks backwards, so that nothing starts meanwhile.

@@ -363,9 +363,8 @@ class LocalTarget(Target):
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        stream = log_stream(record, attempt, node)
-        path = (self.files.workspace or self.files.folder) / stream
-        if not stream or not path.is_file():
+        path = (self.files.workspace or self.files.folder) / log_stream(record, attempt, node)
+        if not path.is_file():
             raise no_log(record, attempt, node)
         with path.open(encoding="utf-8", errors="replace") as lines:
             yield from (line.rstrip("\n") for line in lines)

@@ -119,8 +119,7 @@ class SageMakerTarget(Target):
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
         """Yield the lines; where SageMaker started an attempt again in place, of all its starts."""
-        prefix = log_stream(record, attempt, node)
-        streams = self.logs_client.streams(LOG_GROUP, prefix) if prefix else []
+        streams = self.logs_client.streams(LOG_GROUP, log_stream(record, attempt, node))
         if not streams:
             raise no_log(record, attempt, node)
         for stream in streams:

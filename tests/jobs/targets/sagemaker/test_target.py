@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs import cli
+from jobs import cli, setup
+from jobs.commands import submit
 from jobs.cycle.job_states import (
     CANCELLED,
     EXITED,
@@ -301,7 +302,8 @@ def test_reconcile_alone_takes_a_cycle_to_its_report_and_one_out_of_reach_holds_
     def opened(cycle: OpenCycle, *_: Any) -> SageMakerTarget:
         return at.target(replace(cycle.store, clock=at.clock))
 
-    monkeypatch.setattr("jobs.setup.open_target", opened)
+    for module in (setup, submit):  # both: commands that are imported now would keep this one
+        monkeypatch.setattr(module, "open_target", opened)
     seen = []
     for _ in range(4):
         assert cli.main(["reconcile", "--workspace", str(at.folder)]) == EXIT_OK
