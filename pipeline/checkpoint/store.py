@@ -1,4 +1,4 @@
-"""Checkpoints of one cycle in the workspace: find, verify, load, withdraw, delete."""
+"""Checkpoints of one cycle in the workspace: find, verify, load, delete."""
 
 import re
 from collections.abc import Callable

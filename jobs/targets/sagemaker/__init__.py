@@ -1,1 +1,1 @@
-"""Training jobs of Amazon SageMaker as a target. Only `client` and `limits` know botocore."""
+"""Training jobs of Amazon SageMaker as a target. Only `requests` knows botocore."""
