@@ -24,7 +24,7 @@ from pipeline.evaluate.gate.compare import (
     judge_overall,
     judge_refusal,
 )
-from pipeline.evaluate.gate.judge import Baseline, judge, way_out
+from pipeline.evaluate.gate.judge import Baseline, judge, nothing_compared, way_out
 from pipeline.evaluate.metrics.measure import Measured
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows, SliceColumn, mean_over_queries
 from tests.evaluate.holdouts import holdout, holdouts
@@ -243,6 +243,26 @@ def test_when_search_is_compared_and_what_is_said_when_not(
     assert outcomes(found).get("search") == note
     assert found.promote is not (drops == {NDCG: 0.1} and not is_searched)
     assert "search" not in outcomes(verdict(rows(), floors={"accuracy": 0.1}, drops=drops, searched=is_searched))
+
+
+def test_a_first_model_with_too_few_queries_says_so_once() -> None:
+    against = [
+        GateCheck(
+            name=tool,
+            kind="baseline",
+            outcome="skipped",
+            reason="long",
+            baseline=tool,
+            num_queries=17,
+            needed_queries=50,
+        )
+        for tool in ("BM25", "boosting", "boosting")
+    ]
+    check = nothing_compared(against, GateConfig(), first=True)
+    assert check.reason == (
+        "nothing to compare with: no production model; no gate.floors;"
+        " not enough test queries to compare with BM25 and boosting: 17, at least 50 needed"
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

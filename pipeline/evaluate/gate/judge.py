@@ -238,7 +238,7 @@ def judge(
         checks += against
         without_comparison = not any(check.judges or check.outcome == "fail" for check in checks)
         if without_comparison:
-            checks.append(_without_comparison(against, config, first=theirs is None))
+            checks.append(nothing_compared(against, config, first=theirs is None))
     checks += [
         GateCheck(name=f"holdout {number}", kind="holdout", outcome="warn", reason=text)
         for number, text in enumerate(warnings, start=1)
@@ -290,7 +290,7 @@ def _without_search(config: GateConfig, *, searched: bool) -> list[GateCheck]:
     return [GateCheck(name="search", kind="comparison", outcome=outcome, reason=text)]
 
 
-def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
+def nothing_compared(against: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
     """Check a candidate that nothing judged: a first one is refused unless the settings promote it.
 
     A later one comes here only with empty `gate.drops`: whoever sets that wants no comparison.
@@ -299,7 +299,12 @@ def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, fir
         reason = "promoted WITHOUT a comparison: gate.drops is empty"
         return GateCheck(name="comparison", kind="comparison", outcome="warn", reason=reason)
     few = [check for check in against if check.needed_queries is not None]
-    reasons = [check.reason for check in against]
+    reasons = [check.reason for check in against if check.needed_queries is None]
+    num_queries = max((check.num_queries or 0 for check in few), default=None)
+    if few:
+        tools = " and ".join(dict.fromkeys(check.baseline for check in few))
+        seen = f"{num_queries}, at least {config.min_queries} needed"
+        reasons.append(f"not enough test queries to compare with {tools}: {seen}")
     if not against:
         off = config.first_baselines == "off"
         reasons = ["gate.first_baselines is off" if off else "no baseline was scored (evaluate.baselines)"]
@@ -311,7 +316,7 @@ def _without_comparison(against: Sequence[GateCheck], config: GateConfig, *, fir
         kind="comparison",
         outcome="warn" if allowed else "fail",
         reason=f"{head}: {why}",
-        num_queries=max((check.num_queries or 0 for check in few), default=None),
+        num_queries=num_queries,
         needed_queries=config.min_queries if few else None,
     )
 
