@@ -160,8 +160,11 @@ def remove_tree(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep_temps(folder: Path) -> int:
-    """Remove what dead writers left in `folder` (not below it): old temp names that nobody locks. Returns how many."""
+def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
+    """Remove what dead writers left in `folder` (not below it): old temp names that nobody locks. Returns how many.
+
+    `min_age_s`: since their last change (default: SWEEP_MIN_AGE_S); a living writer locks its name by then.
+    """
     if not folder.is_dir():
         return 0
     removed = 0
@@ -172,7 +175,7 @@ def sweep_temps(folder: Path) -> int:
             continue
         try:
             # The change time, not the modification time: a hard link made just now has an old mtime.
-            if time.time() - os.fstat(descriptor).st_ctime < SWEEP_MIN_AGE_S:
+            if time.time() - os.fstat(descriptor).st_ctime < (SWEEP_MIN_AGE_S if min_age_s is None else min_age_s):
                 continue
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

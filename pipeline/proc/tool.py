@@ -215,6 +215,9 @@ def last_line(text: str) -> str:
 # its files. The next start does: it sweeps the folder, on which the owner holds a lock while it lives, and kills the
 # processes that carry the mark of a folder that is gone.
 
+LOCKED_AFTER_S = 1.0
+"""A folder is locked by its owner before; what nobody holds then is of a dead one, whose processes may hold devices."""
+
 
 @contextmanager
 def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
@@ -240,7 +243,7 @@ def guarded_temp_folder() -> Iterator[Path]:
     place = Path()
     try:
         place = Path(tempfile.gettempdir())
-        sweep_temps(place)
+        sweep_temps(place, LOCKED_AFTER_S)
         kill_marked(FOLDER_VARIABLE, lambda folder: not Path(folder).exists())
         folder = temp_beside(place / "health")
         folder.mkdir(mode=0o700)

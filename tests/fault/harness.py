@@ -383,8 +383,12 @@ def trace_of(events: Iterable[Event]) -> Trace:
 
 
 def _parsed(data: bytes) -> list[Event]:
-    """Without a half-written last line."""
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    """Without half-written lines, as `read_events` reads them: of a writer that was killed, or had a full disk."""
+    found = list[Event]()
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _steps_of(folder: Path) -> set[int]:

@@ -237,7 +237,7 @@ def test_two_nodes_run_the_trial_together_and_again_for_the_one_that_crashed(
     for node in (main, other):
         node.assert_in_order(0, 1, 2)
         assert node.num_trials() == 2
-    assert "drop locked" in main.repairs()
+    assert "unlock" in main.repairs()
     assert main.assert_published().plan["world_size"] == 2
     assert "cache entries, " not in runs[1].out  # the main node publishes, alone
     assert len(list_entries(open_storage(shared))) == NUM_GRAPHS

@@ -29,9 +29,9 @@ def kill(place: Place, moment: Moment, server: S3Server | None = None) -> None:
 def test_a_killed_cycle_ends_like_a_whole_one(bare_place: Callable[..., Place], seed: int) -> None:
     rng = random.Random(seed)
     place = bare_place("cpu")
-    kill(place, Moment("prepare", delay_s=rng.uniform(0.2, 0.8)))
+    kill(place, Moment("prepare", delay_s=rng.uniform(0.1, 0.4)))
     place.run("prepare")
-    kill(place, Moment("start", delay_s=rng.uniform(0.0, 1.5)))
+    kill(place, Moment("start", delay_s=rng.uniform(0.0, 0.6)))
     kill(place, Moment("step", rng.randint(5, 30), rng.uniform(0.0, 0.1)))
     kill(place, Moment("saving", rng.randint(31, 60)))
     kill(place, Moment("evaluation", 90, rng.uniform(0.0, 0.02)))

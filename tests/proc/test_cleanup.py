@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import TransientError
-from pipeline.io import atomic
-from pipeline.proc import children
+from pipeline.proc import children, tool
 from pipeline.proc.tool import FOLDER_VARIABLE, guarded_temp_folder
 from tests.jobs.targets.local.waiting import until
 from tests.kit.processes import marked
@@ -75,7 +74,7 @@ def test_the_next_start_ends_what_a_killed_owner_has_left(tmp_path: Path, monkey
     assert owner.stdout is not None
     folder = Path(owner.stdout.readline().strip())
     until((folder / "pid").exists)
-    monkeypatch.setattr(atomic, "SWEEP_MIN_AGE_S", 0.0)
+    monkeypatch.setattr(tool, "LOCKED_AFTER_S", 0.0)
     with guarded_temp_folder() as ours:
         assert folder.exists() and ours.exists(), "its owner lives"
     owner.kill()
