@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from jobs.cycle.ledger import SPENT, Category, Entry
 from jobs.cycle.verdict import metric_name
+from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_count, format_duration
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
@@ -209,8 +210,8 @@ def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | No
         body.append(_text(across(seconds), bottom + BOTTOM - 8, format_duration(seconds), anchor="middle"))
     for index, (name, tries) in enumerate(lanes.items()):
         y, tall = TOP + row * index + 3, row - 6
-        last_one = tries[-1]
-        state = "failed" if last_one.has_failed else last_one.ending
+        refused = tries[-1].ending.startswith(f"exit {GateRefused.exit_code}")
+        state = "refused" if refused else "failed" if tries[-1].has_failed else tries[-1].ending
         body.append(_text(left - 6, y + 9, f"{fit(name, left - 80)} {state}", anchor="end"))
         for one in tries:
             at, drawn = (one.start_ms - began_ms) / 1000, Markup()
