@@ -26,7 +26,7 @@ KINDS = {category: f"s-{category.value.replace(' ', '-')}" for category in SPENT
 """Classes of the style sheet."""
 MAX_POINTS = 600
 """Of one curve: about one a pixel."""
-MAX_DOTS = 30
+MAX_DOTS = 20
 """Lines of more points are drawn without dots."""
 SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 0H4", "pass": "M0-4A4 4 0 1 1-.1-4Z"}
 """By outcome of a check."""

@@ -370,13 +370,10 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return the mean of each point and those around it, a fortieth of all of them; narrower at both ends."""
-    sums, most = [0.0, *accumulate(value for _, value in points)], len(points) // 80
-    found = []
-    for i, (x, _) in enumerate(points):
-        half = min(most, i, len(points) - 1 - i)
-        found.append((x, (sums[i + half + 1] - sums[i - half]) / (2 * half + 1)))
-    return found
+    """Return the mean of each point and those around it, a fortieth of all of them; fewer at both ends."""
+    sums, half, last = [0.0, *accumulate(value for _, value in points)], len(points) // 80, len(points)
+    spans = ((max(0, i - half), min(last, i + half + 1)) for i in range(last))
+    return [(x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)]
 
 
 def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:
