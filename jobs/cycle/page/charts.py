@@ -108,15 +108,11 @@ def line_chart(
     across, up = scale(min(xs), max(xs), LEFT, right), scale(low, high, bottom, TOP)
     body = _levels(up, ticks(low, high, max(3, int(height / 40))), right)
     most = max(2, int((right - LEFT) / 110))
-    if names:
-        every_nth = max(1, math.ceil(len(names) / most))
-        body += [
-            _text(across(x), height - 8, fit(name, (right - LEFT) / most), anchor="middle")
-            for x, name in enumerate(names)
-            if x % every_nth == 0
-        ]
-    else:
-        body += [_text(across(x), height - 8, short_number(x), anchor="middle") for x in ticks(min(xs), max(xs), most)]
+    step = max(1, math.ceil(len(names) / most))
+    labels = [(float(x), fit(names[x], (right - LEFT) / most)) for x in range(0, len(names), step)]
+    labels = labels or [(x, short_number(x)) for x in ticks(min(xs), max(xs), most)]
+    body += [_text(across(x), height - 8, words, anchor="middle") for x, words in labels]
+    if not names:
         body.append(_text(LEFT - 5, height - 8, x_name, anchor="end", kind="quiet"))
     for x, words in marks:
         if min(xs) <= x <= max(xs):

@@ -149,7 +149,6 @@ def page(data: PageData, own: CycleRow) -> str:
         .get_template("page.html.j2")
         .render(
             data=data,
-            own=own,
             sentence=outcome_sentence(data),
             ending=ending(own),
             tiles=_tiles(data, usual),
@@ -191,10 +190,10 @@ def _history_chart(rows: Sequence[CycleRow]) -> tuple[Markup, str]:
     series = [(metric_name(metric), ours, "now"), *([("BM25", words, "before")] if words else [])]
     hollow = [float(i) for i, row in enumerate(rows) if not row.promoted]
     title = f"{metric_name(metric)} of the last {len(rows)} cycles; hollow: not promoted"
-    names = [row.cycle for row in rows]
-    size = (charts.WIDTH, 170.0)
-    chart = charts.line_chart(series, title, size=size, names=names, hollow=hollow) if len(ours) > 1 else Markup()
-    return chart, title
+    if len(ours) < 2:
+        return Markup(), title
+    names, size = [row.cycle for row in rows], (charts.WIDTH, 170.0)
+    return charts.line_chart(series, title, size=size, names=names, hollow=hollow), title
 
 
 def ending(row: CycleRow) -> tuple[str, str]:
