@@ -8,6 +8,7 @@ import re
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ from jobs.cycle.page.charts import (
     thin,
     ticks,
 )
-from jobs.cycle.page.gather import CycleRow, PageData, curves_of, smoothed
+from jobs.cycle.page.gather import Curve, CycleRow, PageData, Training, curves_of, smoothed
 from jobs.cycle.page.publish import (
     INDEX,
     INDEX_PAGE,
@@ -144,6 +145,30 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
     assert [one.cycle for one in data.history] == ["first"] and data.unread == ()
     assert json.loads(storage.read_bytes(data_key("second")))["schema_version"] == 1
     assert PageData.model_validate_json(storage.read_bytes(data_key("second"))) == data
+
+
+POINTS = tuple(Curve(name=name, now=((1, 2.0),)) for name in ("loss", "memory, bytes"))
+
+
+@pytest.mark.parametrize(
+    ("without", "gone"),
+    [
+        ({"evaluation": None}, {"Quality"}),
+        ({"scores": None, "vectors": None}, {"Queries that moved", "Errors and calibration", "Vectors"}),
+        ({"prepared": None, "figures": {}, "machines": ()}, {"Data"}),
+        ({"training": Training(curves=())}, {"Training"}),
+        ({"training": Training(curves=POINTS)}, set()),
+        ({"jobs": (), "history": (), "notices": (), "post_mortems": ()}, set()),
+    ],
+)
+def test_a_page_without_a_part_is_whole_and_has_no_empty_section(
+    storage: Storage, without: dict[str, Any], gone: set[str]
+) -> None:
+    written(storage, "first")
+    _, data = written(storage, "second", began=T0 + 100_000, parent="first")
+    seen = Outline(page(data.model_copy(update=without), row("second", "ndcg@10", 0.8)))
+    assert set(SECTIONS) - set(seen.heads) == gone and "None" not in seen.text
+    assert ("memory, GiB" in seen.text) is ("training" not in without), "one point is no chart"
 
 
 def test_a_large_cycle_fits_into_300_kb(storage: Storage) -> None:
