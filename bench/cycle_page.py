@@ -31,9 +31,11 @@ from pipeline.evaluate.report import (
     Bin,
     EvaluationReport,
     Example,
+    FoundProduct,
     HoldoutReport,
     ModelDigest,
     ModelReport,
+    MovedQuery,
     QueryChanges,
     ScoreDigest,
     store_report,
@@ -288,10 +290,13 @@ def _scores(cycle: str, parent: str, text: str) -> ScoreDigest:
         for kind, count in kinds
         for _ in range(count)
     )  # fmt: skip
+    found = tuple(FoundProduct(text=words[:160], gain=gain) for gain in (1.0, 0.1, None, 0.0, None))
+    moved = [MovedQuery(query=words[:160], before=0.2, now=0.9, found_before=found, found_now=found)] * 10
+    moved += [MovedQuery(query=words[:160], before=0.9, now=0.2, found_before=found, found_now=found)] * 10
     return ScoreDigest(
         cycle=cycle, labels=labels, top_gain=1.0, candidate=model(cycle), incumbent=model(parent) if parent else None,
         queries=(QueryChanges(metric="retrieval_ndcg@10", better=10, equal=80, worse=9),), lost=120, won=180,
-        examples=examples,
+        examples=examples, moved_by="retrieval_ndcg@10", moved=tuple(moved) if parent else (),
     )  # fmt: skip
 
 

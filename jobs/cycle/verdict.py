@@ -1,8 +1,10 @@
 """The verdict on a cycle in a few lines: what became of it, how good the model is, why it was refused. Pure."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jobs.cycle.ledger import CycleLedger
+from jobs.cycle.tables import DEADLINES
 from pipeline.context import Figure
 from pipeline.core.format import aligned, format_duration, usd
 from pipeline.embed.digest import VerifyDigest
@@ -10,8 +12,30 @@ from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.evaluate.report import EvaluationReport
 
 SEARCH = "retrieval_ndcg@10"
+WITHOUT = " WITHOUT a comparison"
+"""Follows `promoted` if nothing judged the model."""
 _NAMES = {SEARCH: "search nDCG@10", "ndcg@10": "nDCG@10", "macro_f1": "macro F1", "bm25": "BM25"}
 _MOST_METRICS, _MOST_REASONS = 4, 3
+
+
+class Measure(NamedTuple):
+    """A metric of the candidate beside those of `others`: production and baselines by the names people know.
+
+    `low`, `high`: the interval of the difference to production.
+    """
+
+    metric: str
+    candidate: float
+    others: Mapping[str, float]
+    low: float | None
+    high: float | None
+
+    @property
+    def change(self) -> str:
+        """Return the difference to production with its interval, empty if none was judged."""
+        if self.low is None or self.high is None:
+            return ""
+        return _change(self.candidate - self.others["production"], self.low, self.high)
 
 
 def verdict_lines(
@@ -23,60 +47,69 @@ def verdict_lines(
 ) -> list[str]:
     """Return the verdict of a cycle that has ended, its metrics, and why it was refused. `evaluate`: its figures."""
     took = "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
-    lines = [f"cycle {ledger.cycle}: {_verdict(ledger, evaluation, evaluate)}{took}, {_cost(ledger, target)}"]
+    late = f", {DEADLINES['missed']}" if ledger.deadline == "missed" else ""
+    verdict = f"{_verdict(ledger, evaluation, evaluate)}{took}{late}"
+    lines = [f"cycle {ledger.cycle}: {verdict}, {cost_text(ledger, target)}"]
     if evaluation is not None:
         lines += [f"  {line}" for line in _quality(evaluation)]
         if not evaluation.verdict.promote:
-            lines += [f"  refused: {line}" for line in _reasons(evaluation.verdict.checks)]
+            lines += [f"  refused: {line}" for line in reasons(evaluation.verdict.checks)]
     if verified is not None and verified.passed and ledger.outcome == "succeeded":
         lines.append(f"  {verified.rows:,} vectors embedded and verified")
     return lines
 
 
 def _verdict(ledger: CycleLedger, evaluation: EvaluationReport | None, evaluate: Mapping[str, Figure]) -> str:
+    if ledger.outcome == "open":
+        return "under way"
     if ledger.outcome != "succeeded" or not evaluate.get("promoted"):
         return ledger.outcome
     if evaluate.get("forced"):
         return "promoted by force"
     without = evaluation is not None and evaluation.verdict.without_comparison
-    return "promoted WITHOUT a comparison" if without else "promoted"
+    return f"promoted{WITHOUT if without else ''}"
 
 
-def _cost(ledger: CycleLedger, target: str) -> str:
+def cost_text(ledger: CycleLedger, target: str) -> str:
+    """Return what a cycle cost; a machine of one's own costs nothing."""
     if target == "local":
         return "local: no charge"
     return "cost unknown" if ledger.total.usd is None else usd(ledger.total.usd)
 
 
+def measures(evaluation: EvaluationReport) -> list[Measure]:
+    """Return the metrics that the gate judged, the first one first, and that of search."""
+    known, found, checks = evaluation.incumbent, evaluation.candidate.figures, evaluation.verdict.checks
+    others = {"production": known.figures} if known else {}
+    others |= {metric_name(one.name): one.figures for one in evaluation.baselines}
+    deltas = {check.metric: check for check in checks if check.kind == "delta" and not check.slice}
+    judged = (check.metric for check in checks if check.metric and not check.slice)
+    names = [name for name in dict.fromkeys((*deltas, *judged, SEARCH)) if name in found] or list(found)[:1]
+    made = []
+    for name in names:
+        beside = {who: figures[name] for who, figures in others.items() if name in figures}
+        check = deltas.get(name) if "production" in beside else None
+        low, high = (check.low, check.high) if check else (None, None)
+        made.append(Measure(name, found[name], beside, low, high))
+    return made
+
+
 def _quality(evaluation: EvaluationReport) -> list[str]:
     """Return a table of the main metrics: the candidate beside production and baselines, with the difference."""
-    production, baselines = evaluation.incumbent, [one for one in evaluation.baselines if one.figures]
-    deltas = {check.metric: check for check in evaluation.verdict.checks if check.kind == "delta" and not check.slice}
-    judged = (check.metric for check in evaluation.verdict.checks if check.metric and not check.slice)
-    names = [name for name in dict.fromkeys((*deltas, *judged, SEARCH)) if name in evaluation.candidate.figures]
-    if not names:
+    shown = measures(evaluation)[:_MOST_METRICS]
+    if not shown:
         return []
-    rows = [
-        [
-            "",
-            "candidate",
-            *(["production"] if production else []),
-            *(_NAMES.get(one.name, one.name) for one in baselines),
-            "",
-        ]
-    ]
-    for name in names[:_MOST_METRICS]:
-        others = [*([production.figures] if production else []), *(one.figures for one in baselines)]
-        change, check = "", deltas.get(name)
-        if check is not None and check.low is not None and check.high is not None and check.incumbent is not None:
-            difference = evaluation.candidate.figures[name] - check.incumbent
-            change = f"{difference:+.3f} [{check.low:+.3f}, {check.high:+.3f}]"
-        cells = [_number(figures.get(name)) for figures in (evaluation.candidate.figures, *others)]
-        rows.append([_NAMES.get(name, name), *cells, change])
-    return [line.rstrip() for line in aligned(rows, left=(0, len(rows[0]) - 1))]
+    whos = list(dict.fromkeys(who for one in shown for who in one.others))
+    rows, changes = [["", "candidate", *whos]], ["", *(one.change for one in shown)]
+    for one in shown:
+        values = (one.candidate, *(one.others.get(who) for who in whos))
+        rows.append([metric_name(one.metric), *map(_number, values)])
+    lines = zip(aligned(rows), changes, strict=True)
+    return [f"{line} {change}".rstrip() for line, change in lines]  # 80 columns with two baselines
 
 
-def _reasons(checks: Sequence[GateCheck]) -> list[str]:
+def reasons(checks: Sequence[GateCheck]) -> list[str]:
+    """Return why a model was refused, in numbers where the check has them; the first few reasons."""
     failed = [check for check in checks if check.outcome == "fail"]
     lines = list[str]()
     for check in failed[:_MOST_REASONS]:
@@ -84,11 +117,20 @@ def _reasons(checks: Sequence[GateCheck]) -> list[str]:
         if check.candidate is None or against is None or check.low is None or check.high is None:
             lines.append(check.reason)
             continue
-        where = f"{_NAMES.get(check.metric, check.metric)}{f' of {check.slice}' if check.slice else ''}"
-        difference = f"{check.candidate - against:+.3f} [{check.low:+.3f}, {check.high:+.3f}]"
-        who = _NAMES.get(check.baseline, check.baseline) or "production"
-        lines.append(f"{where}: {who} {_number(against)}, candidate {_number(check.candidate)}, {difference}")
+        where = f"{metric_name(check.metric)}{f' of {check.slice}' if check.slice else ''}"
+        difference = _change(check.candidate - against, check.low, check.high)
+        who = metric_name(check.baseline) or "production"
+        lines.append(f"{where} {_number(check.candidate)}, {who} {_number(against)}, {difference}")
     return [*lines, *([f"and {len(failed) - _MOST_REASONS} more"] if len(failed) > _MOST_REASONS else [])]
+
+
+def metric_name(name: str) -> str:
+    """Return what people call a metric or a baseline."""
+    return _NAMES.get(name, name)
+
+
+def _change(difference: float, low: float, high: float) -> str:
+    return f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def _number(value: float | None) -> str:

@@ -298,6 +298,25 @@ class QueryChanges(Record):
     worse: int
 
 
+class FoundProduct(Record):
+    text: str
+    gain: float | None = Field(description="As it was judged for the query; None: nobody judged it")
+
+
+class MovedQuery(Record):
+    """A query whose search results are better or worse than those of the incumbent."""
+
+    query: str
+    before: float = Field(description="The metric with the incumbent")
+    now: float
+    found_before: tuple[FoundProduct, ...] = Field(description="The first products, the best first")
+    found_now: tuple[FoundProduct, ...]
+
+    @property
+    def lost(self) -> bool:
+        return self.now < self.before
+
+
 class ScoreDigest(Record):
     schema_version: Literal[1] = 1
     cycle: str
@@ -306,6 +325,8 @@ class ScoreDigest(Record):
     candidate: ModelDigest
     incumbent: ModelDigest | None
     queries: tuple[QueryChanges, ...] = Field(description="Of search; empty without an incumbent or without search")
+    moved_by: str = Field("", description="The metric of `moved`")
+    moved: tuple[MovedQuery, ...] = Field((), description="Queries that won most, then those that lost most")
     lost: int | None = Field(description="Rows that were right and are wrong; None without an incumbent")
     won: int | None
     examples: tuple[Example, ...] = Field(description="At most report.examples of each kind; of won half as many")
@@ -322,7 +343,13 @@ def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
 
 
 def store_digest(
-    workspace: Storage, cycle: str, models: Sequence[tuple[str, Side]], limit: int, texts_of: TextsOf
+    workspace: Storage,
+    cycle: str,
+    models: Sequence[tuple[str, Side]],
+    limit: int,
+    texts_of: TextsOf,
+    moved_by: str,
+    moved: Sequence[MovedQuery],
 ) -> None:
     """Store what pages draw of the scores of the candidate and, after it, the incumbent, each with its digest.
 
@@ -338,6 +365,8 @@ def store_digest(
         candidate=model_digest(digest, ours.rows),
         incumbent=model_digest(*compared[0]) if compared else None,
         queries=query_changes(ours.retrieval, others[0][1].retrieval) if others else (),
+        moved_by=moved_by if moved else "",
+        moved=tuple(moved),
         lost=lost,
         won=won,
         examples=examples,
@@ -372,6 +401,11 @@ def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
         confusion=tuple(map(tuple, pairs.tolist())) if num_labels <= MAX_CLASSES else (),
         scores=tuple(map(tuple, table.tolist())),
     )
+
+
+def shortened(text: str) -> str:
+    """Return as much of a query or a title as pages show."""
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
 def query_changes(ours: PerQuery | None, theirs: PerQuery | None) -> tuple[QueryChanges, ...]:
@@ -425,7 +459,7 @@ def find_examples(
         first = {(texts[row], int(ours.label[row])): row for row in reversed(rows.tolist())}
         for row in [row for row in rows.tolist() if row in first.values()][:most]:
             own = int(ours.label[row])
-            query, product = (text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…" for text in texts[row])
+            query, product = map(shortened, texts[row])
             examples.append(
                 Example(
                     kind=kind,

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
+from pipeline.evaluate.report import FoundProduct, MovedQuery, shortened
 from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
@@ -46,6 +48,8 @@ MAX_TUNING = 1000
 """Queries from which the weight of hybrid search is chosen, at most."""
 _WINDOW = 512
 _BATCH_ROWS = 8192
+_SHOWN = 5
+"""Products of a list that pages show."""
 NO_QUERY = -1
 
 
@@ -364,6 +368,46 @@ class RetrievalResult:
     report: MetricReport
     ranked: Ranked | None
     by_width: dict[int, float] = field(default_factory=dict)
+
+
+def moved_queries(
+    task: RetrievalTask, ours: RetrievalResult, theirs: RetrievalResult, metric: str, most: int
+) -> list[MovedQuery]:
+    """Return at most `most` queries that won most by a metric, the best first, then as many that lost most.
+
+    Each with the first products that both models found. Texts are those of the task, read through once.
+    """
+    if not most or ours.ranked is None or theirs.ranked is None or ours.per_query is None or theirs.per_query is None:
+        return []
+    lists, figures = (theirs.ranked.items, ours.ranked.items), (theirs.per_query.values, ours.per_query.values)
+    if any(metric not in values for values in figures):
+        return []
+    before, now = (values[metric] for values in figures)
+    order = np.argsort(now - before, kind="stable")
+    won = [row for row in order[::-1].tolist() if now[row] > before[row]][:most]
+    lost = [row for row in order.tolist() if now[row] < before[row]][:most]
+    rows, ids, judged = np.array([*won, *lost], dtype=np.int64), task.queries.ids, task.queries.judged
+    of_rows, gains = np.flatnonzero(np.isin(judged.query_id, ids[rows])), dict[tuple[int, int], float]()
+    columns = (column[of_rows].tolist() for column in (judged.query_id, judged.item_id, judged.gain))
+    for query, item, gain in zip(*columns, strict=True):
+        gains[query, item] = max(gain, gains.get((query, item), 0.0))
+    wanted = {item for items in lists for item in items[rows, :_SHOWN].ravel().tolist()}
+    titles = {n: shortened(text) for n, text in enumerate(chain.from_iterable(task.texts())) if n in wanted}
+
+    def first(items: Int64s, row: int) -> tuple[FoundProduct, ...]:
+        found = [item for item in items[row, :_SHOWN].tolist() if item >= 0]
+        return tuple(FoundProduct(text=titles[item], gain=gains.get((int(ids[row]), item))) for item in found)
+
+    return [
+        MovedQuery(
+            query=shortened(task.queries.texts[row]),
+            before=round(float(before[row]), 4),
+            now=round(float(now[row]), 4),
+            found_before=first(lists[0], row),
+            found_now=first(lists[1], row),
+        )
+        for row in rows.tolist()
+    ]
 
 
 @dataclass

@@ -19,8 +19,8 @@ from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, l
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
-from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, store_digest
-from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, store_digest
+from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult, moved_queries
 from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
@@ -34,6 +34,8 @@ _UNTRAINED = (
     "it was trained for retrieval alone (train.loss.graded_weight 0), the scores of its relevance head mean nothing"
 )
 VALID: Split = "valid"
+MAX_MOVED = 10
+"""Queries that won, and as many that lost, of which pages show the results."""
 
 
 def run_evaluation(
@@ -294,7 +296,10 @@ class Evaluation:
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
         models = [(one.checkpoint.digest, one.judged) for one in (ours, theirs) if one]
-        store_digest(self.ctx.workspace, self.ctx.cycle, models, self.settings.report.examples, texts_of)
+        limit, metric, moved = self.settings.report.examples, self.search.ndcg, list[MovedQuery]()
+        if theirs and ours.found and theirs.found and not isinstance(task := self.search.task, str):
+            moved = moved_queries(task, ours.found, theirs.found, metric, min(limit, MAX_MOVED))
+        store_digest(self.ctx.workspace, self.ctx.cycle, models, limit, texts_of, metric, moved)
 
     def _measured(self, model: ScoredModel, scored: list[ScoredBaseline]) -> ModelReport:
         state, metrics, found = model.checkpoint.state, self.settings.evaluate.metrics, model.found

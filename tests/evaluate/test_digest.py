@@ -3,9 +3,14 @@
 import numpy as np
 
 from pipeline.core.arrays import Int64s
+from pipeline.data.tokenizer import Tokens
 from pipeline.evaluate.metrics.labels import NUM_BINS
+from pipeline.evaluate.metrics.measure import MetricReport
+from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
-from pipeline.evaluate.report import SCORE_BINS, Example, find_examples, model_digest, query_changes
+from pipeline.evaluate.report import MAX_TEXT, SCORE_BINS, Example, find_examples, model_digest, query_changes
+from pipeline.evaluate.retrieval import Queries, RetrievalResult, RetrievalTask, moved_queries
+from pipeline.retrieval.search import Ranked
 
 LABELS = ("bad", "good")
 
@@ -76,3 +81,37 @@ def test_queries_that_changed() -> None:
     (found,) = query_changes(ours, theirs)
     assert (found.metric, found.better, found.equal, found.worse) == ("ndcg@10", 1, 1, 1)
     assert query_changes(ours, None) == ()
+
+
+def test_queries_that_moved_most_with_what_both_models_found() -> None:
+    ids = np.array([3, 5, 7, 9])
+    judged = Judgements(np.array([3, 3, 5, 9]), np.array([0, 0, 1, -1]), np.array([0.1, 1.0, 0.0, 1.0]))
+    texts = ["red shoes", "a" * 500, "nothing", "green"]
+    tokens = Tokens(np.zeros(0, dtype=np.int32), np.zeros(5, dtype=np.int64))
+    task = RetrievalTask(
+        Queries(ids, tokens, texts, judged), None, 3, lambda wanted: iter(()), lambda: iter([["p0", "p1"], ["p2"]])
+    )
+
+    def result(values: list[float], items: list[list[int]]) -> RetrievalResult:
+        report = MetricReport(values={}, missing={}, num_rows=0, num_queries=4)
+        found = Ranked(np.array(items), np.zeros((4, 2), dtype=np.float32))
+        return RetrievalResult(PerQuery(ids, {"m": np.array(values)}), report, found)
+
+    ours = result([0.9, 0.1, np.nan, 0.6], [[0, 1], [2, -1], [0, 1], [2, 0]])
+    theirs = result([0.2, 0.8, np.nan, 0.5], [[1, 0], [1, 2], [0, 1], [0, 2]])
+    won, less, lost = moved_queries(task, ours, theirs, "m", 2)
+    assert [(one.query, one.before, one.now, one.lost) for one in (won, less)] == [
+        ("red shoes", 0.2, 0.9, False),
+        ("green", 0.5, 0.6, False),
+    ]
+    assert [(one.text, one.gain) for one in won.found_now] == [("p0", 1.0), ("p1", None)], "the best gain of a pair"
+    assert [(one.text, one.gain) for one in won.found_before] == [("p1", None), ("p0", 1.0)]
+    assert (lost.lost, len(lost.query), [(one.text, one.gain) for one in lost.found_before]) == (
+        True,
+        MAX_TEXT,
+        [("p1", 0.0), ("p2", None)],
+    )
+    assert [one.text for one in lost.found_now] == ["p2"], "a list may be short"
+    assert [one.query for one in moved_queries(task, ours, theirs, "m", 1)] == ["red shoes", lost.query]
+    assert moved_queries(task, ours, ours, "m", 2) == moved_queries(task, ours, theirs, "other", 2) == []
+    assert moved_queries(task, ours, theirs, "m", 0) == [], "report.examples = 0 shows no texts"

@@ -18,6 +18,7 @@ from pipeline.data.config import SyntheticConfig
 from pipeline.evaluate import run as evaluate_work
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
+from pipeline.evaluate.report import load_digest
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.score import load_scores
 from pipeline.registry.model import roll_back_model
@@ -100,6 +101,13 @@ def test_a_worse_model_is_refused_and_again_without_new_work(promoted: Case, mon
     report = promoted.report()
     assert report.incumbent is not None and report.incumbent.checkpoint.endswith(promoted.trained())
     assert report.incumbent.metrics.values["ndcg@10"] > report.candidate.metrics.values["ndcg@10"]
+    digest = load_digest(promoted.storage, "c1")
+    assert digest is not None and digest.moved_by == "retrieval_ndcg@10"
+    (changed,) = (one for one in digest.queries if one.metric == digest.moved_by)
+    lost = [one for one in digest.moved if one.lost]
+    assert lost and (len(lost), len(digest.moved) - len(lost)) == (min(10, changed.worse), min(10, changed.better))
+    assert all(product.text for one in lost for product in (*one.found_before, *one.found_now))
+    assert all(one.query and len(one.found_now) == len(one.found_before) == 5 for one in lost)
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "run", lambda self: pytest.fail("evaluated again"))
         again = promoted.run(flag, code=80)

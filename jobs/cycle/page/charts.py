@@ -5,12 +5,14 @@ sentence for whoever does not see it, and titles where the mouse rests.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from markupsafe import Markup
 
 from jobs.cycle.ledger import SPENT, Category, Entry
+from jobs.cycle.verdict import metric_name
+from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_count, format_duration
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
@@ -24,20 +26,20 @@ KINDS = {category: f"s-{category.value.replace(' ', '-')}" for category in SPENT
 """Classes of the style sheet."""
 MAX_POINTS = 600
 """Of one curve: about one a pixel."""
+MAX_DOTS = 20
+"""Lines of more points are drawn without dots."""
 SHAPES = {"fail": "M-4-4L4 4M-4 4L4-4", "warn": "M0-5L5 4H-5Z", "skipped": "M-4 0H4", "pass": "M0-4A4 4 0 1 1-.1-4Z"}
 """By outcome of a check."""
 TIME_STEPS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14_400, 28_800, 86_400)
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    """Return `12,345`, `0.8125`, `-`: for people."""
+def number(value: float | None, digits: int = 3) -> str:
+    """Return `12,345`, `0.812`, `-`: for people, to three significant digits."""
     if value is None or not math.isfinite(value):
         return "-"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 100 else f"{value:.{digits}f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.{digits}g}".rstrip(".")
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -78,48 +80,105 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def line_chart(
-    series: Sequence[Series], label: str, *, marks: Sequence[tuple[float, str]] = (), x_name: str = "step"
+    series: Sequence[Series],
+    label: str,
+    *,
+    marks: Sequence[tuple[float, str]] = (),
+    x_name: str = "step",
+    size: tuple[float, float] = (WIDTH, 190.0),
+    span: Sequence[float] = (),
+    names: Sequence[str] = (),
+    hollow: Collection[float] = (),
 ) -> Markup:
-    """Draw lines with ticks and a grid. `marks`: (x, text) of what happened there."""
+    """Draw lines with ticks and a grid, each named at its end if there are several, with dots if its points are few.
+
+    `marks`: (x, text) of what happened there. `span`: values that the axis holds in any case. `names`: of x = 0, 1, ...
+    in place of numbers. `hollow`: the x of dots that are not filled.
+    """
     shown = [(name, thin([one for one in points if math.isfinite(one[1])]), kind) for name, points, kind in series]
     every = [point for _, points, _ in shown for point in points]
     if not every:
         return Markup()
-    xs, ys, height = [x for x, _ in every], [y for _, y in every], 190.0
+    named = [(points[-1][1], name, kind) for name, points, kind in shown if name and points]
+    (width, height), xs = size, [x for x, _ in every]
+    right = width - (RIGHT if len(named) < 2 else min(180.0, 14 + 7 * max(len(name) for _, name, _ in named)))
+    ys = [*(y for _, y in every), *span]
     bottom, room = height - BOTTOM, (max(ys) - min(ys)) * 0.04 or abs(max(ys)) * 0.04 or 1.0
-    low, high = min(ys) - room, max(ys) + room
-    across, up = scale(min(xs), max(xs), LEFT, WIDTH - RIGHT), scale(low, high, bottom, TOP)
-    body = _levels(up, ticks(low, high, 4))
-    body += [_text(across(x), height - 8, short_number(x), anchor="middle") for x in ticks(min(xs), max(xs), 7)]
-    body.append(_text(LEFT - 5, height - 8, x_name, anchor="end", kind="quiet"))
+    low, high = (min(ys), max(ys)) if span else (min(ys) - room, max(ys) + room)
+    across, up = scale(min(xs), max(xs), LEFT, right), scale(low, high, bottom, TOP)
+    body = _levels(up, ticks(low, high, max(3, int(height / 40))), right)
+    most = max(2, int((right - LEFT) / 110))
+    step = max(1, math.ceil(len(names) / most))
+    labels = [(float(x), fit(names[x], (right - LEFT) / most)) for x in range(0, len(names), step)]
+    labels = labels or [(x, short_number(x)) for x in ticks(min(xs), max(xs), most)]
+    body += [_text(across(x), height - 8, words, anchor="middle") for x, words in labels]
+    if not names:
+        body.append(_text(LEFT - 5, height - 8, x_name, anchor="end", kind="quiet"))
     for x, words in marks:
         if min(xs) <= x <= max(xs):
             body.append(_titled(_path("mark", f"M{_px(across(x))} {TOP}V{_px(bottom)}"), words))
     for name, points, kind in reversed(shown):  # the first on top
         if points:
-            body.append(_titled(_line(kind, [(across(x), up(y)) for x, y in points]), name))
-    return _svg(body, height, label)
+            drawn = _line(kind, [(across(x), up(y)) for x, y in points])
+            for x, y in points if len(points) <= MAX_DOTS else ():
+                drawn += _dot("hollow" if x in hollow and kind == "now" else kind, across(x), up(y), number(y))
+            body.append(_titled(drawn, name))
+    if len(named) > 1:
+        for y, (_, name, kind) in zip(_apart([up(value) for value, *_ in named], bottom), named, strict=True):
+            body.append(_text(right + 6, y + 3.5, fit(name, 176), kind=kind))
+    return _svg(body, height, label, width)
 
 
-def columns(groups: Sequence[tuple[str, Sequence[float]]], kinds: Sequence[str], label: str, x_name: str) -> Markup:
+def _apart(ys: Sequence[float], bottom: float) -> list[float]:
+    """Return places of labels at least a line apart, the last not below `bottom`."""
+    order, placed = sorted(range(len(ys)), key=ys.__getitem__), list(ys)
+    for above, below in pairwise(order):
+        placed[below] = max(placed[below], placed[above] + 13)
+    over = max(0.0, max(placed) - bottom)
+    return [place - over for place in placed]
+
+
+def columns(
+    groups: Sequence[tuple[str, Sequence[float]]], kinds: Sequence[str], label: str, size: tuple[float, float]
+) -> Markup:
     """Draw stacked columns: (name, one value for each kind)."""
     if not groups:
         return Markup()
-    height, most = 150.0, max(sum(values) for _, values in groups) or 1.0
-    up, wide = scale(0, most, height - BOTTOM, TOP), (WIDTH - LEFT - RIGHT) / len(groups)
-    body, every = _levels(up, ticks(0, most, 3)), max(1, math.ceil(len(groups) * 62 / (WIDTH - LEFT)))
+    (width, height), most = size, max(sum(values) for _, values in groups) or 1.0
+    up, wide = scale(0, most, height - BOTTOM, TOP), (width - LEFT - RIGHT) / len(groups)
+    body, every = _levels(up, ticks(0, most, 3), width - RIGHT), max(1, math.ceil(len(groups) * 62 / (width - LEFT)))
     for i, (name, values) in enumerate(groups):
         x, done, rects = LEFT + i * wide, 0.0, Markup()
         for kind, value in zip(kinds, values, strict=True):
             if value:
                 top = up(done + value)
-                rects += _rect(kind, x + 0.5, top, max(0.8, wide - 1), up(done) - top)
+                rects += _rect(kind, x + 0.5, top, max(0.8, min(60.0, wide - 1)), up(done) - top)
             done += value
         body.append(_titled(rects, f"{name}: {number(done)}"))
         if i % every == 0:
-            body.append(_text(x + wide / 2, height - 8, fit(name, every * wide), anchor="middle"))
-    body.append(_text(WIDTH - RIGHT, TOP + 4, x_name, anchor="end", kind="quiet"))
-    return _svg(body, height, label)
+            body.append(_text(x + min(30.0, wide / 2), height - 8, fit(name, every * wide), anchor="middle"))
+    return _svg(body, height, label, width)
+
+
+def bars(rows: Sequence[tuple[str, float, str]], label: str, width: float) -> Markup:
+    """Draw horizontal bars from zero: (name, value, class)."""
+    left, tall = 150.0, 24.0
+    across, body = scale(0, max((value for _, value, _ in rows), default=1.0), 0, width - left - 50), list[Markup]()
+    for i, (name, value, kind) in enumerate(rows):
+        y = TOP + i * tall
+        body.append(_text(left - 8, y + 12, fit(name, left - 12), anchor="end"))
+        body.append(_rect(kind, left, y, max(1.0, across(value)), tall - 8))
+        body.append(_text(left + across(value) + 5, y + 12, number(value)))
+    return _svg(body, TOP + len(rows) * tall, label, width) if rows else Markup()
+
+
+def difference(value: float, low: float, high: float, reach: float) -> Markup:
+    """Draw a difference with its interval on a small bar from -`reach` to `reach`; its number stands beside it."""
+    across = scale(-reach, reach, 4, 116)
+    kind = "pass" if low > 0 else "fail" if high < 0 else "skipped"
+    body = _path("zero", "M60 1V13") + _path("whisker", f"M{_px(across(low))} 7H{_px(across(high))}")
+    body += _shape(kind, across(value), 7)
+    return Markup('<svg class="delta" viewBox="0 0 120 14" aria-hidden="true">{}</svg>').format(body)
 
 
 def bar(spent: Mapping[Category, int], whole_ms: int) -> Markup:
@@ -135,9 +194,9 @@ def bar(spent: Mapping[Category, int], whole_ms: int) -> Markup:
 
 
 def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | None) -> Markup:
-    """Draw every try over time. `due_s`: the deadline since the beginning."""
+    """Draw every attempt over time, each job with how it ended. `due_s`: the deadline since the beginning."""
     end_s = (max(one.start_ms + one.length_ms for tries in lanes.values() for one in tries) - began_ms) / 1000
-    left, row = 130.0, 18.0
+    left, row = 180.0, 18.0
     bottom = TOP + row * len(lanes)
     last = end_s if due_s is None or due_s >= 2 * end_s else max(end_s, due_s)  # one far ahead is not drawn
     across, body = scale(0, last or 1.0, left, WIDTH - RIGHT), list[Markup]()
@@ -147,7 +206,9 @@ def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | No
         body.append(_text(across(seconds), bottom + BOTTOM - 8, format_duration(seconds), anchor="middle"))
     for index, (name, tries) in enumerate(lanes.items()):
         y, tall = TOP + row * index + 3, row - 6
-        body.append(_text(left - 6, y + 9, name, anchor="end"))
+        refused = tries[-1].ending.startswith(f"exit {GateRefused.exit_code}")
+        state = "refused" if refused else "failed" if tries[-1].has_failed else tries[-1].ending
+        body.append(_text(left - 6, y + 9, f"{fit(name, left - 80)} {state}", anchor="end"))
         for one in tries:
             at, drawn = (one.start_ms - began_ms) / 1000, Markup()
             if one.waiting_ms > 0:
@@ -160,21 +221,21 @@ def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | No
             if one.has_failed:
                 drawn += _text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
             spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
-            body.append(_titled(drawn, f"{one.job}, try {one.try_name}: {one.ending}; {spent}"))
+            body.append(_titled(drawn, f"{one.job}, attempt {one.try_name}: {one.ending}; {spent}"))
     if due_s is not None and due_s <= last:
         body.append(_path("deadline", f"M{_px(across(due_s))} 0V{_px(bottom)}"))
         body.append(_text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
-    return _svg(body, bottom + BOTTOM, f"Every try over {format_duration(end_s)} since the cycle was submitted")
+    return _svg(body, bottom + BOTTOM, f"Every attempt over {format_duration(end_s)} since the cycle was submitted")
 
 
-def forest(checks: Sequence[GateCheck], label: str) -> Markup:
+def forest(checks: Sequence[GateCheck], label: str, width: float) -> Markup:
     """Draw a row a check: the difference with its interval, a shape by outcome, and what is allowed. What does not fit
     ends in an arrow.
     """
-    left, row = 330.0, 17.0
+    left, right, row = 0.38 * width, width - 56, 18.0
     ends = sorted(max(abs(one.low or 0.0), abs(one.high or 0.0)) for one in checks)
     reach = max(ends[min(len(ends) - 1, int(0.95 * len(ends)))], *(2 * abs(one.bound or 0.0) for one in checks), 1e-9)
-    across, bottom, body = scale(-reach, reach, left, WIDTH - RIGHT - 6), TOP + row * len(checks), list[Markup]()
+    across, bottom, body = scale(-reach, reach, left, right), TOP + row * len(checks), list[Markup]()
     for value in ticks(-reach, reach, 6):
         body.append(_path("grid" if value else "zero", f"M{_px(across(value))} {TOP}V{_px(bottom)}"))
         body.append(_text(across(value), bottom + BOTTOM - 8, f"{value:+g}" if value else "0", anchor="middle"))
@@ -190,49 +251,18 @@ def forest(checks: Sequence[GateCheck], label: str) -> Markup:
             lower = bool(one.metric) and MetricName.parse(one.metric).lower_is_better
             drawn += _path("bound", f"M{_px(across(one.bound if lower else -one.bound))} {_px(y - 7)}v14")
         change = (one.candidate or 0.0) - ((one.baseline_value if one.baseline else one.incumbent) or 0.0)
-        dot = Markup('<path class="dot {}" transform="translate({} {})" d="{}"/>')
-        drawn += dot.format(one.outcome, _px(across(change)), _px(y), SHAPES[one.outcome])
+        drawn += _shape(one.outcome, across(change), y) + _text(right + 8, y + 4, f"{change:+.3f}")
         body.append(_titled(drawn, f"{one.outcome}: {one.reason}; {interval_text(one)}"))
-    return _svg(body, bottom + BOTTOM, label)
+    return _svg(body, bottom + BOTTOM, label, width)
 
 
 def check_name(check: GateCheck) -> str:
-    against = f" against {check.baseline}" if check.baseline else ""
-    queries = f" ({number(check.num_queries)} queries)" if check.num_queries is not None else ""
-    return f"{check.metric}{against}{f' of {check.slice}' if check.slice else ''}{queries}"
+    against = f" against {metric_name(check.baseline)}" if check.baseline else ""
+    return f"{metric_name(check.metric)}{against}{f' of {check.slice}' if check.slice else ''}"
 
 
 def interval_text(check: GateCheck) -> str:
-    return f"{check.low:+.4f} to {check.high:+.4f}" if check.low is not None and check.high is not None else "-"
-
-
-def spark(
-    values: Sequence[tuple[float | None, bool, str]],
-    label: str,
-    intervals: Sequence[tuple[float | None, float | None]] = (),
-) -> Markup:
-    """Draw a small line of (value, whether it counts, text); what does not count is hollow, what is missing a gap.
-
-    `intervals`: (low, high) of each value, drawn if both are known.
-    """
-    wide, tall = 160.0, 28.0
-    known = [(i, value, counts, words) for i, (value, counts, words) in enumerate(values) if value is not None]
-    known = [one for one in known if math.isfinite(one[1])]
-    spans = [(i, low, high) for i, (low, high) in enumerate(intervals) if low is not None and high is not None]
-    if not known:
-        return Markup()
-    ends = [*(value for _, value, *_ in known), *(end for _, *both in spans for end in both)]
-    across, up = scale(0, max(1, len(values) - 1), 5, wide - 5), scale(min(ends), max(ends), tall - 5, 5)
-    body = [_path("whisker", f"M{_px(across(i))} {_px(up(low))}V{_px(up(high))}") for i, low, high in spans]
-    points = [(across(i), up(value)) for i, value, *_ in known]
-    body.append(_line("now", points))
-    for (x, y), (_, _, counts, words) in zip(points, known, strict=True):
-        circle = Markup('<circle class="{}" cx="{}" cy="{}" r="2.5"/>').format(
-            "point now" if counts else "hollow", _px(x), _px(y)
-        )
-        body.append(_titled(circle, words))
-    head = Markup('<svg class="spark" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
-    return head.format(_px(wide), _px(tall), label, Markup().join(body))
+    return f"{check.low:+.3f} to {check.high:+.3f}" if check.low is not None and check.high is not None else "-"
 
 
 def short_number(value: float) -> str:
@@ -249,16 +279,16 @@ def fit(words: str, width: float) -> str:
 # Elements. `Markup.format` escapes every text.
 
 
-def _svg(body: Iterable[Markup], height: float, label: str) -> Markup:
+def _svg(body: Iterable[Markup], height: float, label: str, width: float = WIDTH) -> Markup:
     head = Markup('<svg viewBox="0 0 {} {}" class="chart" role="img" aria-label="{}">{}</svg>')
-    return head.format(WIDTH, _px(height), label, Markup().join(body))
+    return head.format(_px(width), _px(height), label, Markup().join(body))
 
 
-def _levels(up: Callable[[float], float], values: Iterable[float]) -> list[Markup]:
+def _levels(up: Callable[[float], float], values: Iterable[float], right: float) -> list[Markup]:
     """Draw the lines of the grid, with their values."""
     found = list[Markup]()
     for value in values:
-        found.append(_path("grid", f"M{LEFT} {_px(up(value))}H{WIDTH - RIGHT}"))
+        found.append(_path("grid", f"M{LEFT} {_px(up(value))}H{_px(right)}"))
         found.append(_text(LEFT - 5, up(value) + 3.5, short_number(value), anchor="end"))
     return found
 
@@ -279,6 +309,16 @@ def _path(kind: str, d: str) -> Markup:
 def _rect(kind: str, x: float, y: float, width: float, height: float) -> Markup:
     element = Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>')
     return element.format(kind, _px(x), _px(y), _px(width), _px(height))
+
+
+def _shape(outcome: str, x: float, y: float) -> Markup:
+    shape = Markup('<path class="dot {}" transform="translate({} {})" d="{}"/>')
+    return shape.format(outcome, _px(x), _px(y), SHAPES[outcome])
+
+
+def _dot(kind: str, x: float, y: float, words: str) -> Markup:
+    circle = Markup('<circle class="{}" cx="{}" cy="{}" r="2.5"/>').format(kind, _px(x), _px(y))
+    return _titled(circle, words)
 
 
 def _titled(body: Markup, words: str) -> Markup:

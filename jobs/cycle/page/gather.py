@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code, failed_
 from jobs.cycle.ledger import CycleLedger, Moment, read_moments
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
+from jobs.cycle.verdict import SEARCH, measures, reasons
 from jobs.plan.spec import Plan
 from jobs.settings import differences
 from pipeline.context import Figure, load_result
@@ -29,8 +31,8 @@ from pipeline.io.storage import KeyNotFound, Storage
 from pipeline.telemetry.events import EventName
 
 STAGES = ("prepare", "health", "compile", "mine", "train", "evaluate", "embed", "verify")
-MAIN_METRICS = ("retrieval_ndcg@10", "ndcg@10")
-"""What a first model, which the gate compares with nothing, is shown by."""
+MAIN_METRICS = (SEARCH, "ndcg@10")
+"""Stored for the lines over all cycles."""
 MAX_ANCESTORS = 12
 MAX_NOTICES = 200
 NOTICES = frozenset(
@@ -46,7 +48,8 @@ NOTICES = frozenset(
         EventName.CHECKPOINT_REJECTED,
     }
 )
-_AT_STEPS = {"loss": "losses", "gradient norm": "grad_norms"}
+LOSS = "loss"
+_AT_STEPS = {LOSS: "losses", "gradient norm": "grad_norms"}
 _AT_REPORTS = {
     "learning rate": "learning_rate",
     "samples a second": "samples_per_s",
@@ -86,7 +89,8 @@ class Curve(Record):
 
     name: str
     now: tuple[Point, ...]
-    before: tuple[Point, ...] = Field((), description="Of the cycle that trained the model in production")
+    smooth: tuple[Point, ...] = Field((), description="Of a loss: its running mean, thinned too")
+    before: tuple[Point, ...] = Field((), description="Of the cycle that trained the model in production, smoothed too")
 
 
 class Notice(Record):
@@ -126,12 +130,15 @@ class CycleRow(Record):
     cycle: str
     claimed_at: float = Field(description="Seconds since 1970")
     closed_at: float | None = Field(description="None: under way when this was written")
+    target: str = Field("", description="The platform it ran on; empty: not on record")
     outcome: Outcome | Literal["open"]
     promoted: bool
     without_comparison: bool = Field(False, description="Promoted although nothing judged it")
     reason: str
     metric: str = Field("", description="The first that the gate judges")
     value: float | None = Field(None, description="Of the candidate")
+    production: float | None = Field(None, description="Of the model that was in production then")
+    bm25: float | None = Field(None, description="What BM25 reached in search, by the metric SEARCH")
     metrics: Mapping[str, float] = Field({}, description="Those of MAIN_METRICS that were measured, of the candidate")
     low: float | None = Field(None, description="The interval of the difference to production, put around the value")
     high: float | None = None
@@ -145,6 +152,11 @@ class CycleRow(Record):
     rows: int | None
     drift: float | None = Field(None, description="Of cycles of earlier versions")
 
+    @property
+    def paid_usd(self) -> float | None:
+        """Return the cost; None if it is not known or nobody pays for it: a machine of one's own."""
+        return None if self.target == "local" else self.usd
+
     def value_of(self, metric: str) -> float | None:
         """Return the candidate's value of a metric; None if it was not measured or not stored."""
         return self.metrics.get(metric, self.value if metric == self.metric else None)
@@ -157,6 +169,7 @@ class PageData(Record):
     cycle: str
     model: str
     workspace: str
+    target: str = Field("", description="The platform it ran on; empty: not on record")
     reason: str = Field(description="Why the cycle ended as it did")
     ledger: CycleLedger
     jobs: tuple[Job, ...]
@@ -180,6 +193,14 @@ class PageData(Record):
     @property
     def promoted(self) -> bool:
         return bool(self.figures.get("evaluate", {}).get("promoted"))
+
+    @property
+    def why(self) -> str:
+        """In words: why the gate refused the model, what the first failed job says, or the reason on record."""
+        if self.outcome == "refused" and self.evaluation and (lines := reasons(self.evaluation.verdict.checks)):
+            return "; ".join(lines)
+        errors = (job.error for job in self.jobs if job.error) if self.outcome == "failed" else ()
+        return next((error.partition("\n")[0] for error in errors), self.reason)
 
     @property
     def without_comparison(self) -> bool:
@@ -224,6 +245,7 @@ def gather(
     mortems = sorted((stat.key for stat in storage.list(store.key("post-mortem"))), key=natural_key)
     return PageData(
         cycle=cycle,
+        target=claim.target if (claim := store.claim()) else "",
         model=json.dumps(settings.get("model_name", "")).strip('"'),
         workspace=storage.root,
         reason=closed.reason if closed else "",
@@ -234,7 +256,12 @@ def gather(
         scores=scores,
         training=Training(
             curves=tuple(
-                Curve(name=name, now=tuple(thin(points)), before=tuple(thin(other.get(name, ()))))
+                Curve(
+                    name=name,
+                    now=tuple(thin(points)),
+                    smooth=tuple(thin(smoothed(points))) if name == LOSS else (),
+                    before=tuple(thin(smoothed(other.get(name, ())) if name == LOSS else other.get(name, ()))),
+                )
                 for name, points in curves.items()
             ),
             compared=compared if other and curves else "",
@@ -342,24 +369,36 @@ def curves_of(moments: Sequence[Moment]) -> dict[str, list[Point]]:
     return {name: points for name, points in found.items() if points}
 
 
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Return the mean of each point and those around it, a fortieth of all of them; fewer at both ends."""
+    sums, half, last = [0.0, *accumulate(value for _, value in points)], len(points) // 80, len(points)
+    spans = ((max(0, i - half), min(last, i + half + 1)) for i in range(last))
+    return [(x, (sums[end] - sums[start]) / (end - start)) for (x, _), (start, end) in zip(points, spans, strict=True)]
+
+
 def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow:
     claim, ledger, total = store.claim(), data.ledger, data.ledger.total
-    metric, value, low, high = main_metric(data.evaluation)
+    found = measures(data.evaluation) if data.evaluation else []
+    main, production = (found[0], found[0].others.get("production")) if found else (None, None)
+    low, high = (main.low, main.high) if main and production is not None else (None, None)
     rows = data.figures.get("prepare", {}).get("rows")
     figures = data.evaluation.candidate.figures if data.evaluation else {}
     return CycleRow(
         cycle=data.cycle,
         claimed_at=claim.claimed_at if claim else 0.0,
         closed_at=closed.at if closed else None,
+        target=data.target,
         outcome=ledger.outcome,
         promoted=data.promoted,
         without_comparison=data.without_comparison,
-        reason=data.reason[:500],
-        metric=metric,
-        value=value,
+        reason=data.why[:500],
+        metric=main.metric if main else "",
+        value=main.candidate if main else None,
+        production=production,
+        bm25=next((one.others.get("BM25") for one in found if one.metric == SEARCH), None),
         metrics={name: figures[name] for name in MAIN_METRICS if name in figures},
-        low=low,
-        high=high,
+        low=None if low is None or production is None else production + low,
+        high=None if high is None or production is None else production + high,
         took_s=ledger.took_s,
         machine_s=total.all_ms / 1000,
         usd=total.usd,
@@ -369,18 +408,3 @@ def row_of(store: CycleStore, data: PageData, closed: Closed | None) -> CycleRow
         stage_usd={one.name: one.usd for one in ledger.stages()},
         rows=rows if isinstance(rows, int) else None,
     )
-
-
-def main_metric(report: EvaluationReport | None) -> tuple[str, float | None, float | None, float | None]:
-    """Return name, value and interval of the first metric that the gate compared, or without an incumbent measured."""
-    if report is None:
-        return "", None, None, None
-    compared = next((check for check in report.verdict.checks if check.kind == "delta" and check.metric), None)
-    if compared is None:
-        found = report.candidate.figures
-        name = next((one for one in MAIN_METRICS if one in found), next(iter(found), ""))
-        return name, found.get(name), None, None
-    value, other = compared.candidate, compared.incumbent
-    if compared.low is None or compared.high is None or other is None:
-        return compared.metric, value, None, None
-    return compared.metric, value, other + compared.low, other + compared.high

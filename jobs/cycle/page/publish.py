@@ -7,7 +7,7 @@ The page is one file that asks for nothing and runs nothing. The templates escap
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from math import inf
@@ -22,8 +22,9 @@ from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.ledger import Entry, read_ledger
 from jobs.cycle.page import charts
 from jobs.cycle.page.charts import number
-from jobs.cycle.page.gather import HOLDOUT, CycleRow, PageData, gather, main_metric, row_of
-from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG, money
+from jobs.cycle.page.gather import HOLDOUT, LOSS, CycleRow, PageData, gather, row_of
+from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG
+from jobs.cycle.verdict import SEARCH, WITHOUT, cost_text, measures, metric_name, reasons
 from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import Plan
 from jobs.settings import JobsConfig
@@ -44,8 +45,11 @@ TREND = 20
 """Cycles of the trend, this one included."""
 MAX_LANES = 60
 _TRIES = 20
-_WITHOUT = " WITHOUT a comparison"
-"""Follows `promoted` if nothing judged the model."""
+_UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
+    "share of time waiting for data": ("time waiting for data, %", 100, (0, 1)),
+    "memory, bytes": ("memory, GiB", 2**-30, (0,)),
+}
+"""How a figure of training is drawn: its title, a factor, and what its axis holds in any case."""
 _HIDDEN = dict.fromkeys(
     [
         *(code for code in range(0xA0) if (code < 0x20 or code >= 0x7F) and code not in (0x09, 0x0A)),
@@ -132,7 +136,8 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
     )
     made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_share}
-    made.filters |= {"stamp": _stamp, "figure_text": _figure_text}
+    made.filters |= {"stamp": _stamp, "figure_text": _figure_text, "metric": metric_name, "plural": _plural}
+    made.globals |= {"charts": charts, "ramp": _ramp, "search": SEARCH, "shown_table": shown_columns}
     return made
 
 
@@ -144,20 +149,22 @@ def page(data: PageData, own: CycleRow) -> str:
         .get_template("page.html.j2")
         .render(
             data=data,
-            own=own,
-            charts=charts,
             sentence=outcome_sentence(data),
+            ending=ending(own),
+            tiles=_tiles(data, usual),
+            reasons=reasons(data.evaluation.verdict.checks) if data.evaluation and data.outcome == "refused" else (),
             tries_chart=_tries_chart(data),
-            trends=trends((*data.history, own), own.metric) if data.history else (),
+            history=_history_chart((*data.history, own)),
             median_s=lambda stage: _median(row.stage_s.get(stage) if stage else row.machine_s for row in usual),
             median_usd=lambda stage: _median(row.stage_usd.get(stage) if stage else row.usd for row in usual),
             gate_groups=_gate_groups(data),
             table_lines=table_lines,
+            loss_name=LOSS,
             holdout_name=HOLDOUT,
+            units=_UNITS,
             missing_categories=_missing_categories(data),
             deadlines=DEADLINES,
             goodput_note=GOODPUT,
-            money=money,
             no_log=NO_LOG,
         )
     )
@@ -166,10 +173,67 @@ def page(data: PageData, own: CycleRow) -> str:
 
 def index(rows: Sequence[CycleRow]) -> str:
     """Return the page of all cycles, the newest first; `rows`: the oldest first."""
-    recent = rows[-TREND:]
-    metric = next((row.metric for row in reversed(recent) if row.metric), "")
-    shown = trends(recent, metric)[:4] if len(recent) > 1 else ()
-    return visible(_templates().get_template("index.html.j2").render(rows=rows, trends=shown, without=_WITHOUT))
+    ends = [(row.production, end) for row in rows for end in (row.low, row.high)]
+    reach = max((abs(end - other) for other, end in ends if other is not None and end is not None), default=1.0)
+    chart = _history_chart(rows[-TREND:])
+    return visible(
+        _templates().get_template("index.html.j2").render(rows=rows, chart=chart, ending=ending, reach=reach)
+    )
+
+
+def _history_chart(rows: Sequence[CycleRow]) -> tuple[Markup, str]:
+    """Return a line of search beside BM25 over cycles, or of another metric of all of them; and its title."""
+    searched = any(row.value_of(SEARCH) is not None for row in rows)
+    metric = SEARCH if searched else next((row.metric for row in reversed(rows) if row.metric), "")
+    ours = [(float(i), value) for i, row in enumerate(rows) if (value := row.value_of(metric)) is not None]
+    words = [(float(i), row.bm25) for i, row in enumerate(rows) if searched and row.bm25 is not None]
+    series = [(metric_name(metric), ours, "now"), *([("BM25", words, "before")] if words else [])]
+    hollow = [float(i) for i, row in enumerate(rows) if not row.promoted]
+    title = f"{metric_name(metric)} of the last {len(rows)} cycles; hollow: not promoted"
+    if len(ours) < 2:
+        return Markup(), title
+    names, size = [row.cycle for row in rows], (charts.WIDTH, 170.0)
+    return charts.line_chart(series, title, size=size, names=names, hollow=hollow), title
+
+
+def ending(row: CycleRow) -> tuple[str, str]:
+    """Return how a cycle ended: a class of the style sheet, and in words."""
+    if row.promoted and row.outcome == "succeeded":
+        return ("without", f"promoted{WITHOUT}") if row.without_comparison else ("promoted", "promoted")
+    return row.outcome, "under way" if row.outcome == "open" else row.outcome
+
+
+def _tiles(data: PageData, usual: Sequence[CycleRow]) -> list[tuple[str, str, str]]:
+    """Return what the head of a page shows large: name, value, and what it is beside."""
+    found, vectors = measures(data.evaluation) if data.evaluation else [], data.vectors
+    tiles = []
+    for place, one in enumerate(found):
+        if place == 0 or one.metric == SEARCH:
+            others = ", ".join(f"{who} {number(value)}" for who, value in one.others.items())
+            beside = one.change if one.change and place == 0 else others
+            tiles.append((metric_name(one.metric), number(one.candidate), beside))
+    if data.outcome == "refused" and data.evaluation and (known := data.evaluation.incumbent):
+        tiles.append(("still in production", known.cycle, f"step {number(known.step)}, with its vectors"))
+    elif vectors is not None and vectors.passed:
+        served = data.promoted and data.outcome == "succeeded"
+        how = f"{number(vectors.counts.embedded)} embedded, {number(vectors.counts.carried)} carried over"
+        tiles.append((f"vectors {'served' if served else 'verified'}", number(vectors.rows), how))
+    earlier = [format_duration(_median(row.took_s for row in usual)), usd(_median(row.paid_usd for row in usual))]
+    before = ", ".join(word for word in earlier if word != "-")
+    cost = cost_text(data.ledger, data.target) + (f"; median before: {before}" if before else "")
+    return [*tiles, ("time and cost", format_duration(data.ledger.took_s), cost)]
+
+
+def shown_columns(
+    head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()
+) -> tuple[list[str], list[list[str]], list[int]]:
+    """Return a table without the columns that hold nothing, and those of its columns that are numbers."""
+    kept = [i for i in range(len(rows[0]) if rows else len(head)) if any(row[i] not in ("", "-") for row in rows)]
+    return (
+        [head[i] for i in kept] if head else [],
+        [[row[i] for i in kept] for row in rows],
+        [place for place, i in enumerate(kept) if i in numbers],
+    )
 
 
 def visible(text: str) -> str:
@@ -180,25 +244,26 @@ def visible(text: str) -> str:
 def outcome_sentence(data: PageData) -> str:
     """Return how the cycle ended, in one line."""
     outcome, evaluated = data.outcome, data.figures.get("evaluate", {})
-    checks = data.evaluation.verdict.checks if data.evaluation else ()
     if outcome == "open":
         running = ", ".join(job.name for job in data.jobs if job.state in ("STARTING", "RUNNING"))
         return f"Under way: {running} running." if running else "Under way."
     if outcome == "refused":
-        reasons = [check.reason for check in checks if check.outcome == "fail"]
-        why = "; ".join(reasons[:2]) + (f"; and {len(reasons) - 2} more" if len(reasons) > 2 else "")
-        return f"Refused: {why or data.reason or 'the gate says why'}. Production stays as it is."
+        failed = sum(one.outcome == "fail" for one in data.evaluation.verdict.checks) if data.evaluation else 0
+        why = f"{_plural(failed, 'check')} of the gate failed" if failed else data.reason or "the gate says why"
+        return f"Refused: {why}. Production stays as it is."
     if outcome == "failed":
-        failed = ", ".join(job.name for job in data.jobs if job.ending == "failed")
-        return f"Failed{f' in {failed}' if failed else ''}: {data.reason or 'no reason is on record'}."
+        failed_jobs = ", ".join(job.name for job in data.jobs if job.ending == "failed")
+        return f"Failed{f' in {failed_jobs}' if failed_jobs else ''}: {data.why or 'no reason is on record'}."
     if outcome == "cancelled":
         return f"Cancelled: {data.reason or 'no reason was given'}."
     if data.promoted:
-        how = (" by force" if evaluated.get("forced") else "") + (_WITHOUT if data.without_comparison else "")
-        name, value, *_ = main_metric(data.evaluation)
-        change = f"the first model, {name} {number(value)}" if name else "a new model is in production"
-        if check := next((one for one in checks if one.kind == "delta" and one.candidate is not None), None):
-            change = f"{check.metric} {number(check.candidate)}, before {number(check.incumbent)}"
+        how = (" by force" if evaluated.get("forced") else "") + (WITHOUT if data.without_comparison else "")
+        change = "a new model is in production"
+        if data.evaluation and (found := measures(data.evaluation)):
+            name, value = metric_name(found[0].metric), number(found[0].candidate)
+            change = f"the first model, {name} {value}"
+            if (before := found[0].others.get("production")) is not None:
+                change = f"{name} {value}, in production before {number(before)}"
         return f"Promoted{how}: {change}."
     if evaluated.get("nothing_new"):
         return "Nothing new: there was nothing to learn from, and the model in production stays."
@@ -235,30 +300,7 @@ def _gate_groups(data: PageData) -> list[tuple[str, list[GateCheck]]]:
     compared = [check for check in checks if check.low is not None and check.high is not None]
     slices = sorted((check for check in compared if check.kind == "slice"), key=harm)
     groups = [("Overall", [check for check in compared if check.kind != "slice"])]
-    return [*groups, ("Slices, those that lost most first", slices)]
-
-
-def trends(rows: Sequence[CycleRow], metric: str) -> list[tuple[str, Markup, list[str]]]:
-    """Return the figures of cycles over time: name, a line, and the lowest, the median, the highest and the last."""
-    kinds: dict[str, tuple[list[float | None], Callable[[float | None], str]]] = {
-        metric or "metric": ([row.value_of(metric) for row in rows], number),
-        "cost": ([row.usd for row in rows], usd),
-        "took": ([row.took_s for row in rows], format_duration),
-        "goodput": ([row.goodput for row in rows], format_share),
-        "rows": ([row.rows for row in rows], number),
-    }
-    found = []
-    for name, (values, words) in kinds.items():
-        if known := [one for one in values if one is not None]:
-            points = [
-                (one, row.promoted or not row.metric, f"{row.cycle}, {row.outcome}: {words(one)}")
-                for row, one in zip(rows, values, strict=True)
-            ]
-            label = f"{name} over {len(rows)} cycles, last {words(known[-1])}"
-            spans = [(row.low, row.high) if name == metric == row.metric else (None, None) for row in rows]
-            shown = [words(one) for one in (min(known), median(known), max(known), values[-1])]
-            found.append((name, charts.spark(points, label, spans), shown))
-    return found
+    return [*groups, ("Slices, worst first", slices)]
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -280,6 +322,17 @@ def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
         rows = number(sum(one.without_category[column] for one in known))
         found.append((column, rows, share(known[-1:], column), share(known[:-1], column)))
     return found
+
+
+def _ramp(place: int, of: int) -> str:
+    """Return the class of a label: of ordered labels the first is the lightest, the last the darkest."""
+    return f"l{round(7 * place / (of - 1)) if of > 1 else 7}"
+
+
+def _plural(count: int, word: str) -> str:
+    """Return `1 node`, `2 nodes`, `3 queries`."""
+    more = f"{word[:-1]}ies" if word.endswith("y") else f"{word}s"
+    return f"{number(count)} {word if count == 1 else more}"
 
 
 def _stamp(seconds: float) -> str:

@@ -69,7 +69,7 @@ def test_from_the_beginning_with_other_settings(trnjobs: Trnjobs) -> None:
     found = json.loads(trnjobs("cost", "--json")[1])["cycles"][0]
     assert [(one["job"], one["submission"]) for one in found["entries"]][:2] == [("prepare", 1), ("prepare", 2)]
     assert (found["succeeded"], found["failed"], found["total"]["usd"] > 0) == (5, 0, True), "by the stored price"
-    assert "5 of 5 succeeded" in trnjobs.page()
+    assert "5 of 5 jobs succeeded" in trnjobs.page()
 
     dearer = json.loads(trnjobs("cost", "--json", "--jobs.vcpu-usd-per-hour=5")[1])["cycles"][0]
     assert dearer["total"]["usd"] == pytest.approx(10 * found["total"]["usd"]), "what is given now wins"
@@ -151,7 +151,7 @@ def test_a_start_from_the_beginning_killed_and_repeated(
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
     assert jobs_file(trnjobs, "settings.json")["data"]["columns"]["query"] == "search_term"
     assert jobs_file(trnjobs, "earlier/round-1/settings.json")["data"]["columns"]["query"] == "query"
-    assert "5 of 5 succeeded" in trnjobs.page()
+    assert "5 of 5 jobs succeeded" in trnjobs.page()
 
 
 def test_a_workspace_elsewhere(trnjobs: Trnjobs, s3_uri: str) -> None:

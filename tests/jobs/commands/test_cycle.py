@@ -303,7 +303,7 @@ def test_a_cycle_submitted_half_is_cancelled_and_run_again(
     assert "cycle 2026-11-20: cancelled" in trnjobs("cancel", "--reason=too late")[1]
     page = trnjobs.page()
     assert 'class="cancelled">cancelled' in page and "too late" in page
-    assert f"0 of {len(left)} succeeded" in page
+    assert f"0 of {len(left)} job" in page
     assert trnjobs.states() == dict.fromkeys(left, "CANCELLED")
     assert trnjobs.status()["closed"]["outcome"] == "cancelled"
     assert trnjobs("submit")[0] == 143
@@ -326,7 +326,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
     assert code == 0, text
     assert trnjobs.ran() == ALL
     assert trnjobs.states() == dict.fromkeys(ORDER, "SUCCEEDED")
-    assert "5 of 5 succeeded" in trnjobs.page()
+    assert "5 of 5 jobs succeeded" in trnjobs.page()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ Its charts: round ticks, thinning that keeps the extremes, and marks where the n
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,14 +18,26 @@ from bench.cycle_page import STAGES, T0, make_cycle
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.cycle.ledger import Moment
-from jobs.cycle.page.charts import columns, forest, line_chart, number, short_number, spark, thin, ticks
-from jobs.cycle.page.gather import CycleRow, PageData, curves_of
+from jobs.cycle.page.charts import (
+    bars,
+    columns,
+    difference,
+    forest,
+    line_chart,
+    number,
+    short_number,
+    thin,
+    ticks,
+)
+from jobs.cycle.page.gather import Curve, CycleRow, PageData, Training, curves_of, smoothed
 from jobs.cycle.page.publish import (
     INDEX,
     INDEX_PAGE,
     data_key,
+    ending,
     index,
     outcome_sentence,
+    page,
     read_index,
     report_key,
     write_page,
@@ -47,19 +61,14 @@ HOSTILE = (
     "x" * 5000,
 )
 SECTIONS = (
-    "What happened",
-    "What it cost",
-    "May it be promoted",
-    "Did it learn",
-    "Can its scores be trusted",
-    "What is it wrong about",
-    "Does it find",
-    "Vectors",
+    "Quality",
+    "Queries that moved",
+    "Errors and calibration",
+    "Training",
     "Data",
-    "Machines",
-    "From what to what",
-    "Trend",
-    "Everything else",
+    "Vectors",
+    "Run",
+    "Lineage and settings",
 )
 
 
@@ -112,20 +121,23 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
     seen = Outline(text)
     assert tuple(seen.heads) == SECTIONS
     for words in (
-        "Promoted: ndcg@10 0.8000, before 0.8000",
-        "try 1: exit 75",
-        "of the last 1 cycles before",
-        "against bm25",
-        "loss of cycle first",
+        "Promoted: nDCG@10 0.810, in production before 0.800",
+        "attempt 1: exit 75",
+        "Median: of 1 earlier cycle.",
+        "search nDCG@10: 9,000 queries in 1,000,000 products",
+        "BM25 0.600",
+        "cycle first",
         "went on at step 20",
         "0.93 to 1.00",
-        "120 rows were right before and are wrong now",
+        "120 rows right with production and wrong now, 180 the other way",
+        "10 better, 80 equal, 9 worse",
+        "long battery life and a case : 0.200 → 0.900",
         "900 groups of new partitions and 100 of earlier ones (10% replayed)",
         "rows without a value",
         "reason 3",
         "12 of 12",
         "checkpoints/second/step-1 ← checkpoints/first/step-100 ← published weights /mini (sha256 0a1b)",
-        "Settings that differ from cycle first",
+        "1 setting unlike cycle first",
         "train.seed",
         "train-1-node0.json",
     ):
@@ -135,10 +147,41 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
     assert PageData.model_validate_json(storage.read_bytes(data_key("second"))) == data
 
 
+POINTS = tuple(Curve(name=name, now=((1, 2.0),)) for name in ("loss", "memory, bytes"))
+
+
+@pytest.mark.parametrize(
+    ("without", "gone"),
+    [
+        ({"evaluation": None}, {"Quality"}),
+        ({"scores": None, "vectors": None}, {"Queries that moved", "Errors and calibration", "Vectors"}),
+        ({"prepared": None, "figures": {}, "machines": ()}, {"Data"}),
+        ({"training": Training(curves=())}, {"Training"}),
+        ({"training": Training(curves=POINTS)}, set()),
+        ({"jobs": (), "history": (), "notices": (), "post_mortems": ()}, set()),
+    ],
+)
+def test_a_page_without_a_part_is_whole_and_has_no_empty_section(
+    storage: Storage, without: dict[str, Any], gone: set[str]
+) -> None:
+    written(storage, "first")
+    _, data = written(storage, "second", began=T0 + 100_000, parent="first")
+    seen = Outline(page(data.model_copy(update=without), row("second", "ndcg@10", 0.8)))
+    assert set(SECTIONS) - set(seen.heads) == gone and "None" not in seen.text
+    assert ("memory, GiB" in seen.text) is ("training" not in without), "one point is no chart"
+
+
+def test_a_large_cycle_fits_into_300_kb(storage: Storage) -> None:
+    large = {"nodes": 128, "steps": 20_000, "slices": 200, "bad_rows": 2000}
+    written(storage, "first", **large)
+    text, _ = written(storage, "second", began=T0 + 100_000, parent="first", **large)
+    assert 200_000 < len(text.encode()) < 300_000
+
+
 def test_it_asks_for_nothing_and_nothing_may_run(storage: Storage) -> None:
     text, _ = written(storage)
-    for page in (text, storage.read_bytes(INDEX_PAGE).decode()):
-        seen = Outline(page)
+    for one in (text, storage.read_bytes(INDEX_PAGE).decode()):
+        seen = Outline(one)
         assert not set(seen.tags) & {"script", "img", "iframe", "object", "embed", "form", "base"}
         assert not [name for name, _ in seen.attributes if name.startswith("on") or name in ("src", "style")]
         links = [value for name, value in seen.attributes if name in ("href", "xlink:href")]
@@ -219,7 +262,7 @@ def row(cycle: str, metric: str = "", value: float | None = None, **more: object
 
 
 def test_the_line_of_the_index_is_one_metric_for_all_cycles() -> None:
-    """That of the newest cycle; another metric of an earlier version's record does not take its place."""
+    """That of search, or without any of the newest cycle; another metric does not take its place in a cycle."""
     rows = [
         row("a", "retrieval_ndcg@10", 0.7661, metrics={"retrieval_ndcg@10": 0.7661, "ndcg@10": 0.9494}),
         row("b", "retrieval_ndcg@10", 0.11),
@@ -227,9 +270,14 @@ def test_the_line_of_the_index_is_one_metric_for_all_cycles() -> None:
         row("d", "ndcg@10", 0.9798, metrics={"ndcg@10": 0.9798}),
         row("e"),
     ]
-    shown = [re.findall(r"<title>([^<]*)</title>", svg) for svg in re.findall(r"<svg.*?</svg>", index(rows))]
-    assert shown == [[f"{name}, succeeded: {value}" for name, value in (("a", 0.9494), ("c", 0.9525), ("d", 0.9798))]]
-    assert "<td>ndcg@10</td>" in index(rows)
+    judged = [one.model_copy(update={"metrics": {}}) if "retrieval" in one.metric else one for one in rows]
+    for lines, values, name in (
+        (rows, ["0.766", "0.110"], "search nDCG@10"),
+        (judged[2:], ["0.953", "0.980"], "nDCG@10"),
+    ):
+        svg = re.findall(r"<svg.*?</svg>", index(lines))[0]
+        assert re.findall(r"<title>([^<]*)</title>", svg) == [*values, name]
+        assert f"{name} of the last {len(lines)} cycles" in index(lines)
     assert [one.value_of("retrieval_ndcg@10") for one in rows] == [0.7661, 0.11, None, None, None]
 
 
@@ -239,7 +287,9 @@ def test_a_promotion_without_a_comparison_is_called_so(storage: Storage, without
     evaluated = {**data.figures["evaluate"], "without_comparison": without}
     data = data.model_copy(update={"figures": {**data.figures, "evaluate": evaluated}})
     assert outcome_sentence(data).startswith("Promoted WITHOUT a comparison: " if without else "Promoted: ")
-    assert ("promoted WITHOUT a comparison" in index([row("a", without_comparison=data.without_comparison)])) is without
+    line = row("a", without_comparison=data.without_comparison)
+    assert ending(line) == (("without", "promoted WITHOUT a comparison") if without else ("promoted", "promoted"))
+    assert (f"● {ending(line)[1]}<" in index([line]), 'class="verdict without"' in page(data, line)) == (True, without)
 
 
 def test_a_page_while_the_cycle_runs_and_the_one_of_its_end(storage: Storage) -> None:
@@ -322,34 +372,58 @@ def test_thinned_lines_keep_ends_and_extremes(values: list[float]) -> None:
 
 def test_a_line_lies_where_its_ticks_say() -> None:
     text = line_chart([("loss", [(0.0, 1.0), (5.0, 3.0), (10.0, 2.0)], "now")], "loss", marks=[(5, "went on <here>")])
-    [path] = re.findall(r' d="(M[^"]+)"/><title>loss', text)
+    [path] = re.findall(r'class="line now"[^>]* d="(M[^"]+)"', text)
     x0, y0, dx, dy, *_ = (int(word) / 10 for word in re.findall(r"-?\d+", path))
     levels = {
         label: float(y) - 3.5 for y, label in re.findall(r'y="([\d.]+)" text-anchor="end" class="">([^<]+)<', text)
     }
     assert abs(y0 - levels["1"]) < 0.1 and abs(y0 + dy - levels["3"]) < 0.1
-    assert (x0, x0 + dx) == (58, 524) and "went on &lt;here&gt;" in text
-    assert line_chart([("loss", [(0, float("nan"))], "now")], "") == columns([], ["now"], "", "x") == ""
+    assert (x0, x0 + dx) == (58, 524) and "went on &lt;here&gt;" in text and text.count("<circle") == 3
+    assert line_chart([("loss", [(0, float("nan"))], "now")], "") == columns([], ["now"], "", (500, 100)) == ""
+
+
+def test_lines_are_named_where_they_end_and_names_do_not_touch() -> None:
+    lines = [(name, [(0.0, 0.0), (1.0, value)], "now") for name, value in (("a", 1.0), ("b", 1.0), ("c", 0.9))]
+    text = line_chart([*lines, ("", [(0.0, 0.5)], "raw")], "")
+    ends = {name: float(y) for y, name in re.findall(r'y="([\d.]+)" text-anchor="start" class="now">([^<]+)<', text)}
+    heights = sorted(ends.values())
+    assert set(ends) == {"a", "b", "c"} and all(low + 13 <= high + 0.11 for low, high in pairwise(heights))
+    assert ">a</text>" not in line_chart(lines[:1], ""), "one line needs no name beside its title"
+
+
+def test_bars_are_as_long_as_their_values_and_a_difference_is_where_it_is() -> None:
+    text = bars([("ours", 0.8, "now"), ("theirs", 0.4, "before")], "who", 500)
+    assert re.findall(r'<rect class="(\w+)" x="150" y="\d+" width="(\d+)"', text) == [("now", "300"), ("before", "150")]
+    for value, kind, x in ((0.5, "pass", "88"), (-0.5, "fail", "32"), (0.0, "skipped", "60")):
+        assert f'class="dot {kind}" transform="translate({x} 7)"' in difference(value, value - 0.1, value + 0.1, 1.0)
+
+
+def test_a_loss_is_smoothed_by_its_neighbours() -> None:
+    points = [(float(i), float(i) + (-1) ** i) for i in range(400)]
+    found = smoothed(points)
+    assert [x for x, _ in found] == [x for x, _ in points]
+    assert all(abs(y - x) <= 0.1 for x, y in found[5:-5]) and smoothed([]) == [] and smoothed(points[:1]) == points[:1]
+    assert (found[0][1], found[-1][1]) == (2.5, 396.5), "the mean of the first six, and of the last six"
 
 
 def test_what_does_not_fit_ends_in_an_arrow() -> None:
     given = {"name": "x", "kind": "delta", "reason": "why", "metric": "ndcg@10", "candidate": 0.7, "incumbent": 0.7}
     small = GateCheck.model_validate(given | {"outcome": "pass", "low": -0.01, "high": 0.01, "bound": 0.005})
     wide = small.model_copy(update={"outcome": "fail", "low": -0.9, "high": 0.9, "bound": None})
-    text = forest([*[small] * 40, wide], "differences")
+    text = forest([*[small] * 40, wide], "differences", 500)
     assert text.count('class="arrow"') == 2 and text.count('class="bound"') == 40 and "dot fail" in text
 
 
 def test_numbers() -> None:
-    shown = {None: "-", float("nan"): "-", 12345: "12,345", 0.8125: "0.8125", 1e-9: "1e-09", 1234.5: "1,234", 3.0: "3"}
+    shown = {
+        None: "-",
+        float("nan"): "-",
+        12345: "12,345",
+        0.8125: "0.812",
+        1e-9: "1.00e-09",
+        123.4: "123",
+        1234.5: "1,234",
+        3.0: "3",
+    }
     assert [number(value) for value in shown] == [*shown.values()]
     assert [short_number(v) for v in (200_000, 1500, 0.05, 1.2e10)] == ["200k", "1500", "0.05", "12.0B"]
-
-
-def test_a_spark_has_gaps_and_whiskers() -> None:
-    dots = spark([(1.0, True, "a"), (None, True, "b"), (2.0, False, "c")], "cost")
-    assert (dots.count("<circle"), dots.count("hollow"), spark([(None, True, "")], "x")) == (2, 1, "")
-    values = [(1.0, True, "a"), (2.0, True, "b"), (3.0, True, "c")]
-    whiskers = spark(values, "nDCG", [(0.0, 2.0), (None, None), (1.0, 4.0)])
-    assert whiskers.count('class="whisker"') == 2
-    assert 'd="M5 23V14"' in whiskers and 'cy="18.5"' in whiskers, "the scale holds the intervals"

@@ -116,7 +116,7 @@ def test_a_cycle_is_submitted_once_and_the_driver_sees_when_it_has_ended(command
     closed = commands.store().closed()
     assert closed is not None and closed.outcome == "succeeded"
     page = commands.page()
-    assert 'class="succeeded">succeeded' in page and "11 of 11 succeeded" in page and "RUNNING" not in page
+    assert 'class="succeeded">succeeded' in page and "11 of 11 jobs succeeded" in page and "RUNNING" not in page
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(80, "refused"), (65, "failed")])
