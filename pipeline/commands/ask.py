@@ -51,9 +51,9 @@ def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
         models.append(_open(settings, stop, _cycle_of(settings, stop, beside)))
     with shown_on(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
         found = [model.search(query, top, cast(Order, by)) for model in models]
-    if len({model.vectors.manifest.digest for model in models if model.vectors}) < len(models):
+    if len({model.index.mapped.vectors_digest for model in models}) < len(models):
         raise ConfigError(
-            f"both columns are the vectors of cycle {settings.cycle or beside}",
+            f"both columns are the vectors of cycle {models[0].index.mapped.cycle}",
             expected=f"two models: {BESIDE} {_PREVIOUS} is the pair that was served before",
             next_command=f"{BESIDE} {_PREVIOUS}, or --cycle CYCLE for the first column",
         )
