@@ -32,8 +32,8 @@ from pipeline.retrieval.search import Ranked, by_rank, search_vectors
 
 _KIND = "words"
 _TITLES = "titles.arrow"
-BLOCK_ROWS = 16_384
-"""Vectors converted to fp32 and compared at a time: 25 MB at 384 dimensions."""
+BLOCK_ROWS = 4096
+"""Vectors converted to fp32 and compared at a time: 6 MB at 384 dimensions, half the time of four times as many."""
 DEPTH = 100
 """Items of each list that hybrid search joins, if not more are asked for."""
 
