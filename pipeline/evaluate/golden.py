@@ -114,8 +114,8 @@ def golden_check(report: GoldenReport, action: OnGolden) -> GateCheck:
     outcome: Outcome = "pass" if known and not missed else "warn"
     if action == "fail" and (lost or not known):
         outcome = "fail"
-    words = [f"golden queries: {len(missed):,} of {known:,} missed, {len(lost):,} anew"]
-    words += map(str, (lost or missed)[:_SHOWN])
+    beside = f", {len(lost):,} of them right in production" if any(one.incumbent is not None for one in missed) else ""
+    words = [f"golden queries: {len(missed):,} of {known:,} missed{beside}", *map(str, (lost or missed)[:_SHOWN])]
     if not known:
         words = [f"golden queries: not judged, {report.missing or 'they name no product that is searched'}"]
     return GateCheck(name="golden", kind="golden", outcome=outcome, reason="; ".join(words))

@@ -469,18 +469,15 @@ class ModelSearch:
         return read_golden(self.settings, self.ctx.stop)
 
     def judge_golden(self, ours: RetrievalResult | None, theirs: RetrievalResult | None) -> GoldenReport | None:
-        """Judge the golden queries, if there are any, by what was found with both models."""
+        """Judge the golden queries, if any, by what both models found. Raises DataError if the data is gone."""
         if not self.golden:
             return None
         lists, other = (one.ranked.items[-len(self.golden) :] if one and one.ranked else None for one in (ours, theirs))
         task = self.task if ours else "evaluate.retrieval.enabled is false"
         if isinstance(task, str) or lists is None:
             return GoldenReport(missing=task if isinstance(task, str) else "search with the candidate failed")
-        try:
-            names = (name for one in self.golden for name in one.names)
-            items = items_named(names, self._product_rows(), task.item_of)
-        except DataError as error:  # the data may be gone since it was prepared
-            return GoldenReport(missing=error.seen)
+        names = (name for one in self.golden for name in one.names)
+        items = items_named(names, self._product_rows(), task.item_of)
         report = judge_golden(self.golden, items, lists, other)
         if report.unknown:
             where = f"of the {task.num_items:,} products that retrieval searches"
