@@ -61,10 +61,6 @@ class ProductIndex:
     def __len__(self) -> int:
         return len(self.mapped)
 
-    @property
-    def dim(self) -> int:
-        return int(self.mapped.vectors.shape[1])
-
     def search(self, query: str, vector: Float32s, top: int) -> Found:
         """Search for a query with its unit vector [D], exactly. Memory: one block of vectors, and 8 bytes an item."""
         depth = min(max(top, DEPTH), max(1, len(self)))

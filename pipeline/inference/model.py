@@ -154,7 +154,7 @@ class Model:
                 next_command='trnpipe search "red running shoes"',
             )
         index = self.index
-        vector = shorten_vectors(self.encode(query)[None], index.dim)[0]
+        vector = shorten_vectors(self.encode(query)[None], index.mapped.vectors.shape[1])[0]
         found = index.search(query, vector, top)
         lists: dict[Order, list[int]] = {
             "vectors": found.vectors.items[0].tolist(),
