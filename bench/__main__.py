@@ -41,6 +41,7 @@ BENCHES: dict[str, Bench] = {
     "gpu": Bench("gpu", "over 50 % of a GPU's peak, ahead of DDP and Trainer (needs a GPU: --only)", by_default=False),
     "plans": Bench("plans", "every plan of parallelism gives the losses of one process; what a rank takes under each"),
     "cycle_page": Bench("cycle_page", "the page of 128 nodes and 200,000 steps: under 300 kB, 5 s and 500 MiB"),
+    "search": Bench("search", "a search among 1 million products in under 2 s"),
     "gate_rates": Bench("gate_rates", "about 5 % of the models worse by just what is allowed are promoted"),
     "chaos": Bench(
         "chaos", "98.5 % of jobs and 49 of 50 cycles survive random faults (over 30 minutes: --only)", by_default=False

@@ -143,7 +143,8 @@ _NOT_HASHED: dict[str, IncEx | bool] = {
     "report": True,
     "data": {"num_workers": True, "worker": True, "workers": True},
     "train": {"deadline": True, "collective_timeout_s": True, "parallel": True},
-    "evaluate": {"candidate": True, "promote": True, "force_reason": True},
+    "evaluate": {"candidate": True, "golden": True, "promote": True, "force_reason": True},
+    "gate": {"golden": True},
     "mine": {"workers": True, "queries_per_part": True},
     "embed": {"worker": True, "workers": True},
 }
@@ -299,6 +300,7 @@ _PATHS = (
     "model.init_from",
     "embed.catalogue.path",
     "evaluate.retrieval.catalogue",
+    "evaluate.golden",
 )
 """Settings that name a file or folder: in a project file relative to its folder."""
 

@@ -7,17 +7,19 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 
 import numpy as np
+from rich.cells import cell_len, set_cell_size
 
 from pipeline.backends import auto_on_host, of_host
 from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned
-from pipeline.core.progress import Say
+from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import open_files
 from pipeline.data.rows import BadRow, Chunk, cut_chunks, plan_pairs
@@ -29,6 +31,7 @@ from pipeline.io.storage import open_storage, os_errors
 from pipeline.registry.model import Registry, readable_model
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
+from pipeline.telemetry.console import Console
 
 TOP, BY, BESIDE, CHECKPOINT, KIND, OUT, JSON = (
     "--top", "--by", "--beside", "--checkpoint", "--kind", "--out", "--json",
@@ -43,37 +46,32 @@ _PREVIOUS, _PRODUCTION = "previous", "production"
 def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Print the products that a query finds. Raises ConfigError, CheckpointError, DataError, Preempted."""
     query, top, by = call.arguments[0], call.number(TOP, 10, _MOST_HITS), call.options.get(BY, "vectors")
-    if not query.strip() or by not in get_args(Order):
-        raise ConfigError(
-            f"{BY} {by!r}" if query.strip() else "the query is empty",
-            expected=f"a query, and {BY} {', '.join(get_args(Order))}",
-            next_command='trnpipe search "red running shoes"',
-        )
-    model = _open(settings, stop, settings.cycle)
-    hits = model.search(query, top, cast(Order, by))
-    other, beside = None, call.options.get(BESIDE)
+    models, beside = [_open(settings, stop, settings.cycle)], call.options.get(BESIDE)
     if beside is not None:
-        other = _open(settings, stop, _cycle_of(settings, stop, beside))
-        if _vectors(other) == _vectors(model):
-            raise ConfigError(
-                f"both columns are the vectors of cycle {settings.cycle or beside}",
-                expected=f"two models: {BESIDE} {_PREVIOUS} is the pair that was served before",
-                next_command=f"{BESIDE} {_PREVIOUS}, or --cycle CYCLE for the first column",
-            )
+        models.append(_open(settings, stop, _cycle_of(settings, stop, beside)))
+    with shown_on(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
+        found = [model.search(query, top, cast(Order, by)) for model in models]
+    if len({model.index.mapped.vectors_digest for model in models}) < len(models):
+        raise ConfigError(
+            f"both columns are the vectors of cycle {models[0].index.mapped.cycle}",
+            expected=f"two models: {BESIDE} {_PREVIOUS} is the pair that was served before",
+            next_command=f"{BESIDE} {_PREVIOUS}, or --cycle CYCLE for the first column",
+        )
     if JSON in call.switches:
-        asked = [(model, hits), *([(other, other.search(query, top, cast(Order, by)))] if other else [])]
-        columns = [{"model": one.checkpoint.uri, "hits": [_hit(hit) for hit in found]} for one, found in asked]
+        columns = [
+            {"model": one.checkpoint.uri, "hits": [*map(asdict, hits)]} for one, hits in zip(models, found, strict=True)
+        ]
         say(json.dumps({"query": query, "by": by, "columns": columns}, indent=1, ensure_ascii=False))
         return EXIT_OK
     width = max(_WIDTH, shutil.get_terminal_size().columns)
-    if other is None:
-        say(f"{one_line(query)} | {model.name}, {len(model.index):,} products, by {by}")
-        lines = _one_column(hits, by)
+    if beside is None:
+        say(f"{one_line(query)} | {models[0].name}, {len(models[0].index):,} products, by {by}")
+        lines = _one_column(found[0], by)
     else:
-        lines = _two_columns(hits, other.search(query, top, cast(Order, by)), (model.name, other.name), width)
+        lines = _two_columns(found[0], found[1], (models[0].name, models[1].name), width)
     for line in lines:
-        say(line if len(line) <= width else f"{line[: width - 3]}...")
-    if not hits:
+        say(line if cell_len(line) <= width else f"{set_cell_size(line, width - 3)}...")
+    if not found[0]:
         say(f"nothing shares a word with {one_line(query)!r}")
     return EXIT_OK
 
@@ -98,8 +96,8 @@ def _two_columns(left: Sequence[Hit], right: Sequence[Hit], names: tuple[str, st
         ours = left[rank] if rank < len(left) else None
         theirs = right[rank].title if rank < len(right) else ""
         moved = "" if ours is None else _moved(places.get(ours.id), rank + 1)
-        texts = [one_line(title)[:room] for title in (ours.title if ours else "", theirs)]
-        lines.append(f"{rank + 1:>3} {texts[0]:<{room}}  {moved:>5}  {texts[1]}".rstrip())
+        texts = [set_cell_size(one_line(title), room) for title in (ours.title if ours else "", theirs)]
+        lines.append(f"{rank + 1:>3} {texts[0]}  {moved:>5}  {texts[1]}".rstrip())
     return lines
 
 
@@ -109,19 +107,11 @@ def _moved(before: int | None, now: int) -> str:
     return "=" if before == now else f"{before - now:+d}"
 
 
-def _hit(hit: Hit) -> dict[str, object]:
-    return {"id": hit.id, "title": hit.title, "cosine": hit.cosine, "ranks": dict(hit.ranks)}
-
-
 def _open(settings: Settings, stop: StopSignal, cycle: str | None, checkpoint: str = "") -> Model:
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     if auto_on_host(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
         settings = settings.model_copy(update={"backend": of_host(compiles_graphs=False)})
     return open_model(settings, workspace, checkpoint, "" if checkpoint else cycle or "", stop)
-
-
-def _vectors(model: Model) -> str:
-    return model.vectors.manifest.digest if model.vectors else ""
 
 
 def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
@@ -144,12 +134,8 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
 def run_encode(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Print the vectors of texts, one a line. Raises ConfigError, CheckpointError, DataError, Preempted."""
     kind, out = call.options.get(KIND, "query"), call.options.get(OUT, "")
-    if kind not in get_args(Kind) or (out and not out.endswith(".npy")):
-        raise ConfigError(
-            f"{KIND} {kind}" if kind not in get_args(Kind) else f"{OUT} {out}",
-            expected=f"{KIND} {' or '.join(get_args(Kind))}, and {OUT} FILE.npy or none: JSON lines are printed",
-            next_command="trnpipe encode --help",
-        )
+    if out and not out.endswith(".npy"):
+        raise ConfigError(f"{OUT} {out}", expected=f"{OUT} FILE.npy; without it JSON lines are printed")
     texts = list(_lines(call.arguments[0] if call.arguments else "-"))
     vectors = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, "")).encode(texts, cast(Kind, kind))
     if out:
@@ -234,15 +220,10 @@ def _score_lines(chunk: Chunk, rows: CleanRows, scores: PairScores, bad: Sequenc
     wrong = {row.row for row in bad}
     usable = [number for number in chunk.rows.tolist() if number not in wrong]
     lines: dict[int, dict[str, object]] = {row.row: {"row": row.row, "error": row.reason} for row in bad}
-    for place, number in enumerate(usable):
-        rounded = scores.probabilities[place].round(6).tolist()
-        lines[number] = {
-            "row": number,
-            "query": rows.query[place],
-            "title": rows.title[place],
-            "grade": scores.grades[place],
-            "gain": round(float(scores.gains[place]), 6),
-            "probabilities": dict(zip(scores.labels, rounded, strict=True)),
-        }
+    gains, probabilities = scores.gains.round(6).tolist(), scores.probabilities.round(6).tolist()
+    scored = zip(usable, rows.query, rows.title, scores.grades, gains, probabilities, strict=True)
+    for number, query, title, grade, gain, values in scored:
+        lines[number] = {"row": number, "query": query, "title": title, "grade": grade, "gain": gain}
+        lines[number]["probabilities"] = dict(zip(scores.labels, values, strict=True))
     for number in sorted(lines):
         yield json.dumps(lines[number], ensure_ascii=False)

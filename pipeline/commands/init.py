@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,7 @@ class Column:
             self.empty += not text
             self.characters += len(text)
             with suppress(ValueError):
-                float(text)
-                self.numbers += 1
+                self.numbers += isfinite(float(text)) and "_" not in text  # as numbers are read
             if text:
                 self.values[text] += 1
 

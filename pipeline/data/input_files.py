@@ -207,8 +207,8 @@ def choose_files(listing: Listing, wanted: str, path: str, setting: str = "--dat
             f"{len(unknown)} of {len(listing.stats)} files of {path} have no suffix of a known format: "
             + names_of(unknown),
             expected="*.parquet, *.csv, *.tsv or *.jsonl files, also with .gz",
-            next_command=f"move them out of the input, or {setting.rpartition('.')[0]}.format csv (parquet, jsonl)"
-            " reads them too",
+            next_command="move them out of the input, or"
+            f" {setting.rpartition('.')[0] or '--data'}.format csv (parquet, jsonl) reads them too",
         )
     if not found:
         seen = names_of([*empty, *listing.passed_over])

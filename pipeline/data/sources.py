@@ -87,6 +87,16 @@ def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callabl
         yield tell
 
 
+def read_products(source: Source, stop: StopSignal) -> Iterator[RawBatch]:
+    """Yield id, title and text of the product of every row. Raises as Source.read, and Preempted."""
+    with reading_progress("reading products", source.files) as tell:
+        for file in source.files:
+            for batch in source.read(file, ["product_id", "title", "text"]):
+                stop.raise_if_set(f"reading {file.key}")
+                tell(batch)
+                yield batch
+
+
 def open_source(config: DataConfig, *, scratch: Path, stop: StopSignal) -> Source:
     """Open the input that the settings name. Raises DataError if there is nothing to read."""
     if config.path is None:

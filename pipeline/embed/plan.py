@@ -26,7 +26,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import RawBatch, quarantined
-from pipeline.data.sources import open_source, reading_progress
+from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import QuarantinedRow
 from pipeline.data.validate import filter_mask
 from pipeline.embed.carry_over import EarlierCycle, find_earlier
@@ -83,19 +83,15 @@ def gather_products(
 
     def products() -> Iterator[RawBatch]:
         seen = set[bytes]()
-        with reading_progress("reading products", source.files) as tell:
-            for file in source.files:
-                for batch in source.read(file, ["product_id", "title", "text"]):
-                    stop.raise_if_set(f"reading {file.key}")
-                    tell(batch)
-                    found = _as_catalogue(batch, "product_id", config.filter)
-                    is_first = np.ones(len(found.rows), dtype=np.bool_)
-                    for row, value in enumerate(found.columns["id"].to_pylist()):
-                        if value:  # rows without an id are all kept, to be judged
-                            is_first[row] = value not in seen
-                            seen.add(value)
-                    columns = found.columns.filter(pa.array(is_first))
-                    yield replace(found, columns=columns, rows=found.rows[is_first])
+        for batch in read_products(source, stop):
+            found = _as_catalogue(batch, "product_id", config.filter)
+            is_first = np.ones(len(found.rows), dtype=np.bool_)
+            for row, value in enumerate(found.columns["id"].to_pylist()):
+                if value:  # rows without an id are all kept, to be judged
+                    is_first[row] = value not in seen
+                    seen.add(value)
+            columns = found.columns.filter(pa.array(is_first))
+            yield replace(found, columns=columns, rows=found.rows[is_first])
 
     return _gather(workspace, content, products())
 

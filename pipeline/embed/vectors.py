@@ -349,17 +349,18 @@ class MappedVectors:
         return len(self.vectors)
 
 
-def open_vectors(uri: str, cache: str | Path | None = None) -> MappedVectors:
+def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal | None = None) -> MappedVectors:
     """Open the vectors below `<workspace>/embeddings/<cycle>`, or in a folder of `trnpipe export vectors`.
 
     Those of a cycle are first written as one matrix into `cache` (default: `vectors` in cache_folder), once for each
     content, and again if a file of it was lost. Raises DataError if there are none, ConfigError for a bad URI.
     """
-    storage, name = place_of(uri, retry=RetryPolicy(), stop=StopSignal())
+    stop = stop or StopSignal()
+    storage, name = place_of(uri, retry=RetryPolicy(), stop=stop)
     manifest, folder = read_manifest(storage, name), storage.local_path(name)
     if manifest is not None and manifest.kind == KIND:
         folder = user_path(str(cache or cache_folder(os.environ) / "vectors")) / manifest.digest
-        manifest = write_matrix(VectorSet(storage, name, manifest), folder, StopSignal())
+        manifest = write_matrix(VectorSet(storage, name, manifest), folder, stop)
     if manifest is None or manifest.kind != _MATRIX_KIND or manifest.fields["form"] != "npy":
         raise DataError(
             f"{storage.uri(name)} holds no finished vectors",

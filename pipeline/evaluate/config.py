@@ -106,6 +106,7 @@ Metric = Annotated[str, AfterValidator(lambda text: MetricName.parse(text).text)
 RowMetric = Annotated[Metric, AfterValidator(_of_rows)]
 Allowed = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 OnBetter = Literal["refuse", "warn", "off"]
+OnGolden = Literal["fail", "warn", "off"]
 Bound = Annotated[float, Field(allow_inf_nan=False)]
 
 DROPS: dict[Metric, Allowed] = {"ndcg@10": 0.01, "macro_f1": 0.01, "retrieval_ndcg@10": 0.01}
@@ -155,6 +156,9 @@ class GateConfig(Record):
     min_slice_queries: int = Field(50, ge=2, description="Queries below which a slice is shown, but not judged")
     first_without_comparison: bool = Field(
         False, description="Promote a first model that no floor and no baseline could judge, and say so on record"
+    )
+    golden: OnGolden = Field(
+        "warn", description="A golden query is lost that production gets right: fail, warn, or off"
     )
 
     def drops_for(self, *, searched: bool) -> dict[Metric, Allowed]:
@@ -277,6 +281,9 @@ class EvaluateConfig(Record):
     leak: Literal["refuse", "warn", "off"] = Field(
         "refuse",
         description="Holdout queries that were trained on, by id or text: refuse if they are more than 5 %, or warn",
+    )
+    golden: str | None = Field(
+        None, description="TOML file of queries with products that search must, or must not, find first"
     )
     promote: bool = Field(True, description="Put a candidate that passes the gate into production")
     force_reason: str = Field("", description="Promote although the gate refuses; why (goes on record)")

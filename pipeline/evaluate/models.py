@@ -19,6 +19,7 @@ from pipeline.core.record import with_retired
 from pipeline.data.token_sets import TokenSet, spec_of
 from pipeline.embed.engine import open_embedder
 from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
+from pipeline.evaluate.golden import read_golden
 from pipeline.evaluate.holdout import PARTITION, QUERY_TOKENS, Holdout
 from pipeline.evaluate.report import EvaluationReport
 from pipeline.evaluate.retrieval import Embed, open_catalogue
@@ -64,7 +65,7 @@ class Models:
     def inputs(self, settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> dict[str, str]:
         """Name what is judged by what: all that decides the verdict, and whether it is acted on.
 
-        Reads a catalogue file for its fingerprint. Raises DataError when there is none.
+        Reads a catalogue file and golden queries for their fingerprints. Raises DataError when there is none.
         """
         dimensions, chunks = settings.embed.output.dimensions, settings.embed.chunks
         retrieval, precision = settings.evaluate.retrieval, settings.embed.precision
@@ -74,7 +75,10 @@ class Models:
         # All but what is done with the verdict; settings that are gone count as before, so that verdicts stand.
         asked = with_retired(settings.evaluate) | {"vector_rows": 512}
         asked["retrieval"] |= {"window_rows": 16_384}
-        asked = {name: value for name, value in asked.items() if name not in ("promote", "force_reason", "candidate")}
+        apart = ("promote", "force_reason", "candidate", "golden")
+        asked = {name: value for name, value in asked.items() if name not in apart}
+        golden = [one.model_dump(mode="json") for one in read_golden(settings, ctx.stop)]
+        gate = {name: value for name, value in with_retired(settings.gate).items() if name != "golden"}
         # What is as it is by default is left out, so that verdicts of earlier versions stand.
         more = {
             "dimensions": dimensions,
@@ -82,13 +86,14 @@ class Models:
             "embed_precision": precision if precision != "fp32" else "",
             "row_tokens": limit,
             "catalogue": open_catalogue(retrieval, path, ctx.stop).content if path else "",
+            "golden": fingerprint([settings.gate.golden, golden]) if golden else "",
         }
         return {
             "candidate": self.candidate.digest,
             "incumbent": self.compared.digest if self.compared else "",
             "data": fingerprint([token_set.info.fingerprint for token_set in sets]),
             "evaluate": fingerprint(asked),
-            "gate": fingerprint(with_retired(settings.gate)),
+            "gate": fingerprint(gate),
             "precision": settings.train.precision,
             "code_version": ctx.code_version,
             **{name: str(value) for name, value in more.items() if value},

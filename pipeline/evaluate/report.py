@@ -45,6 +45,38 @@ class BaselineReport(Record):
         return {name: value for part in (self.metrics, self.retrieval) if part for name, value in part.values.items()}
 
 
+class GoldenOutcome(Record):
+    """A product that search for a query must, or must not, find among the first `top`. Ranks are 0 beyond the list."""
+
+    query: str
+    product: str = Field(description="As the file names it: id or title")
+    must: bool
+    top: int
+    candidate: int
+    incumbent: int | None = Field(description="None without an incumbent, or without vectors of it")
+
+    def holds(self, rank: int) -> bool:
+        return (0 < rank <= self.top) == self.must
+
+    def __str__(self) -> str:
+        ranks = [f"at {rank}" if rank else "not found" for rank in (self.candidate, self.incumbent or 0)]
+        where = ranks[0] if self.incumbent is None else f"{ranks[0]}, production {ranks[1]}"
+        word = "must" if self.must else "must not"
+        return f"{self.query!r} {word} find {self.product!r} in the first {self.top} ({where})"
+
+
+class GoldenReport(Record):
+    """What search finds for the golden queries."""
+
+    outcomes: tuple[GoldenOutcome, ...] = ()
+    unknown: tuple[str, ...] = Field((), description="Names of no product among those that are searched")
+    missing: str = Field("", description="Why nothing was judged")
+
+    @property
+    def missed(self) -> list[GoldenOutcome]:
+        return [one for one in self.outcomes if not one.holds(one.candidate)]
+
+
 class ModelReport(Record):
     """One model on the holdout."""
 
@@ -100,6 +132,7 @@ class EvaluationReport(Record):
     candidate: ModelReport
     incumbent: ModelReport | None
     baselines: tuple[BaselineReport, ...] = ()
+    golden: GoldenReport | None = Field(None, description="None without evaluate.golden")
     holdout: HoldoutReport
     verdict: Verdict
     warnings: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -18,9 +18,10 @@ from pipeline.core.fingerprint import Json, fingerprint, hash63
 from pipeline.core.record import with_retired
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
-from pipeline.data.input_files import Files, open_files
+from pipeline.data.input_files import Files, names_of, open_files
 from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, product_text, text_characters
 from pipeline.data.shards import TokenRows
+from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
 from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
 from pipeline.data.validate import filter_mask
@@ -29,11 +30,12 @@ from pipeline.embed.config import whole_limit
 from pipeline.embed.engine import with_progress
 from pipeline.embed.vectors import check_dimensions, shorten_vectors
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig, RetrievalConfig
+from pipeline.evaluate.golden import GoldenQuery, items_named, judge_golden, read_golden
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
-from pipeline.evaluate.report import FoundProduct, MovedQuery, shortened
+from pipeline.evaluate.report import FoundProduct, GoldenReport, MovedQuery, shortened
 from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
@@ -69,7 +71,8 @@ class RetrievalTask:
 
     `tuning`: further queries, of the valid split, from which the weight of hybrid search is chosen. `items` yields the
     number of the first item and the tokens of windows, in order, of those whose number passes. `texts` yields the texts
-    of all items.
+    of all items. `item_of`: of a row, and its text, among those that
+    items were made of; -1 for none. `golden`: queries that are asked last, and not measured.
     """
 
     queries: Queries
@@ -77,10 +80,12 @@ class RetrievalTask:
     num_items: int
     items: Callable[[Callable[[int], bool]], Iterator[tuple[int, Tokens]]]
     texts: Callable[[], Iterator[list[str]]]
+    item_of: Callable[[int, str], int] = lambda row, text: -1
+    golden: Queries | None = None
 
     @property
     def asked(self) -> list[Queries]:
-        return [self.queries, *([self.tuning] if self.tuning else [])]
+        return [one for one in (self.queries, self.tuning, self.golden) if one]
 
     def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
         """Measure items [Q or more, k] found for the judged queries, which come first."""
@@ -124,7 +129,7 @@ class CatalogueFile:
         config, texts, valid_texts = self.config, dict[int, str](), dict[int, str]()
         items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         num_nameless = 0
-        for batch in self._batches(("id", "query", "query_id")):
+        for batch in self.batches(("id", "query", "query_id")):
             ids, queries, names = (_texts(batch, name) for name in ("id", "query", "query_id"))
             named = zip(queries, names, strict=True)
             of_rows = [hash63(name or query) if query else NO_QUERY for query, name in named]
@@ -161,7 +166,7 @@ class CatalogueFile:
         """
         held: list[str] = []
         number = row = 0
-        for batch in self._batches(("title", "text")):
+        for batch in self.batches(("title", "text")):
             titles, texts = _texts(batch, "title"), _texts(batch, "text")
             kept = is_item[row : row + len(titles)].tolist()
             row += len(titles)
@@ -174,7 +179,7 @@ class CatalogueFile:
         if held and wanted(number):
             yield number * WINDOW_ROWS, held
 
-    def _batches(self, fields: Sequence[str]) -> Iterator[RawBatch]:
+    def batches(self, fields: Sequence[str]) -> Iterator[RawBatch]:
         config = self.config
         names = ("id", "title", "query", "text", *(["query_id"] if config.query_id else []))
         pairs = [(name, getattr(config, name)) for name in names]
@@ -206,7 +211,7 @@ def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> Cata
 def _texts(batch: RawBatch, field: str) -> list[str]:
     """Return a field of every row, stripped; empty texts if the file lacks it."""
     if field not in batch.columns.schema.names:
-        return [""] * batch.num_rows
+        return [""] * len(batch.columns)
     return [(value or b"").decode(errors="replace").strip() for value in batch.columns[field].to_pylist()]
 
 
@@ -263,13 +268,19 @@ def from_products(
         judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
         return Queries(ids, tokens, decoded(tokens, tokenizer), judged)
 
+    encoder, largest = TextTokenizer(tokenizer), holdout.rows.buckets[-1]
+
+    def item_of(row: int, text: str) -> int:
+        tokens = cut_tokens(encoder.encode([text]), largest.product_tokens, encoder.sep_id)
+        return int(products.numbers_of(text_hashes(tokens.ids[None], encoder.pad_id))[0])
+
     tuning = None
     if not isinstance(valid, str):
         others = _graded_rows(valid)
         others = others.select(products.numbers_of(others.product) >= 0)
         ids = some_queries(np.setdiff1d(others.query_id, asked), MAX_TUNING)
         tuning = queries(valid, ids, others.select(np.isin(others.query_id, ids))) if len(ids) else None
-    return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts)
+    return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts, item_of)
 
 
 def from_catalogue(
@@ -301,7 +312,8 @@ def from_catalogue(
         return Queries(ids, tokens, texts, judged)
 
     tuning = queries(table.valid_texts, MAX_TUNING) if table.valid_texts else None
-    return RetrievalTask(queries(table.texts, config.max_queries), tuning, int(table.is_item.sum()), items, texts)
+    judged, num_items = queries(table.texts, config.max_queries), int(table.is_item.sum())
+    return RetrievalTask(judged, tuning, num_items, items, texts, lambda row, text: int(table.item_of[row]))
 
 
 def some_queries(query_id: Int64s, most: int) -> Int64s:
@@ -478,12 +490,54 @@ class ModelSearch:
     @cached_property
     def task(self) -> RetrievalTask | str:
         """Queries, items and judgements, or why there are none."""
-        config, ctx = self.settings.evaluate, self.ctx
+        config, ctx = self.settings.evaluate.retrieval, self.ctx
+        spec, tokenizer = spec_of(self.sets[0].info), TextTokenizer(self.tokenizer)
+        task: RetrievalTask | str
         if self._catalogue is not None:
-            spec, tokenizer = spec_of(self.sets[0].info), TextTokenizer(self.tokenizer)
-            return from_catalogue(self._catalogue, self.holdout, tokenizer, spec, self.settings.embed.chunks)
-        sources = [open_rows(ctx.workspace, self.sets, split, ctx.scratch / "tokens") for split in SPLITS]
-        return from_products(self.holdout, self.valid, sources, self.tokenizer, config.retrieval, ctx.stop, self.warn)
+            task = from_catalogue(self._catalogue, self.holdout, tokenizer, spec, self.settings.embed.chunks)
+        else:
+            sources = [open_rows(ctx.workspace, self.sets, split, ctx.scratch / "tokens") for split in SPLITS]
+            task = from_products(self.holdout, self.valid, sources, self.tokenizer, config, ctx.stop, self.warn)
+        if isinstance(task, str) or not self.golden:
+            return task
+        buckets, nothing = self.holdout.rows.buckets, np.zeros(0, dtype=np.int64)
+        texts = [one.query[: text_characters(buckets)] for one in self.golden]
+        encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
+        tokens = cut_tokens(encoded, buckets[-1].query_tokens, tokenizer.sep_id)
+        judged = Judgements(nothing, nothing, np.zeros(0))
+        return replace(task, golden=Queries(np.arange(len(texts)), tokens, texts, judged))
+
+    @cached_property
+    def golden(self) -> tuple[GoldenQuery, ...]:
+        return read_golden(self.settings, self.ctx.stop)
+
+    def judge_golden(self, ours: RetrievalResult | None, theirs: RetrievalResult | None) -> GoldenReport | None:
+        """Judge the golden queries, if any, by what both models found. Raises DataError if the data is gone."""
+        if not self.golden:
+            return None
+        lists, other = (one.ranked.items[-len(self.golden) :] if one and one.ranked else None for one in (ours, theirs))
+        task = self.task if ours else "evaluate.retrieval.enabled is false"
+        if isinstance(task, str) or lists is None:
+            return GoldenReport(missing=task if isinstance(task, str) else "search with the candidate failed")
+        names = (name for one in self.golden for name in one.names)
+        items = items_named(names, self._product_rows(), task.item_of)
+        report = judge_golden(self.golden, items, lists, other)
+        if report.unknown:
+            where = f"of the {task.num_items:,} products that retrieval searches"
+            self.warn(f"golden queries name {len(report.unknown):,} that are none {where}: {names_of(report.unknown)}")
+        return report
+
+    def _product_rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield id, title and text, as it was tokenised, of the rows that items are made of."""
+        prefix, limit = spec_of(self.sets[0].info).product_prefix, text_characters(self.holdout.rows.buckets)
+        if self._catalogue is not None:
+            batches, name = self._catalogue.batches(("id", "title")), "id"
+        else:
+            source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
+            batches, name = read_products(source, self.ctx.stop), "product_id"
+        for batch in batches:
+            for one, title, text in zip(*(_texts(batch, each) for each in (name, "title", "text")), strict=True):
+                yield one, title, prefix + product_text(title, text, limit)
 
     @cached_property
     def decides(self) -> dict[str, Json]:
@@ -499,6 +553,7 @@ class ModelSearch:
             "retrieval": retrieval,
             "metrics": self.metrics.model_dump(mode="json", include={"retrieval_at", "relevant_gain"}),
             **({"chunks": self.settings.embed.chunks} if self._catalogue and self.settings.embed.chunks > 1 else {}),
+            **({"golden": [one.query for one in self.golden]} if self.golden else {}),
             **({"asked": "every row"} if self._catalogue else {}),  # once: the query of an item's first row alone
         }
 

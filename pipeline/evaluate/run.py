@@ -15,6 +15,7 @@ from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
 from pipeline.evaluate.gate.compare import Side
 from pipeline.evaluate.gate.judge import judge, verdict_advice
+from pipeline.evaluate.golden import golden_check
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_doubts, open_holdout, refuse_leak
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
@@ -235,6 +236,8 @@ class Evaluation:
     def _report(self, ours: ScoredModel, theirs: ScoredModel | None, scored: list[ScoredBaseline]) -> EvaluationReport:
         config, ctx, holdout, leak = self.settings.evaluate, self.ctx, self.holdout, self.leak
         candidate, incumbent = self._measured(ours, scored), None if theirs is None else self._measured(theirs, scored)
+        golden = self.search.judge_golden(ours.found, theirs.found if theirs else None)
+        action = self.settings.gate.golden
         verdict = judge(
             ours.judged,
             theirs.judged if theirs else None,
@@ -242,6 +245,7 @@ class Evaluation:
             searched=config.retrieval.enabled,
             baselines=[one.baseline for one in scored],
             warnings=leak_doubts(leak),
+            golden=golden_check(golden, action) if golden and action != "off" else None,
         )
         advice = verdict_advice(
             verdict,
@@ -264,6 +268,7 @@ class Evaluation:
             candidate=candidate,
             incumbent=incumbent,
             baselines=tuple(one.report for one in scored),
+            golden=golden,
             holdout=HoldoutReport(
                 split=holdout.split,
                 partitions=partitions,

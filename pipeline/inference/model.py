@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.context import load_result, scratch_folder
 from pipeline.core.arrays import Float32s, Float64s, Int64s
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.core.errors import ConfigError, DataError, NumericError
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import bucket_arrays, encode_rows
@@ -26,9 +26,10 @@ from pipeline.data.token_sets import TokenSetInfo, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, pieces
 from pipeline.data.validate import CleanRows, RowRules, clean
 from pipeline.embed.engine import Embedder, open_embedder
-from pipeline.embed.vectors import VectorSet, find_vectors, shorten_vectors
+from pipeline.embed.vectors import VectorSet, find_vectors, shorten_vectors, vectors_prefix
 from pipeline.evaluate.score import ScoreProgram, to_probabilities
 from pipeline.inference.index import ProductIndex, open_index
+from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel
@@ -99,13 +100,22 @@ class Model:
         return f"{self.checkpoint.state.cycle}/step-{self.checkpoint.state.step}"
 
     def encode(self, texts: str | Sequence[str], kind: Kind = "query") -> Float32s:
-        """Return unit vectors [N, D] of texts (of one text: [D]), as `trnpipe embed` and search make them."""
-        asked = [texts] if isinstance(texts, str) else list(texts)
+        """Return unit vectors [N, D] of texts (of one text: [D]), as `trnpipe embed` and search make them.
+
+        Raises ConfigError for another kind, DataError for what is no text, NumericError, Preempted.
+        """
         inputs, limit = self.checkpoint.state.inputs, CHARACTERS_PER_TOKEN * self._embedder.limit
-        prefix = inputs.query_prefix if kind == "query" else inputs.product_prefix
-        tokens = self._tokenizer.encode([prefix + text[:limit] for text in asked])
+        prefixes = {"query": inputs.query_prefix, "product": inputs.product_prefix}
+        if kind not in prefixes:
+            raise ConfigError(f"kind {kind!r}", expected=" or ".join(prefixes))
+        try:
+            asked = [prefixes[kind] + text.strip()[:limit] for text in ([texts] if isinstance(texts, str) else texts)]
+            tokens = self._tokenizer.encode(asked)
+        except (TypeError, AttributeError) as error:
+            raise DataError("a text cannot be written as UTF-8", expected="texts") from error
         found = list(self._embedder.stream(pieces(tokens, _WINDOW_TEXTS)))
         vectors = np.concatenate([np.zeros((0, self._embedder.dim), dtype=np.float32), *found])
+        self._check(vectors, "vectors")
         return vectors[0] if isinstance(texts, str) else vectors
 
     def similarity(self, queries: Float32s, products: Float32s) -> Float32s:
@@ -136,17 +146,20 @@ class Model:
         return rows, self._scored(rows), bad
 
     def search(self, query: str, top: int = 10, by: Order = "vectors") -> list[Hit]:
-        """Return the `top` products of the catalogue, exactly. Raises ConfigError if this model has embedded none."""
+        """Return the `top` products of the catalogue, exactly. Raises ConfigError if it was not embedded."""
+        if not query.strip() or top < 1 or by not in get_args(Order):
+            raise ConfigError(
+                f"search for {query!r}, top {top}, by {by!r}",
+                expected=f"a query, a top of at least 1, and by {', '.join(get_args(Order))}",
+                next_command='trnpipe search "red running shoes"',
+            )
         index = self.index
-        vector = shorten_vectors(self.encode(query)[None], index.dim)[0]
+        vector = shorten_vectors(self.encode(query)[None], index.mapped.vectors.shape[1])[0]
         found = index.search(query, vector, top)
         lists: dict[Order, list[int]] = {
             "vectors": found.vectors.items[0].tolist(),
             "words": found.words.items[0].tolist(),
             "hybrid": found.hybrid[0].tolist(),
-        }
-        ranks: dict[Order, dict[int, int]] = {
-            name: {item: rank for rank, item in enumerate(items, 1) if item >= 0} for name, items in lists.items()
         }
         cosines = dict(zip(lists["vectors"], found.vectors.scores[0].tolist(), strict=True))
         items = [item for item in lists[by][:top] if item >= 0]
@@ -155,19 +168,21 @@ class Model:
                 name,
                 title,
                 cosines.get(item),
-                {order: places[item] for order, places in ranks.items() if item in places},
+                {order: one.index(item) + 1 for order, one in lists.items() if item in one},
             )
-            for item, (name, title) in zip(items, index.products(np.array(items, dtype=np.int64)), strict=True)
+            for item, (name, title) in zip(items, index.products(items), strict=True)
         ]
 
     @cached_property
     def index(self) -> ProductIndex:
         """Return the products that search looks through; the first call on a machine writes them into its cache."""
         if self.vectors is None:
+            cycle = self.checkpoint.state.cycle
             raise ConfigError(
-                f"no catalogue was embedded with {self.checkpoint.uri}",
-                expected="vectors of the served pair, or of a cycle by name",
-                next_command="trnpipe embed, then trnpipe embed verify",
+                f"the catalogue was not embedded with {self.checkpoint.uri}, so there is nothing to search",
+                expected="a model with vectors; one that is not promoted gets none by itself",
+                next_command=f"trnpipe embed --cycle {cycle} --embed.checkpoint {self.checkpoint.prefix}, which serves"
+                f" nothing; then trnpipe search QUERY --cycle {cycle}",
             )
         return open_index(self._workspace, self.vectors, self._stop)
 
@@ -194,6 +209,14 @@ class Model:
             )
         prefixes = {"query_prefix": spec.query_prefix, "product_prefix": spec.product_prefix}
         return data.model_copy(update={**prefixes, "filter": {}, "slices": (), "labels": ()})
+
+    def _check(self, numbers: Float32s | Float64s, what: str) -> None:
+        if not np.isfinite(numbers).all():
+            raise NumericError(
+                f"{self.checkpoint.uri} makes {what} that are NaN or infinite",
+                expected="numbers",
+                next_command="name another model: --cycle CYCLE",
+            )
 
     @cached_property
     def _backend(self) -> Backend:
@@ -248,6 +271,7 @@ class Model:
                 (found,) = self._backend.to_host([program.outputs(batch).logits])
                 logits[started[number]] = found.numpy()[: len(started[number])]
         probabilities = to_probabilities(logits)
+        self._check(probabilities, "scores")
         return PairScores(inputs.labels, probabilities, probabilities @ np.array(inputs.label_gains))
 
 
@@ -269,17 +293,19 @@ def _trained_on(workspace: Storage, checkpoint: Checkpoint) -> TokenSetInfo | No
 
 
 def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, stop: StopSignal) -> Model:
-    """Open a checkpoint by its name; or that of a cycle with its vectors; or, without both, the pair that is served.
+    """Open a checkpoint by its name; or that of a cycle, with its vectors if it has any; or else what is served.
 
     Raises ConfigError if nothing is served or in production, CheckpointError, DataError.
     """
-    scratch, vectors = scratch_folder(settings, workspace, os.environ) / "asked", None
-    if named:
-        return Model(open_checkpoint(*locate(named, settings, workspace), scratch), settings, workspace, None, stop)
-    if cycle:
-        vectors = find_vectors(workspace, cycle)
-        place = vectors.info.model.place
-    else:
+    scratch, vectors, place = scratch_folder(settings, workspace, os.environ) / "asked", None, named
+    if cycle and not named:
+        trained = load_result(workspace, cycle, "train")
+        if trained and read_manifest(workspace, vectors_prefix(cycle)) is None:  # refused, or not yet embedded
+            place = trained.outputs["checkpoint"]
+        else:
+            vectors = find_vectors(workspace, cycle)
+            place = vectors.info.model.place
+    elif not named:
         registry = Registry(workspace, readable_model(settings, workspace))
         pair, production = registry.serving(), registry.production()
         if pair is not None:

@@ -14,6 +14,7 @@ from pipeline.data.judgements import judgements_of, prepared_warnings
 from pipeline.data.prepare import PreparedData, prepare
 from pipeline.data.token_sets import QUARANTINE, store_digest
 from pipeline.evaluate.gate.judge import count_queries, size_advice
+from pipeline.evaluate.golden import read_golden
 from pipeline.parallel.world import job_index
 from pipeline.registry.checkpoints import parent_tokenizer
 from pipeline.settings import Settings
@@ -33,6 +34,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     result is the same, it is returned as already done. Raises DataError for input that cannot be used.
     """
     started, config = datetime.now(UTC), settings.data
+    read_golden(settings, ctx.stop)  # a mistake in the file shows before anything is trained
     tokenizer = None if config.tokenizer.path else parent_tokenizer(settings, ctx.workspace)
     data = prepare(
         config,

@@ -29,7 +29,8 @@ def state_of(
 
 
 @cache
-def _snapshot(cycle: str, seed: int) -> Snapshot:
+def snapshot_of(cycle: str, seed: int) -> Snapshot:
+    """A model of random weights."""
     tokenizer = TextTokenizer(tokenizer_json())
     spec = InputSpec(
         vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, labels=("no", "yes"), label_gains=(0.0, 1.0)
@@ -43,7 +44,7 @@ def make_checkpoint(
     workspace: Storage, scratch: Path, cycle: str = "c0", seed: int = 1, *, promoted: bool = True
 ) -> str:
     """The prefix of a fresh checkpoint; other seeds are other models."""
-    commit_snapshot(workspace, _snapshot(cycle, seed), scratch / "snapshot")
+    commit_snapshot(workspace, snapshot_of(cycle, seed), scratch / "snapshot")
     prefix = f"checkpoints/{cycle}/step-1"
     if promoted:
         put(workspace, prefix)

@@ -2,50 +2,37 @@
 
 import io
 import json
+import shlex
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 import trnpipe
 from pipeline import cli
-from pipeline.core.errors import ConfigError, DataError
+from pipeline.checkpoint.save import commit_snapshot
+from pipeline.checkpoint.store import KIND, WEIGHTS
+from pipeline.convert.folder import PRODUCT, QUERY
+from pipeline.core.errors import ConfigError, DataError, NumericError
 from pipeline.core.fingerprint import hash63
 from pipeline.embed.vectors import find_vectors
 from pipeline.evaluate.score import load_scores
+from pipeline.inference.model import Kind
+from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
 from pipeline.retrieval.bm25 import Bm25
 from tests.embed.catalogues import KINDS, products, title, write_catalogue
-from tests.embed.checkpoints import make_checkpoint
+from tests.embed.checkpoints import make_checkpoint, snapshot_of
 from tests.fault.harness import MODEL, TRAIN
 
 pytestmark = pytest.mark.stage
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Storage:
-    """A workspace with 100 products in three parts, embedded by two models one after the other, and served."""
-    folder = tmp_path_factory.mktemp("served")
-    storage = open_storage(str(folder / "workspace"))
-    twice = pa.table({"product_id": ["p3", "p100"], "title": ["another title", "camera\x1b[31m model 7"]})
-    write_catalogue(folder / "in", [products(range(60)), pa.concat_tables([products(range(60, 100)), twice])])
-    for cycle, seed in (("c0", 1), ("c1", 2)):
-        make_checkpoint(storage, folder, cycle, seed)
-        for action in ([], ["verify"]):
-            flags = [f"--workspace={folder}/workspace", f"--cycle={cycle}", "--backend=cpu", "--data.num-workers=1"]
-            flags += [f"--embed.catalogue.path={folder}/in", "--embed.output.rows-per-part=45"]
-            flags += ["--embed.catalogue.max-bad-fraction=0.1"]
-            assert cli.main(["embed", *action, *flags]) == 0
-    return storage
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def ask(storage: Storage, *words: str) -> int:
@@ -95,6 +82,39 @@ def test_encode_makes_the_vectors_that_embed_stored(served: Storage) -> None:
     assert np.allclose(one, model.encode(texts[:1], kind="product")[0])
     assert model.similarity(one, model.encode(texts, "product")).shape == (1, len(texts))
     assert model.encode([]).shape == (0, 16)
+
+
+TEXTS = [
+    "phone model 8 black edition",
+    "",
+    "PHONE Model 8\tblack\u00a0edition",
+    "Größe café 手机 🙂",
+    "kettle " * 400,
+    "unknowable" * 60,
+    " " * 2000 + "drill",
+]
+
+
+@pytest.mark.parametrize("prefixes", [("", ""), ("query: ", "passage: ")])
+def test_encode_equals_sentence_transformers(tmp_path: Path, prefixes: tuple[str, str]) -> None:
+    """On the exported folder, to 1e-5, prompts included."""
+    peer = pytest.importorskip("sentence_transformers")
+    snapshot = snapshot_of("c0", 3)
+    inputs = snapshot.state.inputs.model_copy(update={"query_prefix": prefixes[0], "product_prefix": prefixes[1]})
+    state = snapshot.state.model_copy(update={"inputs": inputs})
+    commit_snapshot(open_storage(str(tmp_path / "workspace")), replace(snapshot, state=state), tmp_path / "snapshot")
+    checkpoint, out = f"{tmp_path}/workspace/checkpoints/c0/step-1", str(tmp_path / "exported")
+    assert cli.main(["export", checkpoint, f"--workspace={tmp_path}/workspace", "--out", out]) == 0
+    theirs, ours = peer.SentenceTransformer(out, device="cpu", local_files_only=True), trnpipe.load_model(checkpoint)
+    kinds: list[tuple[Kind, str]] = [("query", QUERY[0]), ("product", PRODUCT[0])]
+    for kind, name in kinds:
+        prompt = {"prompt_name": name} if prefixes[0] else {}
+        expected = theirs.encode(TEXTS, show_progress_bar=False, **prompt)
+        found = ours.encode(TEXTS, kind=kind)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        assert np.abs(found[0] - found[4]).max() > 0.01, "vectors that differ"
+    if prefixes[0]:
+        assert np.abs(ours.encode(TEXTS[0]) - ours.encode(TEXTS[0], "product")).max() > 1e-3
 
 
 def test_search_on_the_command_line(served: Storage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,3 +230,94 @@ def test_score_names_the_rows_that_it_cannot_score(
     lines = [json.loads(line) for line in captured.out.splitlines()]
     assert [line.get("error") for line in lines] == [None, "empty query", "feature price is not a finite number"]
     assert "score: 1 of 3 rows" in captured.err
+
+
+FORMS = {
+    "int8": ["--embed.output.dtype=int8"],
+    "npy": ["--embed.output.format=npy", "--embed.output.dtype=fp32"],
+    "cut": ["--embed.output.dimensions=6"],
+    "filtered": ["--embed.catalogue.filter=market=de"],
+    "numbers": ["--embed.catalogue.id=number"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_search_equals_exact_search_whatever_the_vectors_are(tmp_path: Path, form: str) -> None:
+    """Titles in several scripts, empty ones with a text, ids that are numbers, rows that a filter leaves out."""
+    titles = ["kettle größe 2", "手机 64 gb", "", "🙂 shoe", "phone\x1b[31m", "kettle größe 2", "drill"]
+    columns: dict[str, list[Any]] = {
+        "product_id": [f"p{n}" for n in range(7)],
+        "number": [n + 10 for n in range(7)],
+        "title": titles,
+        "text": ["", "", "long text", "", "", "", ""],
+        "market": ["de", "us", "de", "de", "us", "de", "de"],
+    }
+    workspace = open_storage(str(tmp_path / "workspace"))
+    make_checkpoint(workspace, tmp_path)
+    write_catalogue(tmp_path / "in", [pa.table(columns)])
+    flags = [f"--workspace={tmp_path}/workspace", "--cycle=c0", "--backend=cpu", "--data.num-workers=1"]
+    assert cli.main(["embed", *flags, f"--embed.catalogue.path={tmp_path}/in", *FORMS[form]]) == 0
+    model = trnpipe.load_model(workspace=str(tmp_path / "workspace"), cycle="c0")
+    kept = [n for n in range(7) if form != "filtered" or columns["market"][n] == "de"]
+    names = columns["number" if form == "numbers" else "product_id"]
+    (block,) = find_vectors(workspace, "c0").blocks(0)
+    assert block[0]["id"].to_pylist() == [names[n] for n in kept]
+    every = block[1].astype(np.float64)
+    query = model.encode("größe 2")[: every.shape[1]].astype(np.float64)
+    cosines = every @ (query / np.linalg.norm(query))
+    hits = model.search("größe 2", top=5)
+    assert [hit.cosine for hit in hits] == pytest.approx(np.sort(cosines)[::-1][:5], abs=1e-6)
+    places = [names.index(hit.id) for hit in hits]
+    assert [hit.title for hit in hits] == [titles[place] or "long text" for place in places]
+    assert {hit.id for hit in model.search("GRÖSSE GRÖßE", by="words")} == {names[0], names[5]}
+
+
+def test_search_and_encode_say_what_is_wrong(served: Storage) -> None:
+    model = trnpipe.load_model(workspace=str(served.local_path("")))
+    with pytest.raises(ConfigError, match="magic"):
+        model.search("phone", by="magic")  # type: ignore[arg-type]
+    for query, top in ((" ", 10), ("phone", 0)):
+        with pytest.raises(ConfigError, match=f"top {top}"):
+            model.search(query, top)
+    with pytest.raises(ConfigError, match="kind 'title'"):
+        model.encode("phone", kind="title")  # type: ignore[arg-type]
+    for text in ("\udcff", 7, None):
+        with pytest.raises(DataError, match="UTF-8"):
+            model.encode([text])  # type: ignore[list-item]
+    assert len(model.search("phone " * 10_000)) == 10
+    assert len(model.search("phone", top=1000)) == len(model.index) == 101
+
+
+def test_vectors_and_scores_that_are_no_numbers_are_refused(judged: tuple[Storage, Path], tmp_path: Path) -> None:
+    storage, path = judged
+    (step,) = storage.list_dirs("checkpoints/c1/")
+    source = storage.local_path(f"checkpoints/c1/{step}")
+    assert source is not None
+    shutil.copytree(source, tmp_path / "bad")
+    (tmp_path / "bad" / "MANIFEST.json").unlink()
+    weights = load_file(tmp_path / "bad" / WEIGHTS)
+    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, tmp_path / "bad" / WEIGHTS)
+    commit_dir(open_storage(str(tmp_path)), tmp_path / "bad", "broken", kind=KIND, fields={"step": 1, "cycle": "c1"})
+    texts = tmp_path / "texts.txt"
+    texts.write_text("phone\n")
+    for words in (["encode", str(texts)], ["score", str(path)]):
+        assert ask(storage, *words, "--checkpoint", str(tmp_path / "broken")) == NumericError.exit_code
+
+
+def test_a_refused_cycle_says_how_it_can_be_searched(
+    judged: tuple[Storage, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its model encodes and scores; to be searched it must embed the catalogue, which the error says how to do."""
+    storage, path = judged
+    texts = tmp_path / "texts.txt"
+    texts.write_text("phone\n")
+    assert ask(storage, "encode", str(texts), "--cycle=c1") == 0
+    assert ask(storage, "score", str(path), "--cycle=c1") == 0
+    assert ask(storage, "search", "phone", "--cycle=c1") == ConfigError.exit_code
+    said = " ".join(capsys.readouterr().err.split())
+    command = shlex.split(said.partition("trnpipe embed ")[2].partition(",")[0])
+    assert command[:2] == ["--cycle", "c1"] and "then trnpipe search QUERY --cycle c1" in said
+    flags = [f"--workspace={storage.local_path('')}", "--backend=cpu", f"--data.path={path}", "--data.num-workers=1"]
+    assert cli.main(["embed", *command, *flags]) == 0
+    assert ask(storage, "search", "phone", "--cycle=c1") == 0
+    assert " 1 " in capsys.readouterr().out

@@ -18,9 +18,10 @@ from pipeline.data.config import SyntheticConfig
 from pipeline.evaluate import run as evaluate_work
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak
 from pipeline.evaluate.models import ModelScorer
-from pipeline.evaluate.report import load_digest
+from pipeline.evaluate.report import GoldenReport, load_digest
 from pipeline.evaluate.run import Evaluation
 from pipeline.evaluate.score import load_scores
+from pipeline.inference.model import load_model
 from pipeline.registry.model import roll_back_model
 from pipeline.registry.promote import promote
 from pipeline.registry.records import Author, Decision, read_history
@@ -250,6 +251,58 @@ def test_a_catalogue_that_has_changed_is_another_question(case: Case) -> None:
     assert "done already" not in case.run(*flags)
     assert "done already" in case.run(*flags)
     assert "done already" not in case.run(*flags, "--embed.precision=bf16"), "items are embedded in it"
+
+
+def test_golden_queries_are_judged_by_what_search_finds(promoted: Case) -> None:
+    """By id, and by title; ranks are those of all products by the vectors that `encode` makes."""
+    batch = next(synthetic.generate(SyntheticConfig(num_queries=60, num_days=2), "dt=2026-01-01")).to_pydict()
+    query, title, product = (batch[name][0] for name in ("query", "title", "product_id"))
+    golden = promoted.folder / "golden.toml"
+    golden.write_text(
+        f"[[golden]]\nquery = {json.dumps(query)}\nmust = [{json.dumps(title.upper())}, 'nothing']\ntop = 100\n"
+        f"[[golden]]\nquery = {json.dumps(query)}\nmust_not = ['{product}', '{batch['product_id'][11]}']\ntop = 1\n"
+    )
+    worse = promoted.made("worse", noisy(1.0))
+    flags = (f"--evaluate.golden={golden}", f"--evaluate.candidate={worse}", "--gate.golden=fail")
+    told = promoted.run(*flags, code=80)
+    found = promoted.report().golden
+    assert found is not None and found.unknown == ("nothing",)
+    assert "golden queries name 1 that are none of the" in told and "golden queries: " in told
+    texts = dict.fromkeys(
+        (row["title"], row["text"])
+        for day in synthetic.partitions(SyntheticConfig(num_queries=60, num_days=2))
+        for part in synthetic.generate(SyntheticConfig(num_queries=60, num_days=2), day)
+        for row in part.to_pylist()
+    )
+    wanted = [list(texts).index((batch["title"][row], batch["text"][row])) for row in (0, 0, 11)]
+    for side, checkpoint in (("candidate", worse), ("incumbent", promoted.trained())):
+        model = load_model(promoted.storage.uri(checkpoint))
+        products = model.encode([f"{title} {text}" for title, text in texts], kind="product")
+        cosines = model.similarity(model.encode(query), products)[0]
+        ranks = [1 + int((cosines > cosines[item] + 1e-6).sum()) for item in wanted]
+        assert [getattr(one, side) for one in found.outcomes] == [rank if rank <= 100 else 0 for rank in ranks]
+    check = next(check for check in promoted.report().verdict.checks if check.kind == "golden")
+    lost = [one for one in found.missed if one.holds(one.incumbent or 0)]
+    assert check.outcome == ("fail" if lost else "warn" if found.missed else "pass")
+    promoted.run(*flags, "--gate.golden=off", code=80)
+    assert not any(check.kind == "golden" for check in promoted.report().verdict.checks)
+    promoted.run(*flags, "--no-evaluate.retrieval.enabled", code=80)
+    assert promoted.report().golden == GoldenReport(missing="evaluate.retrieval.enabled is false")
+
+
+def test_golden_queries_in_a_catalogue_of_its_own(case: Case) -> None:
+    path, golden = case.folder / "offers.csv", case.folder / "golden.toml"
+    path.write_text("product_id,title,query\n1,red shoe,shoe\n2,blue hat,hat\n3,black hat,hat\n2,blue cap,cap\n")
+    golden.write_text("[[golden]]\nquery = 'hat'\nmust = ['2', 'black hat', 'blue cap', 'green hat']\ntop = 3\n")
+    flags = (f"--evaluate.retrieval.catalogue={path}", f"--evaluate.golden={golden}", "--gate.min-queries=2")
+    case.run(*flags, "--no-evaluate.promote")
+    found = case.report().golden
+    assert found is not None and found.unknown == ("green hat",) and not found.missed
+    ranks = {one.product: one.candidate for one in found.outcomes}
+    assert ranks["2"] == ranks["blue cap"] and {ranks["2"], ranks["black hat"]} < {1, 2, 3}
+    assert "done already" in case.run(*flags, "--no-evaluate.promote")
+    golden.write_text("[[golden]]\nquery = 'hat'\nmust = ['1']\n")
+    assert "done already" not in case.run(*flags, "--no-evaluate.promote"), "another question"
 
 
 def test_judged_first_and_promoted_later(case: Case) -> None:

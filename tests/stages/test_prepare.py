@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.context import StageResult, load_result
-from pipeline.core.errors import CheckpointError
+from pipeline.core.errors import CheckpointError, DataError
 from pipeline.io.storage import open_storage
 from pipeline.stages.prepare import UNSPLIT
 
@@ -52,6 +52,12 @@ def test_the_second_run_finds_the_first_and_other_settings_add_to_it(
     assert third.inputs != first.inputs
     assert third.settings_hash != first.settings_hash
     assert event_names(tmp_path)[-1] == "stage_finished"
+
+
+def test_a_mistake_in_the_golden_queries_stops_it_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "golden.toml").write_text("[[golden]]\nmust = ['a product']\n")
+    assert prepare(tmp_path, f"--evaluate.golden={tmp_path}/golden.toml") == DataError.exit_code
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_a_broken_incumbent_stops_it_before_any_work(tmp_path: Path) -> None:

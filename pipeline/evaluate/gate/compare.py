@@ -122,7 +122,7 @@ def _corrected(quantile: float, skewness: float) -> float:
 # What the gate says, in records that go into results and in lines for people.
 
 Outcome = Literal["fail", "warn", "skipped", "pass"]
-CheckKind = Literal["scores", "holdout", "incumbent", "comparison", "floor", "delta", "slice", "baseline"]
+CheckKind = Literal["scores", "holdout", "incumbent", "comparison", "floor", "delta", "slice", "baseline", "golden"]
 
 _SLICES_SHOWN: dict[Outcome, int] = {"fail": 1000, "warn": 1000, "skipped": 5, "pass": 0}
 """In lines for people, in this order; the others are counted."""

@@ -13,6 +13,8 @@ Four rules, each with its burden of proof; how often each errs is measured by be
    one. Bonferroni shares 1 - confidence among all these comparisons: a candidate that is worse than no baseline is
    refused with at most that chance.
 
+Golden queries are judged beside these rules (evaluate/golden.py).
+
 A first model that no floor and no baseline could judge is refused too, unless `gate.first_without_comparison` is set:
 then the verdict says that it is promoted without a comparison.
 
@@ -207,13 +209,14 @@ def judge(
     searched: bool = True,
     baselines: Sequence[Baseline] = (),
     warnings: Sequence[str] = (),
+    golden: GateCheck | None = None,
     seed: int = SEED,
 ) -> Verdict:
     """Judge a candidate against the incumbent, if there is one. The same input gives the same verdict.
 
     Slices are those of the candidate. `searched`: whether retrieval is evaluated at all. Baselines are of the same rows
-    and queries. `warnings`: what makes figures of this holdout doubtful, to be repeated in the verdict. Raises
-    DataError for scores of another holdout.
+    and queries. `warnings`: what makes figures of this holdout doubtful, to be repeated in the verdict. `golden`: the
+    check of golden queries. Raises DataError for scores of another holdout.
     """
     if theirs is not None:
         check_same_holdout(ours, theirs)
@@ -239,6 +242,7 @@ def judge(
         without_comparison = not any(check.judges or check.outcome == "fail" for check in checks)
         if without_comparison:
             checks.append(nothing_compared(against, config, first=theirs is None))
+    checks += [golden] if golden else []
     checks += [
         GateCheck(name=f"holdout {number}", kind="holdout", outcome="warn", reason=text)
         for number, text in enumerate(warnings, start=1)
