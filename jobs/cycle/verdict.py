@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from jobs.cycle.ledger import CycleLedger
+from jobs.cycle.tables import DEADLINES
 from pipeline.context import Figure
 from pipeline.core.format import aligned, format_duration, usd
 from pipeline.embed.digest import VerifyDigest
@@ -23,7 +24,9 @@ def verdict_lines(
 ) -> list[str]:
     """Return the verdict of a cycle that has ended, its metrics, and why it was refused. `evaluate`: its figures."""
     took = "" if ledger.took_s is None else f" in {format_duration(ledger.took_s)}"
-    lines = [f"cycle {ledger.cycle}: {_verdict(ledger, evaluation, evaluate)}{took}, {_cost(ledger, target)}"]
+    late = f", {DEADLINES['missed']}" if ledger.deadline == "missed" else ""
+    verdict = f"{_verdict(ledger, evaluation, evaluate)}{took}{late}"
+    lines = [f"cycle {ledger.cycle}: {verdict}, {cost_text(ledger, target)}"]
     if evaluation is not None:
         lines += [f"  {line}" for line in _quality(evaluation)]
         if not evaluation.verdict.promote:
@@ -34,6 +37,8 @@ def verdict_lines(
 
 
 def _verdict(ledger: CycleLedger, evaluation: EvaluationReport | None, evaluate: Mapping[str, Figure]) -> str:
+    if ledger.outcome == "open":
+        return "under way"
     if ledger.outcome != "succeeded" or not evaluate.get("promoted"):
         return ledger.outcome
     if evaluate.get("forced"):
@@ -42,7 +47,8 @@ def _verdict(ledger: CycleLedger, evaluation: EvaluationReport | None, evaluate:
     return "promoted WITHOUT a comparison" if without else "promoted"
 
 
-def _cost(ledger: CycleLedger, target: str) -> str:
+def cost_text(ledger: CycleLedger, target: str) -> str:
+    """Return what a cycle cost; a machine of one's own costs nothing."""
     if target == "local":
         return "local: no charge"
     return "cost unknown" if ledger.total.usd is None else usd(ledger.total.usd)
@@ -73,7 +79,10 @@ def _quality(evaluation: EvaluationReport) -> list[str]:
             change = f"{difference:+.3f} [{check.low:+.3f}, {check.high:+.3f}]"
         cells = [_number(figures.get(name)) for figures in (evaluation.candidate.figures, *others)]
         rows.append([_NAMES.get(name, name), *cells, change])
-    return [line.rstrip() for line in aligned(rows, left=(0, len(rows[0]) - 1))]
+    lines = aligned([row[:-1] for row in rows])
+    return [
+        f"{line} {row[-1]}".rstrip() for line, row in zip(lines, rows, strict=True)
+    ]  # 80 columns with two baselines
 
 
 def _reasons(checks: Sequence[GateCheck]) -> list[str]:
@@ -87,7 +96,7 @@ def _reasons(checks: Sequence[GateCheck]) -> list[str]:
         where = f"{_NAMES.get(check.metric, check.metric)}{f' of {check.slice}' if check.slice else ''}"
         difference = f"{check.candidate - against:+.3f} [{check.low:+.3f}, {check.high:+.3f}]"
         who = _NAMES.get(check.baseline, check.baseline) or "production"
-        lines.append(f"{where}: {who} {_number(against)}, candidate {_number(check.candidate)}, {difference}")
+        lines.append(f"{where} {_number(check.candidate)}, {who} {_number(against)}, {difference}")
     return [*lines, *([f"and {len(failed) - _MOST_REASONS} more"] if len(failed) > _MOST_REASONS else [])]
 
 

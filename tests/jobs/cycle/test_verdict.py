@@ -20,8 +20,9 @@ def made(kind: Any, **fields: Any) -> Any:
 VERIFIED = made(VerifyDigest, passed=True, rows=36_000)
 
 
-def ledger(outcome: str = "succeeded") -> CycleLedger:
-    found: CycleLedger = made(CycleLedger, cycle="second", outcome=outcome, entries=(), began_at=0.0, ended_at=1446.0)
+def ledger(outcome: str = "succeeded", deadline: str = "met") -> CycleLedger:
+    times = {"began_at": 0.0, "ended_at": 1446.0, "deadline": deadline}
+    found: CycleLedger = made(CycleLedger, cycle="second", outcome=outcome, entries=(), **times)
     return found
 
 
@@ -56,7 +57,7 @@ def test_promoted() -> None:
     assert lines == [
         "cycle second: promoted in 24m06s, local: no charge",
         "                  candidate  production   BM25",
-        "  nDCG@10             0.980       0.952      -  +0.028 [+0.017, +0.039]",
+        "  nDCG@10             0.980       0.952      - +0.028 [+0.017, +0.039]",
         "  search nDCG@10      0.740       0.709  0.567",
         "  36,000 vectors embedded and verified",
     ]
@@ -74,8 +75,8 @@ def test_refused_names_its_reasons_in_numbers() -> None:
     lines = verdict_lines(ledger("refused"), evaluation(*checks, promote=False), {}, VERIFIED, "batch")
     assert lines[0] == "cycle second: refused in 24m06s, $0.00"
     assert lines[-4:] == [
-        "  refused: nDCG@10: production 0.952, candidate 0.900, -0.052 [-0.070, -0.040]",
-        "  refused: macro F1: boosting 0.900, candidate 0.800, -0.100 [-0.200, -0.050]",
+        "  refused: nDCG@10 0.900, production 0.952, -0.052 [-0.070, -0.040]",
+        "  refused: macro F1 0.800, boosting 0.900, -0.100 [-0.200, -0.050]",
         "  refused: a reason",
         "  refused: and 1 more",
     ]
@@ -98,4 +99,5 @@ def test_the_verdict_in_words(outcome: str, figures: dict[str, Any], verdict: di
 
 
 def test_a_cycle_that_was_not_evaluated_has_one_line() -> None:
-    assert len(verdict_lines(ledger("failed"), None, {}, None, "local")) == 1
+    lines = verdict_lines(ledger("failed", "missed"), None, {}, None, "local")
+    assert lines == ["cycle second: failed in 24m06s, deadline MISSED, local: no charge"]
