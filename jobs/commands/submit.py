@@ -171,7 +171,7 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
         if target_name == "batch":
             target.submit(plan, round_, jobs)
     if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
-        with view.while_running(target) if view else nullcontext():
+        with view.while_running() if view else nullcontext():
             target.submit(plan, round_, jobs)
     return finish(cycle, plan, target.records(plan))
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from math import inf
 
 import rich.console
@@ -26,6 +27,8 @@ from jobs.setup import OpenCycle
 from jobs.targets.base import Target, until_ended
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import format_count, format_duration
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
 from pipeline.proc.signals import STOPPING
 from pipeline.telemetry.events import EventName
 
@@ -83,8 +86,8 @@ def doing_text(stage: str, moments: Sequence[Moment], newest_line: str = "") -> 
         return ", ".join(words)
     line = "".join(filter(str.isprintable, Text.from_ansi(newest_line).plain)).strip()
     if line:  # its first two figures and its last, which is the ETA
-        words = line.removeprefix(stage).removeprefix(":").strip().split(" | ")
-        return ", ".join([*words[:2], *words[2:][-1:]])
+        words = [one for one in line.removeprefix(stage).removeprefix(":").split(" | ") if not one.endswith("so far")]
+        return ", ".join([*words[:2], *words[2:][-1:]]).strip()
     if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):
         parts = sum(one.name == EventName.PART_EMBEDDED and one.at_ms >= begun.at_ms for one in moments)
         return f"part {begun.number('done') + parts:.0f}/{begun.number('parts'):.0f}"
@@ -117,7 +120,10 @@ class View:
     def __init__(
         self, cycle: OpenCycle, plan: Plan, console: rich.console.Console | None = None, *, says_changes: bool = False
     ) -> None:
-        self.cycle, self.plan, self.says_changes = cycle, plan, says_changes
+        # A storage of its own: that of the cycle is read no more once Ctrl-C was pressed.
+        store = replace(cycle.store, storage=open_storage(cycle.store.storage.root, retry=cycle.settings.storage))
+        self.cycle, self.stop = replace(cycle, store=store, stop=StopSignal()), cycle.stop
+        self.plan, self.says_changes = plan, says_changes
         # Whatever FORCE_COLOR says: a pipe gets no control characters.
         self.console = console or rich.console.Console(force_terminal=sys.stdout.isatty())
         has_screen = self.console.is_terminal and not self.console.is_dumb_terminal
@@ -148,12 +154,12 @@ class View:
                 self.console.print(Text.from_ansi(line), soft_wrap=True)
 
     @contextmanager
-    def while_running(self, target: Target) -> Iterator[None]:
+    def while_running(self) -> Iterator[None]:
         """Show the jobs, and what a script of `trnjobs run` prints, while this thread runs them."""
-        done, stop = threading.Event(), self.cycle.stop
-        thread = threading.Thread(target=self._keep_drawing, args=(target, done), name="view", daemon=True)
+        done = threading.Event()
+        thread = threading.Thread(target=self._keep_drawing, args=(self.cycle.target(), done), name="view", daemon=True)
         with self:
-            stop.is_shown = self.live is not None
+            self.stop.is_shown = self.live is not None
             thread.start()
             try:
                 yield
@@ -162,15 +168,15 @@ class View:
                 thread.join()
                 for follower in list(self._followed.values()):
                     follower.join()
-                stop.is_shown = False
+                self.stop.is_shown = False
 
     def _keep_drawing(self, target: Target, done: threading.Event) -> None:
-        store, stop = self.cycle.store, self.cycle.stop
+        store = self.cycle.store
         every_s = DRAW_S if store.storage.local_path("") is not None else REMOTE_S
         is_last = False
         while not is_last:
             until = time.monotonic() + every_s
-            while not done.wait(0.1) and time.monotonic() < until and not (self.live and stop.is_set()):
+            while not done.wait(0.1) and time.monotonic() < until and not (self.live and self.stop.is_set()):
                 continue
             is_last = done.is_set()
             with suppress(TrnpipeError):  # the jobs do not depend on who looks at them
@@ -221,7 +227,7 @@ class View:
             self._tell(head, records, rows, now)
             return closed
         lines = [event_text(moments, now)] if closed is None else []
-        is_stopping = self.cycle.stop.is_set()
+        is_stopping = self.stop.is_set()
         self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
         if is_stopping:  # from now on in lines
             self.__exit__()

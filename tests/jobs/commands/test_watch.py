@@ -75,7 +75,7 @@ def test_what_a_job_is_doing() -> None:
 @pytest.mark.parametrize(
     ("stage", "line", "shown"),
     [
-        ("compile", "compile: graph 3 of about 16, a.py:330 | 12s so far", "graph 3 of about 16, a.py:330, 12s so far"),
+        ("compile", "compile: graph 3 of about 16, a.py:330 | 12s so far", "graph 3 of about 16, a.py:330"),
         ("embed", "embed 9k/36k rows | 812 texts/s | idle 1% | eta 3s", "9k/36k rows, 812 texts/s, eta 3s"),
         ("evaluate", "scoring: 1.2k/3.0k rows | 41 rows/s", "scoring: 1.2k/3.0k rows, 41 rows/s"),
         ("train", "\x1b[31mred\x1b[0m\x1b[2K\a", "red"),
@@ -295,6 +295,9 @@ def test_submit_in_a_terminal_is_stopped_and_goes_on(trnjobs: Trnjobs, monkeypat
     for name, value in {"TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "PYTHONUNBUFFERED": "1"}.items():
         monkeypatch.setenv(name, value)
     held = trnjobs.hold("train")
+    events = trnjobs.place / "workspace" / "cycles" / "2026-11-20" / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text('{"time": "2026-11-20T02:00:00Z", "event": "stage_started", "stage": "train"}\n')
     runs = re.compile(r"train +RUNNING +\S+  this is train trnpipe train")
     first = in_terminal(trnjobs, "submit", until=lambda screen: any(map(runs.fullmatch, screen.lines)))
     assert starts(first.screen, "prepare", "SUCCEEDED") and starts(first.screen, "embed", "PENDING", "0/2")
