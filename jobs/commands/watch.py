@@ -106,7 +106,8 @@ def event_text(moments: Sequence[Moment], now: float) -> str:
 
 def head_text(plan: Plan, ledger: CycleLedger, target: str, state: str, end: float) -> str:
     all_jobs = sum(max(1, job.array_size) for job in plan.jobs)
-    lasted = "" if ledger.began_at is None else f" for {format_duration(max(0.0, end - ledger.began_at))}"
+    word = "for" if ledger.outcome == "open" else "in"
+    lasted = "" if ledger.began_at is None else f" {word} {format_duration(max(0.0, end - ledger.began_at))}"
     words = [f"cycle {ledger.cycle}: {state}{lasted}", f"{ledger.succeeded} of {all_jobs} jobs done"]
     if ledger.deadline_at is not None:
         left = ledger.deadline_at - end
@@ -229,6 +230,7 @@ class View:
         lines = [event_text(moments, now)] if closed is None else []
         is_stopping = self.stop.is_set()
         self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
+        self._told_at = now
         if is_stopping:  # from now on in lines
             self.__exit__()
         return closed

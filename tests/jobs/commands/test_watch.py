@@ -213,7 +213,7 @@ WAITS = under_way("embed", "PENDING")
             [good("prepare"), bad("train", tried(65, at=(50.0, 90.0)), stopped_at=90.0), bad("embed")],
             False,
             [
-                "cycle 2026-11-20: failed for 1m30s | 1 of 3 jobs done | local: no charge",
+                "cycle 2026-11-20: failed in 1m30s | 1 of 3 jobs done | local: no charge",
                 "job      state      ran",
                 "prepare  SUCCEEDED  1s",
                 "train    FAILED     40s  exit code 65 (DataError)",
