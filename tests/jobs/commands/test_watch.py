@@ -210,6 +210,38 @@ WAITS = under_way("embed", "PENDING")
             ],
         ),
         (
+            [good("prepare"), good("train", tried(at=(50.0, 90.0)), stopped_at=90.0), bad("embed", tried(80))],
+            False,
+            [
+                "cycle 2026-11-20: refused in 1m30s | 2 of 3 jobs done | local: no charge",
+                "job      state      ran",
+                "prepare  SUCCEEDED  1s",
+                "train    SUCCEEDED  40s",
+                "embed    FAILED     1s   exit code 80 (GateRefused)",
+            ],
+        ),
+        (
+            [good("prepare"), bad("train", tried(143, at=(50.0, 90.0)), why="cancelled: by hand", stopped_at=90.0)],
+            False,
+            [
+                "cycle 2026-11-20: cancelled in 1m30s | 1 of 3 jobs done | local: no charge",
+                "job      state      ran",
+                "prepare  SUCCEEDED  1s",
+                "train    CANCELLED  40s  cancelled: by hand, exit code 143 (Preempted)",
+            ],
+        ),
+        (
+            [good("prepare"), good("train", tried(at=(50.0, 90.0)), stopped_at=90.0), good("embed")],
+            False,
+            [
+                "cycle 2026-11-20: succeeded in 1m30s | 3 of 3 jobs done | local: no charge",
+                "job      state      ran",
+                "prepare  SUCCEEDED  1s",
+                "train    SUCCEEDED  40s",
+                "embed    SUCCEEDED  1s",
+            ],
+        ),
+        (
             [good("prepare"), bad("train", tried(65, at=(50.0, 90.0)), stopped_at=90.0), bad("embed")],
             False,
             [
@@ -221,7 +253,7 @@ WAITS = under_way("embed", "PENDING")
             ],
         ),
     ],
-    ids=["running", "resumed, and stopped again", "failed"],
+    ids=["running", "resumed, and stopped again", "refused", "cancelled", "succeeded", "failed"],
 )
 def test_the_picture(
     records: list[JobRecord],
