@@ -50,7 +50,7 @@ USAGE: dict[str, Usage] = {
         ("-- python train.py --lr 1e-3", "--nodes 2 --processes 32 --instance trn1.32xlarge -- python train.py")
     ),
     "status": Usage(("", "--watch", "--cycle first --json"), reads="jobs.prices jobs.vcpu_usd_per_hour"),
-    "logs": Usage(("train", "embed:3 --attempt 1", "train -f"), reads="jobs"),
+    "logs": Usage(("train -f", "train --tail 20", "embed:3 --attempt 1"), reads="jobs"),
     "cancel": Usage(('--cycle first --reason "wrong data"',), reads="jobs"),
     "retry": Usage(("--cycle first",), reads="jobs"),
     "reconcile": Usage(("", "--cycle first"), reads="jobs"),
@@ -129,6 +129,8 @@ def add_flags(name: str, parser: argparse.ArgumentParser) -> None:
             add("job", help="as in trnjobs status; a child of an array: embed:3")
             add("--attempt", type=int, default=0, help="attempt number, from 1 (default: the last)")
             add("--node", type=int, default=0, help="which node of a multi-node job, from 0 (the main one)")
+            add("-f", "--follow", action="store_true", help="go on with new lines until the attempt has ended")
+            add("--tail", type=_count, metavar="N", help="begin with the last N lines")
         case "notify":
             add("--test", action="store_true", help="first a test message to every address")
         case "cancel":
@@ -165,5 +167,5 @@ def _seconds(text: str) -> float:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} cycles")
+        raise argparse.ArgumentTypeError(f"{text}; expected at least 1")
     return number

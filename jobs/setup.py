@@ -15,9 +15,12 @@ from typing import Self
 from zoneinfo import ZoneInfo
 
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.job_states import JobRecord
+from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.ledger import CycleLedger, read_ledger
+from jobs.cycle.page.gather import PageData, gather
+from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
+from jobs.cycle.verdict import verdict_lines
 from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
 from jobs.plan.spec import Plan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
@@ -28,7 +31,7 @@ from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.paths import user_path
+from pipeline.io.paths import shown_path, user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
@@ -51,6 +54,8 @@ class OpenCycle:
     store: CycleStore
     say: Say
     stop: StopSignal
+    is_shown: bool = False
+    """Whether standard output shows the jobs while this process runs them."""
 
     @property
     def name(self) -> str:
@@ -130,6 +135,22 @@ class OpenCycle:
         """Return the errors of failed jobs, and commands for their logs that can be pasted here."""
         return failure_lines(records, self.store.storage.root, self.name, program())
 
+    def end_lines(
+        self, plan: Plan, records: Sequence[JobRecord], closed: Closed | None, data: PageData | None = None
+    ) -> list[str]:
+        """Return the verdict on a cycle, where its page is, and what failed. `data`: what its page shows, if known."""
+        storage, claim, key = self.store.storage, self.store.claim(), report_key(self.name)
+        if data is None:
+            ledger = read_ledger(self.store, plan, records, self.settings.jobs, closed=closed)
+            data = gather(self.store, plan, ledger, records, closed)
+        target, judged = claim.target if claim else "", data.figures.get("evaluate", {})
+        lines = verdict_lines(data.ledger, data.evaluation, judged, data.vectors, target)
+        failures, reason = self.failure_lines(records), closed.reason if closed else ""
+        if data.outcome == "refused" and data.evaluation:  # the reasons stand in the verdict
+            failures, reason = failures[-1:], ""
+        page = [f"  page: {shown_path(storage.uri(key))}"] if storage.stat(key) is not None else []
+        return [*lines, *([f"  {reason}"] if reason else []), *page, *failures]
+
     def ledger(self, plan: Plan, records: Sequence[JobRecord]) -> CycleLedger:
         return read_ledger(self.store, plan, records, self.settings.jobs)
 
@@ -137,15 +158,15 @@ class OpenCycle:
 def program() -> str:
     """How to call `trnjobs` from here: by its name where the shell finds it, else by its path."""
     beside = Path(sys.executable).parent / "trnjobs"
-    if shutil.which("trnjobs") or not beside.exists():
-        return "trnjobs"
-    return str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)
+    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else shown_path(str(beside))
 
 
-def open_cycle(settings: CycleSettings, say: Say, stop: StopSignal | None = None) -> OpenCycle:
+def open_cycle(
+    settings: CycleSettings, say: Say, stop: StopSignal | None = None, *, is_shown: bool = False
+) -> OpenCycle:
     stop = stop or StopSignal()
     storage = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    return OpenCycle(settings, CycleStore(storage, cycle_of(settings), time.time), say, stop)
+    return OpenCycle(settings, CycleStore(storage, cycle_of(settings), time.time), say, stop, is_shown)
 
 
 def open_newest(settings: CycleSettings, say: Say) -> OpenCycle:

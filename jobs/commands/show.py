@@ -5,21 +5,24 @@
 import argparse
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.cycle.cycle_store import claims_by_age
-from jobs.cycle.job_states import JobState, outcome_of
+from jobs.cycle.job_states import JobRecord, JobState, outcome_of
 from jobs.cycle.ledger import CycleLedger, expected_seconds
-from jobs.cycle.page.publish import report_key, write_page
+from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, plan_lines, status_lines, total_lines
 from jobs.plan.resources import prices_of
 from jobs.schedule import cycle_name
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, make_plan, open_cycle, open_newest
+from jobs.targets.base import until_ended
 from jobs.targets.batch.account import account_problems, account_warnings, change_lines, read_planned
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
@@ -131,17 +134,29 @@ def run_status(arguments: argparse.Namespace, say: Say) -> int:
 
 
 def run_logs(arguments: argparse.Namespace, say: Say) -> int:
-    """Print one log: of a try of a job on one node. Raises ConfigError for a job, a try or a node that is unknown."""
+    """Print one log: of an attempt of a job on one node. Raises ConfigError for what is unknown."""
     cycle = open_newest(arguments.settings, say)
-    for line in log_lines(cycle, arguments.job, attempt=arguments.attempt, node=arguments.node):
+    words = {"attempt": arguments.attempt, "node": arguments.node}
+    lines = log_lines(cycle, arguments.job, **words, follow=arguments.follow)
+    if arguments.tail:
+        known = sum(1 for _ in log_lines(cycle, arguments.job, **words))
+        lines = islice(lines, max(0, known - arguments.tail), None)
+    for line in lines:
         say(line)
     return EXIT_OK
 
 
-def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int) -> Iterator[str]:
-    """Lines of one try (from 1; 0: the last) of a job on one node. Raises ConfigError for what is unknown."""
+def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int, follow: bool = False) -> Iterator[str]:
+    """Yield the lines of one attempt (from 1; 0: the last) of a job on one node. Raises ConfigError if it is unknown.
+
+    `follow`: also those that come until the attempt has ended.
+    """
     plan, target = cycle.plan(), cycle.target()
-    every = {one.name: one for record in target.records(plan) for one in (record, *record.children)}
+
+    def find() -> dict[str, JobRecord]:
+        return {one.name: one for record in target.records(plan) for one in (record, *record.children)}
+
+    every = find()
     record = every.get(job)
     if record is None or record.children:
         raise ConfigError(
@@ -156,7 +171,14 @@ def log_lines(cycle: OpenCycle, job: str, *, attempt: int, node: int) -> Iterato
             expected="a job that has started, and one of its tries",
             next_command="trnjobs status",
         )
-    yield from target.logs(record, attempt=number, node=node)
+
+    def has_ended() -> bool:
+        one = find()[job]
+        is_over = one.state.is_final or one.attempts[number - 1].stopped_at is not None
+        return is_over or cycle.interrupted_s() is not None
+
+    more = until_ended(has_ended, lambda: time.sleep(0.5 if target.name == "local" else 5.0))
+    yield from target.logs(record, attempt=number, node=node, more=more if follow else lambda: False)
 
 
 def run_history(arguments: argparse.Namespace, say: Say) -> int:
@@ -238,8 +260,8 @@ def run_report(arguments: argparse.Namespace, say: Say) -> int:
     cycle = open_newest(arguments.settings, say).with_stored()
     plan, store = cycle.plan(), cycle.store
     records = cycle.records(plan)
-    report = write_page(store, plan, records, cycle.settings.jobs, store.closed() or outcome_of(plan, records))
-    for line in (*cost_lines(report.ledger), GOODPUT, *(f"not read: {line}" for line in report.unread)):
+    closed = store.closed() or outcome_of(plan, records)
+    report = write_page(store, plan, records, cycle.settings.jobs, closed)
+    for line in (*cycle.end_lines(plan, records, closed, report), *(f"not read: {line}" for line in report.unread)):
         say(line)
-    say(f"report: {store.storage.uri(report_key(store.cycle))}")
     return EXIT_OK

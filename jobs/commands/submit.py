@@ -10,6 +10,8 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from jobs.commands.notify import send_messages
+from jobs.commands.watch import View
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_code_of_cycle, outcome_of
-from jobs.cycle.page.publish import report_key, write_page
-from jobs.cycle.tables import cost_lines, status_lines, summary
+from jobs.cycle.page.publish import write_page
+from jobs.cycle.tables import status_lines, summary
 from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
 from jobs.plan.cycle import RUN_PREFIX, script_of
 from jobs.plan.spec import Plan
@@ -51,7 +54,7 @@ def run_submit(arguments: argparse.Namespace, say: Say) -> int:
     settings = settings.model_copy(update={"cycle": cycle_of(settings)})  # one day for the plan and the workspace
     with stopping_jobs(settings) as stop:
         plan, target = make_plan(settings), arguments.target or settings.jobs.target
-        return submit_plan(open_cycle(settings, say, stop), plan, target, again=arguments.fresh)
+        return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.fresh)
 
 
 def run_run(arguments: argparse.Namespace, say: Say) -> int:
@@ -81,10 +84,8 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
         update={"cycle": RUN_PREFIX + step.name, "jobs": jobs.model_copy(update={"steps": (step,)})}
     )
     with stopping_jobs(settings) as stop:
-        plan = make_run(settings)
-        return submit_plan(
-            open_cycle(settings, say, stop), plan, arguments.target or jobs.target, again=arguments.again
-        )
+        plan, target = make_run(settings), arguments.target or jobs.target
+        return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.again)
 
 
 def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool = False) -> int:
@@ -125,7 +126,7 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
     Raises ConfigError while jobs are under way, or when none failed.
     """
     with stopping_jobs(arguments.settings) as stop:
-        asked = open_cycle(arguments.settings, say, stop)
+        asked = open_cycle(arguments.settings, say, stop, is_shown=True)
         if unused := unused_settings(asked):
             say(f"retry runs with the settings the cycle was submitted with; not used: {'; '.join(unused)}")
         cycle = asked.with_stored()
@@ -162,21 +163,17 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
 
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
     """
-    store = cycle.store
+    store, view = cycle.store, View(cycle, plan) if cycle.is_shown and target_name != "batch" else None
     with store.submitting(plan, target_name, submitter(), _script_digest(cycle, plan, target_name)) as renew:
         store.save_settings(of_all_jobs(cycle.settings))
         store.reopen()
-        target = open_target(cycle, target_name, renew)
+        target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
             target.submit(plan, round_, jobs)
     if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
-        target.submit(plan, round_, jobs)
-    records = target.records(plan)
-    code = finish(cycle, plan, records)
-    if store.closed() is not None:
-        for line in cost_lines(cycle.ledger(plan, records)):
-            cycle.say(line)
-    return code
+        with view.while_running() if view else nullcontext():
+            target.submit(plan, round_, jobs)
+    return finish(cycle, plan, target.records(plan))
 
 
 def run_cancel(arguments: argparse.Namespace, say: Say) -> int:
@@ -245,8 +242,6 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
     store, say = cycle.store, cycle.say
     records = cycle.with_errors(records)
     store.save_records(records)
-    for line in (*status_lines(records), *cycle.failure_lines(records)):
-        say(line)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
         round_ = max(store.rounds(), default=0)
@@ -254,15 +249,18 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
         is_retried = {one.id for one in store.submitted(round_).values()} - {record.id for record in records}
         closed = None if is_retried else closed.model_copy(update={"round": round_})
     if closed is None:
+        for line in (*status_lines(records), *cycle.failure_lines(records)):
+            say(line)
         standing = cycle.standing()
         look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
         say(f"cycle {store.cycle}: {standing}{look}")
         send_messages(cycle, plan, records)
         return EXIT_OK
+    data = None
     if store.closed() != closed:
         # The page first: killed in between, the cycle is still under way, and whoever closes it writes the page.
         try:
-            write_page(store, plan, records, cycle.settings.jobs, closed)
+            data = write_page(store, plan, records, cycle.settings.jobs, closed)
         except Preempted:
             raise
         except Exception as error:  # also of a bug: the next cycle waits for the end of this one, not for its page
@@ -270,13 +268,12 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
                 f"cycle {store.cycle}: its page was not written: {type(error).__name__}: {error};"
                 f" next: trnjobs report --cycle {store.cycle}"
             )
-        else:
-            say(f"report: {store.storage.uri(report_key(store.cycle))}")
         send_messages(cycle, plan, records, closed)
         store.close(closed)
     else:
         send_messages(cycle)
-    say(f"cycle {store.cycle}: {closed.text}")
+    for line in cycle.end_lines(plan, records, closed, data):
+        say(line)
     return exit_code_of_cycle(closed, records)
 
 

@@ -1,73 +1,256 @@
-"""`trnjobs status --watch`: a cycle while it runs, wherever it runs, from its records and events."""
+"""What a person sees of a cycle while its jobs run, in `trnjobs submit`, `retry`, `run` and `status --watch`.
 
+On a terminal a picture that is drawn again and again. Elsewhere a line for each change and, every 15 s, one for each
+job that runs, without control characters.
+"""
+
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from math import inf
 
 import rich.console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jobs.cycle.job_states import JobRecord, JobState, exit_code_of_cycle, outcome_of
+from jobs.cycle.job_states import Change, Closed, JobRecord, JobState, change_line, exit_code_of_cycle, outcome_of
 from jobs.cycle.ledger import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
-from jobs.cycle.tables import STATUS, status_rows
+from jobs.cycle.tables import status_rows
+from jobs.cycle.verdict import cost_text
+from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.spec import Plan
 from jobs.setup import OpenCycle
-from pipeline.core.errors import EXIT_OK, Preempted, TransientError
-from pipeline.core.format import format_count, format_duration, usd
+from jobs.targets.base import Target, until_ended
+from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
+from pipeline.core.format import format_count, format_duration
+from pipeline.core.stop import StopSignal
+from pipeline.io.storage import open_storage
+from pipeline.proc.signals import STOPPING
 from pipeline.telemetry.events import EventName
 
 NEWEST_BYTES = 256 * 1024
 """Of the event log: enough for the figures of now, however long the cycle has run."""
+DRAW_S, REMOTE_S = 1.0, 5.0
+"""Seconds between two pictures, of a workspace on this machine and elsewhere."""
+LINES_S = 15.0
+"""Seconds between two lines about a job that runs, where there is no picture."""
+COLUMNS = ("job", "state", "ran", "")
 _STYLES = {JobState.SUCCEEDED: "green", JobState.RUNNING: "cyan", JobState.FAILED: "red", JobState.CANCELLED: "red"}
+_IN_EVENTS = ("stage", "step", "partition", "part")
 Row = tuple[str, ...]
 
 
-def live_rows(plan: Plan, records: Sequence[JobRecord], moments: Sequence[Moment], now: float) -> list[Row]:
-    """Return cells in the order of STATUS, a row a job. `moments`: at least the newest, in order of time."""
+def live_rows(
+    plan: Plan,
+    records: Sequence[JobRecord],
+    moments: Sequence[Moment],
+    now: float,
+    newest_line: Callable[[JobRecord], str] = lambda record: "",
+) -> list[Row]:
+    """Return cells in the order of COLUMNS, a row a job. `moments`: at least the newest, in order of time.
+
+    `newest_line`: the last line of the log of a job that runs; empty where it is not known.
+    """
     rows = list[Row]()
     for record in records:
-        *cells, ran, code, why = status_rows([record])[0]
+        name, state, _, ran, _, why = status_rows([record])[0]
         running = [leaf for leaf in record.leaves() if leaf.state is JobState.RUNNING and leaf.attempts]
         if running:
             started = min(leaf.attempts[-1].started_at or now for leaf in running)
             ran = format_duration(max(0.0, now - started))
             since = [one for one in moments if one.at_ms >= 1000 * started - SKEW_MS]
-            why = doing_text(plan.job(record.name).stage, since)
-        rows.append((*cells, ran, code, why))
+            stage, attempt = plan.job(record.name).stage, len(running[0].attempts)
+            doing = doing_text(stage, since, newest_line(running[0]))
+            why = ", ".join(filter(None, (f"attempt {attempt}" if attempt > 1 else "", doing)))
+        rows.append((name, state, ran, why))
     return rows
 
 
-def doing_text(stage: str, moments: Sequence[Moment]) -> str:
-    """Return what a running job is at, from the events since its start: `step 120/2000 | loss 0.6931 | ...`."""
+def doing_text(stage: str, moments: Sequence[Moment], newest_line: str = "") -> str:
+    """Return what a running job is at: `step 120/2000, loss 0.693, ...`; else what it has written last."""
     newest: Mapping[str, Moment] = {moment.name: moment for moment in moments}
     if stage == "train" and (steps := newest.get(EventName.TRAIN_STEPS)):
         started, losses = newest.get(EventName.TRAIN_STARTED), steps.fields.get("losses")
         numbers = [loss for loss in losses if isinstance(loss, int | float)] if isinstance(losses, list) else []
         words = [
             f"step {steps.number('step'):.0f}" + (f"/{started.number('max_steps'):.0f}" if started else ""),
-            f"loss {sum(numbers) / len(numbers):.4f}" if numbers else "loss -",
+            f"loss {sum(numbers) / len(numbers):.3f}" if numbers else "loss -",
             f"{format_count(steps.number('samples_per_s'))} samples/s",
         ]
         if steps.fields.get("eta_s") is not None:
             words.append(f"eta {format_duration(steps.number('eta_s'))}")
-        return " | ".join(words)
+        return ", ".join(words)
+    line = "".join(filter(str.isprintable, Text.from_ansi(newest_line).plain)).strip()
+    if line:  # its first two figures and its last, which is the ETA
+        words = [one for one in line.removeprefix(stage).removeprefix(":").split(" | ") if not one.endswith("so far")]
+        return ", ".join([*words[:2], *words[2:][-1:]]).strip()
     if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):
         parts = sum(one.name == EventName.PART_EMBEDDED and one.at_ms >= begun.at_ms for one in moments)
         return f"part {begun.number('done') + parts:.0f}/{begun.number('parts'):.0f}"
     return ""
 
 
+def event_text(moments: Sequence[Moment], now: float) -> str:
+    """Return the newest event other than figures of steps: `3s ago: checkpoint saved, step 200`; empty: none."""
+    newest = next((one for one in reversed(moments) if one.name != EventName.TRAIN_STEPS), None)
+    if newest is None:
+        return ""
+    fields = [f"{name} {newest.fields[name]}" for name in _IN_EVENTS if name in newest.fields]
+    ago = format_duration(max(0.0, round(now - newest.at_ms / 1000)))
+    return f"{ago} ago: {', '.join([newest.name.replace('_', ' '), *fields])}"
+
+
 def head_text(plan: Plan, ledger: CycleLedger, target: str, state: str, end: float) -> str:
     all_jobs = sum(max(1, job.array_size) for job in plan.jobs)
-    words = [f"cycle {ledger.cycle} on {target}: {state}", f"{ledger.succeeded} of {all_jobs} jobs done"]
-    if ledger.began_at is not None:
-        words.append(f"for {format_duration(max(0.0, end - ledger.began_at))}")
+    word = "for" if ledger.outcome == "open" else "in"
+    lasted = "" if ledger.began_at is None else f" {word} {format_duration(max(0.0, end - ledger.began_at))}"
+    words = [f"cycle {ledger.cycle}: {state}{lasted}", f"{ledger.succeeded} of {all_jobs} jobs done"]
     if ledger.deadline_at is not None:
         left = ledger.deadline_at - end
         words.append(f"deadline in {format_duration(left)}" if left >= 0 else f"{format_duration(-left)} LATE")
-    cost = ledger.total.usd
-    return " | ".join([*words, f"{usd(cost)} so far" if cost is not None else "cost unknown"])
+    return " | ".join([*words, cost_text(ledger, target)])
+
+
+class View:
+    """One cycle on a screen, or in lines. `says_changes`: changes of jobs too, which nobody else reports."""
+
+    def __init__(
+        self, cycle: OpenCycle, plan: Plan, console: rich.console.Console | None = None, *, says_changes: bool = False
+    ) -> None:
+        # A storage of its own: that of the cycle is read no more once Ctrl-C was pressed.
+        store = replace(cycle.store, storage=open_storage(cycle.store.storage.root, retry=cycle.settings.storage))
+        self.cycle, self.stop = replace(cycle, store=store, stop=StopSignal()), cycle.stop
+        self.plan, self.says_changes = plan, says_changes
+        # Whatever FORCE_COLOR says: a pipe gets no control characters.
+        self.console = console or rich.console.Console(force_terminal=sys.stdout.isatty())
+        has_screen = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live = Live(console=self.console, auto_refresh=False) if has_screen else None
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[JobState, int]] | None = None
+        self._began_at = self._told_at = cycle.store.clock()
+        self._followed = dict[tuple[int, int], threading.Thread]()
+        self._over = set[int]()
+
+    def __enter__(self) -> "View":
+        if self.live is not None:
+            self.live.start()
+            self.console.show_cursor(True)  # a killed process cannot bring it back
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        live, self.live = self.live, None
+        if live is not None:
+            live.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the picture if there is one, which shows the changes of jobs itself."""
+        with self._lock:
+            if self.live is None:
+                self.cycle.say(line)
+            elif not isinstance(line, Change):
+                self.console.print(Text.from_ansi(line), soft_wrap=True)
+
+    @contextmanager
+    def while_running(self) -> Iterator[None]:
+        """Show the jobs, and what a script of `trnjobs run` prints, while this thread runs them."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._keep_drawing, args=(self.cycle.target(), done), name="view", daemon=True)
+        with self:
+            self.stop.is_shown = self.live is not None
+            thread.start()
+            try:
+                yield
+            finally:
+                done.set()
+                thread.join()
+                for follower in list(self._followed.values()):
+                    follower.join()
+                self.stop.is_shown = False
+
+    def _keep_drawing(self, target: Target, done: threading.Event) -> None:
+        store = self.cycle.store
+        every_s = DRAW_S if store.storage.local_path("") is not None else REMOTE_S
+        is_last = False
+        while not is_last:
+            until = time.monotonic() + every_s
+            while not done.wait(0.1) and time.monotonic() < until and not (self.live and self.stop.is_set()):
+                continue
+            is_last = done.is_set()
+            with suppress(TrnpipeError):  # the jobs do not depend on who looks at them
+                records = target.records(self.plan) if target.name == "local" else store.records()
+                if self.cycle.name.startswith(RUN_PREFIX):
+                    self._follow_logs(target, records, done, every_s)
+                if records:
+                    self.draw(target, records)
+
+    def _follow_logs(self, target: Target, records: Sequence[JobRecord], done: threading.Event, every_s: float) -> None:
+        """Print the output of each attempt on each node, until its end, in a thread of its own."""
+
+        def follow(job: JobRecord, attempt: int, node: int, earlier: threading.Thread | None) -> None:
+            if earlier is not None:
+                earlier.join()
+            more = until_ended(lambda: done.is_set() or attempt in self._over, lambda: done.wait(every_s / 5))
+            try:
+                for line in target.logs(job, attempt=attempt, node=node, more=more):
+                    self.say(line)
+            except TrnpipeError:  # there is no log yet
+                self._followed.pop((attempt, node))
+
+        for job in records:
+            for number, attempt in enumerate(job.attempts, 1):
+                if attempt.stopped_at is not None:
+                    self._over.add(number)
+                if attempt.started_at is None or (attempt.stopped_at or inf) < self._began_at:
+                    continue
+                for node in range(max(1, job.num_nodes)):
+                    if (number, node) not in self._followed:
+                        earlier = self._followed.get((number - 1, node))
+                        thread = threading.Thread(target=follow, args=(job, number, node, earlier), daemon=True)
+                        self._followed[number, node] = thread
+                        thread.start()
+
+    def draw(self, target: Target, records: Sequence[JobRecord], *, is_interrupted: bool = False) -> Closed | None:
+        """Show how the jobs stand now; return the end of the cycle, if it has ended."""
+        store = self.cycle.store
+        closed = store.closed() or outcome_of(self.plan, records)
+        moments = read_moments(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
+        ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, moments=moments)
+        now, state = store.clock(), "interrupted" if is_interrupted else "under way"
+        newest_line = (lambda record: "") if self._followed else target.newest_line  # it is printed anyway
+        rows = live_rows(self.plan, records, moments, now, newest_line)
+        end, state = (closed.at, closed.outcome) if closed else (now, state)
+        head = head_text(self.plan, ledger, target.name, state, end)
+        if self.live is None:
+            self._tell(head, records, rows, now)
+            return closed
+        lines = [event_text(moments, now)] if closed is None else []
+        is_stopping = self.stop.is_set()
+        self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
+        self._told_at = now
+        if is_stopping:  # from now on in lines
+            self.__exit__()
+        return closed
+
+    def _tell(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
+        """Print a line for each change since the last look, and now and then one for each job that runs."""
+        leaves = [leaf for record in records for leaf in record.leaves()]
+        if self.says_changes:
+            if self._known is None:
+                self.say(head)
+            known, self._known = self._known or {}, {leaf.name: (leaf.state, len(leaf.attempts)) for leaf in leaves}
+            for leaf in leaves:
+                if known.get(leaf.name, (JobState.SUBMITTED, 0)) != self._known[leaf.name]:
+                    self.say(change_line(leaf))
+        if now - self._told_at >= LINES_S and not self._followed:
+            self._told_at = now
+            running = {leaf.name.partition(":")[0] for leaf in leaves if leaf.state is JobState.RUNNING}
+            for name, state, ran, doing in rows:
+                if name in running:
+                    self.say(f"{name:<12} {state:<9}  {ran}  {doing}".rstrip())
 
 
 def watch(
@@ -79,54 +262,39 @@ def watch(
 ) -> int:
     """Show the cycle until it has ended; return its exit code, or 143 if nobody runs it any more.
 
-    On a terminal one picture that is drawn anew, elsewhere a line for each change. Ctrl-C ends the watching alone.
-    Raises ConfigError when the cycle has no jobs.
+    Ctrl-C ends the watching alone. Raises ConfigError when the cycle has no jobs.
     """
-    plan, target, store = cycle.plan(), cycle.target(), cycle.store
-    console = console or rich.console.Console()
-    known, looks_interrupted = set[Row](), 0
-    records, closed = tuple[JobRecord, ...](), None
+    plan, target = cycle.plan(), cycle.target()
+    records, closed, looks_interrupted = tuple[JobRecord, ...](), None, 0
     try:
-        with Live(console=console, auto_refresh=False) as live:
-            while closed is None and looks_interrupted < 2:  # whoever goes on with a cycle takes a moment to begin
-                if known:
-                    sleep(every_s)
+        with View(cycle, plan, console, says_changes=True) as view:
+            while True:
                 try:
                     records = target.records(plan)
-                    closed = store.closed() or outcome_of(plan, records)
-                    moments = read_moments(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
-                    ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed, moments=moments)
-                    is_interrupted = closed is None and cycle.interrupted_s() is not None
+                    is_interrupted = cycle.store.closed() is None and cycle.interrupted_s() is not None
+                    closed = view.draw(target, records, is_interrupted=is_interrupted)
+                    looks_interrupted = looks_interrupted + 1 if is_interrupted else 0
                 except TransientError as error:  # a throttled call; the cycle does not care who looks at it
-                    console.print(f"not read: {error.seen}", markup=False)
-                    sleep(every_s)
-                    continue
-                looks_interrupted = looks_interrupted + 1 if is_interrupted else 0
-                now, state = store.clock(), "interrupted" if is_interrupted else "under way"
-                rows = live_rows(plan, records, moments, now)
-                if closed is not None:
-                    now, state = closed.at, closed.outcome
-                head = head_text(plan, ledger, target.name, state, now)
-                if console.is_terminal:
-                    live.update(_picture(head, rows), refresh=True)
-                else:
-                    changed = [row for row in rows if (*row[:3], row[5]) not in known]
-                    for line in ([head] if not known else []) + ["  ".join(filter(None, row)) for row in changed]:
-                        cycle.say(line)
-                known = {(*row[:3], row[5]) for row in rows}
+                    view.say(f"not read: {error.seen}")
+                if closed is not None or looks_interrupted == 2:  # whoever goes on with it takes a moment to begin
+                    break
+                sleep(every_s)
     except KeyboardInterrupt:
         return EXIT_OK
-    for line in cycle.failure_lines(cycle.with_errors(records)):
+    if closed is None:
+        cycle.say(f"cycle {cycle.name}: {cycle.standing()}")
+        return Preempted.exit_code
+    records = cycle.with_errors(records)
+    for line in cycle.end_lines(plan, records, closed):
         cycle.say(line)
-    cycle.say(f"cycle {store.cycle}: {closed.text if closed else cycle.standing()}")
-    return exit_code_of_cycle(closed, records) if closed else Preempted.exit_code
+    return exit_code_of_cycle(closed, records)
 
 
-def _picture(head: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=Text(head, style="bold"), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in STATUS:
-        table.add_column(column, no_wrap=column != "why", overflow="fold")
+def _picture(head: str, rows: Sequence[Row], lines: Sequence[str]) -> rich.console.Group:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=column != "", overflow="fold")
     for row in rows:
         style = next((style for state, style in _STYLES.items() if row[1].startswith(state)), "")
         table.add_row(*map(Text, row), style=style)
-    return table
+    return rich.console.Group(Text(head, style="bold"), table, *(Text(line) for line in lines if line))

@@ -386,11 +386,15 @@ def _move(record: JobRecord, to: JobState, *, reason: str = "", **changes: objec
 # What is said of a job whose state has changed, for people. Pure.
 
 
-def change_line(record: JobRecord) -> str:
-    """`train  RUNNABLE  attempt 1 ended with exit code 75; tried again`."""
+class Change(str):
+    """A line about a job whose state has changed, which a picture of all jobs shows by itself."""
+
+
+def change_line(record: JobRecord, log: str = "") -> Change:
+    """`train  RUNNABLE  attempt 1 ended with exit code 75; tried again`. `log`: of a job that runs."""
     words = [f"{record.name:<12} {record.state.value:<9}"]
     if not record.attempts:
-        return "  ".join([*words, record.status_reason]).rstrip()
+        return Change("  ".join([*words, record.status_reason]).rstrip())
     last, attempt = record.attempts[-1], f"attempt {len(record.attempts)}"
     end = f"{attempt} ended{'' if last.exit_code is None else f' with exit code {last.exit_code}'}"
     why = last.status_reason if last.status_reason != EXITED or last.exit_code is None else ""
@@ -399,12 +403,12 @@ def change_line(record: JobRecord) -> str:
         case JobState.STARTING:
             words.append(attempt)
         case JobState.RUNNING:
-            words += [attempt, *last.log_streams[:1]]
+            words += [attempt, log]
         case JobState.RUNNABLE:
             words.append(end if last.status_reason == INTERRUPTED else f"{end}; tried again")
         case JobState.FAILED | JobState.CANCELLED:
             words.append(end if record.status_reason == last.status_reason else record.status_reason)
-    return "  ".join(words).rstrip()
+    return Change("  ".join(words).rstrip())
 
 
 # How a cycle ended, from how its jobs did. Pure.

@@ -34,6 +34,22 @@ PATIENCE_S = 900.0
 """How long neither AWS nor the workspace may answer before whoever follows a cycle gives up."""
 
 
+More = Callable[[], bool]
+
+
+def until_ended(has_ended: Callable[[], bool], pause: Callable[[], object]) -> More:
+    """Return a `more` that waits for newer lines until `has_ended()`, and then looks once more."""
+
+    def looks() -> Iterator[bool]:
+        while not has_ended():
+            pause()
+            yield True
+        yield True
+
+    found = looks()
+    return lambda: next(found, False)
+
+
 class Target(Protocol):
     """One place that runs the jobs of a cycle."""
 
@@ -71,8 +87,15 @@ class Target(Protocol):
         where the jobs go on without one."""
         return None
 
-    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        """Yield the lines of one attempt (from 1) on one node. Raises ConfigError when there is no such log."""
+    def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
+        """Yield the lines of one attempt (from 1) on one node. Raises ConfigError when there is no such log.
+
+        At the end of the log `more()` says whether to look for newer lines; it may take its time.
+        """
+
+    def newest_line(self, record: JobRecord) -> str:
+        """Return the last line of the log of a job or child that runs; empty where that would take long."""
+        return ""
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""

@@ -84,10 +84,11 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def usd(amount: float | None) -> str:
-    """`$12.30`; four digits below a dollar; `-` when unknown."""
+    """`$12.30`, `$0.45`, `$0.0012`: at least two significant digits; `-` when unknown."""
     if amount is None:
         return "-"
-    return f"${amount:,.2f}" if amount >= 1 or amount == 0 else f"${amount:.4f}"
+    places = 2 if amount >= 0.1 or amount <= 0 else 1 - math.floor(math.log10(amount))
+    return f"${amount:,.{places}f}"
 
 
 _QUOTABLE = str.maketrans({'"': "'", "\\": "/"} | dict.fromkeys(map(chr, range(32)), ""))

@@ -11,6 +11,8 @@ class StopSignal:
     def __init__(self) -> None:
         self._event = threading.Event()
         self.reason = ""
+        self.is_shown = False
+        """Whether a picture on the terminal answers Ctrl-C, which a line would damage."""
 
     def set(self, reason: str) -> None:
         """Ask every loop to stop at its next safe point; the first reason is kept."""

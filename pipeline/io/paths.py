@@ -29,6 +29,14 @@ def user_path(text: str) -> Path:
         ) from None
 
 
+def shown_path(uri: str) -> str:
+    """Return a path or a file:// URI so that it can be pasted: relative to the current folder if it is below it."""
+    path = uri.removeprefix("file://")
+    return (
+        path if "://" in path or not Path(path).is_relative_to(Path.cwd()) else str(Path(path).relative_to(Path.cwd()))
+    )
+
+
 def cache_folder(env: Mapping[str, str]) -> Path:
     """Return the folder for what can be made again: `$XDG_CACHE_HOME/trnpipe`, else ~/.cache/trnpipe.
 

@@ -34,8 +34,9 @@ LastHook = Callable[[str], None]
 def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: LastHook | None = None) -> Iterator[None]:
     """While inside, SIGTERM and SIGINT set `stop`; main thread only.
 
-    The first SIGINT is answered at once, with a line on standard error. When the process still runs `grace_s` after the
-    first signal, `last_hook(reason)` gets at most 3 s and the process ends with 143. A second SIGINT ends it at once.
+    The first SIGINT is answered at once, with a line on standard error unless `stop.is_shown`. When the process still
+    runs `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process ends with 143. A second
+    SIGINT ends it at once.
     After a signal the monitor stays on: shutdown may hang too. Forked workers share the wake-up descriptor: they let go
     of it, so that ending one does not stop us, and ignore SIGINT, which a terminal sends to the whole group while it is
     ours to decide.
@@ -154,7 +155,7 @@ def _monitor(
                 stop.set(signal.Signals(signum).name)
                 deadline = deadline or time.monotonic() + grace_s
                 num_interrupts += signum == signal.SIGINT
-                if answer and num_interrupts == 1 and signum == signal.SIGINT:
+                if answer and num_interrupts == 1 and signum == signal.SIGINT and not stop.is_shown:
                     with suppress(OSError):  # nobody reads it
                         os.write(2, f"{answer}\n".encode())
             if num_interrupts > 1:

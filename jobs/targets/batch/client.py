@@ -225,8 +225,11 @@ class LogsClient(AwsClient):
         answer = self.call(f"listing logs {group} {prefix}", "describe_log_streams", accepted=is_missing, **request)
         return sorted(str(one["logStreamName"]) for one in answer.get("logStreams", ()))
 
-    def lines(self, group: str, stream: str) -> Iterator[str]:
-        """Yield all lines of a stream, oldest first. Raises ConfigError if there is no stream."""
+    def lines(self, group: str, stream: str, more: Callable[[], bool]) -> Iterator[str]:
+        """Yield all lines of a stream, oldest first; at its end `more()` says whether to look for newer ones.
+
+        Raises ConfigError if there is no stream.
+        """
         request: Request = {"logGroupName": group, "logStreamName": stream, "startFromHead": True}
         while True:
             answer = self.call(f"reading log {group} {stream}", "get_log_events", accepted=is_missing, **request)
@@ -237,6 +240,7 @@ class LogsClient(AwsClient):
                     next_command="trnjobs status",
                 )
             yield from (str(event["message"]) for event in answer["events"])
-            if answer["nextForwardToken"] == request.get("nextToken"):  # at the end it repeats; empty pages may come
+            # At the end it repeats; empty pages may come.
+            if answer["nextForwardToken"] == request.get("nextToken") and not more():
                 return
             request["nextToken"] = answer["nextForwardToken"]

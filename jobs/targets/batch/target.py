@@ -17,7 +17,7 @@ from jobs.cycle.job_states import (
     unneeded_jobs,
 )
 from jobs.plan.spec import JobSpec, Plan
-from jobs.targets.base import Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
+from jobs.targets.base import More, Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
 from jobs.targets.batch.requests import definition_request, job_name, submit_request
@@ -81,13 +81,13 @@ class BatchTarget(Target):
             self.client.terminate_job(found[name].id, reason)
         return tuple(found.values())
 
-    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
+    def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
         """Yield the lines from CloudWatch. Raises ConfigError when there is no such log."""
         stream, plan = log_stream(record, attempt, node), self.store.plan()
         if plan is None:
             raise no_log(record, attempt, node)
         where = placement_of(plan, plan.job(record.name.partition(":")[0]))
-        return self.logs_client.lines(where.log_group, stream)
+        return self.logs_client.lines(where.log_group, stream, more)
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """End everything that has not ended, from the sinks backwards, so that nothing starts meanwhile.

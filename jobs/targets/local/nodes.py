@@ -294,6 +294,9 @@ class LocalFiles:
         path = self.node(leaf_id, attempt, node) / "log.txt"
         return str(path.relative_to(self.workspace) if self.workspace else path)
 
+    def log_path(self, stream: str) -> Path:
+        return (self.workspace or self.folder) / stream
+
 
 def local_files(storage: Storage, scratch: Path, cycle: str) -> LocalFiles:
     """Return those of a cycle: in a local workspace beside its jobs, else in a scratch folder that workspaces share."""

@@ -7,6 +7,7 @@ attempt is started by a later tick alone.
 
 import math
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, Leaf, Submission
 from jobs.plan.cycle import script_of
 from jobs.plan.spec import JobSpec, Plan
-from jobs.targets.base import LatestRecords, Target, latest_records, log_stream, no_log
+from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log
 from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,
@@ -41,6 +42,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
+from pipeline.io.paths import shown_path
 from pipeline.io.storage import os_errors, translate_os_error
 from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S, PLATFORM_S
@@ -49,6 +51,8 @@ MAX_WORD_BYTES = 128 * 1024  # of one argument of execve(2) on Linux
 DISK_PATIENCE_S = 300.0
 TOUCH_S = 5.0
 START_PATIENCE_S = 300.0  # for a keeper to begin; it too waits for room on a full disk
+NEWEST_BYTES = 4096
+"""Of a log, in which its last line is found."""
 SIGKILL_CODE = 137  # 128 + 9, as a container reports it
 
 
@@ -266,7 +270,9 @@ class Engine:
     def _update(self, changed: Mapping[str, JobRecord]) -> None:
         for name, record in changed.items():
             if record.state is not self.known.records[name].state:
-                self.say(job_states.change_line(record))
+                stream = log_stream(record, len(record.attempts), 0)
+                log = shown_path(str(self.files.log_path(stream))) if stream else ""
+                self.say(job_states.change_line(record, log))
             self.known.records[name] = record
             self._unsaved.add(self.known.rounds[name])
 
@@ -362,12 +368,32 @@ class LocalTarget(Target):
         lock = self.files.engine_lock
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
-    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        path = (self.files.workspace or self.files.folder) / log_stream(record, attempt, node)
+    def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
+        path = self.files.log_path(log_stream(record, attempt, node))
         if not path.is_file():
             raise no_log(record, attempt, node)
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            yield from (line.rstrip("\n") for line in lines)
+        held = ""  # a line that is being written
+        with path.open(encoding="utf-8", errors="replace") as log:
+            while True:
+                for piece in iter(log.readline, ""):
+                    held += piece
+                    if held.endswith("\n"):
+                        yield held[:-1]
+                        held = ""
+                if not more():
+                    break
+        if held:
+            yield held
+
+    def newest_line(self, record: JobRecord) -> str:
+        stream = next(iter(record.attempts[-1].log_streams), "") if record.attempts else ""
+        path = self.files.log_path(stream or "")
+        if not stream or not path.is_file():
+            return ""
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - NEWEST_BYTES))
+            text = log.read().decode("utf-8", errors="replace")
+        return next((line for line in reversed(re.split("[\r\n]", text)) if line.strip()), "")
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """Return when all is final: the running engine ends the jobs, or this process in its place."""

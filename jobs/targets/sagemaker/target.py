@@ -13,6 +13,7 @@ from jobs.plan.spec import Plan
 from jobs.targets.base import (
     PATIENCE_S,
     LatestRecords,
+    More,
     Target,
     job_id_of,
     keep_cancels,
@@ -84,7 +85,7 @@ class SageMakerTarget(Target):
         now = self._look(cycle, replace(known, records=made)) if first.starts else first
         for name, record in now.records.items():
             if record.state is not known.records[name].state:
-                self.say(job_states.change_line(record))
+                self.say(job_states.change_line(record, log_stream(record, len(record.attempts), 0)))
         # A reason to cancel that came meanwhile is read by that second look: what was made before it is ended.
         for leaf, reason in now.stops:
             attempt = len(now.records[leaf.name].attempts)
@@ -117,13 +118,13 @@ class SageMakerTarget(Target):
                 lines.append(f"{leaf.name} waits for machines of SageMaker: {leaf.status_reason}")
         return tuple(lines)
 
-    def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
+    def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
         """Yield the lines; where SageMaker started an attempt again in place, of all its starts."""
         streams = self.logs_client.streams(LOG_GROUP, log_stream(record, attempt, node))
         if not streams:
             raise no_log(record, attempt, node)
         for stream in streams:
-            yield from self.logs_client.lines(LOG_GROUP, stream)
+            yield from self.logs_client.lines(LOG_GROUP, stream, more if stream == streams[-1] else lambda: False)
 
     def cancel(self, plan: Plan, reason: str) -> None:
         """Ask every training job to end, from the sinks backwards. What has not been made never will be."""

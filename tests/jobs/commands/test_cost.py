@@ -94,6 +94,6 @@ def test_a_workspace_without_jobs_is_refused(tmp_path: Path, last: int | None) -
 def test_the_report_is_written_and_written_again(workspace: Path) -> None:
     for _ in range(2):
         lines = said("report", workspace)
-        assert lines[0].startswith("cycle 2026-11-20: succeeded")
-        assert lines[-1] == f"report: file://{workspace}/reports/2026-11-20.html"
+        page = f"  page: {workspace}/reports/2026-11-20.html"
+        assert lines == ["cycle 2026-11-20: succeeded in 1m10s, deadline MISSED, local: no charge", page]
     assert "Cycle 2026-11-20" in (workspace / "reports/2026-11-20.html").read_text()

@@ -84,13 +84,18 @@ def test_a_run_is_named_after_its_script(
 
 def test_a_command_and_its_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """75 is tried again, 3 is an error; what it is on record as is found by every other command."""
-    code = "import os, sys; from pathlib import Path; Path('ran').open('a').write(os.environ['TRNJOBS_CHECKPOINT_URI'])"
+    code = (
+        "import os, sys; from pathlib import Path; print('it is', 'attempt', os.environ['TRNJOBS_ATTEMPT'], flush=True)"
+    )
+    code += "\nPath('ran').open('a').write(os.environ['TRNJOBS_CHECKPOINT_URI'])"
     again = "sys.exit(int(os.environ['TRNJOBS_ATTEMPT'] == '1') * 75 or 3)"
     write(place, f"{code}\n{again}")
     assert cli.main([*words(place), "--", "./script.sh"]) == 3
     assert (place / "ran").read_text() == f"file://{place}/workspace/checkpoints/run-mine/mine" * 2
     out = capsys.readouterr().out
-    assert "cycle run-mine: failed, mine: exit code 3" in out
+    assert "cycle run-mine: failed in " in out and "  mine: exit code 3" in out
+    ended = out.index("cycle run-mine: failed")
+    assert 0 <= out.index("it is attempt 1\n") < out.index("it is attempt 2\n") < ended, "shown as it is printed"
     at = [f"--workspace={place / 'workspace'}", "--cycle=run-mine"]
     for command in (["status"], ["logs", "mine"], ["cost"], ["report"]):
         assert cli.main([*command, *at]) == 0

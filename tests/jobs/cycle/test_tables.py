@@ -35,7 +35,7 @@ def test_a_plan_with_its_time_and_dollars_held_against_the_deadline() -> None:
     seconds = {"train": 1800.0, "embed": 360.0, "verify": 36.0}
     *_, train, embed, _, expected, deadline = plan_lines(cycle(), seconds, PRICES, 3600)
     assert cells(train)[-2:] == ["30m00s", "$20.00"]
-    assert cells(embed)[-2:] == ["6m00s", "$0.0800"]
+    assert cells(embed)[-2:] == ["6m00s", "$0.080"]
     assert expected == "expected 36m36s from start to end without waiting for machines, $20.08"
     assert deadline == "within the 1h00m of jobs.sla_s"
     assert plan_lines(cycle(), seconds, PRICES, 600)[-1] == "LATE for the 10m00s of jobs.sla_s"

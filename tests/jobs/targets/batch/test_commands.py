@@ -57,7 +57,9 @@ class Commands(Setting):
             self.faults = self.batch.faults = Faults()
         return True
 
-    def open_cycle(self, settings: CycleSettings, say: Say, stop: StopSignal | None = None) -> OpenCycle:
+    def open_cycle(
+        self, settings: CycleSettings, say: Say, stop: StopSignal | None = None, *, is_shown: bool = False
+    ) -> OpenCycle:
         return OpenCycle(settings, self.store(self.faults), say, stop or StopSignal())
 
     def reconcile(self) -> Closed | None:

@@ -89,6 +89,13 @@ def test_logs_of_every_node_and_attempt(setting: Setting) -> None:
     target = setting.target()
     group, array, verify = target.records(setting.plan)
     assert [*target.logs(group, attempt=1, node=1)] == ["a", "b", "c"]
+    newer = iter([["d"], []])
+
+    def more() -> bool:
+        setting.logs.pages += filter(None, [page := next(newer)])
+        return bool(page)
+
+    assert [*target.logs(group, attempt=1, node=1, more=more)] == ["a", "b", "c", "d"]
     with pytest.raises(ConfigError, match="no log stream"):
         [*target.logs(group, attempt=1, node=0)]
     setting.logs = Logs(f"stream/{embed}:3/0")

@@ -104,6 +104,15 @@ def test_a_cycle_of_jobs_gangs_and_arrays(place: Path) -> None:
     assert found["never"].status_reason.startswith("not run: ")
     assert sorted(to.logs(found["a"], attempt=1, node=0)) == ["err", "out"]
     assert list(to.logs(found["e"].children[1], attempt=2, node=0)) == []
+    log = place / found["a"].attempts[0].log_streams[0]
+    pieces = iter(["ne", "w\nand a \x1b[2Kbar\r5 %\r", ""])
+
+    def more() -> bool:
+        with log.open("a") as file:
+            return bool(file.write(next(pieces)))
+
+    assert [*to.logs(found["a"], attempt=1, node=0, more=more)][2:] == ["new", "and a \x1b[2Kbar", "5 %"]
+    assert to.newest_line(found["a"]) == "5 %" and to.newest_line(found["never"]) == ""
     for attempt, node in ((2, 0), (1, 1), (0, 0)):
         with pytest.raises(ConfigError, match=f"no log of attempt {attempt}, node {node}"):
             list(to.logs(found["a"], attempt=attempt, node=node))
