@@ -26,7 +26,7 @@ from pipeline.data.rows import BadRow, Chunk, cut_chunks, plan_pairs
 from pipeline.data.validate import CleanRows
 from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_model
 from pipeline.io.atomic import write_atomic
-from pipeline.io.paths import user_path
+from pipeline.io.paths import temporary_folder, user_path
 from pipeline.io.storage import open_storage, os_errors
 from pipeline.registry.model import Registry, readable_model
 from pipeline.registry.records import one_line
@@ -176,7 +176,7 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
     """
     model = _open(settings, stop, settings.cycle, call.options.get(CHECKPOINT, ""))
     reasons, scored = Counter[str](), 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
         source = call.arguments[0] if call.arguments else "-"
         for chunk in _chunks(model, settings, source if source != "-" else _spooled(Path(folder)), stop):
             rows, scores, bad = model.score_rows(chunk)
