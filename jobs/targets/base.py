@@ -139,11 +139,9 @@ def job_id_of(record: JobRecord) -> str:
 
 
 def log_stream(record: JobRecord, attempt: int, node: int) -> str:
-    """Return the name of the log of one attempt (from 1) on one node. Raises ConfigError if there is none (yet)."""
+    """Return the name of the log of one attempt (from 1) on one node; empty if there is none (yet)."""
     streams = record.attempts[attempt - 1].log_streams if 1 <= attempt <= len(record.attempts) else ()
-    if not 0 <= node < len(streams) or not streams[node]:
-        raise no_log(record, attempt, node)
-    return streams[node]
+    return streams[node] if 0 <= node < len(streams) else ""
 
 
 def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:

@@ -84,7 +84,7 @@ class BatchTarget(Target):
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
         """Yield the lines from CloudWatch. Raises ConfigError when there is no such log."""
         stream, plan = log_stream(record, attempt, node), self.store.plan()
-        if plan is None:
+        if not stream or plan is None:
             raise no_log(record, attempt, node)
         where = placement_of(plan, plan.job(record.name.partition(":")[0]))
         return self.logs_client.lines(where.log_group, stream, more)

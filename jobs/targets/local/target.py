@@ -369,8 +369,9 @@ class LocalTarget(Target):
         return lock.stat().st_mtime if lock.exists() and not is_locked(lock) else None
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
-        path = self.files.log_path(log_stream(record, attempt, node))
-        if not path.is_file():
+        stream = log_stream(record, attempt, node)
+        path = self.files.log_path(stream)
+        if not stream or not path.is_file():
             raise no_log(record, attempt, node)
         held = ""  # a line that is being written
         with path.open(encoding="utf-8", errors="replace") as log:
@@ -386,8 +387,8 @@ class LocalTarget(Target):
             yield held
 
     def newest_line(self, record: JobRecord) -> str:
-        stream = next(iter(record.attempts[-1].log_streams), "") if record.attempts else ""
-        path = self.files.log_path(stream or "")
+        stream = log_stream(record, len(record.attempts), 0)
+        path = self.files.log_path(stream)
         if not stream or not path.is_file():
             return ""
         with path.open("rb") as log:

@@ -120,7 +120,8 @@ class SageMakerTarget(Target):
 
     def logs(self, record: JobRecord, *, attempt: int, node: int, more: More = lambda: False) -> Iterator[str]:
         """Yield the lines; where SageMaker started an attempt again in place, of all its starts."""
-        streams = self.logs_client.streams(LOG_GROUP, log_stream(record, attempt, node))
+        prefix = log_stream(record, attempt, node)
+        streams = self.logs_client.streams(LOG_GROUP, prefix) if prefix else ()
         if not streams:
             raise no_log(record, attempt, node)
         for stream in streams:
