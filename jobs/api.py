@@ -23,8 +23,8 @@ from pydantic import Field
 
 from jobs.commands.show import log_lines
 from jobs.commands.submit import cancel_cycle, close_cycle, submit_plan
+from jobs.cycle.costs import read_ledger
 from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code_of_cycle, outcome_of
-from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
 from jobs.plan.spec import Plan

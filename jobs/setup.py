@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Self
 from zoneinfo import ZoneInfo
 
+from jobs.cycle.costs import CycleLedger, read_ledger
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
 from jobs.cycle.job_states import Closed, JobRecord
-from jobs.cycle.ledger import CycleLedger, read_ledger
 from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines

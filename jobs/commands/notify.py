@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from jobs.cycle.costs import read_ledger
 from jobs.cycle.job_states import Closed, JobRecord, failed_leaf, first_failure
-from jobs.cycle.ledger import read_ledger
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
 from jobs.plan.spec import Plan

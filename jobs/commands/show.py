@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from jobs.cycle.costs import CycleLedger, expected_seconds
 from jobs.cycle.cycle_store import claims_by_age
 from jobs.cycle.job_states import JobRecord, JobState, outcome_of
-from jobs.cycle.ledger import CycleLedger, expected_seconds
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import GOODPUT, cost_lines, plan_lines, status_lines, total_lines
 from jobs.plan.resources import prices_of

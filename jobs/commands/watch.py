@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jobs.cycle.costs import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
 from jobs.cycle.job_states import Change, Closed, JobRecord, JobState, change_line, exit_code_of_cycle, outcome_of
-from jobs.cycle.ledger import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
 from jobs.cycle.tables import status_rows
 from jobs.cycle.verdict import cost_text
 from jobs.plan.cycle import RUN_PREFIX

@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
+from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
 from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_leaf, reason_of
-from jobs.cycle.ledger import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
 from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobSpec, Plan
 from pipeline.core.errors import GateRefused

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jobs.cycle.ledger import CycleLedger
+from jobs.cycle.costs import CycleLedger
 from jobs.cycle.tables import DEADLINES
 from pipeline.context import Figure
 from pipeline.core.format import aligned, format_duration, usd

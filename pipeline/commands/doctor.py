@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeline.backends import open_tracer
 from pipeline.commands import ToolCall
-from pipeline.compile.graphs import lint, lint_counters
+from pipeline.compile.hlo import lint, lint_counters
 from pipeline.compile.manifest import Recorder
 from pipeline.context import open_context
 from pipeline.core.batch_order import RankShare

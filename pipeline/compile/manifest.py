@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
-from pipeline.compile.graphs import describe, difference, op_counts
+from pipeline.compile.hlo import describe, difference, op_counts
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.record import Record

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
+from pipeline.compile.identity import embed_plan, open_part_guard
 from pipeline.compile.manifest import GraphWatch, Place
-from pipeline.compile.plan import embed_plan, open_part_guard
 from pipeline.context import StageContext
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.progress import progress

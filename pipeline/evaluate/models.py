@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.compile.identity import evaluation_plan, open_part_guard
 from pipeline.compile.manifest import GraphWatch
-from pipeline.compile.plan import evaluation_plan, open_part_guard
 from pipeline.context import StageContext
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.core.fingerprint import Json, fingerprint

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import lazy_device_name
-from pipeline.compile.graphs import HOST_READ, Finding, lint, lint_counters
+from pipeline.compile.hlo import HOST_READ, Finding, lint, lint_counters
 from pipeline.compile.manifest import GraphManifest, Place, Recorder, load_manifest, store_manifest
 from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
 from pipeline.context import Figure, StageContext, StageResult, store_result

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
+from pipeline.compile.identity import evaluation_plan, graph_plan
 from pipeline.compile.manifest import GraphWatch, Plan
-from pipeline.compile.plan import evaluation_plan, graph_plan
 from pipeline.context import StageContext
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
@@ -21,7 +21,7 @@ from pipeline.registry.checkpoints import incumbent_prefix, start_place
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import batch_share
-from pipeline.train.trial import Trial
+from pipeline.train.graph_trial import Trial
 
 # The checkpoint a cycle starts from, pinned at its first attempt, opened and verified.
 

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 from pipeline.backends import Backend
 from pipeline.checkpoint.store import PublishedWeights
+from pipeline.compile.identity import graph_plan, open_guard
 from pipeline.compile.manifest import GraphWatch
-from pipeline.compile.plan import graph_plan, open_guard
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.format import format_duration

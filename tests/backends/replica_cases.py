@@ -19,7 +19,7 @@ from pipeline import backends
 from pipeline.backends import Backend, Batch, RankGroup
 from pipeline.backends import xla as xla_module
 from pipeline.backends.xla import XlaTracer
-from pipeline.compile.graphs import Instruction, arrays, lint, read_instructions
+from pipeline.compile.hlo import Instruction, arrays, lint, read_instructions
 from pipeline.compile.manifest import Recorder
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
@@ -40,9 +40,9 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import OptimizerConfig, TrainConfig
+from pipeline.train.graph_trial import Trial
 from pipeline.train.optimizer import control_values
 from pipeline.train.step import TrainProgram, flat_strategy, prepare_model
-from pipeline.train.trial import Trial
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_rows, plan_of
 
 RANKS = World(rank=0, world_size=2, local_rank=0, local_world_size=2)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.compile import graphs as rules
-from pipeline.compile.graphs import (
+from pipeline.compile import hlo as rules
+from pipeline.compile.hlo import (
     Finding,
     arrays,
     describe,

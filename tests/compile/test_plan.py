@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.compile.config import CompileConfig
+from pipeline.compile.identity import embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
 from pipeline.compile.manifest import GraphManifest, GraphWatch, Guard, Plan, store_manifest
-from pipeline.compile.plan import embed_plan, evaluation_plan, graph_plan, open_guard, open_part_guard
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.embed.config import EmbedConfig

@@ -10,7 +10,7 @@ from typing import Any
 os.environ["PJRT_DEVICE"] = "CPU"  # before torch_xla is imported
 
 from pipeline.backends import TRACED, open_backend
-from pipeline.compile.graphs import lint, read_instructions
+from pipeline.compile.hlo import lint, read_instructions
 from pipeline.compile.manifest import Recorder
 from pipeline.core.stop import StopSignal
 from pipeline.model.config import MPNET_PAD

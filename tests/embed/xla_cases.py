@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.backends import Backend, open_backend
 from pipeline.compile.config import CompileConfig
+from pipeline.compile.identity import embed_plan, graph_plan, open_part_guard
 from pipeline.compile.manifest import GraphManifest, Guard, Recorder, store_manifest
-from pipeline.compile.plan import embed_plan, graph_plan, open_part_guard
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.core.stop import StopSignal
@@ -21,7 +21,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import TrainConfig
-from pipeline.train.trial import Trial
+from pipeline.train.graph_trial import Trial
 from tests.embed.models import CONFIG, MODEL, SEP, SPEC, embedder, encoder, texts, vectors_of
 
 pytestmark = pytest.mark.stage

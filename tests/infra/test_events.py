@@ -10,8 +10,8 @@ import pytest
 from moto.events.models import EventPattern
 
 from jobs.commands.submit import TIME_VARIABLE, scheduled_time
+from jobs.cycle.costs import ledger_of
 from jobs.cycle.job_states import has_succeeded, is_tried_again
-from jobs.cycle.ledger import ledger_of
 from jobs.cycle.tables import summary
 from jobs.plan.resources import Prices
 from jobs.plan.spec import Retry

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.compile.plan import graph_plan
+from pipeline.compile.identity import graph_plan
 from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import ModelConfig

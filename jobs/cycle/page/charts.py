@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from jobs.cycle.ledger import SPENT, Category, Entry
+from jobs.cycle.costs import SPENT, Category, Entry
 from jobs.cycle.verdict import metric_name
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_count, format_duration

@@ -8,9 +8,9 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
 
+from jobs.cycle.costs import CycleLedger, Moment, read_moments
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code, failed_leaf, reason_of
-from jobs.cycle.ledger import CycleLedger, Moment, read_moments
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
 from jobs.cycle.verdict import SEARCH, measures, reasons

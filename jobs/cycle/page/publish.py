@@ -17,9 +17,9 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from jobs.cycle.costs import Entry, read_ledger
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord
-from jobs.cycle.ledger import Entry, read_ledger
 from jobs.cycle.page import charts
 from jobs.cycle.page.charts import number
 from jobs.cycle.page.gather import HOLDOUT, LOSS, CycleRow, PageData, gather, row_of

@@ -14,7 +14,7 @@ from jobs.setup import open_cycle
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.cycle.test_ledger import attempt, record
+from tests.jobs.cycle.test_costs import attempt, record
 
 NIGHTLY = ["2026-11-18", "2026-11-19", "2026-11-20"]
 

@@ -14,7 +14,7 @@ from jobs import cli
 from jobs.cycle.cycle_store import CycleStore
 from pipeline.io.storage import open_storage
 from tests.jobs.cycle.cases import job, plan
-from tests.jobs.cycle.test_ledger import attempt, record
+from tests.jobs.cycle.test_costs import attempt, record
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TRN1 = [f"--config={CONFIGS / 'base.toml'}", f"--config={CONFIGS / 'jobs' / 'trn1.toml'}", "--cycle=2026-11-20"]

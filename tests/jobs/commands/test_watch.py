@@ -29,7 +29,7 @@ from pipeline.telemetry.events import EventName
 from tests.jobs.commands.test_cycle import CYCLE, Trnjobs, trnjobs
 from tests.jobs.cycle.cases import cycle, job, plan
 from tests.jobs.cycle.record_cases import bad, good, tried, under_way
-from tests.jobs.cycle.test_ledger import at, attempt, ledger
+from tests.jobs.cycle.test_costs import at, attempt, ledger
 from tests.jobs.cycle.test_verdict import VERIFIED, check, evaluation, made
 from tests.jobs.cycle.test_verdict import ledger as made_ledger
 from tests.kit.screen import Screen

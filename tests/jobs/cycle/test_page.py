@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.cycle_page import STAGES, T0, make_cycle
+from jobs.cycle.costs import Moment
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState
-from jobs.cycle.ledger import Moment
 from jobs.cycle.page.charts import (
     bars,
     columns,

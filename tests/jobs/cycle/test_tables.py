@@ -10,7 +10,7 @@ from jobs.plan.resources import Prices
 from jobs.plan.spec import JobSpec
 from tests.jobs.cycle.cases import TRN1, cycle, job, plan
 from tests.jobs.cycle.record_cases import array, bad, good, tried, under_way
-from tests.jobs.cycle.test_ledger import attempt, ledger, record
+from tests.jobs.cycle.test_costs import attempt, ledger, record
 
 PRICES = Prices({"trn1.32xlarge": 20.0}, vcpu=0.05)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.ledger import CycleLedger
+from jobs.cycle.costs import CycleLedger
 from jobs.cycle.verdict import verdict_lines
 from pipeline.embed.digest import VerifyDigest
 from pipeline.evaluate.gate.compare import GateCheck, Verdict

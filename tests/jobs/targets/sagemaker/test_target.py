@@ -10,6 +10,7 @@ import pytest
 
 from jobs import cli, setup
 from jobs.commands import submit
+from jobs.cycle.costs import ledger_of
 from jobs.cycle.job_states import (
     CANCELLED,
     EXITED,
@@ -23,7 +24,6 @@ from jobs.cycle.job_states import (
     running_record,
     starting_record,
 )
-from jobs.cycle.ledger import ledger_of
 from jobs.plan.resources import prices_of
 from jobs.plan.spec import JobSpec
 from jobs.settings import CycleSettings, of_all_jobs

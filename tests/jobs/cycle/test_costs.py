@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState
-from jobs.cycle.ledger import (
+from jobs.cycle.costs import (
     NEVER,
     SPENT,
     Category,
@@ -27,6 +25,8 @@ from jobs.cycle.ledger import (
     spent_in,
     with_kept_until,
 )
+from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState
 from jobs.plan.resources import Prices
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig
