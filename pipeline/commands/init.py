@@ -20,7 +20,7 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.input_files import open_files
-from pipeline.data.rows import SLICE, ColumnPlan
+from pipeline.data.rows import LIKELY_NAMES, SLICE, ColumnPlan, by_spelling
 from pipeline.data.survey import known_order
 from pipeline.evaluate.gate.judge import fraction_for
 from pipeline.io.atomic import create_atomic
@@ -31,17 +31,6 @@ MAX_ROWS = 200_000
 """Rows that are looked at."""
 _SHOWN_ROWS, _SHOWN_CHARACTERS = 10, 26
 _BATCH_ROWS = 4096
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "query": ("query", "search_term", "search_query", "query_text", "keyword", "keywords", "search", "term", "q"),
-    "title": ("title", "product_title", "item_name", "product_name", "item_title", "name", "item", "product"),
-    "text": ("text", "description", "product_description", "item_description", "body"),
-    "label": ("label", "relevance", "grade", "esci_label", "judgement", "judgment", "relevance_label", "rating"),
-    "gain": ("gain", "relevance_score", "score"),
-    "query_id": ("query_id", "qid", "search_id"),
-    "product_id": ("product_id", "item_id", "pid", "asin", "sku", "doc_id", "id"),
-    "split": ("split", "fold", "subset"),
-}  # fmt: skip
-"""What columns are often called, by field; the likeliest first."""
 _SPLITS = {"train", "valid", "validation", "val", "dev", "test"}
 _MAX_LABELS, _MAX_CATEGORIES = 20, 1000
 _RARE = 0.005
@@ -151,8 +140,8 @@ def look_at(path: str, config: DataConfig, stop: StopSignal) -> tuple[dict[str, 
 def guess_columns(columns: Mapping[str, Column]) -> Guess:
     """Take columns for fields, by name and by content. Raises DataError if there is no query, title or judgement."""
     guess, left = Guess(), dict(columns)
-    spelled = {re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"): name for name in reversed(list(columns))}
-    for wanted, names in _NAMES.items():
+    spelled = by_spelling(list(columns))
+    for wanted, names in LIKELY_NAMES.items():
         found = next((spelled[name] for name in names if spelled.get(name) in left), None)
         if found is not None and _fits(wanted, left[found]):
             guess.columns[wanted] = left.pop(found).name

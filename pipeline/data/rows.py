@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -229,6 +229,24 @@ def feature_pairs(config: DataConfig) -> list[tuple[str, str]]:
     ]
 
 
+LIKELY_NAMES: Mapping[str, tuple[str, ...]] = {
+    "query": ("query", "search_term", "search_query", "query_text", "keyword", "keywords", "search", "term", "q"),
+    "title": ("title", "product_title", "item_name", "product_name", "item_title", "name", "item", "product"),
+    "text": ("text", "description", "product_description", "item_description", "body"),
+    "label": ("label", "relevance", "grade", "esci_label", "judgement", "judgment", "relevance_label", "rating"),
+    "gain": ("gain", "relevance_score", "score"),
+    "query_id": ("query_id", "qid", "search_id"),
+    "product_id": ("product_id", "item_id", "pid", "asin", "sku", "doc_id", "id"),
+    "split": ("split", "fold", "subset"),
+}  # fmt: skip
+"""What columns are often called, by field; the likeliest first."""
+
+
+def by_spelling(names: Sequence[str]) -> dict[str, str]:
+    """Return column names by their letters and digits in lower case, words joined by _; of equal ones the first."""
+    return {re.sub(r"[\W_]+", "_", name.lower()).strip("_"): name for name in reversed(names)}
+
+
 def match_columns(
     pairs: Sequence[tuple[str, str]],
     available: Sequence[str],
@@ -252,10 +270,12 @@ def match_columns(
                 next_command=f"rename the others, or name another column with {setting(field)}",
             )
     if missing:
-        spelled = {name.strip().lower(): name for name in reversed(available)}
+        taken = {column for _, column in pairs}
+        spelled = {key: name for key, name in by_spelling(available).items() if name not in taken}
         flags, lists = list[str](), list[str]()
         for field, column in missing:
             close = difflib.get_close_matches(column.lower(), spelled, n=1)
+            close = close or [name for name in LIKELY_NAMES.get(field, ()) if name in spelled]
             if "." in field:  # one of a list of columns
                 lists.append(f"correct {column!r} in {setting(field)}")
             else:

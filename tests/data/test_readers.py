@@ -147,7 +147,11 @@ def test_bad_rows_of_text_files_name_their_line(tmp_path: Path, name: str) -> No
         ("querry,titel,gain", "--data.columns.query querry --data.columns.title titel"),
         ("query,a,b", "--data.columns.title COLUMN --data.columns.label COLUMN"),
         ("query,title,label,prise", "correct 'price' in --data.numeric"),
-        ("query,title,label,description", "--data.columns.text COLUMN"),
+        ("query,title,label,description", "--data.columns.text description"),
+        (
+            "search_term,Item Name,grade,price",
+            "--data.columns.query search_term --data.columns.title 'Item Name' --data.columns.label grade",
+        ),
     ],
 )
 def test_a_missing_column_is_offered_by_its_spelling(columns: str, expected: str) -> None:
