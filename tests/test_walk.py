@@ -79,7 +79,7 @@ def test_a_strangers_walk(tmp_path: Path) -> None:
         f"trnjobs submit --cycle second --train.start scratch {SMALL} --train.max-steps 2", GateRefused.exit_code
     )
     assert re.search(r"cycle second: refused", told)
-    assert re.search(r"refused: .*production \d\.\d+, candidate \d\.\d+", told)
+    assert re.search(r"refused: \S.* \d\.\d+, production \d\.\d+, -\d\.\d+", told)
 
     table.write_text(table.read_text() + judgements(range(700, 900)))
     told = shell.type(f"trnjobs submit --cycle third {SMALL} {LOOSE}")
