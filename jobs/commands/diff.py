@@ -1,11 +1,11 @@
 """`trnjobs diff A B`: what differs between two cycles, in their settings, their data and their metrics."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs.cycle.cycle_store import CycleStore
+from jobs.cycle.tables import value_text
 from jobs.settings import differences
 from jobs.setup import newest_cycles, open_cycle
 from pipeline.context import Figure, load_result
@@ -60,14 +60,14 @@ def _data(store: CycleStore) -> Mapping[str, Figure]:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    rows = [(name, _text(old), "->", _text(new)) for name, old, new in differences(before, now)]
+    rows = [(name, _text(name, old), "->", _text(name, new)) for name, old, new in differences(before, now)]
     return aligned(rows, left=(0, 1, 2, 3)) if rows else []
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    text = value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
+    text = value_text(name, value)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 

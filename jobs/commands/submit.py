@@ -5,11 +5,9 @@ At the end: a cycle that was submitted before. What differs, and whether it can 
 
 import argparse
 import hashlib
-import json
 import os
 import re
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,8 +21,7 @@ from jobs.commands.watch import View
 from jobs.cycle.cycle_store import claimed_cycles, unclosed_cycles
 from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.publish import write_page
-from jobs.cycle.tables import status_lines, summary
-from jobs.node.post_mortem import HIDDEN, is_secret, without_secrets
+from jobs.cycle.tables import status_lines, summary, value_text
 from jobs.plan.cycle import RUN_PREFIX, script_of
 from jobs.plan.spec import Plan
 from jobs.schedule import ScheduleConfig, due_cycle
@@ -395,25 +392,9 @@ def unused_settings(cycle: OpenCycle) -> list[str]:
 
 
 def _change(name: str, before: Any, now: Any) -> str:
-    texts = [_text(name.rpartition(".")[2], value) for value in (before, now)]
+    texts = [value_text(name, value) for value in (before, now)]
     cut = [text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…" for text in texts]
     return f"{name[:MAX_CHARACTERS]}: {cut[0]} -> {cut[1]}"
-
-
-def _text(name: str, value: Any) -> str:
-    shown = without_secrets({name: value}, ())[name]
-    if isinstance(shown, list) and all(isinstance(one, str) for one in shown):
-        return shlex.join(_without_secret_flags(shown))
-    return shown if isinstance(shown, str) and shown and shown.isprintable() else json.dumps(shown)
-
-
-def _without_secret_flags(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command with the values of `--api-key` and the like hidden."""
-    is_hidden = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        yield HIDDEN if is_hidden else f"{name}={HIDDEN}" if equals and is_secret(name) else word
-        is_hidden = word.startswith("-") and not equals and is_secret(word)
 
 
 def obstacle(cycle: OpenCycle) -> str:

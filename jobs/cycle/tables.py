@@ -1,7 +1,9 @@
 """Plans and records as tables, for people. Pure."""
 
+import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
 from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_leaf, reason_of
@@ -9,6 +11,7 @@ from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobSpec, Plan
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import aligned, format_duration, format_share, usd
+from pipeline.core.secrets import HIDDEN, is_secret, without_secret
 
 STATUS = ("job", "state", "tries", "ran", "exit", "why")
 
@@ -160,3 +163,23 @@ def total_row(one: Total) -> tuple[str, ...]:
     times = (format_duration(one.machine_ms[kind] / 1000) if one.machine_ms[kind] else "-" for kind in SPENT)
     waited, whole = format_duration(one.waiting_ms / 1000), format_duration(one.all_ms / 1000)
     return (one.name, str(one.tries), waited, *times, whole, format_share(one.goodput), usd(one.usd))
+
+
+# Settings.
+
+
+def value_text(name: str, value: Any) -> str:
+    """Return the value of a setting for people, without secrets."""
+    shown = without_secret(name, value)
+    if isinstance(shown, list) and all(isinstance(one, str) for one in shown):
+        return shlex.join(_without_secret_flags(shown))
+    return shown if isinstance(shown, str) and shown and shown.isprintable() else json.dumps(shown)
+
+
+def _without_secret_flags(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a command with the values of `--api-key` and the like hidden."""
+    is_hidden = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        yield HIDDEN if is_hidden else f"{name}={HIDDEN}" if equals and is_secret(name) else word
+        is_hidden = word.startswith("-") and not equals and is_secret(word)

@@ -1,7 +1,6 @@
 """The post-mortem of a failed attempt: one bounded JSON object without secrets. Pure."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,14 +10,12 @@ from pydantic import Field, JsonValue
 
 from jobs.node.group import NodeSeen
 from pipeline.core.record import Record
+from pipeline.core.secrets import is_secret, without_secrets
 
 MAX_BYTES = 2**20
 MAX_LINES = 400  # of the log; half as many events
 _SHORT: dict[str, Any] = {"events": (), "log": (), "stacks": {}, "processes": (), "settings": None, "environment": {}}
 SHOWN_PREFIXES = ("TRN", "AWS_BATCH", "NEURON", "PJRT", "XLA", "CCOM_", "GLOO_", "FI_")
-SECRET_WORDS = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "KEY", "APIKEY"})
-HIDDEN = "***"
-_USER_OF_URI = re.compile(r"(?<=://)[^/@\s\"']+@")
 
 
 @dataclass(frozen=True)
@@ -67,16 +64,6 @@ def shown_environment(env: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def is_secret(name: str) -> bool:
-    """Return whether a name tells of a secret, word by word: `HF_TOKEN` does, `MAX_TOKENS` does not."""
-    return not SECRET_WORDS.isdisjoint(re.split(r"[^A-Z0-9]+", name.upper()))
-
-
-def secrets_of(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Return values that must not show up anywhere: commands print more than they should."""
-    return tuple(value for name, value in env.items() if is_secret(name) and len(value) >= 8)
-
-
 def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES) -> bytes:
     """Return JSON without secrets, of at most `max_bytes`: the oldest lines go first, then what else is long."""
     data = b""
@@ -90,16 +77,3 @@ def as_bytes(one: PostMortem, secrets: Sequence[str], max_bytes: int = MAX_BYTES
         if len(data) <= max_bytes:
             break
     return data[:max_bytes]
-
-
-def without_secrets(value: Any, secrets: Sequence[str]) -> Any:
-    """Return the value without these secrets, passwords in URIs, and values under the name of a secret."""
-    if isinstance(value, Mapping):
-        return {name: HIDDEN if is_secret(str(name)) else without_secrets(one, secrets) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(one, secrets) for one in value]
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, HIDDEN)
-        return _USER_OF_URI.sub(f"{HIDDEN}@", value)
-    return value

@@ -28,7 +28,7 @@ from jobs.node.environment import (
     write_failure,
 )
 from jobs.node.group import NodeGroup
-from jobs.node.post_mortem import PostMortem, ProcessSeen, as_bytes, secrets_of, shown_environment, without_secrets
+from jobs.node.post_mortem import PostMortem, ProcessSeen, as_bytes, shown_environment
 from pipeline.core.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -40,6 +40,7 @@ from pipeline.core.errors import (
     error_in_log,
     headline,
 )
+from pipeline.core.secrets import secrets_of, without_secrets
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.parallel.world import has_efa, network_variables, own_interface

@@ -23,11 +23,12 @@ from jobs.cycle.job_states import (
     parent_record,
     with_last_attempt,
 )
-from jobs.node.post_mortem import PostMortem, secrets_of, without_secrets
+from jobs.node.post_mortem import PostMortem
 from jobs.plan.spec import JobSpec, Plan
 from jobs.settings import JobsConfig
 from pipeline.core.errors import ConfigError, Preempted, error_in_log
 from pipeline.core.record import Record
+from pipeline.core.secrets import secrets_of, without_secrets
 from pipeline.io.storage import KeyNotFound
 
 PATIENCE_S = 900.0

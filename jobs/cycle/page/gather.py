@@ -20,6 +20,7 @@ from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
 from pipeline.core.format import natural_key
 from pipeline.core.record import Record
+from pipeline.core.secrets import without_secret
 from pipeline.data.token_sets import PrepareDigest
 from pipeline.data.token_sets import load_digest as load_prepared
 from pipeline.embed.digest import VerifyDigest
@@ -278,7 +279,10 @@ def gather(
             settings_hash=made[0].settings_hash if made else "",
             code_version=made[0].code_version if made else "",
             compared=compared if before else "",
-            changed=tuple((name, json.dumps(old), json.dumps(new)) for name, old, new in changed),
+            changed=tuple(
+                (name, json.dumps(without_secret(name, old)), json.dumps(without_secret(name, new)))
+                for name, old, new in changed
+            ),
         ),
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(

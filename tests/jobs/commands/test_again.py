@@ -10,6 +10,7 @@ import pytest
 from jobs.commands import submit
 from jobs.cycle import cycle_store as cycle
 from jobs.cycle.job_states import JobState
+from jobs.cycle.tables import value_text
 from jobs.settings import CycleSettings, of_all_jobs, with_values
 from jobs.setup import make_plan, open_cycle
 from pipeline.core.manifest import MANIFEST_NAME
@@ -205,4 +206,4 @@ def test_of_equal_settings_that_another_version_planned(trnjobs: Trnjobs, monkey
 
 def test_a_secret_in_a_command_is_not_shown() -> None:
     words = ["python", "--api-key", "abc", "--token=def", "HF_TOKEN=g", "--max-tokens", "5"]
-    assert submit._text("command", words) == ("python --api-key '***' '--token=***' 'HF_TOKEN=***' --max-tokens 5")
+    assert value_text("command", words) == ("python --api-key '***' '--token=***' 'HF_TOKEN=***' --max-tokens 5")

@@ -58,3 +58,12 @@ def test_values_are_short_and_numbers_have_thousands() -> None:
     lines = _changed({"rows": 18000, "name": "x" * 99, "on": True}, {"rows": 1, "name": "", "on": False})
     assert [line.split()[0] for line in lines] == ["rows", "name", "on"]
     assert lines[0].split() == ["rows", "18,000", "->", "1"] and max(map(len, lines)) < 80
+
+
+def test_secrets_are_shown_by_nobody() -> None:
+    before, now = (
+        {"jobs": {"environment": {"API_TOKEN": "old-one"}}},
+        {"jobs": {"environment": {"API_TOKEN": "new-one"}}},
+    )
+    (line,) = _changed(before, now)
+    assert "API_TOKEN" in line and "-one" not in line

@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.node.post_mortem import PostMortem, as_bytes, secrets_of, shown_environment
+from jobs.node.post_mortem import PostMortem, as_bytes, shown_environment
+from pipeline.core.secrets import secrets_of
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 
