@@ -110,7 +110,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _show_help(self, words: Sequence[str], model: "type[S]") -> None:
         """Print the help: with common settings, with all (--help-all), or with those of a section (--help SECTION)."""
-        from pipeline.settings import leaves, shown
+        from pipeline.settings import leaves
 
         asked = next((word for before, word in pairwise(words) if before in HELP and word[:1] != "-"), "")
         known = leaves(model)
@@ -136,8 +136,7 @@ class CommandParser(argparse.ArgumentParser):
         for title, names in groups.items():
             group = self.add_argument_group(title)
             for leaf in (known[name] for name in names):
-                default = shown(leaf.field.get_default(call_default_factory=True))
-                text = f"{leaf.field.description} [{default}]".replace("%", "%%")
+                text = f"{leaf.field.description} [{leaf.default}]".replace("%", "%%")
                 group.add_argument(leaf.flag, dest=leaf.name, metavar=leaf.takes, help=text)
         show(self.format_help())
 

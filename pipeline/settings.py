@@ -185,6 +185,11 @@ class Leaf:
         return ENV_PREFIX + self.name.replace(".", "__").upper()
 
     @property
+    def default(self) -> str:
+        """Its default as one would type it."""
+        return shown(self.field.get_default(call_default_factory=True))
+
+    @property
     def options(self) -> tuple[Any, ...]:
         """The types it may have; with NoneType where it is optional."""
         kind = self.field.annotation
@@ -392,11 +397,10 @@ def _of_texts(model: type[Settings], texts: Iterable[tuple[str, str | None, str]
         leaf, mapping = leaves(model).get(_spelled(name)), leaves(model).get(_spelled(section))
         if leaf is not None:
             if text is None:
-                default = shown(leaf.field.get_default(call_default_factory=True))
                 raise ConfigError(
                     f"{leaf.flag} has no value",
                     expected=f"{leaf.takes} - {leaf.field.description}",
-                    next_command=f"{leaf.flag} {default or 'VALUE'}",
+                    next_command=f"{leaf.flag} {leaf.default or 'VALUE'}",
                 )
             found[leaf.name] = Given(leaf.parse(text), source)
         elif mapping is not None and dict in mapping.origins:
@@ -550,11 +554,10 @@ def reference(model: type[Settings]) -> str:
             section = name.rpartition(".")[0]
             heading = f"## {section}" if section else "## General"
             lines += ["", heading, "", "| setting | takes | default | |", "|---|---|---|---|"]
-        default = shown(leaf.field.get_default(call_default_factory=True))
         cells = [
             f"`{name.rpartition('.')[2]}`",
             f"`{leaf.takes}`",
-            f"`{default}`" if default else "",
+            f"`{leaf.default}`" if leaf.default else "",
             leaf.field.description,
         ]
         lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import cast, get_args
@@ -107,11 +107,11 @@ def _moved(before: int | None, now: int) -> str:
     return "=" if before == now else f"{before - now:+d}"
 
 
-def _open(settings: Settings, stop: StopSignal, cycle: str | None, checkpoint: str = "") -> Model:
+def _open(settings: Settings, stop: StopSignal, cycle: str, checkpoint: str = "") -> Model:
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
     if auto_on_host(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
         settings = settings.model_copy(update={"backend": of_host(compiles_graphs=False)})
-    return open_model(settings, workspace, checkpoint, "" if checkpoint else cycle or "", stop)
+    return open_model(settings, workspace, checkpoint, cycle, stop)
 
 
 def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
@@ -202,7 +202,7 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
 def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[Chunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
     for stat, name in files.found:
-        one = type(files)(files.storage, ((stat, name),), ())
+        one = replace(files, found=((stat, name),))  # a chunk is of one file
         batches = one.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
         yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
 

@@ -259,6 +259,11 @@ def open_rows(
     return TokenRows(shards, buckets, sets[0].info.pad_id, extra)
 
 
+def prefixes_of(outputs: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the prefixes of the token sets among the outputs of the prepare stage, in partition order."""
+    return tuple(outputs[name] for name in sorted(outputs) if name.startswith("token_set_"))
+
+
 def spec_of(info: TokenSetInfo) -> InputSpec:
     """Return what prepared data fixes of a model."""
     return InputSpec(

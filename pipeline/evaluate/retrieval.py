@@ -305,8 +305,7 @@ def from_catalogue(
     def queries(texts_of: dict[int, str], most: int) -> Queries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
-        encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
-        tokens = cut_tokens(encoded, largest.query_tokens, tokenizer.sep_id)
+        tokens = _query_tokens(texts, tokenizer, spec, holdout)
         rows = np.flatnonzero(np.isin(table.query_of, ids))
         judged = Judgements(table.query_of[rows], table.item_of[rows], np.ones(len(rows)))
         return Queries(ids, tokens, texts, judged)
@@ -314,6 +313,12 @@ def from_catalogue(
     tuning = queries(table.valid_texts, MAX_TUNING) if table.valid_texts else None
     judged, num_items = queries(table.texts, config.max_queries), int(table.is_item.sum())
     return RetrievalTask(judged, tuning, num_items, items, texts, lambda row, text: int(table.item_of[row]))
+
+
+def _query_tokens(texts: Sequence[str], tokenizer: TextTokenizer, spec: InputSpec, holdout: Holdout) -> Tokens:
+    """Tokenise queries, cut as those of the prepared data."""
+    encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
+    return cut_tokens(encoded, holdout.rows.buckets[-1].query_tokens, tokenizer.sep_id)
 
 
 def some_queries(query_id: Int64s, most: int) -> Int64s:
@@ -502,8 +507,7 @@ class ModelSearch:
             return task
         buckets, nothing = self.holdout.rows.buckets, np.zeros(0, dtype=np.int64)
         texts = [one.query[: text_characters(buckets)] for one in self.golden]
-        encoded = tokenizer.encode([spec.query_prefix + text for text in texts])
-        tokens = cut_tokens(encoded, buckets[-1].query_tokens, tokenizer.sep_id)
+        tokens = _query_tokens(texts, tokenizer, spec, self.holdout)
         judged = Judgements(nothing, nothing, np.zeros(0))
         return replace(task, golden=Queries(np.arange(len(texts)), tokens, texts, judged))
 

@@ -13,7 +13,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError
 from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
-from pipeline.data.token_sets import read_token_sets, spec_of
+from pipeline.data.token_sets import prefixes_of, read_token_sets, spec_of
 from pipeline.model.config import InputSpec
 from pipeline.parallel.gang import Gang
 from pipeline.parallel.world import World
@@ -55,8 +55,7 @@ def find_prepared(ctx: StageContext) -> Prepared | None:
     result = ctx.earlier("prepare")
     if result is None:
         return None
-    names = sorted(name for name in result.outputs if name.startswith("token_set_"))
-    return Prepared(tuple(result.outputs[name] for name in names), result.outputs["tokenizer"])
+    return Prepared(prefixes_of(result.outputs), result.outputs["tokenizer"])
 
 
 def load_prepared(ctx: StageContext) -> Prepared:
