@@ -10,7 +10,7 @@ from jobs.settings import differences
 from jobs.setup import newest_cycles, open_cycle
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import EXIT_OK, ConfigError
-from pipeline.core.format import aligned, format_count
+from pipeline.core.format import aligned, format_count, shortened
 from pipeline.core.progress import Say
 from pipeline.evaluate.report import EvaluationReport, load_report
 
@@ -67,8 +67,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _text(name: str, value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    text = value_text(name, value)
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+    return shortened(value_text(name, value), _MOST_CHARACTERS)
 
 
 def _metrics(before: EvaluationReport | None, now: EvaluationReport | None) -> list[str]:

@@ -26,7 +26,7 @@ from jobs.plan.spec import Plan
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError
-from pipeline.core.format import format_duration
+from pipeline.core.format import format_duration, shortened
 from pipeline.core.optional import missing_package
 from pipeline.core.progress import Say
 from pipeline.core.record import Record
@@ -105,7 +105,7 @@ def _put(cycle: OpenCycle, name: str, what: str, lines: Sequence[str] = (), *, a
 def plain(text: str) -> str:
     """Return one line without control, format and bidirectional characters, of at most MAX_TEXT characters."""
     line = " ".join("".join(" " if unicodedata.category(one)[0] in "CZ" else one for one in text).split())
-    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
+    return shortened(line, MAX_TEXT)
 
 
 def send_messages(

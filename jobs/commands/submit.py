@@ -31,6 +31,7 @@ from jobs.targets.batch.requests import check_plan
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
+from pipeline.core.format import shortened
 from pipeline.core.interpreter import without_interpreter
 from pipeline.core.progress import Say
 from pipeline.registry.records import verdict_key
@@ -392,8 +393,7 @@ def unused_settings(cycle: OpenCycle) -> list[str]:
 
 
 def _change(name: str, before: Any, now: Any) -> str:
-    texts = [value_text(name, value) for value in (before, now)]
-    cut = [text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…" for text in texts]
+    cut = [shortened(value_text(name, value), MAX_CHARACTERS) for value in (before, now)]
     return f"{name[:MAX_CHARACTERS]}: {cut[0]} -> {cut[1]}"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.backends import auto_on_host
 from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
-from pipeline.core.format import aligned
+from pipeline.core.format import aligned, shortened
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
@@ -214,9 +214,7 @@ def _preview(guess: Guess, rows: Sequence[Mapping[str, str]]) -> list[str]:
     table = [[field for field, _ in shown]]
     for row in rows:
         cells = ["".join(c if c.isprintable() else " " for c in row.get(column, "")) for _, column in shown]
-        table.append(
-            [cell if len(cell) <= _SHOWN_CHARACTERS else f"{cell[: _SHOWN_CHARACTERS - 1]}…" for cell in cells]
-        )
+        table.append([shortened(cell, _SHOWN_CHARACTERS) for cell in cells])
     return aligned(table, left=range(len(shown)))
 
 

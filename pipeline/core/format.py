@@ -83,6 +83,11 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
     return lines
 
 
+def shortened(text: str, most: int) -> str:
+    """Return at most `most` characters of a text; one that is cut ends in `…`."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def usd(amount: float | None) -> str:
     """`$12.30`, `$0.45`, `$0.0012`: at least two significant digits; `-` when unknown."""
     if amount is None:

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
-from pipeline.core.format import aligned
+from pipeline.core.format import aligned, shortened
 from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck, Side, Verdict
@@ -436,11 +436,6 @@ def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:
     )
 
 
-def shortened(text: str) -> str:
-    """Return as much of a query or a title as pages show."""
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
 def query_changes(ours: PerQuery | None, theirs: PerQuery | None) -> tuple[QueryChanges, ...]:
     """Compare each figure that both have, over the queries for which both are defined."""
     if ours is None or theirs is None or not np.array_equal(ours.query_id, theirs.query_id):
@@ -492,7 +487,7 @@ def find_examples(
         first = {(texts[row], int(ours.label[row])): row for row in reversed(rows.tolist())}
         for row in [row for row in rows.tolist() if row in first.values()][:most]:
             own = int(ours.label[row])
-            query, product = map(shortened, texts[row])
+            query, product = (shortened(text, MAX_TEXT) for text in texts[row])
             examples.append(
                 Example(
                     kind=kind,

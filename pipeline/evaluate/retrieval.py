@@ -15,6 +15,7 @@ from pipeline.context import StageContext
 from pipeline.core.arrays import Bools, Float32s, Float64s, Int64s, UInt64s
 from pipeline.core.errors import DataError, NumericError
 from pipeline.core.fingerprint import Json, fingerprint, hash63
+from pipeline.core.format import shortened
 from pipeline.core.record import with_retired
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
@@ -35,7 +36,7 @@ from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.metrics.measure import MetricReport, retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery
-from pipeline.evaluate.report import FoundProduct, GoldenReport, MovedQuery, shortened
+from pipeline.evaluate.report import MAX_TEXT, FoundProduct, GoldenReport, MovedQuery
 from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
@@ -409,7 +410,7 @@ def moved_queries(
     for query, item, gain in zip(*columns, strict=True):
         gains[query, item] = max(gain, gains.get((query, item), 0.0))
     wanted = {item for items in lists for item in items[rows, :_SHOWN].ravel().tolist()}
-    titles = {n: shortened(text) for n, text in enumerate(chain.from_iterable(task.texts())) if n in wanted}
+    titles = {n: shortened(text, MAX_TEXT) for n, text in enumerate(chain.from_iterable(task.texts())) if n in wanted}
 
     def first(items: Int64s, row: int) -> tuple[FoundProduct, ...]:
         found = [item for item in items[row, :_SHOWN].tolist() if item >= 0]
@@ -417,7 +418,7 @@ def moved_queries(
 
     return [
         MovedQuery(
-            query=shortened(task.queries.texts[row]),
+            query=shortened(task.queries.texts[row], MAX_TEXT),
             before=round(float(before[row]), 4),
             now=round(float(now[row]), 4),
             found_before=first(lists[0], row),

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.core.format import format_bytes, format_count, format_duration, format_share, natural_key, quotable
+from pipeline.core.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_share,
+    natural_key,
+    quotable,
+    shortened,
+)
 
 NOT_NUMBERS = [None, math.nan, math.inf, -math.inf]
 
@@ -96,3 +104,8 @@ def test_a_quotable_text_is_a_json_string_between_quotation_marks() -> None:
 def test_digits_in_names_are_numbers() -> None:
     rising = ["", "2026-2", "2026-10", "a", "a1", "a1b", "a09", "a9", "a10", "b", "cycle-9", "cycle-10"]
     assert sorted(reversed(rising), key=natural_key) == rising
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", ""), ("shoes", "shoes"), ("sandal", "sand…")])
+def test_a_long_text_is_cut_to_the_characters_allowed(text: str, expected: str) -> None:
+    assert shortened(text, 5) == expected

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from jobs.cycle.costs import SPENT, Category, Entry
 from jobs.cycle.verdict import metric_name
 from pipeline.core.errors import GateRefused
-from pipeline.core.format import format_count, format_duration
+from pipeline.core.format import format_count, format_duration, shortened
 from pipeline.evaluate.config import MetricName
 from pipeline.evaluate.gate.compare import GateCheck
 
@@ -272,8 +272,7 @@ def short_number(value: float) -> str:
 
 def fit(words: str, width: float) -> str:
     """Return as many letters as `width` pixels hold."""
-    most = max(3, int(width / 6.2))
-    return words if len(words) <= most else words[: most - 1] + "…"
+    return shortened(words, max(3, int(width / 6.2)))
 
 
 # Elements. `Markup.format` escapes every text.
