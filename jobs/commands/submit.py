@@ -480,7 +480,7 @@ def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str
         "refused": "was refused by the gate, so production is unchanged",
         "cancelled": "was cancelled",
     }[closed.outcome]
-    said = f"cycle {cycle.name} {how}, {at}{f': {closed.reason}' if closed.reason else ''}; nothing ran"
+    said = f"cycle {cycle.name} {how}, {at}; nothing ran"
     if is_run(cycle):
         compared = f"{script} is the same file (what it imports is not compared); " if digest else ""
         return f"{said}; {compared}to run it again: the same command with --again"

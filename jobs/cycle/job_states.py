@@ -483,6 +483,13 @@ def reason_of(record: JobRecord) -> str:
     return f"{said}: {error}" if error and error not in said else said
 
 
+def without_error(reason: str, records: Iterable[JobRecord]) -> str:
+    """Return a reason without the first line of an error, for output that shows the whole error."""
+    for leaf in filter(None, map(failed_leaf, records)):
+        reason = reason.removesuffix(f": {headline(leaf.attempts[-1].error.splitlines())}")
+    return reason
+
+
 def failed_leaf(record: JobRecord) -> JobRecord | None:
     """Of a job that failed by itself: the job, or the first child of an array that did; None for any other job."""
     return next((leaf for leaf in record.leaves() if leaf.state is JobState.FAILED and leaf.attempts), None)
