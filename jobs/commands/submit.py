@@ -249,9 +249,10 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
             say(line)
-        standing = cycle.standing()
-        look = f"; next: trnjobs status --cycle {store.cycle}" if standing == "under way" else ""
-        say(f"cycle {store.cycle}: {standing}{look}")
+        standing, claim = cycle.standing(), store.claim()
+        if standing == "under way" and claim is not None:
+            standing = f"submitted to {claim.target}, under way\n  watch it: {cycle.command('status')} --watch"
+        say(f"cycle {store.cycle}: {standing}")
         send_messages(cycle, plan, records)
         return EXIT_OK
     data = None
