@@ -29,7 +29,7 @@ from jobs.targets.batch.account import account_problems, account_warnings, chang
 from jobs.targets.batch.requests import check_plan, definition_request, submit_request
 from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from jobs.targets.sagemaker.requests import sagemaker_requests
-from pipeline.context import load_result
+from pipeline.context import Figure, load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, TrnpipeError
 from pipeline.core.format import aligned, format_duration
 from pipeline.core.progress import Say
@@ -67,14 +67,19 @@ def run_plan(arguments: argparse.Namespace, say: Say) -> int:
             say(line)
     else:
         seconds: dict[str, float] = {}
+        few: Figure = None
         try:
             store = open_cycle(settings, say).store
             names = [name for name in claims_by_age(store) if name != store.cycle][-HISTORY:]
             seconds = expected_seconds(replace(store, cycle=name).records() for name in names)
+            prepared = load_result(store.storage, names[-1], "prepare") if names else None
+            few = prepared.figures.get("few_queries") if prepared else None
         except TrnpipeError as error:  # the plan itself needs no workspace
             say(f"earlier cycles cannot be read: {error.seen}")
         for line in plan_lines(plan, seconds, prices_of(settings.jobs, target), settings.jobs.sla_s):
             say(line)
+        if few:
+            say(f"warning: cycle {names[-1]}: {few}")
     return EXIT_OK
 
 

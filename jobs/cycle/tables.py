@@ -26,7 +26,7 @@ def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: 
         rows.append((job.name, after, shape_text(job), *sizes, format_duration(seconds.get(job.name)), usd(job_cost)))
     total = critical_seconds(plan, seconds)
     lines = [
-        f"cycle {plan.cycle} of {plan.pipeline} in {plan.workspace}, plan {plan.plan_id[:12]}",
+        f"cycle {plan.cycle} in {plan.workspace}, plan {plan.plan_id[:12]}",
         *aligned(rows, left=(0, 1, 2)),
     ]
     if not seconds:
@@ -108,7 +108,7 @@ GOODPUT = (
     "goodput: machine time of kept productive work (steps, rows, vectors) over all machine time;"
     " waiting in a queue is not in it"
 )
-LOCAL_COST = "local: no charge; the cost shown is that of other machines, by jobs.vcpu_usd_per_hour"
+LOCAL_COST = "local: no charge; a cost above is that of another machine, by jobs.vcpu_usd_per_hour"
 
 
 def cost_lines(ledger: CycleLedger) -> list[str]:
