@@ -109,6 +109,7 @@ def test_help_of_a_section_and_of_all_that_a_command_reads(capsys: pytest.Captur
     assert flags == {leaf.flag for name, leaf in leaves(Settings).items() if name.startswith("train.optimizer.")}
     text = help_of(cli.main, capsys, "prepare", "--help-all")
     assert "--data.columns.query" in text and "--workspace" in text and "--embed.precision" not in text
+    assert "--model.mlp-sizes int,..." in help_of(cli.main, capsys, "train", "--help", "model")
     assert "--train.start str" in text and "[incumbent]" in text
     assert cli.main(["train", "--help", "train.lozz"]) == ConfigError.exit_code
     assert "did you mean train.loss" in capsys.readouterr().err
