@@ -213,12 +213,12 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], seen: Survey |
         return LabelSet(ordered, tuple(ordered.values()))
     by_rows = sorted(seen.labels, key=lambda name: (-seen.labels[name].rows, name))[:_MAX_SHOWN]
     ordered = known_order(common_labels({name: one.rows for name, one in seen.labels.items()}))
-    given, what = list(ordered or by_rows), "put in order: the least relevant first"
-    what = "which makes the rows of all other labels bad rows" if ordered else what
+    given = list(ordered or by_rows)
+    what = " (rows with other labels are then bad rows)" if ordered else ", put in order: the least relevant first"
     value = json.dumps(given) if any("," in name or name[:1] in "[{" for name in given) else ",".join(given)
     raise DataError(
         f"cannot infer the order of the {len(seen.labels)} labels in column {column!r}: "
         + ", ".join(f"{name} ({seen.labels[name].rows:,} rows)" for name in by_rows),
         expected="data.labels, a column of gains that differ, or grades from 0",
-        next_command=f"--data.labels={shlex.quote(value)}, {what}",
+        next_command=f"--data.labels={shlex.quote(value)}{what}",
     )

@@ -54,7 +54,7 @@ def test_rare_labels_that_look_like_mistakes_are_not_put_in_order() -> None:
     labels = {name: LabelCount(rows=rows) for name, rows in counts.items()}
     with pytest.raises(DataError) as caught:
         decide_labels(DataConfig(), {}, Survey(labels=labels, has_labels=True, has_rows=True))
-    assert caught.value.next_command.startswith("--data.labels=0,1,2, which makes")
+    assert caught.value.next_command.startswith("--data.labels=0,1,2 (rows with other labels")
 
 
 def rows(folder: Path, labels: str, gains: str = "") -> DataConfig:
