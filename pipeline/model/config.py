@@ -258,12 +258,9 @@ class InputSpec(Record):
 
 def difference(ours: Any, theirs: Any) -> str:
     """Return how a field of the data differs from that of a model: for names, those that are missing and new."""
-    if isinstance(ours, tuple) and isinstance(theirs, tuple) and {*ours} != {*theirs} and "" not in {*ours, *theirs}:
-        sides = (
-            ("missing", [one for one in theirs if one not in ours]),
-            ("new", [one for one in ours if one not in theirs]),
-        )
-        return "; ".join(f"{side}: {', '.join(map(str, names))}" for side, names in sides if names)
+    if isinstance(ours, tuple) and {*ours} != {*theirs}:
+        missing, new = ([str(one) for one in a if one not in b] for a, b in ((theirs, ours), (ours, theirs)))
+        return "; ".join(f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("new", new)) if names)
     return f"{ours!r}, there {theirs!r}"
 
 
