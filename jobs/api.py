@@ -27,7 +27,7 @@ from jobs.cycle.costs import read_ledger
 from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
 from jobs.targets.base import PATIENCE_S
@@ -149,7 +149,7 @@ class Cycle:
     def __repr__(self) -> str:
         return f"Cycle({self._store.storage.root!r}, {self.name!r})"
 
-    def plan(self) -> Plan:
+    def plan(self) -> JobPlan:
         """Return the plan that was submitted, else that of the settings. Raises ConfigError."""
         return self._store.plan() or make_plan(self.settings)
 
@@ -253,7 +253,7 @@ class Cycle:
         cancel_cycle(self._cycle, reason)
         return self.wait()
 
-    def _ended(self) -> tuple[Plan, tuple[JobRecord, ...], Closed | None]:
+    def _ended(self) -> tuple[JobPlan, tuple[JobRecord, ...], Closed | None]:
         plan = self._cycle.plan()
         records = self._cycle.records(plan)
         return plan, records, self._store.closed() or outcome_of(plan, records)

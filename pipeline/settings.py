@@ -170,7 +170,7 @@ class Resolved(Generic[S]):
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
+class SettingField:
     """One value of the tree, with its names in TOML, on the command line and in the environment."""
 
     name: str
@@ -243,15 +243,15 @@ def _is_retired(model: type[BaseModel], name: str) -> bool:
 
 
 @cache
-def leaves(model: type[BaseModel], section: str = "") -> dict[str, Leaf]:
+def leaves(model: type[BaseModel], section: str = "") -> dict[str, SettingField]:
     """All leaves below a model by dotted name: its own in the order of declaration, then those of its sections."""
-    own, nested = dict[str, Leaf](), dict[str, Leaf]()
+    own, nested = dict[str, SettingField](), dict[str, SettingField]()
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             nested |= leaves(kind, f"{section}{name}.")
         else:
-            own[section + name] = Leaf(section + name, field)
+            own[section + name] = SettingField(section + name, field)
     return own | nested
 
 
@@ -277,14 +277,14 @@ def resolve(
     Raises:
         ConfigError: an unknown key, or a value of a wrong type or out of bounds, with its source.
     """
-    found = dict[str, Given]()
+    found = dict[str, SourcedValue]()
     layers = [*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)]
     for layer in (*layers, _of_tree(model, given or {}, "a value given in Python")):
         for name, (value, source) in layer.items():
             if name in leaves(model):
-                found[name] = Given(fitted(leaves(model)[name].field.annotation, value), source)
+                found[name] = SourcedValue(fitted(leaves(model)[name].field.annotation, value), source)
             elif _is_retired(model, name):
-                found[name] = Given(value, source)
+                found[name] = SourcedValue(value, source)
             else:
                 raise _unknown(model, name, layer[name], other_flags)
     try:
@@ -336,14 +336,14 @@ def _of_project(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-class Given(NamedTuple):
+class SourcedValue(NamedTuple):
     """A value somebody set, and where."""
 
     value: Any
     source: str
 
 
-Layer = dict[str, Given]
+Layer = dict[str, SourcedValue]
 
 
 def _of_file(model: type[Settings], path: Path) -> Layer:
@@ -362,7 +362,7 @@ def _of_file(model: type[Settings], path: Path) -> Layer:
 
 
 def _of_tree(model: type[Settings], tree: Mapping[str, Any], source: str) -> Layer:
-    return {name: Given(value, source) for name, value in _flat(tree, leaves(model))}
+    return {name: SourcedValue(value, source) for name, value in _flat(tree, leaves(model))}
 
 
 def _of_env(model: type[Settings], env: Mapping[str, str]) -> Layer:
@@ -402,17 +402,17 @@ def _of_texts(model: type[Settings], texts: Iterable[tuple[str, str | None, str]
                     expected=f"{leaf.takes} - {leaf.field.description}",
                     next_command=f"{leaf.flag} {leaf.default or 'VALUE'}",
                 )
-            found[leaf.name] = Given(leaf.parse(text), source)
+            found[leaf.name] = SourcedValue(leaf.parse(text), source)
         elif mapping is not None and dict in mapping.origins:
             earlier = found[mapping.name].value if mapping.name in found else {}
             if isinstance(earlier, dict):  # else it stays, to be refused
-                found[mapping.name] = Given({**earlier, key: text}, source)
+                found[mapping.name] = SourcedValue({**earlier, key: text}, source)
         else:
-            found[name] = Given(text, source)  # to be refused
+            found[name] = SourcedValue(text, source)  # to be refused
     return found
 
 
-def _flat(tree: Mapping[str, Any], known: Mapping[str, Leaf], parent: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(tree: Mapping[str, Any], known: Mapping[str, SettingField], parent: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a tree by dotted name, and what is unknown in it."""
     for key, value in tree.items():
         name = parent + key
@@ -430,7 +430,7 @@ def _nested(given: Layer) -> dict[str, Any]:
     return tree
 
 
-def _unknown(model: type[Settings], name: str, given: Given, other_flags: Iterable[str]) -> ConfigError:
+def _unknown(model: type[Settings], name: str, given: SourcedValue, other_flags: Iterable[str]) -> ConfigError:
     known, section = leaves(model).values(), f"{_spelled(name)}."
     below = [one.name.removeprefix(section).partition(".")[0] for one in known if one.name.startswith(section)]
     if below:

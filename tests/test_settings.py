@@ -20,8 +20,8 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record, fitted
 from pipeline.settings import (
     DEFAULT,
-    Leaf,
     Resolved,
+    SettingField,
     Settings,
     as_json,
     leaves,
@@ -49,7 +49,7 @@ def toml(folder: Path, text: str, name: str = "a.toml") -> Path:
     return path
 
 
-def value_of(resolved: Resolved[Settings], leaf: Leaf) -> object:
+def value_of(resolved: Resolved[Settings], leaf: SettingField) -> object:
     value: object = resolved.settings
     for word in leaf.name.split("."):
         value = getattr(value, word)
@@ -82,7 +82,7 @@ def test_later_sources_win_and_are_named(tmp_path: Path, num_sources: int) -> No
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
-def test_every_default_can_be_typed_back(leaf: Leaf) -> None:
+def test_every_default_can_be_typed_back(leaf: SettingField) -> None:
     """What help and `trnpipe config` show is what flags and variables take, for every setting."""
     text = shown(value_of(Resolved(Settings(), {}), leaf))
     by_flag = resolve([], {}, [(leaf.flag, text)])
@@ -93,7 +93,7 @@ def test_every_default_can_be_typed_back(leaf: Leaf) -> None:
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.name)
-def test_every_setting_has_one_line_of_help(leaf: Leaf) -> None:
+def test_every_setting_has_one_line_of_help(leaf: SettingField) -> None:
     assert leaf.field.description
     assert "\n" not in leaf.field.description
 
@@ -160,7 +160,7 @@ TEXT_LISTS = [leaf for leaf in LEAVES if leaf.field.annotation in (tuple[str, ..
 
 
 @pytest.mark.parametrize("leaf", TEXT_LISTS, ids=lambda leaf: leaf.name)
-def test_numbers_in_a_list_of_texts_are_texts(leaf: Leaf, tmp_path: Path) -> None:
+def test_numbers_in_a_list_of_texts_are_texts(leaf: SettingField, tmp_path: Path) -> None:
     """As the readers of data make them: a label 1.0 is that of 1."""
     section, _, key = leaf.name.rpartition(".")
     texts = ["0", "1", "2.5", "true", "2026-11-20", "x"]

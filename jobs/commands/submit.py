@@ -23,7 +23,7 @@ from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_c
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import status_lines, summary, value_text
 from jobs.plan.cycle import RUN_PREFIX, script_of
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.schedule import ScheduleConfig, due_cycle
 from jobs.settings import CycleSettings, StageJob, Step, differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
@@ -86,7 +86,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.again)
 
 
-def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool = False) -> int:
+def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: bool = False) -> int:
     """Claim, submit. Twice, or killed in between: no job is started a second time.
 
     `again`: from the beginning, in place of an earlier submission. Returns the exit code of the cycle where it has
@@ -151,12 +151,12 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         return _hand_over(cycle, target.name, plan, round_, again)
 
 
-def _unfinished(plan: Plan, records: Sequence[JobRecord]) -> list[str]:
+def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
     done = {record.name for record in records if record.state is JobState.SUCCEEDED}
     return [job.name for job in plan.jobs if job.name not in done]
 
 
-def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs: Sequence[str]) -> int:
+def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, round_: int, jobs: Sequence[str]) -> int:
     """Claim the cycle and give `jobs` of it to the target.
 
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
@@ -231,7 +231,7 @@ def close_cycle(cycle: OpenCycle) -> None:
     cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))
 
 
-def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
+def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
     """Record and say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
 
     `cancelled`: the end of a cycle of which only a part was submitted.
@@ -346,7 +346,7 @@ def is_run(cycle: OpenCycle) -> bool:
     return cycle.name.startswith(RUN_PREFIX)
 
 
-def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
+def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
     """Raise ConfigError with the settings that differ from those the cycle was submitted with; none where none do."""
     if not cycle.store.belongs_to_other(plan, target):
         return
@@ -361,7 +361,7 @@ def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
     )
 
 
-def changes(cycle: OpenCycle, plan: Plan, target: str) -> list[str]:
+def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
     """Return what differs from the submission on record, as `name: stored -> given` without secrets."""
     claim, stored = cycle.store.claim(), cycle.store.plan()
     if stored is None:
@@ -434,13 +434,13 @@ def _done(cycle: OpenCycle) -> str:
     return "its model was judged" if storage.stat(verdict_key(name)) is not None else ""
 
 
-def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
+def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
     """End what is left of the earlier submission and let this one replace it; its records and costs stay.
 
     Raises ConfigError with the reason when something of it must stay or still runs.
     """
 
-    def end(earlier: Plan) -> Sequence[JobRecord]:
+    def end(earlier: JobPlan) -> Sequence[JobRecord]:
         if stops := obstacle(cycle):
             raise ConfigError(
                 f"cycle {cycle.name} cannot start from the beginning: {stops}",
@@ -455,13 +455,13 @@ def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
     cycle.store.begin_again(plan, target, submitter(), end)
 
 
-def _script_digest(cycle: OpenCycle, plan: Plan, target: str) -> str:
+def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
     """Return the SHA-256 of the file that a `trnjobs run` on this machine runs; empty if there is none to look at."""
     script = Path(script_of(plan.jobs[0])) if is_run(cycle) and target == "local" else Path()
     return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
 
 
-def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str:
+def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> str:
     """Return the message for a cycle that is submitted again after its end.
 
     Raises ConfigError for a script whose file is not the one that has run.

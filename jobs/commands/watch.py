@@ -22,7 +22,7 @@ from jobs.cycle.job_states import Change, Closed, JobRecord, JobState, change_li
 from jobs.cycle.tables import status_rows
 from jobs.cycle.verdict import cost_text
 from jobs.plan.cycle import RUN_PREFIX
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle
 from jobs.targets.base import Target, until_ended
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
@@ -45,7 +45,7 @@ Row = tuple[str, ...]
 
 
 def live_rows(
-    plan: Plan,
+    plan: JobPlan,
     records: Sequence[JobRecord],
     moments: Sequence[Moment],
     now: float,
@@ -58,9 +58,9 @@ def live_rows(
     rows = list[Row]()
     for record in records:
         name, state, _, ran, _, why = status_rows([record])[0]
-        running = [leaf for leaf in record.leaves() if leaf.state is JobState.RUNNING and leaf.attempts]
+        running = [task for task in record.tasks() if task.state is JobState.RUNNING and task.attempts]
         if running:
-            started = min(leaf.attempts[-1].started_at or now for leaf in running)
+            started = min(task.attempts[-1].started_at or now for task in running)
             ran = format_duration(max(0.0, now - started))
             since = [one for one in moments if one.at_ms >= 1000 * started - SKEW_MS]
             stage, attempt = plan.job(record.name).stage, len(running[0].attempts)
@@ -104,7 +104,7 @@ def event_text(moments: Sequence[Moment], now: float) -> str:
     return f"{ago} ago: {', '.join([newest.name.replace('_', ' '), *fields])}"
 
 
-def head_text(plan: Plan, ledger: CycleLedger, target: str, state: str, end: float) -> str:
+def head_text(plan: JobPlan, ledger: CycleLedger, target: str, state: str, end: float) -> str:
     all_jobs = sum(max(1, job.array_size) for job in plan.jobs)
     word = "for" if ledger.outcome == "open" else "in"
     lasted = "" if ledger.began_at is None else f" {word} {format_duration(max(0.0, end - ledger.began_at))}"
@@ -119,7 +119,12 @@ class View:
     """One cycle on a screen, or in lines. `says_changes`: changes of jobs too, which nobody else reports."""
 
     def __init__(
-        self, cycle: OpenCycle, plan: Plan, console: rich.console.Console | None = None, *, says_changes: bool = False
+        self,
+        cycle: OpenCycle,
+        plan: JobPlan,
+        console: rich.console.Console | None = None,
+        *,
+        says_changes: bool = False,
     ) -> None:
         # A storage of its own: that of the cycle is read no more once Ctrl-C was pressed.
         store = replace(cycle.store, storage=open_storage(cycle.store.storage.root, retry=cycle.settings.storage))
@@ -237,17 +242,17 @@ class View:
 
     def _tell(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
         """Print a line for each change since the last look, and now and then one for each job that runs."""
-        leaves = [leaf for record in records for leaf in record.leaves()]
+        tasks = [task for record in records for task in record.tasks()]
         if self.says_changes:
             if self._known is None:
                 self.say(head)
-            known, self._known = self._known or {}, {leaf.name: (leaf.state, len(leaf.attempts)) for leaf in leaves}
-            for leaf in leaves:
-                if known.get(leaf.name, (JobState.SUBMITTED, 0)) != self._known[leaf.name]:
-                    self.say(change_line(leaf))
+            known, self._known = self._known or {}, {task.name: (task.state, len(task.attempts)) for task in tasks}
+            for task in tasks:
+                if known.get(task.name, (JobState.SUBMITTED, 0)) != self._known[task.name]:
+                    self.say(change_line(task))
         if now - self._told_at >= LINES_S and not self._followed:
             self._told_at = now
-            running = {leaf.name.partition(":")[0] for leaf in leaves if leaf.state is JobState.RUNNING}
+            running = {task.name.partition(":")[0] for task in tasks if task.state is JobState.RUNNING}
             for name, state, ran, doing in rows:
                 if name in running:
                     self.say(f"{name:<12} {state:<9}  {ran}  {doing}".rstrip())

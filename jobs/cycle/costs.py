@@ -20,7 +20,7 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState, Outcome, outcome_of
 from jobs.plan.cycle import RUN_PREFIX
 from jobs.plan.resources import Prices, node_usd_per_hour, prices_of
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.schedule import ScheduleConfig, cycle_name
 from jobs.settings import JobsConfig
 from pipeline.core.errors import EXIT_OK, GateRefused
@@ -192,7 +192,7 @@ def with_kept_until(given: Iterable[Try]) -> list[Try]:
 # Tries of a whole cycle.
 
 
-class Entry(Record):
+class AttemptCost(Record):
     """One try of one job, or of one child of an array."""
 
     job: str
@@ -247,7 +247,7 @@ class Total(Record):
 class CycleLedger(Record):
     cycle: str
     outcome: Outcome | Literal["open"]
-    entries: tuple[Entry, ...]
+    entries: tuple[AttemptCost, ...]
     jobs: int = Field(description="Submitted; children of arrays count each")
     succeeded: int
     failed: int
@@ -270,7 +270,7 @@ class CycleLedger(Record):
         return _total(self.cycle, self.entries)
 
 
-def _total(name: str, entries: Sequence[Entry]) -> Total:
+def _total(name: str, entries: Sequence[AttemptCost]) -> Total:
     return Total(
         name=name,
         tries=len(entries),
@@ -288,7 +288,7 @@ def sum_if_known(amounts: Sequence[float | None]) -> float | None:
 
 
 def ledger_of(
-    plan: Plan,
+    plan: JobPlan,
     records: Sequence[JobRecord],
     moments: Sequence[Moment],
     prices: Prices,
@@ -303,7 +303,7 @@ def ledger_of(
     `earlier`: of jobs that were submitted again since, in the order of rounds; their tries count, their states do not.
     """
     entries = list(_entries(plan, (*earlier, *records), moments, prices, now))
-    leaves = [leaf for record in records for leaf in record.leaves()]
+    tasks = [task for record in records for task in record.tasks()]
     every = (*earlier, *records)
     stops = [a.stopped_at for record in every for a in record.tries() if a.stopped_at is not None]
     ended_at = max(stops, default=None) if outcome else None
@@ -320,9 +320,9 @@ def ledger_of(
         cycle=plan.cycle,
         outcome=outcome or "open",
         entries=tuple(entries),
-        jobs=len(leaves),
-        succeeded=sum(leaf.state is JobState.SUCCEEDED for leaf in leaves),
-        failed=sum(leaf.state.is_failure for leaf in leaves),
+        jobs=len(tasks),
+        succeeded=sum(task.state is JobState.SUCCEEDED for task in tasks),
+        failed=sum(task.state.is_failure for task in tasks),
         began_at=min((record.created_at for record in every), default=None),
         ended_at=ended_at,
         deadline=deadline,
@@ -331,8 +331,8 @@ def ledger_of(
 
 
 def _entries(
-    plan: Plan, records: Sequence[JobRecord], moments: Sequence[Moment], prices: Prices, now: float
-) -> Iterator[Entry]:
+    plan: JobPlan, records: Sequence[JobRecord], moments: Sequence[Moment], prices: Prices, now: float
+) -> Iterator[AttemptCost]:
     """Yield the tries of a plan. `records`: in the order of rounds, the newest of each job last."""
     ends = {  # a try that still runs counts 0
         record.name: max((attempt.stopped_at or 0.0 for attempt in record.tries()), default=record.stopped_at or 0.0)
@@ -343,24 +343,24 @@ def _entries(
         nodes, price = max(1, job.num_nodes), node_usd_per_hour(job, prices)
         own = [moment for moment in moments if moment.fields.get("stage", job.stage) == job.stage]
         rounds = dict[str, list[JobRecord]]()
-        for leaf in (leaf for one in records if one.name == job.name for leaf in one.leaves()):
-            rounds.setdefault(leaf.name, []).append(leaf)
+        for task in (task for one in records if one.name == job.name for task in one.tasks()):
+            rounds.setdefault(task.name, []).append(task)
         for name, same in rounds.items():  # one leaf, as it was submitted in each round
             ran: list[tuple[int, int, JobRecord, AttemptRecord]] = []
-            for submission, leaf in enumerate(same, 1):
-                for number, attempt in enumerate(leaf.attempts, 1):
+            for submission, task in enumerate(same, 1):
+                for number, attempt in enumerate(task.attempts, 1):
                     if attempt.stopped_at is None and submission < len(same):  # when it was submitted again, at latest
                         again_at = max(attempt.started_at or 0.0, same[submission].created_at)
                         attempt = attempt.model_copy(update={"stopped_at": again_at})
                     if attempt.started_at is not None:
-                        ran.append((submission, number, leaf, attempt))
+                        ran.append((submission, number, task, attempt))
             logs = ":" not in name or name.endswith(":0")  # of an array only the first child writes events
             tries = with_kept_until(_tries(job.stage, [one[-1] for one in ran], own if logs else (), now))
             ready_ms = 0
-            for (submission, number, leaf, attempt), one in zip(ran, tries, strict=True):
-                ready_ms = max(ready_ms, round(1000 * max(runnable_at, leaf.created_at)))
+            for (submission, number, task, attempt), one in zip(ran, tries, strict=True):
+                ready_ms = max(ready_ms, round(1000 * max(runnable_at, task.created_at)))
                 paid_ms = one.stop_ms - one.start_ms if attempt.billable_s is None else 1000 * attempt.billable_s
-                yield Entry(
+                yield AttemptCost(
                     job=name,
                     stage=job.stage,
                     submission=submission,
@@ -401,7 +401,7 @@ def _tries(stage: str, attempts: Sequence[AttemptRecord], moments: Sequence[Mome
 
 def read_ledger(
     store: CycleStore,
-    plan: Plan,
+    plan: JobPlan,
     records: Sequence[JobRecord],
     config: JobsConfig,
     *,
@@ -456,14 +456,14 @@ def expected_seconds(history: Iterable[Iterable[JobRecord]]) -> dict[str, float]
     """Return the median seconds by job over cycles: of the try that succeeded, of an array the longest child."""
     seen: dict[str, list[float]] = {}
     for record in (one for records in history for one in records):
-        last = [leaf.attempts[-1].seconds for leaf in record.leaves() if leaf.attempts and leaf.state == "SUCCEEDED"]
+        last = [task.attempts[-1].seconds for task in record.tasks() if task.attempts and task.state == "SUCCEEDED"]
         known = [seconds for seconds in last if seconds is not None]
-        if len(known) == len(record.leaves()):
+        if len(known) == len(record.tasks()):
             seen.setdefault(record.name, []).append(max(known))
     return {name: statistics.median(values) for name, values in seen.items()}
 
 
-def critical_seconds(plan: Plan, seconds: Mapping[str, float]) -> float | None:
+def critical_seconds(plan: JobPlan, seconds: Mapping[str, float]) -> float | None:
     """Return the time from the first job to the end of the last, without waiting; None if a job's is unknown."""
     ends: dict[str, float] = {}
     for job in plan.jobs:  # each after those it depends on

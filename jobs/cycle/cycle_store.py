@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from jobs.cycle.job_states import Closed, JobRecord, Sighting, Submission
 from jobs.plan.cycle import RUN_PREFIX
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.core.format import natural_key
 from pipeline.core.record import Record
@@ -63,7 +63,7 @@ class CycleStore:
         return f"cycles/{self.cycle}/jobs/{name}"
 
     @contextmanager
-    def submitting(self, plan: Plan, target: str, owner: str, script: str = "") -> Iterator[Callable[[], None]]:
+    def submitting(self, plan: JobPlan, target: str, owner: str, script: str = "") -> Iterator[Callable[[], None]]:
         """Claim the cycle for a plan and be the only one who submits it; yields a function that renews the lease.
 
         `script`: digest of the file that is to run; empty: the one on record stays.
@@ -96,9 +96,9 @@ class CycleStore:
         """None when nobody has claimed the cycle."""
         return self._read("claim.json", Claim.model_validate_json)
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> JobPlan | None:
         """Return the plan that was submitted; None before. Raises DataError when it cannot be read."""
-        return self._read("plan.json", Plan.model_validate_json)
+        return self._read("plan.json", JobPlan.model_validate_json)
 
     def save_settings(self, settings: Mapping[str, Any]) -> None:
         """Store the settings with which every job of the cycle runs. The first to write wins."""
@@ -184,13 +184,15 @@ class CycleStore:
         """Delete the end of the cycle: with a retry of jobs that failed it is under way again."""
         self.storage.delete([self.key("closed.json")])
 
-    def belongs_to_other(self, plan: Plan, target: str) -> bool:
+    def belongs_to_other(self, plan: JobPlan, target: str) -> bool:
         """Whether another plan was submitted, or this one to another target."""
         theirs = self.claim()
         is_other = theirs is not None and (theirs.plan_id, theirs.target) != (plan.plan_id, target)
         return is_other and not self._has_no_plan()
 
-    def begin_again(self, plan: Plan, target: str, owner: str, end: Callable[[Plan], Sequence[JobRecord]]) -> None:
+    def begin_again(
+        self, plan: JobPlan, target: str, owner: str, end: Callable[[JobPlan], Sequence[JobRecord]]
+    ) -> None:
         """Let another submission replace the one on record, whose plan, settings and records are kept.
 
         `end` is called while nobody else can submit: it returns the final records of the jobs, or raises what must stop
@@ -210,7 +212,7 @@ class CycleStore:
         try:
             if rounds:
                 folder = f"earlier/round-{rounds[-1]}"
-                earlier = self.plan() or self._read(f"{folder}/plan.json", Plan.model_validate_json)
+                earlier = self.plan() or self._read(f"{folder}/plan.json", JobPlan.model_validate_json)
                 if earlier is None:
                     uri = self.storage.uri(self.key("plan.json"))
                     raise DataError(f"{uri} is gone", next_command="restore it, or another --cycle")
@@ -237,7 +239,7 @@ class CycleStore:
                 next_command="run the same command again then",
             )
 
-    def _take(self, plan: Plan, target: str, owner: str, script: str) -> tuple[Claim, str]:
+    def _take(self, plan: JobPlan, target: str, owner: str, script: str) -> tuple[Claim, str]:
         """Return the claim of this process, and its etag."""
         now, is_other = self.clock(), False
         mine = Claim(

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
-from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_leaf, reason_of
+from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, reason_of
 from jobs.plan.resources import Prices, job_usd
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import aligned, format_duration, format_share, usd
 from pipeline.core.secrets import HIDDEN, is_secret, without_secret
@@ -16,7 +16,7 @@ from pipeline.core.secrets import HIDDEN, is_secret, without_secret
 STATUS = ("job", "state", "tries", "ran", "exit", "why")
 
 
-def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
+def plan_lines(plan: JobPlan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
     """Return one row a job, and what the whole cycle will take as far as earlier ones tell."""
     rows: list[tuple[str, ...]] = [("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")]
     costs = [job_usd(job, seconds[job.name], prices) if job.name in seconds else None for job in plan.jobs]
@@ -76,19 +76,19 @@ NO_LOG = "its log is gone or cannot be read"
 def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, program: str = "trnjobs") -> list[str]:
     """Return the error of each job that failed by itself, and the command that shows its whole log."""
     lines = list[str]()
-    for leaf in (leaf for record in records if (leaf := failed_leaf(record))):
-        refused = exit_code(leaf) == GateRefused.exit_code
-        what = "refused the model" if refused else f"failed, attempt {len(leaf.attempts)}"
-        lines.append(f"{leaf.name} {what}:")
-        lines += [f"  {line}" for line in leaf.attempts[-1].error.splitlines() or [NO_LOG]]
-        lines.append(f"  log: {logs_command(leaf, workspace, cycle, program)}")
+    for task in (task for record in records if (task := failed_task(record))):
+        refused = exit_code(task) == GateRefused.exit_code
+        what = "refused the model" if refused else f"failed, attempt {len(task.attempts)}"
+        lines.append(f"{task.name} {what}:")
+        lines += [f"  {line}" for line in task.attempts[-1].error.splitlines() or [NO_LOG]]
+        lines.append(f"  log: {logs_command(task, workspace, cycle, program)}")
     return lines
 
 
-def logs_command(leaf: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
+def logs_command(task: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
     """Return the command that shows the log from which the error of a failed job was taken. `workspace`: its URI."""
-    words = [program, "logs", leaf.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
-    node = leaf.attempts[-1].error_node
+    words = [program, "logs", task.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
+    node = task.attempts[-1].error_node
     return shlex.join([*words, "--node", str(node)] if node else words)
 
 

@@ -20,7 +20,7 @@ import psutil
 from jobs.node.environment import (
     LOOPBACK,
     STARTS,
-    Place,
+    NodeIdentity,
     Timing,
     batch_variables,
     count_start,
@@ -69,7 +69,7 @@ def run(words: Sequence[str], env: Mapping[str, str], say: Say) -> int:
     """
     timing = Timing.from_env(env)
     ours = batch_variables(env) | sagemaker_variables(env, gather_s=timing.gather_s)
-    place = Place.from_env({**env, **ours})
+    place = NodeIdentity.from_env({**env, **ours})
     stop = StopSignal()
     for signum in (signal.SIGTERM, signal.SIGINT):  # as PID 1 too, where the kernel drops signals without a handler
         signal.signal(signum, lambda number, frame: stop.set(signal.Signals(number).name))
@@ -230,7 +230,7 @@ class Attempt:
     `processes` were left.
     """
 
-    place: Place
+    place: NodeIdentity
     timing: Timing
     words: Sequence[str]
     env: Mapping[str, str]

@@ -74,7 +74,7 @@ def of_host(*, compiles_graphs: bool) -> Name:
 def process_group(name: str) -> str | None:
     """Return the torch.distributed backend of ranks on such devices, None for gloo; known without opening a device.
 
-    That of Neuron replaces all others in a process group, so CPU tensors need a group of their own (parallel/gang.py).
+    That of Neuron replaces all others in a process group, so CPU tensors need another one (parallel/process_group.py).
 
     Raises ConfigError for a GPU on a machine without one.
     """
@@ -102,7 +102,7 @@ def open_backend(name: str, *, local_rank: int = 0, local_world_size: int = 1, w
     """Open the device of this rank. `auto`: cuda where there is one, else the native Neuron device, else xla, where
     they are installed, else cpu. A stage on a host without an accelerator chooses by the model (context.with_backend).
 
-    With several ranks their process group must be up before (parallel/gang.py).
+    With several ranks their process group must be up before (parallel/process_group.py).
     """
     name = _resolved(name)
     if name == "xla":

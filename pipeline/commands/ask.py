@@ -22,7 +22,7 @@ from pipeline.core.format import aligned
 from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import open_files
-from pipeline.data.rows import BadRow, Chunk, cut_chunks, plan_pairs
+from pipeline.data.rows import BadRow, RowChunk, cut_chunks, plan_pairs
 from pipeline.data.validate import CleanRows
 from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_model
 from pipeline.io.atomic import write_atomic
@@ -199,7 +199,7 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
     return EXIT_OK
 
 
-def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[Chunk]:
+def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[RowChunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
     for stat, name in files.found:
         one = replace(files, found=((stat, name),))  # a chunk is of one file
@@ -215,7 +215,7 @@ def _spooled(folder: Path) -> str:
     return str(path)
 
 
-def _score_lines(chunk: Chunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
+def _score_lines(chunk: RowChunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
     """Yield the rows of a chunk in their order, each with its scores or its error."""
     wrong = {row.row for row in bad}
     usable = [number for number in chunk.rows.tolist() if number not in wrong]

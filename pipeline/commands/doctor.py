@@ -19,7 +19,7 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.model.factory import FactoryEncoder
 from pipeline.model.relevance import RelevanceModel
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import Shapes, shapes_of
@@ -49,8 +49,8 @@ def _lint(settings: Settings, shapes: Shapes, stop: StopSignal, say: Say) -> int
     """Trace a whole trial run as on one Neuron core, without running any of it. Returns the number of errors."""
     backend = open_tracer()
     recorder = Recorder(backend, shapes.plan(settings, World(), backend.device_name()))
-    gang = Gang(World(), timeout_s=settings.train.collective_timeout_s)
-    shapes.trial(settings, backend, gang, recorder, stop, Console(quiet=True)).run()
+    process_group = ProcessGroup(World(), timeout_s=settings.train.collective_timeout_s)
+    shapes.trial(settings, backend, process_group, recorder, stop, Console(quiet=True)).run()
     largest = max(recorder.graphs.values(), key=lambda graph: graph.num_instructions)
     say(
         f"traced {len(recorder.graphs)} graphs, the largest {largest.phase} of {largest.batch_size} x {largest.bucket} "

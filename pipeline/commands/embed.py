@@ -15,7 +15,7 @@ from pipeline.core.progress import Say, shown_on
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.config import chunk_of
-from pipeline.embed.digest import Check, digest_key
+from pipeline.embed.digest import VerifyCheck, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
 from pipeline.embed.vectors import VectorSet, find_vectors
@@ -30,7 +30,7 @@ from pipeline.embed.verify import (
     run_check,
     skipped,
 )
-from pipeline.registry.model import Pair, Vectors, serve_verified_pair
+from pipeline.registry.model import DeployedPair, Vectors, serve_verified_pair
 from pipeline.registry.records import Author, who
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
@@ -45,7 +45,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     with open_context(settings, stop, words=(NAME,)) as ctx, shown_on(console.progress):
         started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
         vectors = find_vectors(ctx.workspace, ctx.cycle)
-        checks: list[Check] = []
+        checks: list[VerifyCheck] = []
         for check in _checks(settings, ctx, vectors):
             checks.append(check)
             if "--json" not in call.switches:
@@ -79,7 +79,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 def _serve(ctx: StageContext, vectors: VectorSet) -> str:
     """Serve the vectors if their model is in production. Return a status message."""
     info = vectors.info
-    pair = Pair(
+    pair = DeployedPair(
         model=info.model.name,
         checkpoint=info.model.place,
         digest=info.model.digest,
@@ -95,11 +95,11 @@ def _serve(ctx: StageContext, vectors: VectorSet) -> str:
     return f"verify: {serve_verified_pair(ctx.workspace, pair)}"
 
 
-def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
+def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[VerifyCheck]:
     """Make the cheap checks first; the sample is picked while the catalogue is read."""
     picked: list[Picked] = []
 
-    def catalogue() -> Check:
+    def catalogue() -> VerifyCheck:
         plan = pinned_plan(ctx.workspace, ctx.cycle)
         if plan is None or plan.fingerprint != vectors.info.plan:
             return skipped("catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown")
@@ -108,7 +108,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
         picked.extend(found)
         return check
 
-    def sample() -> Check:
+    def sample() -> VerifyCheck:
         if not picked:
             return skipped("sample", "no text was sampled: the catalogue was not read")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)

@@ -15,7 +15,7 @@ from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, destination, write_export
 from pipeline.convert.folder import Format, open_source
-from pipeline.convert.importing import ForeignModel, Given, read_model, store_import
+from pipeline.convert.importing import ForeignModel, ImportDefaults, read_model, store_import
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
@@ -52,7 +52,7 @@ def run_import(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     return EXIT_OK
 
 
-def _given_for_import(settings: Settings, ctx: StageContext, *, for_file: bool) -> tuple[Given, bool]:
+def _given_for_import(settings: Settings, ctx: StageContext, *, for_file: bool) -> tuple[ImportDefaults, bool]:
     """Return classes and features of the prepared data, else of the settings; and whether either names them."""
     prepared, tokenizer = find_prepared(ctx), None
     shapes = shapes_of(settings, ctx, lambda _: None) if prepared else expected_shapes(settings)
@@ -62,7 +62,7 @@ def _given_for_import(settings: Settings, ctx: StageContext, *, for_file: bool) 
             key = f"{prepared.tokenizer}/tokenizer.json"
             tokenizer = TextTokenizer(ctx.workspace.read_bytes(key), ctx.workspace.uri(key))
     are_known = bool(prepared or settings.data.labels)
-    return Given(settings.model, shapes.spec, tokenizer, settings.train.seed), are_known
+    return ImportDefaults(settings.model, shapes.spec, tokenizer, settings.train.seed), are_known
 
 
 def _import_lines(model: ForeignModel, max_tokens: int | None, *, are_known: bool) -> Iterator[str]:

@@ -165,7 +165,7 @@ def parse_log(text: str) -> NeuronLog:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CompileRun:
     """One finished run. `trial_code` is None if the trial run did not end. `missing`: entries still incomplete."""
 
     exit_code: int
@@ -318,7 +318,7 @@ class NeuronCompile:
         for line in lines:
             self.say(line)
 
-    def _attempt(self, number: int, parallel: int) -> Attempt:
+    def _attempt(self, number: int, parallel: int) -> CompileRun:
         """Run the tool once and collect its results. No process of it is alive afterwards."""
         self.say(f"compiling at most {parallel} graphs at once, attempt {number}")
         folder = self.scratch / f"attempt-{number}"
@@ -343,7 +343,7 @@ class NeuronCompile:
         trial_code = None
         with suppress(OSError, ValueError):  # missing or empty, as after a kill
             trial_code = int(exit_file.read_text())
-        attempt = Attempt(exit_code, trial_code, log, self._missing(log.wanted), log_file)
+        attempt = CompileRun(exit_code, trial_code, log, self._missing(log.wanted), log_file)
         if attempt.missing and not attempt.is_final:
             self._wait_for_locks(attempt.missing)
             attempt = replace(attempt, missing=self._missing(log.wanted))

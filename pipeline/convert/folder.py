@@ -68,7 +68,7 @@ class ExportRecord(Record):
 
 
 @dataclass
-class Source:
+class ImportSource:
     """What is to be imported. Files of an export of trnpipe are checked against its manifest."""
 
     storage: Storage
@@ -141,11 +141,11 @@ class Source:
                 raise CheckpointError(error.seen, expected=error.expected, next_command="export it again") from error
 
 
-def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
+def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSource:
     """Open the folder or file at a path or URI. Raises ConfigError if nothing is there, or a checkpoint of ours."""
     storage, name = place_of(text, retry=retry, stop=stop)
     if storage.stat(name) is not None:
-        return Source(storage, "", file=name)
+        return ImportSource(storage, "", file=name)
     if next(iter(storage.list(name)), None) is None:
         raise ConfigError(
             f"{storage.uri(name)} does not exist",
@@ -162,7 +162,7 @@ def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
             expected="a model of other tools, or a folder that trnpipe export wrote",
             next_command=f"--train.start {storage.uri(name)}",
         )
-    return Source(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
+    return ImportSource(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
 
 
 # What sentence-transformers adds to a Hugging Face folder: pooling, prompts, lengths.
@@ -229,7 +229,7 @@ def _refused(where: str, seen: str, expected: str) -> ConfigError:
     return ConfigError(f"{where}: {seen}", expected=expected, next_command="correct that file, or import another model")
 
 
-def _read_keys(source: Source, name: str) -> dict[str, Any]:
+def _read_keys(source: ImportSource, name: str) -> dict[str, Any]:
     """Return the keys that are set, nested ones joined by dots. Raises ConfigError for what has no counterpart here."""
     found: dict[str, JsonValue] = {}
     left = list(source.json(name, _Object).root.items())
@@ -245,7 +245,7 @@ def _read_keys(source: Source, name: str) -> dict[str, Any]:
     return found
 
 
-def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSettings:
+def read_folder_settings(source: ImportSource, pooling_of_plain: Pooling) -> FolderSettings:
     """Read what sentence-transformers adds to a Hugging Face folder; without modules.json, return `pooling_of_plain`.
 
     Raises ConfigError naming what has no counterpart here.
@@ -329,7 +329,9 @@ class TokenizerJson(Foreign):
     truncation_side: Literal["right"] = "right"
 
 
-def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> tuple[TextTokenizer, int | None, list[str]]:
+def read_tokenizer(
+    source: ImportSource, folder: str, *, lowercase: bool
+) -> tuple[TextTokenizer, int | None, list[str]]:
     """Return the tokenizer, the longest text its config allows (None: no limit), and what was changed in it.
 
     `lowercase`: sentence-transformers lower-cases before the tokenizer. Raises ConfigError, DataError.

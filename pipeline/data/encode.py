@@ -15,7 +15,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.record import Record
 from pipeline.data.config import DataConfig
 from pipeline.data.lexical import lexical_features
-from pipeline.data.rows import Chunk, product_text, quarantined, text_characters
+from pipeline.data.rows import RowChunk, product_text, quarantined, text_characters
 from pipeline.data.shards import Arrays
 from pipeline.data.token_sets import QUARANTINE_ROWS, SPLITS, QuarantinedRow, ShardInfo, Split
 from pipeline.data.tokenizer import TextTokenizer, Tokens, id_dtype, pack, place_pairs
@@ -75,7 +75,7 @@ class ChunkTask:
 
     index: int
     name: str
-    chunk: Chunk
+    chunk: RowChunk
     rules: RowRules
     staging: Staging
 

@@ -233,7 +233,7 @@ _LIKE_A_DAY = re.compile(
 
 
 @dataclass(frozen=True)
-class Partition:
+class InputPartition:
     """The files of one day (`dt=YYYY-MM-DD`) or of a flat input. `extra_ids`: contents joined to every row."""
 
     name: str
@@ -250,7 +250,7 @@ class Partition:
         return fingerprint([self.name, [[file.key, file.content_id] for file in self.files], list(self.extra_ids)])
 
 
-def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[Partition, ...]:
+def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ...] = ()) -> tuple[InputPartition, ...]:
     """Return the partitions in order of date, or the one called `flat`. A day is a folder `dt=YYYY-MM-DD` at any level.
 
     Raises DataError if days and other files are mixed, and for folders with invalid days or days by another name.
@@ -273,7 +273,7 @@ def group_by_day(files: Sequence[InputFile], path: str, extra_ids: tuple[str, ..
             expected="either dt=YYYY-MM-DD/ folders or a flat folder",
             next_command="move it into a dt= folder",
         )
-    return tuple(Partition(name, tuple(days[name]), extra_ids) for name in sorted(days))
+    return tuple(InputPartition(name, tuple(days[name]), extra_ids) for name in sorted(days))
 
 
 def _day_of(key: str, path: str) -> str:

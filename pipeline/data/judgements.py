@@ -81,7 +81,7 @@ def _filled(counts: Int64s) -> dict[int, int]:
 
 
 @dataclass(frozen=True)
-class Judgements:
+class JudgementCounts:
     """Counts of one split over some partitions, at one gain of a positive. A query counts once in each partition.
 
     `mean_gains`: by label, None for a label without rows.
@@ -95,7 +95,7 @@ class Judgements:
     mean_gains: tuple[float | None, ...]
 
 
-def judgements_of(infos: Sequence[TokenSetInfo], split: Split, positive_gain: float) -> Judgements | None:
+def judgements_of(infos: Sequence[TokenSetInfo], split: Split, positive_gain: float) -> JudgementCounts | None:
     """Add up the counts of partitions; None if none of them has any (no rows, or prepared by an earlier version)."""
     counted = [info.judged[split] for info in infos if split in info.judged]
     if not counted:
@@ -106,7 +106,7 @@ def judgements_of(infos: Sequence[TokenSetInfo], split: Split, positive_gain: fl
     worst = sum((Counter(one.query_worst) for one in counted), Counter[int]())
     rows = [sum(column) for column in zip(*(one.labels for one in counted), strict=True)]
     sums = [sum(column) for column in zip(*(one.label_gain_sums for one in counted), strict=True)]
-    return Judgements(
+    return JudgementCounts(
         rows=gains.total(),
         positives=_at_least(gains, least),
         queries=best.total(),

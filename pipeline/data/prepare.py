@@ -21,7 +21,7 @@ from pipeline.core.fingerprint import fingerprint
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig
 from pipeline.data.encode import ChunkRecord, ChunkTask, Staging, encode_chunk
-from pipeline.data.input_files import InputFile, Partition
+from pipeline.data.input_files import InputFile, InputPartition
 from pipeline.data.judgements import count_judgements
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.rows import RawBatch, cut_chunks, quarantine_lines
@@ -88,14 +88,14 @@ class Encoding:
 
 
 @dataclass
-class _Work:
+class _PartitionWork:
     """A partition to prepare. `prefix` ends in the fingerprint of everything that its bytes depend on.
 
     `rows`, `blank`: rows and blank lines by file, counted before any of it is encoded. `done`: records of finished
     chunks. `num_chunks`: known once all files are read.
     """
 
-    partition: Partition
+    partition: InputPartition
     prefix: str
     rules: RowRules
     staging: Staging
@@ -141,7 +141,7 @@ def prepare(
     scratch = scratch / f"worker-{worker}" if config.workers > 1 else scratch  # they may share a machine
     encoding, tokenizer_prefix = _labels_and_tokenizer(config, source, workspace, scratch, tokenizer, events, stop)
     infos: dict[str, TokenSetInfo] = {}
-    works, prefixes = list[_Work](), list[str]()
+    works, prefixes = list[_PartitionWork](), list[str]()
     for number, partition in enumerate(source.partitions):
         prefix, rules = name_partition(encoding, partition, carve_valid=bool(source.fixed_labels))
         prefixes.append(prefix)
@@ -153,7 +153,7 @@ def prepare(
             shutil.rmtree(staging.folder, ignore_errors=True)
             infos[prefix] = info
         elif number % config.workers == worker:
-            works.append(_Work(partition, prefix, rules, staging))
+            works.append(_PartitionWork(partition, prefix, rules, staging))
     infos |= (prepared := _encode_all(encoding, workspace, source, works, events, stop))
     for prefix in prefixes:
         if prefix not in infos and (info := _committed(encoding, prefix, workspace)):  # by another worker
@@ -239,7 +239,7 @@ def _labels_and_tokenizer(
     return Encoding(config, found, labels), store_tokenizer(config, trained_on, workspace, found, scratch)
 
 
-def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: bool) -> tuple[str, RowRules]:
+def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid: bool) -> tuple[str, RowRules]:
     """Return the prefix of a partition's token set, which names all that its bytes depend on, and its rules."""
     config, labels = encoding.config, encoding.labels
     rules = RowRules(config, partition.name, tuple(labels.gains), labels.row_gains, carve_valid)
@@ -271,7 +271,7 @@ def name_partition(encoding: Encoding, partition: Partition, *, carve_valid: boo
 
 
 def _encode_all(
-    encoding: Encoding, workspace: Storage, source: Source, works: list[_Work], events: Emit, stop: StopSignal
+    encoding: Encoding, workspace: Storage, source: Source, works: list[_PartitionWork], events: Emit, stop: StopSignal
 ) -> dict[str, TokenSetInfo]:
     by_name = {work.partition.name: work for work in works}
     waiting, infos = list(works), dict[str, TokenSetInfo]()
@@ -306,13 +306,13 @@ def _encode_all(
 def _tasks(
     config: DataConfig,
     source: Source,
-    works: list[_Work],
+    works: list[_PartitionWork],
     tell: Callable[[RawBatch | None], None],
     stop: StopSignal,
 ) -> Iterator[ChunkTask]:
     """Yield the chunks that still have to be encoded; those that a killed run has finished are noted as done."""
 
-    def counted(work: _Work, file: InputFile) -> Iterator[RawBatch]:
+    def counted(work: _PartitionWork, file: InputFile) -> Iterator[RawBatch]:
         for batch in source.read(file):
             work.rows[file.key] += batch.rows_read
             work.blank[file.key] += batch.blank
@@ -334,7 +334,7 @@ def _tasks(
         work.num_chunks = index
 
 
-def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -> TokenSetInfo:
+def _commit(encoding: Encoding, workspace: Storage, work: _PartitionWork, events: Emit) -> TokenSetInfo:
     """Publish the shards of all chunks with their manifest. Raises DataError if too many rows are bad."""
     staging = work.staging
     with os_errors("reading", f"file://{staging.files}"):
@@ -353,7 +353,7 @@ def _commit(encoding: Encoding, workspace: Storage, work: _Work, events: Emit) -
 # The account of the rows that is stored with the shards.
 
 
-def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo:
+def _describe(encoding: Encoding, work: _PartitionWork, stop: StopSignal) -> TokenSetInfo:
     config, labels, tokenizer = encoding.config, encoding.labels, encoding.tokenizer
     records = [work.done[index] for index in sorted(work.done)]
     categorical = tuple(CategoricalInfo(column=one.column, num_ids=one.num_ids) for one in config.categorical)
@@ -393,7 +393,7 @@ def _describe(encoding: Encoding, work: _Work, stop: StopSignal) -> TokenSetInfo
     )
 
 
-def _file_rows(work: _Work, file: str, records: Sequence[ChunkRecord]) -> FileRows:
+def _file_rows(work: _PartitionWork, file: str, records: Sequence[ChunkRecord]) -> FileRows:
     """Account for every row of a file. Raises RuntimeError (a bug) if one is neither in a shard nor counted."""
     records = [record for record in records if record.file == file]
     rows = FileRows(

@@ -77,7 +77,7 @@ class RawBatch:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Consecutive rows of one file: the unit of parallel work and of resume."""
 
     file: str
@@ -100,7 +100,7 @@ def batch_rows(rows_per_chunk: int) -> int:
     return rows_per_chunk // -(-rows_per_chunk // _BATCH_ROWS)
 
 
-def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> Iterator[Chunk]:
+def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> Iterator[RowChunk]:
     """Group the batches of one file into chunks of at most `rows_per_chunk` rows and about CHUNK_BYTES.
 
     The end of a chunk depends on the file and the settings alone, which makes resume by chunk exact.
@@ -120,13 +120,13 @@ def cut_chunks(file: str, batches: Iterable[RawBatch], rows_per_chunk: int) -> I
         yield _chunk(file, held)
 
 
-def _chunk(file: str, held: list[RawBatch]) -> Chunk:
+def _chunk(file: str, held: list[RawBatch]) -> RowChunk:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, held[0].columns.schema) as writer:
         for batch in held:
             writer.write_batch(batch.columns)
     lines = [batch.lines for batch in held if batch.lines is not None]
-    return Chunk(
+    return RowChunk(
         file,
         sink.getvalue().to_pybytes(),
         np.concatenate([batch.rows for batch in held]),

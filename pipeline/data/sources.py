@@ -21,8 +21,8 @@ from pipeline.data.config import DataConfig
 from pipeline.data.input_files import (
     Files,
     InputFile,
+    InputPartition,
     Listing,
-    Partition,
     choose_files,
     find_files,
     group_by_day,
@@ -54,7 +54,7 @@ class Source:
     read. `warnings` are about an input that is read all the same.
     """
 
-    partitions: tuple[Partition, ...]
+    partitions: tuple[InputPartition, ...]
     reader: Callable[[InputFile, Sequence[str] | None], Iterator[RawBatch]]
     fixed_labels: Mapping[str, float]
     passed_over: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ def _synthetic_source(config: DataConfig) -> Source:
         "seed": synthetic.SEED,
     }
     partitions = tuple(
-        Partition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
+        InputPartition(name, (InputFile(f"{name}/synthetic", "synthetic", fingerprint({"day": name, **version})),))
         for name in synthetic.partitions(config.synthetic)
     )
 

@@ -22,7 +22,7 @@ from pipeline.core.errors import ConfigError, DataError
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.input_files import Partition
+from pipeline.data.input_files import InputPartition
 from pipeline.data.sources import Source
 from pipeline.io.atomic import write_bytes_atomic
 from pipeline.io.commit import commit_dir, read_manifest
@@ -325,7 +325,7 @@ def _train(config: TokenizerConfig, texts: list[str]) -> bytes:
 
 def store_tokenizer(
     config: DataConfig,
-    trained_on: Sequence[Partition] | None,
+    trained_on: Sequence[InputPartition] | None,
     workspace: Storage,
     tokenizer: TextTokenizer,
     scratch: Path,

@@ -13,7 +13,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import hash63
 from pipeline.data.config import DataConfig
-from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, Chunk, canonical_text, row_content
+from pipeline.data.rows import CATEGORICAL, FILTER, NUMERIC, SLICE, BadRow, RowChunk, canonical_text, row_content
 from pipeline.data.token_sets import SPLITS
 
 EMPTY_QUERY, EMPTY_TITLE = "empty query", "empty title"
@@ -169,7 +169,7 @@ class _Rows:
             return texts
 
 
-def clean(chunk: Chunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
+def clean(chunk: RowChunk, rules: RowRules) -> tuple[CleanRows, list[BadRow], int]:
     """Apply the filter, then judge every row.
 
     Returns the usable rows, the bad ones (first those of the reader), and the number of rows judged.

@@ -23,7 +23,7 @@ from pipeline.evaluate.config import MAX_LEAK_SHARE
 from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.storage import Storage
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.products import join_tokens, text_hashes, to_tokens
 
 # Which rows of a holdout are scored, in which order, and which of them a batch of a rank holds. Pure.
@@ -119,7 +119,7 @@ class Leak:
 def find_leak(
     queries: tuple[Int64s, UInt64s],
     trained: Iterable[TokenRows],
-    gang: Gang,
+    process_group: ProcessGroup,
     stop: StopSignal,
     unchecked: tuple[str, ...] = (),
     num_rows: int | None = None,
@@ -130,7 +130,7 @@ def find_leak(
     """
     ids, texts = queries
     by_id, by_text, sorted_texts = np.isin(ids, []), np.isin(ids, []), np.sort(texts)
-    world, block = gang.world, 0
+    world, block = process_group.world, 0
     with progress("looking for holdout queries in the training data", num_rows, "rows") as advance:
         for rows in trained:
             for bucket, numbers in rows.blocks():
@@ -144,7 +144,9 @@ def find_leak(
                 hashes = np.unique(text_hashes(part["query"], rows.pad_id))
                 if np.isin(hashes, sorted_texts).any():
                     by_text |= np.isin(texts, hashes)
-    by_id, by_text = (np.logical_or.reduce(masks) for masks in zip(*gang.gather((by_id, by_text)), strict=True))
+    by_id, by_text = (
+        np.logical_or.reduce(masks) for masks in zip(*process_group.gather((by_id, by_text)), strict=True)
+    )
     return Leak(len(ids), int(by_id.sum()), int((by_text & ~by_id).sum()), unchecked)
 
 

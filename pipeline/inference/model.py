@@ -21,7 +21,7 @@ from pipeline.data.config import DataConfig
 from pipeline.data.encode import bucket_arrays, encode_rows
 from pipeline.data.lexical import LEXICAL_NAMES, numeric_names
 from pipeline.data.loader import to_tensors
-from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, Chunk, RawBatch, cut_chunks, plan_pairs, to_fields
+from pipeline.data.rows import CHARACTERS_PER_TOKEN, BadRow, RawBatch, RowChunk, cut_chunks, plan_pairs, to_fields
 from pipeline.data.token_sets import TokenSetInfo, prefixes_of, read_token_sets
 from pipeline.data.tokenizer import TextTokenizer, pieces
 from pipeline.data.validate import CleanRows, RowRules, clean
@@ -33,7 +33,7 @@ from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceInputs, RelevanceModel
-from pipeline.parallel.gang import open_device
+from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
 from pipeline.registry.model import Registry, readable_model
@@ -140,7 +140,7 @@ class Model:
             raise DataError(f"pair {bad[0].row}: {bad[0].reason}", expected="a query and a title, and every feature")
         return scores
 
-    def score_rows(self, chunk: Chunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
+    def score_rows(self, chunk: RowChunk) -> tuple[CleanRows, PairScores, list[BadRow]]:
         """Score a chunk. Return its usable rows and their scores, in order, and why the others cannot be scored."""
         rows, bad, _ = clean(chunk, RowRules(self.row_config, "flat", (), (), carve_valid=False))
         return rows, self._scored(rows), bad

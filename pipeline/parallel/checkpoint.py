@@ -31,8 +31,8 @@ from pipeline.io.commit import commit_dir, fetch_dir
 from pipeline.io.paths import cache_folder, temporary_folder
 from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import Storage, os_errors, place_of
-from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import raise_on_all_ranks, run_without_timeout
+from pipeline.parallel.process_group import collective_errors
 from pipeline.parallel.tensors import fused_parts, interleaved
 
 KIND = "weights"

@@ -20,7 +20,13 @@ from pipeline.backends import Backend, RankGroup, module_device, process_group
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.config import Plan, Spread
-from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group, open_device, open_world_group
+from pipeline.parallel.process_group import (
+    all_gather_objects,
+    collective_errors,
+    host_group,
+    open_device,
+    open_world_group,
+)
 from pipeline.parallel.world import world_from_env
 
 REPLICATE: Axis = "replicate"

@@ -23,7 +23,7 @@ from pipeline.checkpoint.store import (
 from pipeline.core.errors import CheckpointError, ConfigError, DataError, first_line
 from pipeline.io.commit import check_record, record_of, verify_dir
 from pipeline.io.storage import KeyNotFound, Storage, join_key, place_of
-from pipeline.registry.records import Place, check_prefix, load_verdict, one_line, pointer_key
+from pipeline.registry.records import CheckpointRef, check_prefix, load_verdict, one_line, pointer_key
 from pipeline.settings import Settings
 
 CHECKPOINTS = "checkpoints/"
@@ -125,8 +125,8 @@ class CommittedCheckpoint:
     state: TrainState
 
     @property
-    def place(self) -> Place:
-        return Place(checkpoint=self.prefix, digest=self.digest)
+    def place(self) -> CheckpointRef:
+        return CheckpointRef(checkpoint=self.prefix, digest=self.digest)
 
 
 def read_checkpoint(workspace: Storage, prefix: str, *, every_byte: bool = False) -> CommittedCheckpoint:

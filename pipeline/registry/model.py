@@ -27,7 +27,7 @@ from pipeline.registry.records import (
     FOLDER,
     Author,
     Digest,
-    Entry,
+    HistoryEntry,
     OfModel,
     Pointer,
     append,
@@ -63,7 +63,7 @@ class Vectors(Record):
         return ours > theirs
 
 
-class Pair(OfModel):
+class DeployedPair(OfModel):
     """All of serving.json: a checkpoint and vectors made with it."""
 
     schema_version: Literal[1] = 1
@@ -104,17 +104,17 @@ def pair_key(model: str) -> str:
     return f"{FOLDER}/{check_model(model)}/serving.json"
 
 
-def read_pair(workspace: Storage, model: str) -> tuple[Pair, str] | None:
+def read_pair(workspace: Storage, model: str) -> tuple[DeployedPair, str] | None:
     """Return the pair and its etag; None before the first. Raises CheckpointError if it is damaged."""
     return _read(workspace, pair_key(model), model)
 
 
-def _read(workspace: Storage, key: str, model: str) -> tuple[Pair, str] | None:
+def _read(workspace: Storage, key: str, model: str) -> tuple[DeployedPair, str] | None:
     repair = "put back an earlier version of the object; serving.json is the newest file below pairs/ beside it"
-    return read_current(workspace, key, Pair, model, "pair of a model and vectors", repair)
+    return read_current(workspace, key, DeployedPair, model, "pair of a model and vectors", repair)
 
 
-def past_pairs(workspace: Storage, model: str) -> tuple[Pair, ...]:
+def past_pairs(workspace: Storage, model: str) -> tuple[DeployedPair, ...]:
     """Return every pair that was served, oldest first, including the one that is served now."""
     past = [_read(workspace, key, model) for key in (*_past_keys(workspace, model), pair_key(model))]
     found = {one[0].generation: one[0] for one in past if one is not None}
@@ -125,7 +125,7 @@ def _past_keys(workspace: Storage, model: str) -> list[str]:
     return [stat.key for stat in workspace.list(f"{FOLDER}/{check_model(model)}/pairs")]
 
 
-def serve_verified_pair(workspace: Storage, pair: Pair) -> str:
+def serve_verified_pair(workspace: Storage, pair: DeployedPair) -> str:
     """Serve verified vectors if their model is in production. Return a status message.
 
     serving.json stays if it names newer vectors of the model, or was rolled back from these. Repeating the call
@@ -194,7 +194,7 @@ def roll_back_model(
     return put_back(workspace, found, past, target, reason, author)
 
 
-def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> Pair:
+def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> DeployedPair:
     """Serve earlier vectors of the served model: those of `cycle`, or with '' the newest before these.
 
     Production stays; vectors of another model come back with it (roll_back_model). Raises ConfigError if there are no
@@ -234,7 +234,9 @@ def _required(reason: str, command: str) -> str:
     return one_line(reason)
 
 
-def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, **changes: object) -> Pair:
+def _put(
+    workspace: Storage, pair: DeployedPair, found: tuple[DeployedPair, str] | None, **changes: object
+) -> DeployedPair:
     """Write the pair, with `changes` in its fields, in place of what was `found`, and into the history.
 
     Raises TransientError if another process has changed it meanwhile.
@@ -263,15 +265,15 @@ def _put(workspace: Storage, pair: Pair, found: tuple[Pair, str] | None, **chang
     return written
 
 
-def _remember(workspace: Storage, pair: Pair) -> None:
+def _remember(workspace: Storage, pair: DeployedPair) -> None:
     workspace.write_if_absent(f"{FOLDER}/{pair.model}/pairs/{pair.generation:08d}.json", _stored(pair))
 
 
-def _stored(pair: Pair) -> bytes:
+def _stored(pair: DeployedPair) -> bytes:
     return pair.model_dump_json(indent=1).encode() + b"\n"
 
 
-def _rolled_back_vectors(pairs: Iterable[Pair]) -> frozenset[str]:
+def _rolled_back_vectors(pairs: Iterable[DeployedPair]) -> frozenset[str]:
     """Return digests of vectors that were rolled back from and were not served again since."""
     gone: set[str] = set()
     for pair in pairs:
@@ -281,7 +283,7 @@ def _rolled_back_vectors(pairs: Iterable[Pair]) -> frozenset[str]:
     return frozenset(gone)
 
 
-def _has_vectors(workspace: Storage, pair: Pair) -> bool:
+def _has_vectors(workspace: Storage, pair: DeployedPair) -> bool:
     """Return whether the vectors that were verified are there, every file in full size."""
     try:
         return verify_dir(workspace, pair.vectors.prefix, deep=False).digest == pair.vectors.digest
@@ -289,7 +291,7 @@ def _has_vectors(workspace: Storage, pair: Pair) -> bool:
         return False
 
 
-def _check_vectors(workspace: Storage, pair: Pair) -> None:
+def _check_vectors(workspace: Storage, pair: DeployedPair) -> None:
     if not _has_vectors(workspace, pair):
         raise CheckpointError(
             f"{workspace.uri(pair.vectors.prefix)} does not hold the vectors that were verified",
@@ -318,7 +320,7 @@ class Registry:
         found = read_pointer(self.workspace, self.model)
         return found[0] if found else None
 
-    def history(self) -> tuple[Entry, ...]:
+    def history(self) -> tuple[HistoryEntry, ...]:
         """Return every promotion, refusal and rollback, oldest first."""
         return read_history(self.workspace, self.model)
 
@@ -329,16 +331,16 @@ class Registry:
         pointer = self.production()
         return lineage(self.workspace, pointer.checkpoint) if pointer else ()
 
-    def serving(self) -> Pair | None:
+    def serving(self) -> DeployedPair | None:
         """Return the model and the vectors that are served together; None before the first pair was verified."""
         found = read_pair(self.workspace, self.model)
         return found[0] if found else None
 
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[DeployedPair, ...]:
         """Return every pair that was served, oldest first."""
         return past_pairs(self.workspace, self.model)
 
-    def vectors_uri(self, pair: Pair | None = None) -> str:
+    def vectors_uri(self, pair: DeployedPair | None = None) -> str:
         """Return the URI of the vectors of a pair (default: the served one), for `trnpipe.open_vectors`."""
         pair = pair or self.serving()
         if pair is None:
@@ -373,7 +375,7 @@ class Registry:
             self.workspace, self.model, to, reason=reason, author=self.author(), without_vectors=without_vectors
         )
 
-    def rollback_vectors(self, cycle: str = "", *, reason: str) -> Pair:
+    def rollback_vectors(self, cycle: str = "", *, reason: str) -> DeployedPair:
         """Serve earlier vectors of the served model: those of `cycle`, or the newest before. Production stays."""
         return roll_back_vectors(self.workspace, self.model, cycle, reason=reason, author=self.author())
 

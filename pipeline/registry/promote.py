@@ -14,7 +14,7 @@ from pipeline.registry.checkpoints import CommittedCheckpoint, check_present, re
 from pipeline.registry.records import (
     Author,
     Decision,
-    Entry,
+    HistoryEntry,
     Pointer,
     Production,
     append,
@@ -72,7 +72,7 @@ def promote(
     return _put(workspace, current, etag, entry)
 
 
-def rollback_target(current: Pointer, past: Iterable[Entry], to: str) -> Production | None:
+def rollback_target(current: Pointer, past: Iterable[HistoryEntry], to: str) -> Production | None:
     """Find the checkpoint at prefix `to`, or with '' the one before this, among those that were in production.
 
     None: it is there already. Raises ConfigError if there is none.
@@ -102,7 +102,7 @@ def rollback_target(current: Pointer, past: Iterable[Entry], to: str) -> Product
 def put_back(
     workspace: Storage,
     found: tuple[Pointer, str],
-    past: Iterable[Entry],
+    past: Iterable[HistoryEntry],
     target: Production | None,
     reason: str,
     author: Author,
@@ -141,12 +141,12 @@ def verified_target(workspace: Storage, target: Production) -> CommittedCheckpoi
     return found
 
 
-def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> Entry:
+def record_refusal(workspace: Storage, model: str, prefix: str, decision: Decision, author: Author) -> HistoryEntry:
     """Write a refusal into the history; the same refusal twice is one entry. Raises CheckpointError."""
     found = read_pointer(workspace, model)
     current = found[0] if found else None
     candidate = read_checkpoint(workspace, prefix)
-    entry = Entry(
+    entry = HistoryEntry(
         **_about(model, candidate, current, author),
         action="refused",
         generation=current.generation if current else 0,
@@ -172,7 +172,7 @@ def _about(model: str, known: CommittedCheckpoint, current: Pointer | None, auth
     }
 
 
-def rolled_back_digests(entries: Iterable[Entry]) -> frozenset[str]:
+def rolled_back_digests(entries: Iterable[HistoryEntry]) -> frozenset[str]:
     """Return digests that production was rolled back from and that were not put there again since."""
     gone: set[str] = set()
     for change in changes_of(entries):
@@ -185,7 +185,7 @@ def rolled_back_digests(entries: Iterable[Entry]) -> frozenset[str]:
 _ROLLED_BACK = ("production was rolled back from it",)
 
 
-def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[Entry]) -> tuple[str, ...]:
+def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[HistoryEntry]) -> tuple[str, ...]:
     """Return why the decision does not promote the candidate; empty if it does."""
     forced = bool(one_line(decision.forced))
     if not decision.passed and not forced:
@@ -197,7 +197,7 @@ def _refusal(decision: Decision, candidate: CommittedCheckpoint, past: Iterable[
     return ()
 
 
-def _generation(current: Pointer | None, past: Iterable[Entry]) -> int:
+def _generation(current: Pointer | None, past: Iterable[HistoryEntry]) -> int:
     """Return that of the last change; of the history if the pointer was removed by hand."""
     return max([current.generation if current else 0, *(entry.generation for entry in past)])
 

@@ -80,14 +80,14 @@ Figures = Annotated[Mapping[str, float | None], BeforeValidator(_finite)]
 Reasons = Annotated[tuple[str, ...], BeforeValidator(_lines)]
 
 
-class Place(Record):
+class CheckpointRef(Record):
     """A checkpoint by its place and content."""
 
     checkpoint: Prefix = Field(description="Prefix in the workspace")
     digest: Digest = Field(description="Digest of its manifest")
 
 
-class Production(Place):
+class Production(CheckpointRef):
     """A checkpoint at the time it was in production."""
 
     generation: int = Field(ge=1, description="Which change of production brought it there")
@@ -123,7 +123,7 @@ class Decision(Record):
     forced: str = Field("", description="Why a person overrules the gate")
 
 
-class Entry(OfModel):
+class HistoryEntry(OfModel):
     """One line of the history."""
 
     schema_version: Literal[1] = 1
@@ -157,28 +157,28 @@ class Entry(OfModel):
         return self.model_dump_json().encode() + b"\n"
 
 
-class Pointer(Entry):
+class Pointer(HistoryEntry):
     """The entry that put a checkpoint into production: all of production.json."""
 
     action: Literal["promoted", "forced", "rolled_back"]
     generation: int = Field(ge=1)
 
     @property
-    def place(self) -> Place:
-        return Place(checkpoint=self.checkpoint, digest=self.digest)
+    def place(self) -> CheckpointRef:
+        return CheckpointRef(checkpoint=self.checkpoint, digest=self.digest)
 
     @property
     def production(self) -> Production:
         return Production(checkpoint=self.checkpoint, digest=self.digest, generation=self.generation)
 
 
-def parse_entry(data: bytes | str) -> Entry:
+def parse_entry(data: bytes | str) -> HistoryEntry:
     """Parse a line of the history. Raises ValidationError."""
-    entry = Entry.model_validate_json(data)
+    entry = HistoryEntry.model_validate_json(data)
     return entry if entry.action == "refused" else Pointer.model_validate_json(data)
 
 
-def changes_of(entries: Iterable[Entry]) -> tuple[Pointer, ...]:
+def changes_of(entries: Iterable[HistoryEntry]) -> tuple[Pointer, ...]:
     """Return the entries without the refusals."""
     return tuple(entry for entry in entries if isinstance(entry, Pointer))
 
@@ -192,8 +192,8 @@ class StoredVerdict(Record):
     schema_version: Literal[1] = 1
     model: ModelName
     cycle: str = Field(description="The cycle that evaluated")
-    candidate: Place
-    incumbent: Place | None = Field(description="None: nothing was in production")
+    candidate: CheckpointRef
+    incumbent: CheckpointRef | None = Field(description="None: nothing was in production")
     promote: bool
     reasons: Reasons = Field(description="The verdict in plain lines")
     figures: Figures = Field({}, description="Metrics of the candidate")
@@ -230,7 +230,7 @@ def load_verdict(workspace: Storage, cycle: str) -> StoredVerdict | None:
 
 
 def stored_decision(
-    workspace: Storage, model: str, candidate: Place, incumbent: Place | None, cycles: Iterable[str]
+    workspace: Storage, model: str, candidate: CheckpointRef, incumbent: CheckpointRef | None, cycles: Iterable[str]
 ) -> Decision:
     """Return the decision of the first of these cycles that judged this content; not passed if none did.
 
@@ -325,14 +325,14 @@ def list_models(workspace: Storage) -> list[str]:
     return [name for name in workspace.list_dirs(FOLDER) if _MODEL.fullmatch(name)]
 
 
-def read_history(workspace: Storage, model: str) -> tuple[Entry, ...]:
+def read_history(workspace: Storage, model: str) -> tuple[HistoryEntry, ...]:
     """Return every entry, including the pointer's. Raises DataError or CheckpointError if either is damaged."""
     found = read_pointer(workspace, model)  # first: whatever came before this pointer is in the log by now
     _, log = _read_log(workspace, history_key(model))
     return log if found is None or found[0].id in {entry.id for entry in log} else (*log, found[0])
 
 
-def append(workspace: Storage, model: str, *entries: Entry | None) -> tuple[Entry, ...]:
+def append(workspace: Storage, model: str, *entries: HistoryEntry | None) -> tuple[HistoryEntry, ...]:
     """Add those entries that the log lacks (None: nothing), and return all of it.
 
     Raises DataError for a damaged log, TransientError, Preempted.
@@ -360,7 +360,7 @@ def append(workspace: Storage, model: str, *entries: Entry | None) -> tuple[Entr
         wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
-def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[Entry, ...]]:
+def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[HistoryEntry, ...]]:
     """Read all of it, and the entries it holds. Raises DataError if it is damaged."""
     try:
         data = workspace.read_bytes(key)

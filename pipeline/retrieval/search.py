@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.core.arrays import Float32s, Float64s, Int64s
 from pipeline.core.errors import NumericError
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 
 _SCALE = 2.0**26
 _BLOCK_QUERIES, _BLOCK_ITEMS = 512, 4096
@@ -152,7 +152,7 @@ def search_vectors(queries: Float32s, chunks: Iterable[tuple[int, Float32s]], k:
 
 
 def search_on_ranks(
-    gang: Gang, queries: Sequence[Float32s], chunks: Iterable[tuple[int, Sequence[Float32s]]], k: int
+    process_group: ProcessGroup, queries: Sequence[Float32s], chunks: Iterable[tuple[int, Sequence[Float32s]]], k: int
 ) -> list[Ranked]:
     """Search as `search_vectors` does, with the items shared by all ranks; all of them get the lists.
 
@@ -167,7 +167,7 @@ def search_on_ranks(
                 top.add(first, vectors)
     except NumericError as error:
         failure = error.seen
-    gathered = gang.gather((failure, [top.found() for top in tops]))
+    gathered = process_group.gather((failure, [top.found() for top in tops]))
     for reason, _ in gathered:
         if reason:
             raise NumericError(reason, expected="unit vectors")

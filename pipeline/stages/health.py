@@ -17,8 +17,8 @@ from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_
 from pipeline.core.errors import EXIT_OK
 from pipeline.health.check import (
     CheckResult,
+    HealthVerdict,
     NodeReport,
-    Verdict,
     exchange_reports,
     job_error,
     report_key,
@@ -48,7 +48,7 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, another one in each cycle
         checks = rank_checks(settings.backend, ctx.world, settings.health, os.environ, seed)
         report = report_rank(checks, settings.health, ctx.world.rank, Path(folder), ctx.stop)
-        if report.verdict >= Verdict.RETRY:  # a thread may hang, and gloo aborts when another rank is gone
+        if report.verdict >= HealthVerdict.RETRY:  # a thread may hang, and gloo aborts when another rank is gone
             sys.stdout.flush()
             os._exit(EXIT_OK)  # the verdict is in the report
         return _result(ctx, (report,), started)
@@ -120,7 +120,7 @@ def _result(ctx: StageContext, reports: Reports, started: datetime) -> StageResu
     figures: dict[str, Figure] = {
         "nodes": len(reports),
         "checks": sum(len(report.results) for report in reports),
-        "warnings": sum(result.verdict is Verdict.WARN for report in reports for result in report.results),
+        "warnings": sum(result.verdict is HealthVerdict.WARN for report in reports for result in report.results),
     }
     outputs = {f"node_{report.node_rank}": report_key(ctx.cycle, report) for report in reports}
     return ctx.finish(NAME, started, inputs={}, outputs=outputs, figures=figures)

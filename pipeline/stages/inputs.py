@@ -15,7 +15,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.lexical import numeric_names
 from pipeline.data.token_sets import prefixes_of, read_token_sets, spec_of
 from pipeline.model.config import InputSpec
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import incumbent_prefix, start_place
 from pipeline.settings import Settings
@@ -100,10 +100,16 @@ class Shapes:
         return evaluation_plan(settings, self.spec, self.buckets, world_size, device)
 
     def trial(
-        self, settings: Settings, backend: Backend, gang: Gang, watch: GraphWatch, stop: StopSignal, console: Console
+        self,
+        settings: Settings,
+        backend: Backend,
+        process_group: ProcessGroup,
+        watch: GraphWatch,
+        stop: StopSignal,
+        console: Console,
     ) -> Trial:
         """The trial run of these settings, ready to run."""
-        return Trial(settings, self.spec, self.buckets, backend, gang, stop, console, watch)
+        return Trial(settings, self.spec, self.buckets, backend, process_group, stop, console, watch)
 
 
 def shapes_of(settings: Settings, ctx: StageContext, say: Callable[[str], object]) -> Shapes:

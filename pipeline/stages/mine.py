@@ -27,7 +27,7 @@ from pipeline.mine.run import (
     word_search,
 )
 from pipeline.mine.store import NegativeSet, find_negatives
-from pipeline.parallel.gang import join_ranks
+from pipeline.parallel.process_group import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.retrieval.bm25 import nothing_found
 from pipeline.retrieval.products import decoded

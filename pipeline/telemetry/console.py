@@ -55,7 +55,7 @@ def step_text(figures: StepFigures) -> str:
 
 
 @dataclass
-class _Work:
+class _ProgressState:
     """How far one piece of work is. Only what is done since the start counts for the rate."""
 
     name: str
@@ -125,7 +125,7 @@ class Console:
 
         Both begin when the work has taken a few seconds; what was shown ends with a line that says how long it took.
         """
-        work = _Work(name, total, unit, self._clock())
+        work = _ProgressState(name, total, unit, self._clock())
         shown, lock = work.started, threading.Lock()
         task = None
 

@@ -12,7 +12,7 @@ from pipeline.checkpoint.store import WEIGHTS
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.model import serve_verified_pair
 from pipeline.registry.promote import promote
-from pipeline.registry.records import Place, StoredVerdict, pointer_key, store_verdict
+from pipeline.registry.records import CheckpointRef, StoredVerdict, pointer_key, store_verdict
 from tests.registry.cases import (
     AUTHOR,
     MODEL,
@@ -66,7 +66,7 @@ def judge(workspace: Storage, place: str, *, passes: bool = True, cycle: str = "
     verdict = StoredVerdict(
         model=MODEL,
         cycle=cycle or place.split("/")[1],
-        candidate=Place(checkpoint=place, digest=digest_of(workspace, place)),
+        candidate=CheckpointRef(checkpoint=place, digest=digest_of(workspace, place)),
         incumbent=now.place if now else None,
         promote=passes,
         reasons=("ndcg@10 +0.0120 [+0.0040, +0.0200]",) if passes else ("ndcg@10 -0.0300",),

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from pipeline.core.fingerprint import hash63
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import DataConfig, TokenizerConfig
-from pipeline.data.judgements import Judgements, count_judgements, hundredths, judgements_of, prepared_warnings
+from pipeline.data.judgements import JudgementCounts, count_judgements, hundredths, judgements_of, prepared_warnings
 from pipeline.data.token_sets import ShardInfo
 from pipeline.data.tokenizer import train_tokenizer
 from tests.train.rows import token_set_info, write_shard
@@ -52,7 +52,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path: Path, positive_gain: float) 
     by_query: dict[int, list[bool]] = defaultdict(list)
     for query, _, gain in rows:
         by_query[query].append(bool(np.float32(gain) >= np.float32(positive_gain)))
-    assert one == Judgements(
+    assert one == JudgementCounts(
         rows=len(rows),
         positives=sum(map(sum, by_query.values())),
         queries=len(by_query),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
-from pipeline.embed.catalogue import Catalogue, CatalogueColumns, Piece, look_at, plan_shards, read_shard
+from pipeline.embed.catalogue import Catalogue, CatalogueColumns, RowRange, look_at, plan_shards, read_shard
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import COLUMNS, products, write_catalogue
 
@@ -68,10 +68,10 @@ def test_a_row_group_that_is_damaged(tmp_path: Path) -> None:
 
 def test_whole_row_groups_stay_together_and_large_ones_are_cut_evenly() -> None:
     assert [shard.pieces for shard in plan_shards([[40, 0, 40], [250], [5]], 100)] == [
-        (Piece(0, 0, 0, 40), Piece(0, 2, 0, 40)),
-        (Piece(1, 0, 0, 83),),
-        (Piece(1, 0, 83, 83),),
-        (Piece(1, 0, 166, 84), Piece(2, 0, 0, 5)),
+        (RowRange(0, 0, 0, 40), RowRange(0, 2, 0, 40)),
+        (RowRange(1, 0, 0, 83),),
+        (RowRange(1, 0, 83, 83),),
+        (RowRange(1, 0, 166, 84), RowRange(2, 0, 0, 5)),
     ]
 
 

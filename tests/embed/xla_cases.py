@@ -16,7 +16,7 @@ from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
 from pipeline.embed.engine import Embedder, open_engine
 from pipeline.io.storage import open_storage
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
@@ -49,7 +49,7 @@ def manifest(xla: Backend) -> GraphManifest:
         spec=SPEC,
         buckets=(Bucket(8, 8),),
         backend=xla,
-        gang=Gang(World(), timeout_s=60.0),
+        process_group=ProcessGroup(World(), timeout_s=60.0),
         stop=StopSignal(),
         console=Console(quiet=True),
         watch=recorder,

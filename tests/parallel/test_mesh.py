@@ -15,8 +15,8 @@ from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.parallel import mesh
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import AXES, check_plan, set_timeouts
+from pipeline.parallel.process_group import collective_errors
 from tests.kit.ranks import run_ranks
 
 CASES = "tests.parallel.test_mesh"

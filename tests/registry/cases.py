@@ -13,7 +13,7 @@ from pipeline.io.commit import commit_dir, verify_dir
 from pipeline.io.storage import Storage
 from pipeline.model.config import InputSpec
 from pipeline.registry.promote import promote
-from pipeline.registry.records import Author, Decision, Entry, Pointer, changes_of, read_history, read_pointer
+from pipeline.registry.records import Author, Decision, HistoryEntry, Pointer, changes_of, read_history, read_pointer
 from tests.kit.states import train_state
 
 MODEL = "relevance"
@@ -79,7 +79,7 @@ class Told:
     """Pointer and history of a model, held against each other and against the checkpoints."""
 
     pointer: Pointer | None
-    history: tuple[Entry, ...]
+    history: tuple[HistoryEntry, ...]
 
     @property
     def actions(self) -> list[tuple[str, str]]:

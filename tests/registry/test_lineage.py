@@ -11,7 +11,7 @@ from pipeline.checkpoint.store import WEIGHTS, Best, Origin, Parent
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, lineage, read_checkpoint
-from pipeline.registry.records import Place, StoredVerdict, store_verdict, verdict_key
+from pipeline.registry.records import CheckpointRef, StoredVerdict, store_verdict, verdict_key
 from tests.registry.cases import MODEL, child_of, digest_of, make_checkpoint, prefix
 from tests.registry.conftest import ON_BOTH, Make
 
@@ -57,7 +57,7 @@ def test_metrics_from_wherever_they_are_known(workspace: Storage, make: Make) ->
     verdict = StoredVerdict(
         model=MODEL,
         cycle="c1",
-        candidate=Place(checkpoint=place, digest=digest_of(workspace, place)),
+        candidate=CheckpointRef(checkpoint=place, digest=digest_of(workspace, place)),
         incumbent=None,
         promote=True,
         reasons=("better",),
@@ -66,7 +66,7 @@ def test_metrics_from_wherever_they_are_known(workspace: Storage, make: Make) ->
         code_version="v",
         at=datetime.now(UTC),
     )
-    other = Place(checkpoint=prefix("c1", 4), digest="0" * 64)
+    other = CheckpointRef(checkpoint=prefix("c1", 4), digest="0" * 64)
     for candidate, more in ((other, {}), (verdict.candidate, {"mrr": 0.75})):
         store_verdict(workspace, verdict.model_copy(update={"candidate": candidate}))
         assert lineage(workspace, place)[0].figures == {"valid_ndcg": 0.25} | more

@@ -14,7 +14,7 @@ from pipeline.registry.model import roll_back_model as roll_back
 from pipeline.registry.promote import promote
 from pipeline.registry.records import (
     Decision,
-    Entry,
+    HistoryEntry,
     Pointer,
     append,
     history_key,
@@ -151,7 +151,7 @@ def test_a_checkpoint_deleted_after_it_was_verified(
     first = put(workspace, make("a"))
     decision = passed(workspace, make("b"))
 
-    def delete_first(workspace: Storage, model: str, *entries: Entry) -> tuple[Entry, ...]:
+    def delete_first(workspace: Storage, model: str, *entries: HistoryEntry) -> tuple[HistoryEntry, ...]:
         workspace.delete([f"{prefix('b')}/{MANIFEST_NAME}"])
         return append(workspace, model, *entries)
 

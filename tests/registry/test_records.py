@@ -13,7 +13,7 @@ from pipeline.io.storage import Storage
 from pipeline.registry import records
 from pipeline.registry.records import (
     Author,
-    Entry,
+    HistoryEntry,
     Pointer,
     Production,
     append,
@@ -29,7 +29,7 @@ DIGEST = "ab" * 32
 PLACE = Production(checkpoint="checkpoints/c0/step-1", digest=DIGEST, generation=1)
 
 
-def entry(**changes: Any) -> Entry:
+def entry(**changes: Any) -> HistoryEntry:
     fields: dict[str, Any] = {
         "action": "promoted",
         "model": "relevance",
@@ -45,7 +45,7 @@ def entry(**changes: Any) -> Entry:
         "verdict": "",
         "author": Author(by="a@b"),
     } | changes
-    return Entry(**fields) if fields["action"] == "refused" else Pointer(**fields)
+    return HistoryEntry(**fields) if fields["action"] == "refused" else Pointer(**fields)
 
 
 @given(

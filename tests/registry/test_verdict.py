@@ -8,18 +8,25 @@ import pytest
 from pipeline.core.errors import DataError
 from pipeline.io.storage import Storage
 from pipeline.registry.checkpoints import read_checkpoint
-from pipeline.registry.records import Place, StoredVerdict, load_verdict, store_verdict, stored_decision, verdict_key
+from pipeline.registry.records import (
+    CheckpointRef,
+    StoredVerdict,
+    load_verdict,
+    store_verdict,
+    stored_decision,
+    verdict_key,
+)
 from tests.registry.cases import MODEL, digest_of, prefix
 from tests.registry.conftest import Make
 
-OTHER = Place(checkpoint=prefix("z"), digest="00" * 32)
+OTHER = CheckpointRef(checkpoint=prefix("z"), digest="00" * 32)
 
 
 def verdict(workspace: Storage, place: str, cycle: str, **changes: Any) -> StoredVerdict:
     fields: dict[str, Any] = {
         "model": MODEL,
         "cycle": cycle,
-        "candidate": Place(checkpoint=place, digest=digest_of(workspace, place)),
+        "candidate": CheckpointRef(checkpoint=place, digest=digest_of(workspace, place)),
         "incumbent": None,
         "promote": True,
         "reasons": ("better\neverywhere",),
@@ -75,7 +82,7 @@ def test_it_carries_the_promotion_of_what_was_judged(workspace: Storage, make: M
     ],
 )
 def test_and_of_nothing_else(
-    workspace: Storage, make: Make, changes: dict[str, Any], incumbent: Place | None, reason: str
+    workspace: Storage, make: Make, changes: dict[str, Any], incumbent: CheckpointRef | None, reason: str
 ) -> None:
     place = make("c1")
     store_verdict(workspace, verdict(workspace, place, "c1", **changes))

@@ -230,7 +230,9 @@ def test_production_that_moves_meanwhile_is_judged_against_next_time(
 
 def test_ranks_that_see_another_production_start_anew(promoted: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = promoted.made("same")
-    monkeypatch.setattr("pipeline.parallel.gang.Gang.gather", lambda self, value: [value, ("other", "other")])
+    monkeypatch.setattr(
+        "pipeline.parallel.process_group.ProcessGroup.gather", lambda self, value: [value, ("other", "other")]
+    )
     assert "production changed while the ranks" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
 
 

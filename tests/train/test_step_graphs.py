@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.manifest import GraphWatch, Place
+from pipeline.compile.manifest import GraphPosition, GraphWatch
 from pipeline.core.batch_order import RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.data.loader import training_batches
@@ -33,7 +33,7 @@ class Phases(GraphWatch):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def after(self, place: Place) -> None:
+    def after(self, place: GraphPosition) -> None:
         self.seen.append(place.phase)
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from jobs.cycle.costs import SPENT, Category, Entry
+from jobs.cycle.costs import SPENT, AttemptCost, Category
 from jobs.cycle.verdict import metric_name
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_count, format_duration, shortened
@@ -193,7 +193,7 @@ def bar(spent: Mapping[Category, int], whole_ms: int) -> Markup:
     return head.format(rects)
 
 
-def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | None) -> Markup:
+def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: float | None) -> Markup:
     """Draw every attempt over time, each job with how it ended. `due_s`: the deadline since the beginning."""
     end_s = (max(one.start_ms + one.length_ms for tries in lanes.values() for one in tries) - began_ms) / 1000
     left, row = 180.0, 18.0

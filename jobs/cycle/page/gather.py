@@ -10,11 +10,11 @@ from pydantic import Field
 
 from jobs.cycle.costs import CycleLedger, Moment, read_moments
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code, failed_leaf, reason_of
+from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code, failed_task, reason_of
 from jobs.cycle.page.charts import Point, thin
 from jobs.cycle.tables import logs_command, ran_seconds
 from jobs.cycle.verdict import SEARCH, measures, reasons
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import differences
 from pipeline.context import Figure, load_result
 from pipeline.core.errors import DataError, GateRefused
@@ -85,7 +85,7 @@ class Job(Record):
         return self.state.lower()
 
 
-class Curve(Record):
+class ChartSeries(Record):
     """A figure of training over its steps, thinned to what can be drawn; what was done again counts once."""
 
     name: str
@@ -104,7 +104,7 @@ class Notice(Record):
 
 
 class Training(Record):
-    curves: tuple[Curve, ...]
+    curves: tuple[ChartSeries, ...]
     compared: str = Field("", description="The cycle of the `before` curves; empty: none")
     resumed: tuple[int, ...] = Field((), description="Steps at which a try went on")
     skipped: tuple[int, ...] = Field((), description="Steps whose gradients were not used")
@@ -120,7 +120,7 @@ class Lineage(Record):
     changed: tuple[tuple[str, str, str], ...] = Field((), description="(setting, there, here), values as JSON")
 
 
-class PostMortem(Record):
+class PostMortemLink(Record):
     job: str
     uri: str
 
@@ -183,7 +183,7 @@ class PageData(Record):
     machines: tuple[NodeReport, ...]
     lineage: Lineage
     notices: tuple[Notice, ...] = Field(description=f"The last {MAX_NOTICES}")
-    post_mortems: tuple[PostMortem, ...]
+    post_mortems: tuple[PostMortemLink, ...]
     unread: tuple[str, ...] = Field(description="What could not be read, and why")
     history: tuple[CycleRow, ...] = Field((), description="Cycles before this one, oldest first")
 
@@ -210,7 +210,7 @@ class PageData(Record):
 
 
 def gather(
-    store: CycleStore, plan: Plan, ledger: CycleLedger, records: Sequence[JobRecord], closed: Closed | None
+    store: CycleStore, plan: JobPlan, ledger: CycleLedger, records: Sequence[JobRecord], closed: Closed | None
 ) -> PageData:
     """Read what the stages have left. A result that is damaged is told of, and does not hide the others."""
     storage, cycle, unread = store.storage, store.cycle, list[str]()
@@ -257,7 +257,7 @@ def gather(
         scores=scores,
         training=Training(
             curves=tuple(
-                Curve(
+                ChartSeries(
                     name=name,
                     now=tuple(thin(points)),
                     smooth=tuple(thin(smoothed(points))) if name == LOSS else (),
@@ -286,18 +286,18 @@ def gather(
         ),
         notices=tuple(_notices(moments))[-MAX_NOTICES:],
         post_mortems=tuple(
-            PostMortem(job=key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(key)) for key in mortems
+            PostMortemLink(job=key.rpartition("/")[2].removesuffix(".json"), uri=storage.uri(key)) for key in mortems
         ),
         unread=tuple(unread),
     )
 
 
-def jobs_of(plan: Plan, records: Iterable[JobRecord]) -> Iterator[Job]:
+def jobs_of(plan: JobPlan, records: Iterable[JobRecord]) -> Iterator[Job]:
     """Yield the jobs of a plan, whether they were submitted or not."""
     found = {record.name: record for record in records}
     for spec in plan.jobs:
         record = found.get(spec.name)
-        failed = failed_leaf(record) if record else None
+        failed = failed_task(record) if record else None
         yield Job(
             name=spec.name,
             after=tuple(one.job for one in spec.depends_on),

@@ -17,7 +17,7 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from jobs.cycle.costs import Entry, read_ledger
+from jobs.cycle.costs import AttemptCost, read_ledger
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.page import charts
@@ -26,7 +26,7 @@ from jobs.cycle.page.gather import HOLDOUT, LOSS, CycleRow, PageData, gather, ro
 from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG
 from jobs.cycle.verdict import SEARCH, WITHOUT, cost_text, measures, metric_name, reasons
 from jobs.plan.cycle import RUN_PREFIX
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.format import format_duration, format_share, usd
@@ -74,7 +74,7 @@ def data_key(cycle: str) -> str:
 
 
 def write_page(
-    store: CycleStore, plan: Plan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
+    store: CycleStore, plan: JobPlan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
 ) -> PageData:
     """Write the page over an earlier one; return what it shows. `closed`: the end, on record or not yet."""
     ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
@@ -275,7 +275,7 @@ def _tries_chart(data: PageData) -> Markup:
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return Markup()
-    lanes = defaultdict[str, list[Entry]](list)
+    lanes = defaultdict[str, list[AttemptCost]](list)
     for entry in ledger.entries:
         lanes[entry.job].append(entry)
     notable = {

@@ -10,13 +10,13 @@ from jobs.cycle.job_states import (
     Cancel,
     JobRecord,
     JobState,
-    Leaf,
     Sighting,
     Submission,
+    Task,
     in_our_words,
     unneeded_jobs,
 )
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from jobs.targets.base import More, Target, keep_cancels, log_stream, no_log, placement_of, read_cancels, seconds_of
 from jobs.targets.batch.account import ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient, Detail, LogsClient, UnknownOutcome, is_unknown
@@ -41,7 +41,7 @@ class BatchTarget(Target):
     renew: Callable[[], None] = lambda: None
     warn: Callable[[str], object] = lambda line: None
 
-    def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: JobPlan, round_: int, jobs: Sequence[str]) -> None:
         """Hand over the jobs in the plan's order, each recorded before the next.
 
         Killed anywhere and run again, every job exists once: a job that is not on record is looked for by its name
@@ -59,12 +59,12 @@ class BatchTarget(Target):
             ids[job.name] = self._hand_over(plan, round_, spec, ids)
         self._end_unrecorded(plan, [round_, round_ + 1], ids)  # the next: of a retry that died at its first job
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: JobPlan) -> None:
         """Ask the account. Raises ConfigError, and TransientError while a queue is changing."""
         for warning in preflight(self.client, plan):
             self.warn(warning)
 
-    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Return the newest submission of each job; of jobs that AWS Batch has forgotten, what was last recorded."""
         current = self.store.current()
         known = {one.id: one for one in self.store.records()}
@@ -73,10 +73,10 @@ class BatchTarget(Target):
         found = [self._record(current[job.name], described, known) for job in plan.jobs if job.name in current]
         return in_our_words(plan, found, read_cancels(self.store))
 
-    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Return the records, after jobs were ended that are of no use any more."""
         found = {record.name: record for record in self.records(plan)}
-        for name, reason in unneeded_jobs([Leaf(plan.job(name)) for name in found], found).items():
+        for name, reason in unneeded_jobs([Task(plan.job(name)) for name in found], found).items():
             keep_cancels(self.store, {found[name].id: Cancel(reason=reason, at=self.store.clock())})
             self.client.terminate_job(found[name].id, reason)
         return tuple(found.values())
@@ -89,7 +89,7 @@ class BatchTarget(Target):
         where = placement_of(plan, plan.job(record.name.partition(":")[0]))
         return self.logs_client.lines(where.log_group, stream, more)
 
-    def cancel(self, plan: Plan, reason: str) -> None:
+    def cancel(self, plan: JobPlan, reason: str) -> None:
         """End everything that has not ended, from the sinks backwards, so that nothing starts meanwhile.
 
         TerminateJob works in every state; Batch sends SIGTERM, and SIGKILL after 30 s.
@@ -107,10 +107,10 @@ class BatchTarget(Target):
         """Return why jobs cannot start. End those that never will, once that was seen for a quarter of an hour."""
         now, before = self.store.clock(), {(one.id, one.reason): one.since for one in self.store.sightings()}
         sightings = tuple(  # the time of first sight is kept while the same job has the same reason
-            Sighting(job=leaf.name, id=leaf.id, reason=reason, since=before.get((leaf.id, reason), now))
+            Sighting(job=task.name, id=task.id, reason=reason, since=before.get((task.id, reason), now))
             for record in records
-            for leaf in record.leaves()
-            if leaf.state is JobState.RUNNABLE and (reason := reason_in(leaf.status_reason))
+            for task in record.tasks()
+            if task.state is JobState.RUNNABLE and (reason := reason_in(task.status_reason))
         )
         self.store.save_sightings(sightings)
         lines = []
@@ -123,7 +123,7 @@ class BatchTarget(Target):
                 self.client.terminate_job(one.id.partition(":")[0], reason)
         return tuple(lines)
 
-    def _hand_over(self, plan: Plan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
+    def _hand_over(self, plan: JobPlan, round_: int, job: JobSpec, ids: Mapping[str, str]) -> str:
         self.renew()
         definition = ensure_definition(self.client, definition_request(plan, job))
         request = submit_request(plan, job, definition=definition, ids=ids, round_=round_)
@@ -146,7 +146,7 @@ class BatchTarget(Target):
             raise
         return job_id
 
-    def _end_unrecorded(self, plan: Plan, rounds: Iterable[int], jobs: Collection[str]) -> None:
+    def _end_unrecorded(self, plan: JobPlan, rounds: Iterable[int], jobs: Collection[str]) -> None:
         """End jobs of these rounds that are not on record: of a driver that died in an earlier round, or twins of
         recorded ones, which appear when AWS Batch lists a new job late or two drivers met."""
         recorded = {one.id for round_ in self.store.rounds() for one in self.store.submitted(round_).values()}
@@ -157,12 +157,12 @@ class BatchTarget(Target):
                     reason = f"{job.name} was submitted twice, and this copy is not the recorded one"
                     self.client.terminate_job(job_id, reason)
 
-    def _live_ids(self, plan: Plan, job: JobSpec, round_: int) -> list[str]:
+    def _live_ids(self, plan: JobPlan, job: JobSpec, round_: int) -> list[str]:
         queue, name = placement_of(plan, job).queue, job_name(plan, job, round_)
         found = self.client.repeat(f"looking for {name}", lambda: self._live(plan, queue, name), is_unknown)
         return [str(one["jobId"]) for one in found if not JobState(one["status"]).is_final]
 
-    def _live(self, plan: Plan, queue: str, name: str) -> list[Detail]:
+    def _live(self, plan: JobPlan, queue: str, name: str) -> list[Detail]:
         """Return jobs of this name that have not failed and are not being ended, the oldest first.
 
         Jobs made before the claim belong to an earlier life of the cycle: its workspace was emptied and the same plan

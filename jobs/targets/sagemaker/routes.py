@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from jobs.cycle.job_states import EXITED, SERVICE_FAULT, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd, Leaf
-from jobs.plan.spec import Plan
+from jobs.cycle.job_states import EXITED, SERVICE_FAULT, TASK_NOT_STARTED, TIMED_OUT, AttemptEnd, Task
+from jobs.plan.spec import JobPlan
 from jobs.targets.base import placement_of, sagemaker_placement_of, seconds_of
 from jobs.targets.batch.account import look_up, queue_problems, refuse_account, share_warnings
 from jobs.targets.batch.client import AwsClient, BatchClient, Detail, is_missing, message_of, name_of
@@ -23,7 +23,7 @@ from jobs.targets.sagemaker.requests import (
     PLAN,
     RECEIVED,
     SERVICE_JOB_TYPE,
-    Cycle,
+    CycleRun,
     direct_request,
     service_job_request,
 )
@@ -168,25 +168,25 @@ def seen_of_try(service_job: Detail, number: int, training: Detail | None, *, nu
 class DirectRoute(AwsClient):
     """SageMaker's own calls: one training job for each attempt."""
 
-    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
+    def look(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen | None:
         """Describe one attempt; None if it does not exist."""
-        name = cycle.training_job(leaf, round_, attempt)
+        name = cycle.training_job(task, round_, attempt)
         detail = self.describe(name)
-        return None if detail is None else seen_of(detail, host_prefixes(name, leaf.spec.num_nodes))
+        return None if detail is None else seen_of(detail, host_prefixes(name, task.spec.num_nodes))
 
-    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+    def start(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen:
         """Make a training job unless it is there. Return what is known of it: `is_queued` if there is no machine now.
 
         Raises ConfigError for a request that SageMaker refuses, and for a name that somebody else has taken.
         """
-        name, ours = cycle.training_job(leaf, round_, attempt), cycle.plan.plan_id
+        name, ours = cycle.training_job(task, round_, attempt), cycle.plan.plan_id
         refused: list[BaseException] = []
 
         def is_known(error: BaseException) -> bool:
             refused.append(error)
             return name_of(error) in (QUOTA, "ResourceInUse")
 
-        request = direct_request(cycle, leaf, round_, attempt)
+        request = direct_request(cycle, task, round_, attempt)
         self.call(f"creating training job {name}", "create_training_job", accepted=is_known, **request)
         if refused and name_of(refused[0]) == QUOTA:
             return Seen(is_queued=True, note=f"{QUOTA}: {message_of(refused[0])}")
@@ -198,11 +198,11 @@ class DirectRoute(AwsClient):
                     expected=f"that of plan {ours}",
                     next_command="another jobs.name or --cycle",
                 )
-        return Seen(streams=host_prefixes(name, leaf.spec.num_nodes))
+        return Seen(streams=host_prefixes(name, task.spec.num_nodes))
 
-    def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
+    def stop(self, cycle: CycleRun, task: Task, round_: int, attempt: int, reason: str) -> None:
         """Ask it to end: SIGTERM, and SIGKILL after 120 s. One that has ended, or does not exist, stays as it is."""
-        name = cycle.training_job(leaf, round_, attempt)
+        name = cycle.training_job(task, round_, attempt)
 
         def is_over(error: BaseException) -> bool:
             return is_missing(error) or "is in status" in message_of(error)
@@ -222,7 +222,7 @@ class QueueRoute(BatchClient):
         super().__init__(raw, **more)
         self._training, self._warn = training, warn
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: JobPlan) -> None:
         """Raises ConfigError with everything for which this account would not run the jobs of the plan."""
         uses = [
             (sagemaker_placement_of(plan, job).queue, placement_of(plan, job).share_identifier) for job in plan.jobs
@@ -238,9 +238,9 @@ class QueueRoute(BatchClient):
         for line in share_warnings(uses, account):
             self._warn(line)
 
-    def look(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen | None:
+    def look(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen | None:
         """Describe one attempt, or the service job while it waits; None if there is none."""
-        detail = self._find(cycle, leaf, round_)
+        detail = self._find(cycle, task, round_)
         if detail is None:
             return None
         tries = tries_of(detail)
@@ -248,15 +248,15 @@ class QueueRoute(BatchClient):
             return queued(detail)
         training_job = training_job_of(tries[attempt - 1])
         training = self._training.describe(training_job) if training_job else None
-        return seen_of_try(detail, attempt, training, num_nodes=leaf.spec.num_nodes)
+        return seen_of_try(detail, attempt, training, num_nodes=task.spec.num_nodes)
 
-    def start(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Seen:
+    def start(self, cycle: CycleRun, task: Task, round_: int, attempt: int) -> Seen:
         """Submit all its attempts, which Batch starts, unless they are there.
 
         Repeated freely: the token of the request makes one job of any number of them. The API reference says both that
         equal requests are the same and that the second is rejected; either is fine.
         """
-        request = service_job_request(cycle, leaf, round_)
+        request = service_job_request(cycle, task, round_)
         queue, name = request["jobQueue"], request["jobName"]
 
         def is_there(error: BaseException) -> bool:
@@ -266,13 +266,13 @@ class QueueRoute(BatchClient):
         self.call(f"submitting {name}", "submit_service_job", accepted=is_there, **request)
         return Seen(is_queued=True, note=f"{QUEUED} {queue.rpartition('/')[2]}")
 
-    def stop(self, cycle: Cycle, leaf: Leaf, round_: int, attempt: int, reason: str) -> None:
+    def stop(self, cycle: CycleRun, task: Task, round_: int, attempt: int, reason: str) -> None:
         """End the service job, and with it the attempt under way."""
-        if detail := self._find(cycle, leaf, round_):
+        if detail := self._find(cycle, task, round_):
             self.terminate_job(detail["jobId"], reason, "service_job")
 
-    def _find(self, cycle: Cycle, leaf: Leaf, round_: int) -> Detail | None:
-        return self._named(sagemaker_placement_of(cycle.plan, leaf.spec).queue, cycle.leaf_id(leaf, round_))
+    def _find(self, cycle: CycleRun, task: Task, round_: int) -> Detail | None:
+        return self._named(sagemaker_placement_of(cycle.plan, task.spec).queue, cycle.task_id(task, round_))
 
     def _named(self, queue: str, name: str) -> Detail | None:
         """Return the oldest of exactly this name in any state; None if there is none, or it is not described yet."""

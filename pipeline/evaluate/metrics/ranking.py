@@ -12,19 +12,19 @@ import numpy as np
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.batch_order import place_among_equals
 from pipeline.evaluate.config import RETRIEVAL, MetricsConfig
-from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, Queries, divided
+from pipeline.evaluate.metrics.scored_rows import GAIN_TOLERANCE, PerQuery, QueryGroups, divided
 
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
     """Where each of N rows stands in its query: `above` [N] rows score higher, `tied` [N] as high, itself included."""
 
-    queries: Queries
+    queries: QueryGroups
     above: Int64s
     tied: Int64s
 
     @classmethod
-    def of(cls, queries: Queries, score: Float64s) -> "Ranking":
+    def of(cls, queries: QueryGroups, score: Float64s) -> "Ranking":
         """Rank the rows of each query by falling score [N]."""
         order = np.lexsort((-score, queries.index))
         query, score = queries.index[order], score[order]

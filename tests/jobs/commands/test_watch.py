@@ -18,7 +18,7 @@ from jobs.commands.watch import Row, View, doing_text, event_text, head_text, li
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState, change_line
 from jobs.cycle.page.gather import PageData
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle
 from jobs.targets.base import no_log
@@ -52,7 +52,7 @@ def test_a_job_that_runs_and_one_that_failed() -> None:
     assert failed[:3] == ("train", "FAILED", "1s") and "the loss is NaN, exit code 70" in failed[3]
     children = tuple(under_way(f"embed:{n}", "RUNNING", attempt(10, None, None)) for n in range(2))
     embed = JobRecord(name="embed", id="e", state=JobState.PENDING, created_at=0.0, children=children)
-    shown = live_rows(cycle(), [good("train"), embed], (), 20.0, lambda leaf: f"embed: of {leaf.name}")
+    shown = live_rows(cycle(), [good("train"), embed], (), 20.0, lambda task: f"embed: of {task.name}")
     assert shown[1] == ("embed", "PENDING 0/2", "10s", "of embed:0")
 
 
@@ -98,7 +98,7 @@ class Target:
     looks: list[Any]
     name: str = "batch"
 
-    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, BaseException):
             raise look

@@ -28,7 +28,7 @@ from jobs.cycle.costs import (
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState
 from jobs.plan.resources import Prices
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.schedule import ScheduleConfig
 from jobs.settings import CycleSettings, JobsConfig
 from jobs.setup import OpenCycle
@@ -56,7 +56,7 @@ def at(second: float, name: EventName, **fields: Any) -> Moment:
     return Moment(round(1000 * second), str(name), fields)
 
 
-def ledger(shape: Plan, records: list[JobRecord], moments: tuple[Moment, ...] = (), **more: Any) -> CycleLedger:
+def ledger(shape: JobPlan, records: list[JobRecord], moments: tuple[Moment, ...] = (), **more: Any) -> CycleLedger:
     given: dict[str, Any] = {"now": 10_000.0, "outcome": "succeeded", "deadline_at": None} | more
     return ledger_of(shape, records, moments, PRICES, **given)
 
@@ -403,5 +403,5 @@ DIAMOND = plan(job("a"), job("b", "a"), job("c", "a"), job("d", "b", "c"))
         (plan(), {}, 0.0),
     ],
 )
-def test_the_longest_way_through_the_jobs(shape: Plan, seconds: dict[str, float], expected: float | None) -> None:
+def test_the_longest_way_through_the_jobs(shape: JobPlan, seconds: dict[str, float], expected: float | None) -> None:
     assert critical_seconds(shape, seconds) == expected

@@ -10,7 +10,7 @@ import pytest
 
 from jobs.cycle.cycle_store import LEASE_S, Claim, CycleStore, claimed_cycles, claims_by_age, unclosed_cycles
 from jobs.cycle.job_states import Closed, JobRecord, JobState, Sighting, Submission
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.io.storage import Storage, open_storage
 from tests.jobs.cycle.cases import cycle, job, plan
@@ -42,7 +42,7 @@ def store(storage: Storage, clock: Clock) -> CycleStore:
     return CycleStore(storage, "2026-11-20", clock)
 
 
-def claim(store: CycleStore, of: Plan, owner: str = "a", target: str = "batch") -> None:
+def claim(store: CycleStore, of: JobPlan, owner: str = "a", target: str = "batch") -> None:
     with store.submitting(of, target, owner):
         pass
 
@@ -96,7 +96,7 @@ def test_the_same_owner_may_come_back_at_once(store: CycleStore) -> None:
 
 
 @pytest.mark.parametrize(("of", "target"), [(plan(job("other")), "batch"), (cycle(), "local")])
-def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: Plan, target: str) -> None:
+def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: JobPlan, target: str) -> None:
     claim(store, cycle())
     with pytest.raises(ConfigError, match="was submitted to batch with other settings"):
         claim(store, of, target=target)
@@ -104,7 +104,7 @@ def test_a_cycle_belongs_to_one_plan_and_target(store: CycleStore, of: Plan, tar
     assert (store.belongs_to_other(of, target), store.belongs_to_other(cycle(), "batch")) == (True, False)
 
 
-def refused(store: CycleStore, of: Plan, *submitted: str) -> None:
+def refused(store: CycleStore, of: JobPlan, *submitted: str) -> None:
     """As the target refuses a queue that does not exist."""
     with pytest.raises(ConfigError, match="no such queue"), store.submitting(of, "batch", "a"):
         store.save_settings({"queue": "typo"})
@@ -259,7 +259,7 @@ def test_claims_by_age_whatever_the_cycles_are_called(storage: Storage, store: C
     assert claims_by_age(store)["2026-11-21"] is None
 
 
-def submitted(store: CycleStore, of: Plan, *, job_id: str) -> JobRecord:
+def submitted(store: CycleStore, of: JobPlan, *, job_id: str) -> JobRecord:
     """One job of a plan, which has failed."""
     claim(store, of)
     number = max(store.rounds(), default=claimed(store).first_round)
@@ -271,7 +271,7 @@ def submitted(store: CycleStore, of: Plan, *, job_id: str) -> JobRecord:
     return made
 
 
-def records_of(record: JobRecord, earlier: Plan) -> Sequence[JobRecord]:
+def records_of(record: JobRecord, earlier: JobPlan) -> Sequence[JobRecord]:
     """Of the one job that was submitted."""
     assert earlier.jobs[0].name == record.name
     return (record,)
@@ -286,7 +286,7 @@ def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore) -
         assert (store.plan(), store.settings(), store.closed(), store.rounds()) == (None, None, None, [])
     assert store.earlier_records(()) == (first,)
     kept = store.storage.read_bytes(store.key("earlier/round-1/plan.json"))
-    assert Plan.model_validate_json(kept) == cycle()
+    assert JobPlan.model_validate_json(kept) == cycle()
     typo = plan(job("train"), queue="typo")
     store.begin_again(typo, "batch", "me", partial(records_of, first))
     refused(store, typo)
@@ -296,7 +296,7 @@ def test_another_submission_replaces_the_first_and_keeps_it(store: CycleStore) -
 
 
 def test_nothing_is_replaced_while_somebody_submits_or_against_the_check(store: CycleStore) -> None:
-    def refuse(earlier: Plan) -> tuple[JobRecord, ...]:
+    def refuse(earlier: JobPlan) -> tuple[JobRecord, ...]:
         assert earlier == cycle()
         with pytest.raises(TransientError, match="submitted by me"):
             claim(store, cycle(), owner="other")

@@ -29,7 +29,7 @@ from jobs.cycle.page.charts import (
     thin,
     ticks,
 )
-from jobs.cycle.page.gather import Curve, CycleRow, PageData, Training, curves_of, smoothed
+from jobs.cycle.page.gather import ChartSeries, CycleRow, PageData, Training, curves_of, smoothed
 from jobs.cycle.page.publish import (
     INDEX,
     INDEX_PAGE,
@@ -42,7 +42,7 @@ from jobs.cycle.page.publish import (
     report_key,
     write_page,
 )
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.io.storage import Storage, open_storage
@@ -147,7 +147,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
     assert PageData.model_validate_json(storage.read_bytes(data_key("second"))) == data
 
 
-POINTS = tuple(Curve(name=name, now=((1, 2.0),)) for name in ("loss", "memory, bytes"))
+POINTS = tuple(ChartSeries(name=name, now=((1, 2.0),)) for name in ("loss", "memory, bytes"))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_hostile_texts_are_text(storage: Storage, evil: str) -> None:
         assert evil in seen.text or len(evil) > 100 or not evil.isprintable(), name
 
 
-def ends(storage: Storage) -> dict[str, tuple[CycleStore, Plan, tuple[JobRecord, ...], Closed]]:
+def ends(storage: Storage) -> dict[str, tuple[CycleStore, JobPlan, tuple[JobRecord, ...], Closed]]:
     """A cycle for every way to end: at each stage, cancelled under way, and before the first job."""
     store, plan, records, _ = make_cycle(storage, "whole")
     waiting = {"state": JobState.PENDING, "attempts": (), "children": (), "started_at": None, "stopped_at": None}

@@ -19,7 +19,7 @@ from bench.cycle_page import T0, make_cycle
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.cycle.page.publish import INDEX_PAGE, report_key, write_page
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
 from pipeline.evaluate.report import load_report, store_report
 from pipeline.io.storage import Storage, open_storage
@@ -85,8 +85,8 @@ def _refused(storage: Storage, cycle: str) -> None:
 
 
 def _ended(
-    name: str, store: CycleStore, plan: Plan, records: tuple[JobRecord, ...], closed: Closed
-) -> tuple[CycleStore, Plan, tuple[JobRecord, ...], JobsConfig, Closed]:
+    name: str, store: CycleStore, plan: JobPlan, records: tuple[JobRecord, ...], closed: Closed
+) -> tuple[CycleStore, JobPlan, tuple[JobRecord, ...], JobsConfig, Closed]:
     """A cycle that ended as it is called: the others have succeeded."""
     if name in ("failed", "cancelled"):
         error = "DataError: s3://bucket/judgements.csv has no column 'query'\n  next: --data.columns.query search_term"

@@ -26,8 +26,8 @@ class Logs:
     def __init__(self, *lines: str, error: BaseException | None = None) -> None:
         self.lines, self.error, self.asked = lines, error, list[tuple[str, int, int]]()
 
-    def __call__(self, leaf: JobRecord, attempt: int, node: int) -> Iterator[str]:
-        self.asked.append((leaf.name, attempt, node))
+    def __call__(self, task: JobRecord, attempt: int, node: int) -> Iterator[str]:
+        self.asked.append((task.name, attempt, node))
         if self.error:
             raise self.error
         yield from self.lines

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.cycle.cycle_store import LEASE_S, CycleStore
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.targets.batch.client import BatchClient, LogsClient
 from jobs.targets.batch.target import BatchTarget
 from pipeline.io.storage import open_storage
@@ -21,7 +21,7 @@ class Setting:
 
     folder: Path
     lag: int = 0
-    plan: Plan = field(default_factory=cycle)
+    plan: JobPlan = field(default_factory=cycle)
     clock: Clock = field(default_factory=Clock)
     warnings: list[str] = field(default_factory=list)
     logs: Any = None
