@@ -15,7 +15,7 @@ from pipeline.core.errors import EXIT_OK, ConfigError, Preempted, TrnpipeError
 from pipeline.core.stop import StopSignal
 from pipeline.parallel.launch import launch, needs_launch, note_exit_code, write_whole_lines
 from pipeline.proc.children import LAUNCHER_S, RANK_S
-from pipeline.proc.signals import show_stacks_when_asked, stop_on_signals
+from pipeline.proc.signals import enable_stack_dumps, stop_on_signals
 
 if TYPE_CHECKING:  # an overview needs no settings
     from pipeline.settings import Settings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # an overview needs no settings
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. The result is the exit code of core/errors.py; only bugs show a traceback."""
-    show_stacks_when_asked()
+    enable_stack_dumps()
     write_whole_lines()
     code = run_program("trnpipe", COMMANDS, _run, argv)
     note_exit_code(code)
@@ -138,7 +138,7 @@ def run_stage(name: str, settings: "Settings", words: Sequence[str] = ()) -> int
             ctx.events.emit(EventName.STAGE_STOPPED, stage=name, reason=reason)
             ctx.events.flush(durable=True)
 
-    with stop_on_signals(stop, last_hook=last_words), open_context(settings, stop, words=words) as ctx:
+    with stop_on_signals(stop, last_hook=last_words), open_context(settings, stop, command_line=words) as ctx:
         opened.append(ctx)
         ctx.events.emit(
             EventName.STAGE_STARTED, stage=name, settings_hash=ctx.settings_hash, code_version=ctx.code_version

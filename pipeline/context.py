@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.backends import auto_on_host, is_lazy_host, of_host
+from pipeline.backends import auto_on_host, host_backend, is_lazy_host
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.progress import shown_on
+from pipeline.core.progress import use_display
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import make_dirs
@@ -88,7 +88,7 @@ class StageContext:
     world: World
     settings_hash: str
     code_version: str
-    words: tuple[str, ...] = ()
+    command_line: tuple[str, ...] = ()
     """The command line, for a stage that runs itself again."""
 
     def earlier(self, stage: str) -> StageResult | None:
@@ -121,7 +121,7 @@ class StageContext:
 
 @contextmanager
 def open_context(
-    settings: Settings, stop: StopSignal, env: Mapping[str, str] = os.environ, words: Sequence[str] = ()
+    settings: Settings, stop: StopSignal, env: Mapping[str, str] = os.environ, command_line: Sequence[str] = ()
 ) -> Iterator[StageContext]:
     """Open the workspace and the event log; close the log on leaving. Raises ConfigError for either."""
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
@@ -134,12 +134,12 @@ def open_context(
     is_first = world.is_main and env.get(ARRAY_INDEX, "0") == "0"
     is_first = is_first and not settings.embed.worker
     logs = is_first and not {TRACE_FILE, RANK_REPORTS} & env.keys()
-    writer = f"{words[0] if words else 'tool'}-{env.get(ATTEMPT, '1')}"
+    writer = f"{command_line[0] if command_line else 'tool'}-{env.get(ATTEMPT, '1')}"
     key = f"cycles/{cycle}/events.jsonl"
     events = EventLog(after_stop, key, writer=writer, is_muted=not logs)
     console = Console(quiet=not world.is_main)
     try:
-        with shown_on(console.progress):
+        with use_display(console.progress):
             yield StageContext(
                 settings=settings,
                 workspace=workspace,
@@ -152,7 +152,7 @@ def open_context(
                 world=world,
                 settings_hash=settings_hash(settings),
                 code_version=code_version(),
-                words=tuple(words),
+                command_line=tuple(command_line),
             )
     except BaseException:
         with contextlib.suppress(TrnpipeError):  # what ended the stage says more than a log that cannot be written
@@ -212,12 +212,12 @@ def with_backend(settings: Settings, ctx: StageContext, stage: str) -> Settings:
     size = settings.model.encoder
     weights = size.num_layers * size.hidden_size * (4 * size.hidden_size + 2 * size.intermediate_size)
     is_small = settings.model.factory is not None or weights <= GRAPH_WEIGHTS
-    backend = of_host(compiles_graphs=is_small or _began_with_graphs(ctx, stage))
+    backend = host_backend(compiles_graphs=is_small or _began_with_graphs(ctx, stage))
     if not is_small:
         here = f"no accelerator here; backend {backend}"
         why = f"{size.num_layers} x {size.hidden_size} would compile on XLA:CPU for long; --backend xla does it"
         ctx.console.info(
-            f"{here}, as this cycle began" if backend != of_host(compiles_graphs=False) else f"{here}: {why}"
+            f"{here}, as this cycle began" if backend != host_backend(compiles_graphs=False) else f"{here}: {why}"
         )
     return settings.model_copy(update={"backend": backend})
 
@@ -233,10 +233,10 @@ def _began_with_graphs(ctx: StageContext, stage: str) -> bool:
         return False
     events = read_events(ctx.workspace, f"cycles/{ctx.cycle}/events.jsonl")
     started = [event for event in events if event["event"] == EventName.TRAIN_STARTED]
-    return bool(started) and started[-1].get("backend") == of_host(compiles_graphs=True)
+    return bool(started) and started[-1].get("backend") == host_backend(compiles_graphs=True)
 
 
-def share_tokens(shared: Path, own: Path) -> None:
+def link_shared_tokens(shared: Path, own: Path) -> None:
     """Token shards of a workspace elsewhere are fetched once for all runs that have a scratch folder of their own."""
     make_dirs(shared / "tokens")
     here = own / "tokens"
@@ -247,7 +247,7 @@ def share_tokens(shared: Path, own: Path) -> None:
 # The nodes of the job that a stage is part of, met through the workspace.
 
 
-def nodes_of(ctx: StageContext, place: str, timeout_s: float) -> Nodes:
+def node_group(ctx: StageContext, place: str, timeout_s: float) -> Nodes:
     """All nodes of this try of the job, one process each; `place`: where in the cycle they meet."""
     return Nodes(
         ctx.workspace_after_stop,

@@ -26,7 +26,7 @@ from pipeline.backends import Name
 from pipeline.compile.config import CompileConfig, EstimateConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.record import Record, fitted, without_retired
+from pipeline.core.record import Record, coerce_texts, without_retired
 from pipeline.data.config import DataConfig
 from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.config import EvaluateConfig, GateConfig, ParityConfig
@@ -187,7 +187,7 @@ class SettingField:
     @property
     def default(self) -> str:
         """Its default as one would type it."""
-        return shown(self.field.get_default(call_default_factory=True))
+        return format_value(self.field.get_default(call_default_factory=True))
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -261,7 +261,7 @@ def resolve(
     flags: Sequence[tuple[str, str | None]] = (),
     model: type[S] = Settings,  # type: ignore[assignment]
     *,
-    given: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     other_flags: Iterable[str] = (),
 ) -> Resolved[S]:
     """Bring defaults, files, environment and flags together and validate once; the last one wins whole values.
@@ -271,7 +271,7 @@ def resolve(
         env: environment; only names starting with `TRNPIPE_` are looked at.
         flags: (flag as typed without its value, value or None) in order, later ones win.
         model: which settings there are.
-        given: a tree of values made in Python, over all others.
+        overrides: tree of values set in Python. They win over all others.
         other_flags: flags that the command has beside settings, for the message about an unknown one.
 
     Raises:
@@ -279,10 +279,10 @@ def resolve(
     """
     found = dict[str, SourcedValue]()
     layers = [*(_of_file(model, path) for path in files), _of_env(model, env), _of_flags(model, flags)]
-    for layer in (*layers, _of_tree(model, given or {}, "a value given in Python")):
+    for layer in (*layers, _of_tree(model, overrides or {}, "a value given in Python")):
         for name, (value, source) in layer.items():
             if name in leaves(model):
-                found[name] = SourcedValue(fitted(leaves(model)[name].field.annotation, value), source)
+                found[name] = SourcedValue(coerce_texts(leaves(model)[name].field.annotation, value), source)
             elif _is_retired(model, name):
                 found[name] = SourcedValue(value, source)
             else:
@@ -515,7 +515,7 @@ def _type_text(annotation: Any) -> str:
 
 def table_text(resolved: Resolved[S]) -> str:
     """One line per value: name, value, source."""
-    values = {name: shown(reduce(getattr, name.split("."), resolved.settings)) for name in resolved.sources}
+    values = {name: format_value(reduce(getattr, name.split("."), resolved.settings)) for name in resolved.sources}
     names, widest = max(map(len, values)), min(48, max(map(len, values.values())))
     rows = [f"{name:<{names}}  {values[name]:<{widest}}  {source}" for name, source in resolved.sources.items()]
     return "\n".join([*rows, "", f"settings hash {settings_hash(resolved.settings)}"])
@@ -531,7 +531,7 @@ def as_json(resolved: Resolved[S]) -> str:
     return json.dumps(record, indent=2)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as one would type it on the command line."""
     if value is None:
         return "null"

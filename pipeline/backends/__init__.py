@@ -66,7 +66,7 @@ def auto_on_host(name: str, env: Mapping[str, str]) -> bool:
     return is_lazy_host(lazy_device_name(env))
 
 
-def of_host(*, compiles_graphs: bool) -> Name:
+def host_backend(*, compiles_graphs: bool) -> Name:
     """Return the backend of a host without an accelerator, with graphs or without."""
     return "xla" if compiles_graphs else "cpu"
 

@@ -34,7 +34,7 @@ from pipeline.compile.cache import (
 from pipeline.compile.config import ALL_THERE_S, CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.compile.sync import sync_cache
-from pipeline.context import StageContext, nodes_of
+from pipeline.context import StageContext, node_group
 from pipeline.core.errors import (
     CheckpointError,
     ConfigError,
@@ -420,7 +420,7 @@ def compile_on_neuron(
     root, config = settings.compile.cache_root(ctx.workspace.root), settings.compile
     say = Console().info  # every node has a log of its own; ctx.console speaks on the main one alone
     is_main, scratch = ctx.world.node_rank == 0, ctx.scratch / "compile"
-    nodes = nodes_of(ctx, "compile/nodes", config.time_limit_s)
+    nodes = node_group(ctx, "compile/nodes", config.time_limit_s)
 
     def exchange() -> None:
         if config.sync_url and not root.startswith("s3://"):
@@ -435,7 +435,7 @@ def compile_on_neuron(
         folder.mkdir(parents=True, exist_ok=True)
         traced = folder / "traced.json"
         traced.unlink(missing_ok=True)
-        command = [*OWN_MODULE, "pipeline", *ctx.words, "--cycle", ctx.cycle, *flags]
+        command = [*OWN_MODULE, "pipeline", *ctx.command_line, "--cycle", ctx.cycle, *flags]
         run = NeuronCompile(
             *(command, config, root, folder, ctx.stop), env={**env, TRACE_FILE: str(traced)}, say=say, peers=peers
         )

@@ -97,7 +97,7 @@ class Groups:
     members: tuple[Int64s, ...]
 
     @staticmethod
-    def of(members: Int64s, tokens: Int64s, lengths: Sequence[int]) -> "Groups":
+    def from_members(members: Int64s, tokens: Int64s, lengths: Sequence[int]) -> "Groups":
         """Groups [G, slots] of `tokens` [G] tokens, each in the shortest row of `lengths` (ascending) that holds it."""
         place = np.searchsorted(lengths, tokens)
         if len(place) and place.max() == len(lengths):
@@ -156,7 +156,7 @@ def locate(sizes: Sequence[int], numbers: Int64s) -> tuple[Int64s, Int64s]:
     return bucket, numbers - starts[bucket]
 
 
-def place_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
+def rank_among_equals(keys: Int64s) -> tuple[Int64s, Int64s]:
     """For each of N keys [N]: how many equal ones stand before it, and how many equal ones there are."""
     place, count = np.empty_like(keys), np.empty_like(keys)
     if len(keys):
@@ -261,7 +261,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class RankShare:
+class RankSlice:
     """Which part of every global batch this rank takes. Ranks here are data ranks, see core/layout."""
 
     rank: int = 0

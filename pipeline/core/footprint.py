@@ -96,7 +96,7 @@ class Workload:
     """In place of `rows`, of an encoder whose layers are not known (model/factory.py)."""
 
     @staticmethod
-    def of_groups(
+    def for_groups(
         samples: int,
         row_tokens: int,
         *,

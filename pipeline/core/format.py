@@ -58,7 +58,7 @@ def format_bytes(size_bytes: float | None) -> str:
     return f"{scaled:.0f} B" if unit == "B" else f"{scaled:.1f} {unit}"
 
 
-def format_share(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """A share of one as per cent: `0.3%`, `97%`; `-` when unknown."""
     if share is None or not math.isfinite(share):
         return UNKNOWN

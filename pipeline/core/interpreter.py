@@ -9,7 +9,7 @@ OWN_MODULE = (sys.executable, "-u", "-P", "-m")
 """Starts a module of ours, also where the current folder has one by the same name."""
 
 
-def without_interpreter(words: Sequence[str]) -> list[str]:
+def strip_interpreter(words: Sequence[str]) -> list[str]:
     """What stands behind `python`, at any path, and its `-u`: ranks run under an interpreter of their own."""
     first = words[0] if words else ""
     if first != sys.executable and not re.fullmatch(r"python[\d.]*", Path(first).name):

@@ -22,7 +22,7 @@ def no_display(name: str, total: int | None, unit: str) -> Iterator[Advance]:
 
 
 @contextmanager
-def shown_on(display: Display) -> Iterator[None]:
+def use_display(display: Display) -> Iterator[None]:
     """Progress of this thread goes to `display`. Threads and processes that it starts show nothing of their own."""
     token = _display.set(display)
     try:

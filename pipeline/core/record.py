@@ -47,7 +47,7 @@ def with_retired(record: Record) -> dict[str, Any]:
     return found
 
 
-def fitted(kind: Any, value: Any, *, inside: bool = False) -> Any:
+def coerce_texts(kind: Any, value: Any, *, inside: bool = False) -> Any:
     """A value in which numbers, booleans and days `inside` a list or mapping of texts are texts, as in the data.
 
     A text in a list of records is their short form, `a` or `a=b`.
@@ -58,9 +58,9 @@ def fitted(kind: Any, value: Any, *, inside: bool = False) -> Any:
         if option is str and inside:
             return _as_text(value)
         if origin is tuple and isinstance(value, list | tuple):
-            return [fitted(args[0], item, inside=True) for item in value]
+            return [coerce_texts(args[0], item, inside=True) for item in value]
         if origin is dict and isinstance(value, Mapping):
-            return {key: fitted(args[1], item, inside=True) for key, item in value.items()}
+            return {key: coerce_texts(args[1], item, inside=True) for key, item in value.items()}
         if isinstance(option, type) and issubclass(option, Record):
             return _record(option, value)
     return value
@@ -83,4 +83,4 @@ def _record(model: type[Record], value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     kinds = {name: field.annotation for name, field in model.model_fields.items()}
-    return {name: fitted(kinds.get(name), item, inside=True) for name, item in value.items()}
+    return {name: coerce_texts(kinds.get(name), item, inside=True) for name, item in value.items()}

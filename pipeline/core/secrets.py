@@ -14,7 +14,7 @@ def is_secret(name: str) -> bool:
     return not SECRET_WORDS.isdisjoint(re.split(r"[^A-Z0-9]+", name.upper()))
 
 
-def secrets_of(env: Mapping[str, str]) -> tuple[str, ...]:
+def secret_values(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return values that must not show up anywhere: commands print more than they should."""
     return tuple(value for name, value in env.items() if is_secret(name) and len(value) >= 8)
 

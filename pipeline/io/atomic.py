@@ -44,7 +44,7 @@ def make_dirs(path: Path) -> None:
         fsync_path(folder.parent)
 
 
-def temp_beside(path: Path) -> Path:
+def temp_path_for(path: Path) -> Path:
     """A fresh hidden name in the folder of `path`."""
     return path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
 
@@ -53,10 +53,10 @@ def temp_beside(path: Path) -> Path:
 def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A locked temp file beside `path`, removed on leaving unless it was renamed."""
     make_dirs(path.parent)
-    temp = temp_beside(path)
+    temp = temp_path_for(path)
     try:
         with temp.open("xb+") as file:
-            lock_softly(file.fileno())
+            mark_in_use(file.fileno())
             yield file, temp
     finally:
         temp.unlink(missing_ok=True)
@@ -65,11 +65,11 @@ def temp_file(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
 @contextmanager
 def temp_dir(path: Path) -> Iterator[Path]:
     """A locked temp folder beside `path`, removed on leaving with all that is in it."""
-    temp = temp_beside(path)
+    temp = temp_path_for(path)
     temp.mkdir()
     descriptor = os.open(temp, os.O_RDONLY)
     try:
-        lock_softly(descriptor)
+        mark_in_use(descriptor)
         yield temp
     finally:
         shutil.rmtree(temp, ignore_errors=True)
@@ -127,10 +127,10 @@ def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
     What a symbolic link points to is copied: it belongs to somebody else, who may change it.
     """
     make_dirs(path.parent)
-    temp = temp_beside(path)
+    temp = temp_path_for(path)
     try:
         with source.open("rb") as file:
-            lock_softly(file.fileno())
+            mark_in_use(file.fileno())
             os.fsync(file.fileno())
             try:
                 if source.is_symlink():
@@ -149,10 +149,10 @@ def publish_file(source: Path, path: Path, stop: StopSignal) -> None:
 
 def remove_tree(folder: Path) -> None:
     """Remove a folder: a rename makes it vanish at once; what a kill leaves is hidden, and swept by a later commit."""
-    doomed = temp_beside(folder)
+    doomed = temp_path_for(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        lock_softly(descriptor)
+        mark_in_use(descriptor)
         folder.rename(doomed)
         fsync_path(folder.parent)
         shutil.rmtree(doomed)
@@ -187,7 +187,7 @@ def sweep_temps(folder: Path, min_age_s: float | None = None) -> int:
     return removed
 
 
-def lock_softly(descriptor: int) -> None:
+def mark_in_use(descriptor: int) -> None:
     """Mark a temp file as alive. Without lock support it is simply never swept."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def record_of(file: BinaryIO, stop: StopSignal | None = None, advance: Advance = lambda count: None) -> FileRecord:
+def stream_record(file: BinaryIO, stop: StopSignal | None = None, advance: Advance = lambda count: None) -> FileRecord:
     """Size and checksum of the rest of a stream, polling `stop` and telling `advance` every 8 MiB."""
     hasher, size_bytes = xxhash.xxh3_128(), 0
     while block := file.read(BLOCK_BYTES):
@@ -45,7 +45,7 @@ def record_of(file: BinaryIO, stop: StopSignal | None = None, advance: Advance =
 def file_record(path: Path, stop: StopSignal | None = None) -> FileRecord:
     """Size and checksum of a local file."""
     with path.open("rb") as file:
-        return record_of(file, stop)
+        return stream_record(file, stop)
 
 
 # Reading the marker of a committed folder and checking the files against it.
@@ -84,7 +84,7 @@ def verify_dir(storage: Storage, prefix: str, *, deep: bool) -> Manifest:
         def check(name: str) -> None:
             key = join_key(prefix, name)
             with os_errors("reading", storage.uri(key)), storage.open_read(key) as file:
-                check_record(storage.uri(key), manifest.files[name], record_of(file, storage.stop))
+                check_record(storage.uri(key), manifest.files[name], stream_record(file, storage.stop))
 
         run_parallel(
             check,

@@ -18,7 +18,7 @@ from pipeline.core.record import Record
 from pipeline.io import atomic
 from pipeline.io.commit import check_record, file_record, hash_bytes
 from pipeline.io.requests import run_parallel
-from pipeline.io.storage import KeyNotFound, Storage, join_key, names_in, os_errors, read_record
+from pipeline.io.storage import KeyNotFound, Storage, join_key, list_names, os_errors, read_record
 
 NUM_READ_THREADS = 16
 _RECORDS_AT_A_TIME = 64
@@ -44,7 +44,7 @@ class Parts(Generic[P]):
         files: prefix of the files.
         kind: the class of the markers.
         names: the names of the files of a part by its index, in the order in which they are written.
-        is_ours: given the bytes of the last file of a part, whether it was made by this work. Only needed if `files`
+        is_same_work: given the bytes of the last file of a part, whether this work wrote it. Only needed if `files`
             does not name the work.
     """
 
@@ -53,12 +53,12 @@ class Parts(Generic[P]):
     files: str
     kind: type[P]
     names: Callable[[int], Sequence[str]]
-    is_ours: Callable[[bytes], bool] = lambda last: True
+    is_same_work: Callable[[bytes], bool] = lambda last: True
 
     def done(self) -> set[int]:
         """Return the indices of the parts that are complete, by two listings of names."""
-        records = names_in(self.storage, self.records)
-        files = names_in(self.storage, self.files) if records else set()
+        records = list_names(self.storage, self.records)
+        files = list_names(self.storage, self.files) if records else set()
         indices = (int(name.removesuffix(".json")) for name in records if name.removesuffix(".json").isdecimal())
         return {index for index in indices if files.issuperset(self.names(index))}
 
@@ -128,16 +128,16 @@ class Parts(Generic[P]):
         for name, data in files.items():
             key = join_key(self.files, name)
             if not self.storage.write_if_absent(key, data) and (found := self.storage.read_bytes(key)) != data:
-                if self._is_ours(list(files)[-1]):
+                if self._is_same_work(list(files)[-1]):
                     data = found
                 else:
                     self.storage.write_bytes(key, data)
             there[name] = FileRecord(size_bytes=len(data), xxh3_128=hash_bytes(data))
         return there
 
-    def _is_ours(self, last: str) -> bool:
+    def _is_same_work(self, last: str) -> bool:
         try:
-            return self.is_ours(self.storage.read_bytes(join_key(self.files, last)))
+            return self.is_same_work(self.storage.read_bytes(join_key(self.files, last)))
         except KeyNotFound:
             return False
 

@@ -29,7 +29,7 @@ def user_path(text: str) -> Path:
         ) from None
 
 
-def shown_path(uri: str) -> str:
+def display_path(uri: str) -> str:
     """Return a path or a file:// URI so that it can be pasted: relative to the current folder if it is below it."""
     path = uri.removeprefix("file://")
     return (

@@ -27,11 +27,11 @@ from pipeline.io.s3_client import (
     S3_ERRORS,
     PartialBody,
     S3Client,
-    code_of,
+    error_code,
+    http_status,
     is_missing,
     is_precondition_failed,
     missing_bucket,
-    status_of,
     translate,
 )
 from pipeline.io.storage import Names, ObjectStat, key_not_found, os_errors
@@ -136,7 +136,7 @@ class _TransferClient:
             self._client.attempt("writing", _uri(request), lambda raw: raw.complete_multipart_upload(**request))
         except S3_ERRORS as error:
             where = {"Bucket": request["Bucket"], "Key": request["Key"]}
-            if code_of(error) == "NoSuchUpload":
+            if error_code(error) == "NoSuchUpload":
                 found = self._client.call("looking at", _uri(request), lambda raw: raw.head_object(**where))
                 if int(found["ContentLength"]) == MpuObjectSize:
                     return
@@ -170,21 +170,21 @@ class _DurableFiles(OSUtils):  # type: ignore[misc]
         self._sizes, self._names = sizes, dict[str, str]()
 
     def get_temp_filename(self, filename: str) -> str:
-        temp = str(atomic.temp_beside(Path(filename)))
+        temp = str(atomic.temp_path_for(Path(filename)))
         self._names[temp] = filename
         return temp
 
     def open(self, filename: str, mode: str) -> BinaryIO:
         """Locked as that of a living writer. Fails at once when the disk is too small, not after hours."""
         file = cast(BinaryIO, Path(filename).open(mode))  # noqa: SIM115 - s3transfer closes it
-        atomic.lock_softly(file.fileno())
+        atomic.mark_in_use(file.fileno())
         if size_bytes := self._sizes[self._names[filename]]:
             os.posix_fallocate(file.fileno(), 0, size_bytes)
         return file
 
     def rename_file(self, current_filename: str, new_filename: str) -> None:
         with Path(current_filename).open("rb") as file:
-            atomic.lock_softly(file.fileno())
+            atomic.mark_in_use(file.fileno())
             os.fsync(file.fileno())
             Path(current_filename).replace(new_filename)
         atomic.fsync_path(Path(new_filename).parent)
@@ -383,7 +383,7 @@ class S3Storage:
         try:
             return self._client.attempt("reading", self.uri(key), get)
         except S3_ERRORS as error:
-            if status_of(error) == 416:
+            if http_status(error) == 416:
                 return b""
             raise translate(error, "reading", self.uri(key)) from error
 
@@ -435,7 +435,7 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
         if is_missing(error):
             raise missing_bucket(root) from error
         # A policy may allow the prefix only, and refuse this question about the bucket: then the first use will tell.
-        if status_of(error) != 403:
+        if http_status(error) != 403:
             raise translate(error, "opening", root) from error
     return S3Storage(client, parts.netloc, prefix)
 

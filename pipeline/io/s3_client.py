@@ -66,12 +66,12 @@ class PartialBody(ConnectionError):
     """Fewer bytes arrived than were announced or asked for."""
 
 
-def code_of(error: BaseException) -> str:
+def error_code(error: BaseException) -> str:
     """The S3 error code, '' when it is not an answer of the service."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
 
 
-def status_of(error: BaseException) -> int:
+def http_status(error: BaseException) -> int:
     """The HTTP status, 0 when it is not an answer of the service."""
     if not isinstance(error, boto.ClientError):
         return 0
@@ -81,22 +81,22 @@ def status_of(error: BaseException) -> int:
 def is_retryable(error: BaseException) -> bool:
     """True for throttling, server faults, time-outs, broken connections; never for other 4xx."""
     if isinstance(error, boto.ClientError):
-        return code_of(error) in RETRYABLE_CODES or status_of(error) in RETRYABLE_STATUS
+        return error_code(error) in RETRYABLE_CODES or http_status(error) in RETRYABLE_STATUS
     return isinstance(error, RETRYABLE_TYPES)
 
 
 def is_missing(error: BaseException) -> bool:
     """The key does not exist (a missing bucket is something else)."""
-    return code_of(error) in MISSING_CODES
+    return error_code(error) in MISSING_CODES
 
 
 def is_precondition_failed(error: BaseException) -> bool:
-    return code_of(error) == "PreconditionFailed" or status_of(error) == 412
+    return error_code(error) == "PreconditionFailed" or http_status(error) == 412
 
 
 def translate(error: Exception, doing: str, uri: str) -> TrnpipeError:
     """The family member for an error that was not, or no longer, retried."""
-    code, status = code_of(error), status_of(error)
+    code, status = error_code(error), http_status(error)
     name = f"{code or type(error).__name__}" + (f", HTTP {status}" if status else "")
     if is_retryable(error):
         return TransientError(

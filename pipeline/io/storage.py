@@ -364,7 +364,7 @@ def _open_local(path: str, stop: StopSignal) -> Storage:
     return LocalStorage(folder, stop=stop)
 
 
-def place_of(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: bool = False) -> tuple[Storage, str]:
+def open_parent(text: str, *, retry: RetryPolicy, stop: StopSignal, follow_links: bool = False) -> tuple[Storage, str]:
     """Storage of the parent folder, and the last name. Raises ConfigError where there is none, or for a bad URI.
 
     `follow_links`: the place that a symbolic link leads to, for writing; a file read by its link keeps its own name.
@@ -409,7 +409,7 @@ def read_record(
         ) from error
 
 
-def names_in(storage: Storage, prefix: str) -> set[str]:
+def list_names(storage: Storage, prefix: str) -> set[str]:
     """Names of the files directly in a folder. On disk without the listing's etags, for which it would read them."""
     folder = storage.local_path(prefix)
     if folder is not None:

@@ -27,8 +27,8 @@ PAUSE_S = 0.02
 SETTLE_S = 0.5  # for what is being started: /proc shows an empty environment until it has one
 LIMIT_S = 5.0  # for those that SIGKILL does not end, as one stuck in a driver
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-OF_CONTAINER = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")  # cgroup v2, v1
-OF_MACHINE = ("/proc/vmstat",)
+CONTAINER_OOM_FILES = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")  # cgroup v2, v1
+MACHINE_OOM_FILES = ("/proc/vmstat",)
 
 
 def processes_with_mark(name: str, is_ours: Callable[[str], bool]) -> tuple[list[int], bool]:
@@ -91,7 +91,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kills_for_memory(files: Sequence[str] = OF_CONTAINER) -> int | None:
+def oom_kill_count(files: Sequence[str] = CONTAINER_OOM_FILES) -> int | None:
     """How many processes the kernel has killed for want of memory; None where that is not told."""
     for path in files:
         try:

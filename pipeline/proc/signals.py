@@ -59,7 +59,7 @@ def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: Las
             monitor.join()
 
 
-def end_in_time(grace_s: float = RANK_S) -> None:
+def limit_shutdown_time(grace_s: float = RANK_S) -> None:
     """From now on SIGTERM and SIGINT, where the program handles them itself, end it with 143 after `grace_s`; for good.
 
     No handler is set here: where there is none, the signal ends the process at once.
@@ -68,7 +68,7 @@ def end_in_time(grace_s: float = RANK_S) -> None:
     _start_monitor(StopSignal(), grace_s, None, "")
 
 
-def show_stacks_when_asked(env: Mapping[str, str] = os.environ) -> None:
+def enable_stack_dumps(env: Mapping[str, str] = os.environ) -> None:
     """From now on SIGUSR1 writes the stacks of all threads to `<folder>/<process id>`, where the environment names one.
 
     The handler is C code: it also answers while the main thread hangs in a collective.
@@ -81,7 +81,7 @@ def show_stacks_when_asked(env: Mapping[str, str] = os.environ) -> None:
     path.rename(folder / str(os.getpid()))  # the name says that the handler is there
 
 
-def can_show_stacks(pid: int, folder: Path) -> bool:
+def has_stack_dumps(pid: int, folder: Path) -> bool:
     """Whether SIGUSR1 makes this process show its stacks; it ends any other."""
     return (folder / str(pid)).exists()
 

@@ -23,7 +23,7 @@ import psutil
 
 from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.stop import StopSignal
-from pipeline.io.atomic import sweep_temps, temp_beside
+from pipeline.io.atomic import sweep_temps, temp_path_for
 from pipeline.io.paths import temporary_folder
 from pipeline.proc.children import end_marked, kill_marked, processes_with_mark
 
@@ -143,7 +143,7 @@ class ToolRun:
     def output(self) -> str:
         return f"{self.stdout}\n{self.stderr}"
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line: how it ended and its last words."""
         how = self.failure or f"exit code {self.exit_code}"
         stuck = f"; {self.num_left} of its processes cannot be killed" if self.num_left else ""
@@ -245,7 +245,7 @@ def guarded_temp_folder() -> Iterator[Path]:
         place = Path(tempfile.gettempdir())
         sweep_temps(place, LOCKED_AFTER_S)
         kill_marked(FOLDER_VARIABLE, lambda folder: not Path(folder).exists())
-        folder = temp_beside(place / "health")
+        folder = temp_path_for(place / "health")
         folder.mkdir(mode=0o700)
         lock = os.open(folder, os.O_RDONLY)
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import TextIO
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pipeline.core.format import format_bytes, format_count, format_duration, format_share
+from pipeline.core.format import format_bytes, format_count, format_duration, format_percent
 from pipeline.core.optional import missing_package
 from pipeline.core.progress import Advance
 
@@ -48,7 +48,7 @@ def step_text(figures: StepFigures) -> str:
             f"lr {figures.learning_rate:.1e}",
             f"{format_count(figures.samples_per_s)} samples/s",
             f"{format_count(figures.tokens_per_s)} tokens/s",
-            f"data wait {format_share(figures.data_wait_share)}",
+            f"data wait {format_percent(figures.data_wait_share)}",
             *eta,
         )
     )

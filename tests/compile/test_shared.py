@@ -64,7 +64,7 @@ def test_a_repair_and_a_release_go_by_the_clock_of_s3(live: Storage) -> None:
 
 
 def settings_of(workspace: str, **compile_settings: str) -> Settings:
-    return resolve([], {}, given={"workspace": workspace, "backend": "auto", "compile": compile_settings}).settings
+    return resolve([], {}, overrides={"workspace": workspace, "backend": "auto", "compile": compile_settings}).settings
 
 
 XLA = {"PJRT_DEVICE": "NEURON"}
