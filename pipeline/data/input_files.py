@@ -134,7 +134,7 @@ def find_files(path: str, stop: StopSignal, setting: str = "--data.path", retry:
     """
     is_local = "://" not in path or path.startswith("file:///")
     local = user_path(path.removeprefix("file://") if is_local else "/")
-    with os_errors("looking at", path):
+    with os_errors("checking", path):
         is_folder = local.is_dir() if is_local else not urlsplit(path).path.strip("/")
         is_missing = is_local and not local.exists()
     if is_missing:

@@ -39,9 +39,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("homeless")
 def test_a_home_that_is_not_known_is_an_error_of_settings(text: str) -> None:
     for use in (user_path, open_storage):
-        with pytest.raises(
-            ConfigError, match=re.escape(f"{text}: no home folder of {text.partition('/')[0]} is known")
-        ):
+        with pytest.raises(ConfigError, match=re.escape(f"{text}: {text.partition('/')[0]} has no home folder")):
             use(text)
 
 
