@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     )
     backend: Name = Field(
         "auto",
-        description="Device; auto: cuda, else neuron, else xla (without an accelerator only for tiny models), else cpu",
+        description="Device; auto: the first available of cuda, neuron, xla (tiny models only if on the host), cpu",
     )
     scratch: str | None = Field(
         None, description="Local folder for temporary files (default: in a local workspace, else in the user's cache)"

@@ -162,10 +162,10 @@ def test_config_shows_the_resolved_tree(
     ("words", "text"),
     [
         (["trian"], "did you mean train?"),
-        (["--train.seed", "3"], "no command '--train.seed'"),
+        (["--train.seed", "3"], "unknown command '--train.seed'"),
         (["config", "what"], "unrecognized arguments: what"),
         (["cache"], "expected: one of status, repair, sync, before the flags"),
-        (["cache", "--workspace", "w", "status"], "no action is given"),
+        (["cache", "--workspace", "w", "status"], "the action is missing"),
         (["cache", "stauts"], "trnpipe cache has no action 'stauts'; did you mean status?"),
         (["cache", "sink", "--help"], "one of status, repair, sync"),
         (["cache", "status", "repair"], "unrecognized arguments: repair"),
