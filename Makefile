@@ -196,7 +196,7 @@ repository: terraform  ## AWS, the first time: only the storage of infra/, so th
 	@$(ASK)
 	$(APPLY)
 
-deploy: $(STAMP) terraform  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/operate.md)
+deploy: $(STAMP) terraform  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/deploy.md)
 	$(TF) plan -input=false -out=../build/infra.plan
 	$(TF) show -json ../build/infra.plan > build/infra.plan.json
 	$(BIN)/trnjobs fit build/infra.plan.json
