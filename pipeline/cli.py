@@ -17,7 +17,7 @@ from pipeline.parallel.launch import launch, needs_launch, note_exit_code, write
 from pipeline.proc.children import LAUNCHER_S, RANK_S
 from pipeline.proc.signals import enable_stack_dumps, stop_on_signals
 
-if TYPE_CHECKING:  # an overview needs no settings
+if TYPE_CHECKING:  # the overview does not need the settings
     from pipeline.settings import Settings
 
 

@@ -20,7 +20,7 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
-from typing_extensions import TypeVar  # with a default: from 3.13 on it is in typing
+from typing_extensions import TypeVar  # typing.TypeVar supports defaults since Python 3.13
 
 from pipeline.backends import Name
 from pipeline.compile.config import CompileConfig, EstimateConfig

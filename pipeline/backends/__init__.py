@@ -48,7 +48,7 @@ def compiled_cache(name: str) -> str:
 
 
 def lazy_device_name(env: Mapping[str, str]) -> str:
-    """Return the future Backend.device_name of the device that graphs are compiled for."""
+    """Return the Backend.device_name of the lazy device, without opening it."""
     return f"xla:{pjrt_device(env)}"
 
 

@@ -65,7 +65,7 @@ class Backend(Protocol):
     compiles_steps: bool = False
     """Training and evaluation are also compiled with `compiled`, one program for each shape."""
     parallelism: frozenset[str]
-    """The supported ones of parameters, tensor, offload and process_group in a plan (pipeline/parallel/config.py)."""
+    """Supported features of a plan, of parameters, tensor, offload and process_group (pipeline/parallel/config.py)."""
     default_tokens: int
     """Default number of tokens in a batch of texts to embed."""
 

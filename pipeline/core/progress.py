@@ -1,4 +1,4 @@
-"""Progress of long tasks. Library code counts, and the command selects a display. Nothing is shown without one."""
+"""Progress of long operations. Library code reports it, and the command selects a display, if any."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,14 +10,14 @@ Say = Callable[[str], object]
 Advance = Callable[[int], None]
 """Adds a number of finished units. 0 refreshes the display."""
 Display = Callable[[str, int | None, str], AbstractContextManager[Advance]]
-"""Shows the progress of a task (name, total or None if unknown, unit) inside a context that yields an Advance."""
+"""Shows an operation (name, total or None if unknown, unit) in a context that yields an Advance."""
 
 _display: ContextVar[Display | None] = ContextVar("display", default=None)
 
 
 @contextmanager
 def no_display(name: str, total: int | None, unit: str) -> Iterator[Advance]:
-    """Hide the progress of a subtask."""
+    """Show nothing, for an operation inside another one."""
     yield lambda count: None
 
 
@@ -33,7 +33,7 @@ def use_display(display: Display) -> Iterator[None]:
 
 @contextmanager
 def progress(name: str, total: int | None, unit: str) -> Iterator[Advance]:
-    """Report the progress of a task of `total` units. A display shows rate and ETA after a few seconds.
+    """Report the progress of an operation of `total` units. A display shows rate and ETA after a few seconds.
 
     Args:
         unit: plural of the unit. `bytes` are shown with binary prefixes.

@@ -48,7 +48,7 @@ def file_record(path: Path, stop: StopSignal | None = None) -> FileRecord:
         return stream_record(file, stop)
 
 
-# Reading the marker of a committed folder and checking the files against it.
+# Read the manifest of a committed folder and check the files against it.
 
 NUM_VERIFY_THREADS = 4
 
@@ -134,7 +134,7 @@ def bad_file(uri: str, seen: str, expected: str) -> DataError:
     )
 
 
-# A committed folder as verified local files, shared by the processes of one machine.
+# Fetch a committed folder as verified local files, shared by the processes of one machine.
 
 
 def fetch_dir(storage: Storage, prefix: str, cache_dir: Path, *, deep: bool = True) -> Path:

@@ -40,7 +40,7 @@ def display_path(uri: str) -> str:
 def cache_folder(env: Mapping[str, str]) -> Path:
     """Return the cache folder: `$XDG_CACHE_HOME/trnpipe`, else ~/.cache/trnpipe, else a temporary folder of this user.
 
-    Raises ConfigError if another user owns that temporary folder.
+    Raises ConfigError if that temporary folder cannot be created or belongs to another user.
     """
     if env.get("XDG_CACHE_HOME"):
         return user_path(env["XDG_CACHE_HOME"]) / "trnpipe"

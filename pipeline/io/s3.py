@@ -265,8 +265,8 @@ class S3Storage:
     def write_if_match(self, key: str, data: bytes, etag: str) -> bool:
         return self._write_if(key, data, IfMatch=etag)
 
-    def delete(self, keys_: Iterable[str]) -> None:
-        objects = [{"Key": self._location(key)["Key"]} for key in keys_]
+    def delete(self, keys: Iterable[str]) -> None:
+        objects = [{"Key": self._location(key)["Key"]} for key in keys]
 
         def remove(raw: Any) -> None:
             response = raw.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
@@ -425,7 +425,7 @@ def open_s3(uri: str, *, retry: RetryPolicy, stop: StopSignal) -> S3Storage:
         client = S3Client(retry, stop)
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(
-            f"no S3 client for {root} ({type(error).__name__})",
+            f"cannot create an S3 client for {root} ({type(error).__name__})",
             expected="a valid AWS profile, region and AWS_ENDPOINT_URL",
             next_command="aws configure list",
         ) from error

@@ -257,8 +257,8 @@ class LocalStorage:
                 atomic.write_bytes_atomic(path, data)
                 return True
 
-    def delete(self, keys_: Iterable[str]) -> None:
-        for key in keys_:
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
             path = self.local_path(check_key(key))
             with os_errors("deleting", self.uri(key)):
                 if path.is_file() or path.is_symlink():

@@ -206,7 +206,7 @@ def _read(file: Path, limit_bytes: int) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not blank, without control characters and cut to 300 characters."""
+    """Return the last line that is not blank, without control characters, cut to 300 characters."""
     lines = (line.strip() for line in reversed(text.splitlines()))
     line = next((line for line in lines if line), "")
     return "".join(char if char.isprintable() else " " for char in line).strip()[:_MAX_LINE_LENGTH]

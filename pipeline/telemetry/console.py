@@ -56,7 +56,7 @@ def step_text(figures: StepFigures) -> str:
 
 @dataclass
 class _ProgressState:
-    """Progress of one task. The rate counts only the work since the start."""
+    """Progress of one operation. The rate counts only the work since the start."""
 
     name: str
     total: int | None
@@ -121,7 +121,7 @@ class Console:
 
     @contextmanager
     def progress(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Show the progress of a task with rate and ETA. Yields advance(n), which any thread may call.
+        """Show the progress of an operation with rate and ETA. Yields advance(n), which any thread may call.
 
         Nothing is shown for a few seconds. If progress was shown, a last line reports the duration.
         """
@@ -140,7 +140,7 @@ class Console:
                     self._line(f"{name}: {state.figures(now)}")
                     last_shown = now
                     return
-                if self._bars is None:  # one display for all bars, because tasks may be nested
+                if self._bars is None:  # one display for all bars, because operations may be nested
                     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
                     self._bars = Progress(*columns, console=self._rich, transient=True)
                     self.end_line()

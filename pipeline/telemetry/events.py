@@ -88,7 +88,7 @@ class EventLog:
     ) -> None:
         self._storage, self._clock, self._is_muted = storage, clock, is_muted
         self._lock = threading.RLock()
-        self._waiting = bytearray()  # whole lines
+        self._waiting = bytearray()  # complete lines
         path = None if is_muted else storage.local_path(key)
         self._file = None if path is None else _open_to_append(path)
         start = datetime.fromtimestamp(clock(), UTC).strftime("%Y%m%dT%H%M%S.%fZ")
@@ -180,7 +180,7 @@ def read_events(storage: Storage, key: str, *, last_bytes: int | None = None) ->
     file = storage.stat(key)
     stats = [*([file] if file else []), *storage.list(_segments_of(key))]
     if last_bytes is not None:
-        newest, stats = stats[: -MAX_LAST_SEGMENTS - 1 : -1], []  # names sort by the start of their writers
+        newest, stats = stats[: -MAX_LAST_SEGMENTS - 1 : -1], []  # names are sorted by the start of their writers
         for stat in newest:
             if sum(selected.size_bytes for selected in stats) < last_bytes:
                 stats.insert(0, stat)
