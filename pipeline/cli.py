@@ -123,10 +123,7 @@ def _launch_ranks(name: str, command_line: list[str], settings: "Settings") -> i
 
 
 def run_stage(name: str, settings: "Settings", command_line: Sequence[str] = ()) -> int:
-    """Run one stage with signal handlers, and write its start and outcome to the event log.
-
-    `command_line` is for stages that start themselves again.
-    """
+    """Run one stage with signal handlers, and write its start and outcome to the event log."""
     from pipeline.compile.sync import shared_compile_cache
     from pipeline.context import StageContext, open_context, with_backend
     from pipeline.telemetry.events import EventName

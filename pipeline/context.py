@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.backends import auto_on_host, host_backend, is_lazy_host
+from pipeline.backends import auto_uses_xla_cpu, host_backend, is_lazy_host
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.progress import use_display
@@ -205,7 +205,7 @@ def with_backend(settings: Settings, ctx: StageContext, stage: str) -> Settings:
     Models larger than tiny run on the CPU, which is printed. A cycle that has compiled graphs for this host, or has
     trained with graphs, continues with them.
     """
-    if not auto_on_host(settings.backend, os.environ):
+    if not auto_uses_xla_cpu(settings.backend, os.environ):
         return settings
     size = settings.model.encoder
     weights = size.num_layers * size.hidden_size * (4 * size.hidden_size + 2 * size.intermediate_size)

@@ -205,10 +205,7 @@ class SettingField:
         return "|".join(_type_text(option) for option in self.options if option is not type(None))
 
     def parse(self, text: str) -> Any:
-        """Parse `null`, a list (JSON or `a,b`) or a mapping (JSON or `k=v,k=v`).
-
-        Any other text is returned unchanged, for validation to convert or reject.
-        """
+        """Parse `null`, a list (JSON or `a,b`) or a mapping (JSON or `k=v,k=v`). Other text is left to validation."""
         if text == "null" and type(None) in self.options:
             return None
         if not self.origins:
@@ -309,10 +306,7 @@ _PATHS = (
 
 
 def project_files(folder: Path) -> list[Path]:
-    """Return the nearest project file in a folder or its parents, after the files listed in its `config`.
-
-    Raises ConfigError if it is not TOML.
-    """
+    """Return the nearest project file at or above a folder, after the files in its `config`. Raises ConfigError."""
     path = next((path for parent in (folder, *folder.parents) if (path := parent / PROJECT_FILE).is_file()), None)
     if path is None:
         return []

@@ -42,7 +42,7 @@ def has_graph_tool(name: str, env: Mapping[str, str]) -> bool:
     return name in ("auto", "xla") and not _is_native(name) and pjrt_device(env) == "NEURON"
 
 
-def compiled_cache(name: str) -> str:
+def compiled_cache_variable(name: str) -> str:
     """Return the variable that names the folder of compiled programs on the native Neuron device, else ''."""
     return "TORCH_NEURONX_NEFF_CACHE_DIR" if _is_native(name) else ""
 
@@ -57,7 +57,7 @@ def is_lazy_host(device_name: str) -> bool:
     return device_name == "xla:CPU"
 
 
-def auto_on_host(name: str, env: Mapping[str, str]) -> bool:
+def auto_uses_xla_cpu(name: str, env: Mapping[str, str]) -> bool:
     """Return whether the backend is `auto` without an accelerator, so that PyTorch/XLA would compile for the CPU."""
     import torch
 
@@ -134,10 +134,7 @@ def open_host() -> Backend:
 
 
 def open_tracer() -> Backend:
-    """Open the backend that traces as on one Neuron core, with operator names and source lines in its graphs.
-
-    Must be called before torch_xla is imported.
-    """
+    """Open the backend that traces as on one Neuron core, with source lines. Call it before importing torch_xla."""
     os.environ |= {"PJRT_DEVICE": "CPU", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1"}
     return open_backend(TRACED)
 

@@ -132,7 +132,7 @@ class Backend(Protocol):
         """Return how often each operator (`aten::<name>`) has run on the host because the device lacks it."""
         return {}
 
-    def forget_host_operators(self) -> None:
+    def reset_host_operators(self) -> None:
         """Reset the counts of `host_operators`, if the device supports it."""
         return
 

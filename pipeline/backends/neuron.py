@@ -34,10 +34,7 @@ _INSTALL = "see The native device in docs/neuron.md for the versions; --backend 
 
 
 def load_package() -> Any:
-    """Import torch_neuronx, which registers the device, its process group and its compiler. Opens no device.
-
-    Raises ConfigError if it is not installed or does not match torch.
-    """
+    """Import torch_neuronx without opening a device. Raises ConfigError if it is missing or does not match torch."""
     version, torch_version = native_version(), tuple(int(part) for part in torch.__version__.split(".")[:2])
     installed = "not installed" if version is None else metadata.version("torch-neuronx")
     if version is None or version < NATIVE_SINCE or version != torch_version:
@@ -120,7 +117,7 @@ class NeuronBackend(Accelerator):
     def host_operators(self) -> dict[str, int]:
         return dict(Counter(self._package.get_fallback_ops()))
 
-    def forget_host_operators(self) -> None:
+    def reset_host_operators(self) -> None:
         self._package.clear_op_tracking()
 
     def memory_bytes(self) -> int:

@@ -15,7 +15,7 @@ from typing import cast, get_args
 import numpy as np
 from rich.cells import cell_len, set_cell_size
 
-from pipeline.backends import auto_on_host, host_backend
+from pipeline.backends import auto_uses_xla_cpu, host_backend
 from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned
@@ -109,7 +109,7 @@ def _moved(before: int | None, now: int) -> str:
 
 def _open(settings: Settings, stop: StopSignal, cycle: str, checkpoint: str = "") -> Model:
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    if auto_on_host(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
+    if auto_uses_xla_cpu(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
         settings = settings.model_copy(update={"backend": host_backend(compiles_graphs=False)})
     return open_model(settings, workspace, checkpoint, cycle, stop)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from pipeline.backends import compiled_cache, has_graph_tool
+from pipeline.backends import compiled_cache_variable, has_graph_tool
 from pipeline.compile.cache import (
     Compilers,
     EntryState,
@@ -85,7 +85,7 @@ def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: M
     if TRACE_FILE in env:
         return ""
     root = config.cache_root(workspace)
-    if folder := compiled_cache(backend):
+    if folder := compiled_cache_variable(backend):
         # S3 is no folder: there programs are copied from and to it, by compile/sync.py.
         env[folder] = env.get(folder, NEFF_ROOT) if root.startswith("s3://") else root
         return ""

@@ -64,10 +64,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
 def assign_buckets(
     query_lengths: npt.NDArray[np.int64], product_lengths: npt.NDArray[np.int64], buckets: Sequence[Bucket]
 ) -> npt.NDArray[np.int64]:
-    """Return the index [N] of the smallest bucket that holds both texts, or the largest (truncating) if none does.
-
-    Lengths are [N]. `buckets` as returned by `check_buckets`.
-    """
+    """Return the index [N] of the first of the sorted `buckets` that holds both texts, or of the last if none does."""
     query_index = np.searchsorted([b.query_tokens for b in buckets], query_lengths, side="left")
     product_index = np.searchsorted([b.product_tokens for b in buckets], product_lengths, side="left")
     return np.minimum(np.maximum(query_index, product_index), len(buckets) - 1)

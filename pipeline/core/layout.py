@@ -57,10 +57,7 @@ class Layout:
 
 
 def layout_of(rank: int, world_size: int, *, shard_degree: int, tensor_degree: int) -> Layout:
-    """Return the layout of a rank. `shard_degree` 0 means all data-parallel ranks.
-
-    Raises ConfigError if the degrees do not divide the world size.
-    """
+    """Return the layout of a rank (shard_degree 0: all data ranks). Raises ConfigError if a degree does not divide."""
     data, rest = divmod(world_size, tensor_degree)
     if rest:
         raise ConfigError(

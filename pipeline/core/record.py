@@ -45,10 +45,7 @@ def with_retired(record: Record) -> dict[str, Any]:
 
 
 def coerce_texts(kind: Any, value: Any, *, inside: bool = False) -> Any:
-    """Convert numbers, booleans and dates `inside` lists and mappings of strings to strings, as in the data.
-
-    Also expands strings in a list of records from their short form, `a` or `a=b`.
-    """
+    """Convert values `inside` lists and mappings of strings to strings, and expand the short form of records."""
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     for option in (get_args(option)[0] if get_origin(option) is Annotated else option for option in options):
         origin, args = get_origin(option), get_args(option)

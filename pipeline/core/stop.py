@@ -11,7 +11,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._event = threading.Event()
         self.reason = ""
-        self.is_shown = False
+        self.has_live_display = False
         """A live display on the terminal responds to Ctrl-C, so no line may be printed."""
 
     def set(self, reason: str) -> None:

@@ -202,10 +202,7 @@ POLL_S = 0.05
 
 @contextmanager
 def exclusive(path: Path, stop: StopSignal) -> Iterator[None]:
-    """Lock an existing folder, or a file, which is created with its parent folders if missing.
-
-    Raises Preempted if stopped while waiting.
-    """
+    """Lock a folder, or a file that is created if missing. Raises Preempted if stopped while waiting."""
     flags = os.O_RDONLY
     if not path.is_dir():
         flags = os.O_RDWR | os.O_CREAT

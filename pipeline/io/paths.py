@@ -9,10 +9,7 @@ from pipeline.core.errors import ConfigError
 
 
 def user_path(text: str) -> Path:
-    """Return the absolute path of a text that may begin with `~` or `~user`.
-
-    Raises ConfigError if the user has no home folder, or if a relative path has no current folder.
-    """
+    """Expand `~` and `~user` and return an absolute path. Raises ConfigError without a home or current folder."""
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError:

@@ -176,10 +176,7 @@ def new_client(service: str, config: Config | None = None) -> Any:
 
 
 class S3Client:
-    """A boto3 client (`raw`) with a retry policy. Thread-safe, and usable after a fork.
-
-    boto3's own retries are disabled, so that the deadline holds.
-    """
+    """A boto3 client (`raw`) whose retries are replaced by a policy with a deadline. Thread-safe and fork-safe."""
 
     def __init__(self, policy: RetryPolicy, stop: StopSignal) -> None:
         self.policy, self.stop = policy, stop

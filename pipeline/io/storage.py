@@ -388,11 +388,11 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def read_record(
-    storage: Storage, key: str, kind: type[R], what: str, writer: str, *, next_command: str = ""
+    storage: Storage, key: str, kind: type[R], description: str, writer: str, *, next_command: str = ""
 ) -> R | None:
     """Return the record under a key, None if it does not exist.
 
-    Raises DataError if the file is not a valid record. The message names `what` it should be ("a stage result"), its
+    Raises DataError if the file is not a valid record. The message contains a `description` ("a stage result"), the
     `writer` ("trnpipe evaluate") and `next_command` (default: delete the file and run the writer again).
     """
     try:
@@ -403,7 +403,7 @@ def read_record(
         first = error.errors(include_url=False)[0]
         field_name = ".".join(map(str, first["loc"]))
         raise DataError(
-            f"{storage.uri(key)} is not {what}: {field_name + ': ' if field_name else ''}{first['msg']}",
+            f"{storage.uri(key)} is not {description}: {field_name + ': ' if field_name else ''}{first['msg']}",
             expected=f"a file written by {writer}",
             next_command=next_command or f"delete it and run {writer} again",
         ) from error

@@ -68,8 +68,8 @@ def kill_marked(name: str, matches: Callable[[str], bool]) -> tuple[int, bool]:
     return len(pids), is_settled
 
 
-def end_marked(name: str, matches: Callable[[str], bool], look_s: float = 0.0) -> int:
-    """Kill processes with a mark until none has appeared for `look_s`. Return how many cannot be killed."""
+def end_marked(name: str, matches: Callable[[str], bool], quiet_s: float = 0.0) -> int:
+    """Kill processes with a mark until none has appeared for `quiet_s`. Return how many cannot be killed."""
     quiet_since = time.monotonic()
     limit = quiet_since + LIMIT_S
     while True:
@@ -77,7 +77,7 @@ def end_marked(name: str, matches: Callable[[str], bool], look_s: float = 0.0) -
         number, is_settled = kill_marked(name, matches)
         if number:
             quiet_since = now
-        elif now - quiet_since >= (look_s if is_settled else max(look_s, SETTLE_S)):
+        elif now - quiet_since >= (quiet_s if is_settled else max(quiet_s, SETTLE_S)):
             return 0
         if now >= limit:
             return number

@@ -34,7 +34,7 @@ LastHook = Callable[[str], None]
 def stop_on_signals(stop: StopSignal, *, grace_s: float = RANK_S, last_hook: LastHook | None = None) -> Iterator[None]:
     """Set `stop` on SIGTERM and SIGINT inside the context. For the main thread only.
 
-    The first SIGINT prints a line to standard error at once, unless `stop.is_shown`. If the process still runs
+    The first SIGINT prints a line to standard error at once, unless `stop.has_live_display`. If the process still runs
     `grace_s` after the first signal, `last_hook(reason)` gets at most 3 s and the process exits with 143. A second
     SIGINT ends it at once.
     After a signal the monitor keeps running, because shutdown may hang too. Forked workers close the shared wake-up
@@ -133,10 +133,7 @@ def _monitor(
     last_hook: LastHook | None,
     notice: str,
 ) -> None:
-    """Read signal numbers and start the countdown at the first. Owns both sockets, which stay open while it runs.
-
-    `notice`: line to print at the first SIGINT, if any.
-    """
+    """Read signal numbers: count down from the first, print `notice` at the first SIGINT. Owns the sockets."""
     reader, writer = pair
     deadline: float | None = None
     num_interrupts = 0
@@ -155,7 +152,7 @@ def _monitor(
                 stop.set(signal.Signals(signum).name)
                 deadline = deadline or time.monotonic() + grace_s
                 num_interrupts += signum == signal.SIGINT
-                if notice and num_interrupts == 1 and signum == signal.SIGINT and not stop.is_shown:
+                if notice and num_interrupts == 1 and signum == signal.SIGINT and not stop.has_live_display:
                     with suppress(OSError):  # standard error is closed
                         os.write(2, f"{notice}\n".encode())
             if num_interrupts > 1:

@@ -121,10 +121,7 @@ class Console:
 
     @contextmanager
     def progress(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Show the progress of an operation with rate and ETA. Yields advance(n), which any thread may call.
-
-        Nothing is shown for a few seconds. If progress was shown, a last line reports the duration.
-        """
+        """Show the progress of an operation after a few seconds, and its duration. Any thread may call advance(n)."""
         state = _ProgressState(name, total, unit, self._clock())
         last_shown, lock = state.started, threading.Lock()
         task = None

@@ -97,10 +97,7 @@ class EventLog:
         self._last_put_s = clock()
 
     def emit(self, event: EventName, /, **fields: object) -> None:
-        """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings.
-
-        A full disk does not stop the run: the line is kept for the next call.
-        """
+        """Append one line {"time": ISO 8601 UTC, "event": name, **fields}. Non-finite floats become strings."""
         if clash := RESERVED & fields.keys():
             raise ValueError(f"event fields {sorted(clash)} are reserved")
         if self._is_muted:

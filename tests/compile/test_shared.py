@@ -129,7 +129,7 @@ def test_where_programs_are_exchanged() -> None:
 def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """An environment in which the backend is the native device."""
     for name in ("pipeline.compile.sync", "pipeline.compile.neuron"):
-        monkeypatch.setattr(f"{name}.compiled_cache", lambda backend: "TORCH_NEURONX_NEFF_CACHE_DIR")
+        monkeypatch.setattr(f"{name}.compiled_cache_variable", lambda backend: "TORCH_NEURONX_NEFF_CACHE_DIR")
         monkeypatch.setattr(f"{name}.has_graph_tool", lambda backend, env: False)
     return {"TORCH_NEURONX_NEFF_CACHE_DIR": str(tmp_path / "local")}
 

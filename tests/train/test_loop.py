@@ -306,7 +306,7 @@ def test_an_operator_that_ran_on_the_host_before_the_loop_is_named_when_it_does_
         def host_operators(self) -> dict[str, int]:
             return {"aten::x": 1} if self.noted else {}
 
-        def forget_host_operators(self) -> None:
+        def reset_host_operators(self) -> None:
             self.noted = False
 
     bench = Bench(rows, max_steps=4, backend=Noting())
