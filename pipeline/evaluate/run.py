@@ -21,14 +21,7 @@ from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
 from pipeline.evaluate.originals import with_originals
-from pipeline.evaluate.report import (
-    EvaluationReport,
-    HoldoutReport,
-    ModelReport,
-    MovedQuery,
-    digest_key,
-    score_digest,
-)
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, digest_key, score_digest
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult, moved_queries
 from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
