@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
-from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, reason_of
+from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, reason_of, shown_state
 from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import GateRefused
@@ -58,7 +58,7 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     rows = list[tuple[str, ...]]()
     for job in records:
         for record in (job, *(child for child in job.children if child.state.is_failure)):
-            state, code, why = record.state.value, exit_code(record), record.status_reason
+            state, code, why = shown_state(record), exit_code(record), record.status_reason
             if record.children:
                 done = sum(child.state is JobState.SUCCEEDED for child in record.children)
                 state += f" {done}/{len(record.children)}"

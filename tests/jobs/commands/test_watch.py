@@ -249,7 +249,7 @@ WAITS = under_way("embed", "PENDING")
                 "job      state      ran",
                 "prepare  SUCCEEDED  1s",
                 "train    FAILED     40s  exit code 65 (DataError)",
-                "embed    FAILED     -    not run: a failed",
+                "embed    NOT RUN    -    a failed",
             ],
         ),
     ],
