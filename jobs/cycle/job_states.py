@@ -497,6 +497,13 @@ def reason_of(record: JobRecord) -> str:
     return f"{said}: {error}" if error and error not in said else said
 
 
+def without_error(reason: str, records: Iterable[JobRecord]) -> str:
+    """Return a reason without the first line of an error, for output that shows the whole error."""
+    for task in filter(None, map(failed_task, records)):
+        reason = reason.removesuffix(f": {headline(task.attempts[-1].error.splitlines())}")
+    return reason
+
+
 def failed_task(record: JobRecord) -> JobRecord | None:
     """Of a job that failed by itself: the job, or the first child of an array that did; None for any other job."""
     return next((task for task in record.tasks() if task.state is JobState.FAILED and task.attempts), None)

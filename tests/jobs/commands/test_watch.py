@@ -369,11 +369,11 @@ SEARCH = check(metric="ndcg@10", outcome="fail", candidate=0.9, incumbent=0.952,
         (
             "failed",
             BROKEN,
-            "train: exit code 65",
+            "train: exit code 65 (DataError): no column",
             None,
             [
                 "cycle second: failed in 24m06s, local: no charge",
-                "  train: exit code 65",
+                "  train: exit code 65 (DataError)",
                 "PAGE",
                 "train failed, attempt 1:",
                 "  DataError: no column",

@@ -21,7 +21,7 @@ def cells(line: str) -> list[str]:
 
 def test_a_plan_of_which_nobody_knows_how_long_it_takes() -> None:
     head, columns, *rows, last = plan_lines(cycle(), {}, PRICES, 3600)
-    assert head == f"cycle 2026-11-20 of relevance in s3://bucket/relevance, plan {cycle().plan_id[:12]}"
+    assert head == f"cycle 2026-11-20 in s3://bucket/relevance, plan {cycle().plan_id[:12]}"
     assert cells(columns) == ["job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost"]
     assert [cells(row) for row in rows] == [
         ["train", "-", "2 nodes x 32 ranks", "128", "480,000", "3", "1h00m", "-", "-"],
