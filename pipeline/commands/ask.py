@@ -201,8 +201,8 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
 
 def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[RowChunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
-    for stat, name in files.found:
-        one = replace(files, found=((stat, name),))  # a chunk is of one file
+    for stat, name in files.entries:
+        one = replace(files, entries=((stat, name),))  # a chunk is of one file
         batches = one.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
         yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
 

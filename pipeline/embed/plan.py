@@ -174,8 +174,8 @@ def find_catalogue(config: CatalogueConfig, data: DataConfig, ctx: StageContext)
             ctx.console.info(
                 f"embed: {len(files.passed_over)} other file(s) were not read: {names_of(files.passed_over)}"
             )
-        if all(name == "parquet" for _, name in files.found):
-            return look_at(files.storage, [stat for stat, _ in files.found], columns)
+        if all(name == "parquet" for _, name in files.entries):
+            return look_at(files.storage, [stat for stat, _ in files.entries], columns)
         prefix, info = gather_rows(columns, files, ctx.workspace)
     stats = [stat for stat in ctx.workspace.list(prefix) if stat.key.endswith(".parquet")]
     if not stats:

@@ -24,7 +24,7 @@ from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, prod
 from pipeline.data.shards import TokenRows
 from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
-from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
+from pipeline.data.tokenizer import TextTokenizer, Tokens, token_windows
 from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.config import whole_limit
@@ -350,7 +350,7 @@ def search(
     world, tokens = process_group.world, join_tokens([queries.tokens for queries in task.asked])
     bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
     own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))
-    windows = pieces(own, _WINDOW) if len(own.lengths) else ()
+    windows = token_windows(own, _WINDOW) if len(own.lengths) else ()
     embedded = list(with_progress(embed(windows), "embedding queries", len(own.lengths))) if windows else []
     whole = np.concatenate([vectors for part in process_group.gather(embedded) for vectors in part])
     firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors

@@ -24,7 +24,7 @@ from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.data.token_sets import TokenSet, select_partitions
-from pipeline.data.tokenizer import Tokens, pieces
+from pipeline.data.tokenizer import Tokens, token_windows
 from pipeline.embed.plan import longest_text
 from pipeline.io.parts import Part, Parts
 from pipeline.io.storage import Storage
@@ -301,7 +301,7 @@ Search = Callable[[int, int, JudgedItems], Candidates]
 
 def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> Vectors:
     """Embed texts in windows. `embed`: windows to unit vectors [n, D], in order; a vector depends on its text alone."""
-    return lambda start, stop: np.concatenate(list(embed(pieces(texts(start, stop), _WINDOW))))
+    return lambda start, stop: np.concatenate(list(embed(token_windows(texts(start, stop), _WINDOW))))
 
 
 def vector_search(
