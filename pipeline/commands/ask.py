@@ -28,7 +28,7 @@ from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_m
 from pipeline.io.atomic import write_atomic
 from pipeline.io.paths import temporary_folder, user_path
 from pipeline.io.storage import open_storage, os_errors
-from pipeline.registry.model import Registry, readable_model
+from pipeline.registry.model import Registry, resolve_model_name
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
@@ -119,7 +119,7 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
     if beside not in (_PREVIOUS, _PRODUCTION):
         return beside
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    registry = Registry(workspace, readable_model(settings, workspace))
+    registry = Registry(workspace, resolve_model_name(settings, workspace))
     served = registry.serving()
     pairs = [pair for pair in registry.pairs() if served and (pair == served) == (beside == _PRODUCTION)]
     if not pairs:

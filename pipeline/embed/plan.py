@@ -36,7 +36,7 @@ from pipeline.embed.vectors import ModelRef, VectorLayout, check_dimensions, vec
 from pipeline.io import atomic
 from pipeline.io.commit import commit_files, hash_bytes, read_manifest
 from pipeline.io.storage import Storage, join_key, open_storage, os_errors, read_record
-from pipeline.registry.checkpoints import incumbent_prefix, key_in, locate
+from pipeline.registry.checkpoints import key_in, locate, production_prefix
 from pipeline.settings import Settings
 
 # The catalogue that the settings name; what cannot be read by row groups is brought into the workspace once.
@@ -346,7 +346,7 @@ def model_place(settings: Settings, ctx: StageContext) -> str:
     if settings.embed.checkpoint:
         named = settings.embed.checkpoint.rstrip("/")
         return key_in(ctx.workspace, named) or named
-    promoted = incumbent_prefix(ctx.workspace, settings.model_name)
+    promoted = production_prefix(ctx.workspace, settings.model_name)
     if promoted is not None:
         return promoted
     trained = ctx.earlier("train")

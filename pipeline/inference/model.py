@@ -36,7 +36,7 @@ from pipeline.model.relevance import RelevanceInputs, RelevanceModel
 from pipeline.parallel.process_group import open_device
 from pipeline.parallel.world import World
 from pipeline.registry.checkpoints import CHECKPOINTS, locate
-from pipeline.registry.model import Registry, readable_model
+from pipeline.registry.model import Registry, resolve_model_name
 from pipeline.settings import Settings, project_files, resolve
 
 Kind = Literal["query", "product"]
@@ -306,7 +306,7 @@ def open_model(settings: Settings, workspace: Storage, named: str, cycle: str, s
             vectors = find_vectors(workspace, cycle)
             place = vectors.info.model.place
     elif not named:
-        registry = Registry(workspace, readable_model(settings, workspace))
+        registry = Registry(workspace, resolve_model_name(settings, workspace))
         pair, production = registry.serving(), registry.production()
         if pair is not None:
             vectors, place = find_vectors(workspace, pair.vectors.cycle), pair.checkpoint
