@@ -15,12 +15,10 @@ WRONG_FIELDS = "malformed row: wrong number of fields"
 UNCLOSED_QUOTE = "malformed row: quote never closed"
 TEXT_AFTER_QUOTE = "malformed row: text after a closing quote"
 _DELIMITERS = (",", "\t", ";", "|")
-_MAX_OPEN_CHARACTERS = 128 * 2**10
-"""A quote that is still open after this many characters without another quote is taken for text."""
+_MAX_OPEN_CHARACTERS = 128 * 2**10  # a quote that is still open after so many characters without a quote is text
 csv.field_size_limit(max(16 * 2**20, csv.field_size_limit()))
 _MAX_CONTENT_CHARACTERS = 1000  # of a malformed record, for the quarantine file
-_ESCAPES = {'\\"': '""', "\\\\": "\\"}
-"""Spark's escapes within quotes, and their RFC 4180 form."""
+_ESCAPES = {'\\"': '""', "\\\\": "\\"}  # Spark's escapes within quotes, and their RFC 4180 form
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\s*')
 
 
@@ -39,8 +37,7 @@ class _Lines(Iterator[str]):
     def __init__(self, text: Iterable[str]) -> None:
         self._text, self._pushed_back = iter(text), deque[str]()
         self.taken: list[str] = []
-        self.first = 1
-        """Number of the first line of the record."""
+        self.first = 1  # number of the first line of the record
         self._size = 0
 
     def __next__(self) -> str:
@@ -66,8 +63,7 @@ class _Lines(Iterator[str]):
 class CsvRecords:
     """The header and the records of a text. Another delimiter is used if `delimiter` does not split the header.
 
-    `rows` and `blank` count the rows and blank lines read so far. Raises csv.Error if a quote in the header is never
-    closed.
+    `rows` and `blank` count rows and blank lines read so far. Raises csv.Error for an unclosed quote in the header.
     """
 
     def __init__(self, text: Iterable[str], delimiter: str) -> None:
@@ -188,9 +184,8 @@ class CsvRecords:
     def _swallowed_rows(self, record: list[str]) -> bool:
         """Return whether a field spans from a quote in one row to a quote in the same column of a later row.
 
-        Such a field contains the end of the first row and the start of the last. If the delimiter can occur in texts,
-        most of the lines in between must be rows too. In a TSV without quotes, one line within the field that is a
-        row, or a row up to this column, is enough.
+        Such a field contains the end of the first row and the start of the last. Unless the delimiter is a tab, most
+        lines between them must be rows. In an unquoted TSV, one row (or its start, up to this column) is enough.
         """
         num_columns = len(record)
         for column, value in enumerate(record if num_columns > 1 else ()):

@@ -86,10 +86,7 @@ def _tokenizer(data: bytes) -> TextTokenizer:
 
 
 def encode_chunk(tokenizer_json: bytes, task: ChunkTask) -> tuple[str, int, ChunkRecord]:
-    """Encode a chunk. Write its record last, once the shards are durable.
-
-    Returns the name of the partition, the index of the chunk and the record.
-    """
+    """Encode a chunk, write its shards and then its record. Return (partition name, index of the chunk, record)."""
     config, tokenizer = task.rules.config, _tokenizer(tokenizer_json)
     rows, bad, rows_read = clean(task.chunk, task.rules)
     encoded = encode_rows(rows, config, tokenizer)

@@ -30,10 +30,7 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `key` is relative to the input's root, `content_id` changes with the content of the file.
-
-    `version` reveals a change since the file was listed, without reading the file.
-    """
+    """A file to read. `content_id` changes with its content, `version` (see readers.version_of) when it is written."""
 
     key: str
     format: str
@@ -233,10 +230,7 @@ _LIKE_A_DAY = re.compile(
 
 @dataclass(frozen=True)
 class InputPartition:
-    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input.
-
-    `extra_ids`: content ids of other files that its rows are joined with.
-    """
+    """The files of one day (`dt=YYYY-MM-DD`) or of a flat input. `extra_ids`: content ids of files to join with."""
 
     name: str
     files: tuple[InputFile, ...]

@@ -122,20 +122,14 @@ def _at_least(counts: Mapping[int, int], threshold: int) -> int:
 
 # Warnings about data that limits quality without causing an error.
 
-_MAX_UNUSABLE = 0.5
-"""Warn if more than this share of queries has no positive, or no negative."""
-_MAX_TRUNCATED = 0.05
-"""Warn if more than this share of rows has a truncated text."""
+_MAX_UNUSABLE = 0.5  # warn if more than this share of queries has no positive, or no negative
+_MAX_TRUNCATED = 0.05  # warn if more than this share of rows has a truncated text
 _GAIN_TOLERANCE = 1e-6
-_MAX_IN_TRAIN = 0.05
-"""Warn if more than this share of the queries of a validation or test split is in train too."""
+_MAX_IN_TRAIN = 0.05  # warn if more than this share of the queries of a validation or test split is in train too
 
 
 def training_warnings(infos: Sequence[TokenSetInfo], positive_gain: float, *, contrastive: bool) -> dict[str, str]:
-    """Return warnings about a train split from which the losses cannot learn, by kind.
-
-    `contrastive`: whether the contrastive loss is enabled.
-    """
+    """Return warnings, by kind, about a train split that limits what the losses learn."""
     judged = judgements_of(infos, "train", positive_gain)
     if judged is None:
         return {}

@@ -32,8 +32,7 @@ _UNSPACED = (
 """Ranges of a character class. Korean is missing because it separates words by spaces."""
 _JOINERS = "\u200c\u200d"
 """Part of a word after a mark, as in Sinhala or Malayalam. They only select the form of a letter."""
-_LAST_MARK = 0x1FFFF
-"""The only marks above it are variation selectors."""
+_LAST_MARK = 0x1FFFF  # the only marks above it are variation selectors
 
 
 class _Patterns(NamedTuple):
@@ -63,8 +62,7 @@ def _patterns() -> _Patterns:
 
 
 _ASCII_WORD = re.compile(r"\w+")
-_HALF_WIDTH = re.compile("[\uff66-\uff9f]+")
-"""Half-width Katakana, which are converted to full width."""
+_HALF_WIDTH = re.compile("[\uff66-\uff9f]+")  # half-width Katakana, which are converted to full width
 
 
 def lowered(text: str) -> str:
@@ -182,8 +180,7 @@ def lexical_features(queries: Sequence[str], titles: Sequence[str]) -> npt.NDArr
     return np.array(values, dtype=np.float32).reshape(len(values), len(LEXICAL_NAMES))
 
 
-_CACHED_TEXTS = 1024
-"""Analysed texts to cache, because rows of a query are adjacent: 20 KB each at 100 characters, 130 KB at 1,000."""
+_CACHED_TEXTS = 1024  # because rows of a query are adjacent (20 KB per text of 100 characters, 130 KB for 1,000)
 
 
 def _scaled(count: float) -> float:

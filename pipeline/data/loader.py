@@ -38,10 +38,9 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of one rank for one micro-step, in host memory.
+    """The inputs of one rank for one micro-step, in host memory. `sample_ids`: ids of the judged rows.
 
-    `position`: the optimizer step. `length`: index of the length of its token rows. `sample_ids`: ids of the judged
-    rows.
+    `position`: the optimizer step. `length`: index of the length of its token rows.
     """
 
     position: int
@@ -55,16 +54,10 @@ def training_batches(
 ) -> Iterator[MicroBatch]:
     """Yield `share.accumulation` micro-batches for each optimizer step from `start` to `stop` (exclusive).
 
-    `plan` orders the groups. A batch of G groups with S slots has the tensors
-
-        tokens, positions, segments  int32 [G, T]
-        query_key                    int32 [G]
-        place                        int32 [G]    index of the group in the global batch
-        product_key, label           int32 [G S]
-        gain                         fp32 [G S]
-        numeric, categorical         [G S, number of features]
-
-    An empty slot has label -1 and gain -1. A mined product has label -1 and gain 0: it is a negative without a grade.
+    `plan` orders the groups. The tensors of G groups with S slots: tokens, positions, segments int32 [G, T], query_key
+    and place (index of the group in the global batch) int32 [G], product_key and label int32 [G S], gain fp32 [G S],
+    numeric and categorical [G S, features]. An empty slot has label -1 and gain -1. A mined product has label -1 and
+    gain 0, because it is a negative without a grade.
     """
     for position in range(start, stop):
         batch = plan.batch(position)

@@ -48,8 +48,7 @@ from pipeline.io.storage import Storage, os_errors
 from pipeline.proc.pool import run_tasks
 from pipeline.telemetry.events import EventName
 
-Emit = Callable[..., object]
-"""Writes an event, given its name and its fields as keyword arguments."""
+Emit = Callable[..., object]  # writes an event, given its name and its fields as keyword arguments
 _TOP_REASONS = 3
 
 
@@ -57,9 +56,8 @@ _TOP_REASONS = 3
 class PreparedData:
     """The partitions in the workspace, in order.
 
-    `prepared` and `rows_prepared` (good and bad rows) count this run alone. `rows` are stored in shards. `rows`,
-    `rows_bad` and `rows_filtered` add up to the rows of the input. `missing`: number of partitions that other workers
-    are still preparing. `passed_over`: keys of files below the path that are not read.
+    `prepared` and `rows_prepared` (good and bad rows) count this run alone. `rows`, `rows_bad` and `rows_filtered` add
+    up to the rows of the input. `missing`: number of partitions that other workers are still preparing.
     """
 
     token_set_prefixes: list[str]
@@ -90,9 +88,8 @@ class Encoding:
 
 @dataclass
 class _PartitionWork:
-    """A partition to prepare. `prefix` ends in the fingerprint of everything that its bytes depend on.
+    """A partition to prepare. `rows`, `blank`: rows and blank lines read, by file. `done`: records of finished chunks.
 
-    `rows`, `blank`: rows and blank lines by file, counted as they are read. `done`: records of finished chunks.
     `num_chunks`: None until all files have been read.
     """
 
@@ -224,10 +221,7 @@ def _labels_and_tokenizer(
     events: Emit,
     stop: StopSignal,
 ) -> tuple[Encoding, str]:
-    """Return the encoding and the prefix of its tokenizer.
-
-    Reads all rows once if the labels or the tokenizer depend on the data.
-    """
+    """Return the encoding and the prefix of its tokenizer. Reads all rows if the labels or the tokenizer need them."""
     tokenizer = given_tokenizer(config, parent_tokenizer, stop)
     if tokenizer is not None and config.tokenizer.path is not None and config.tokenizer.split_digits:
         tokenizer = tokenizer.with_split_digits()
@@ -246,10 +240,7 @@ def _labels_and_tokenizer(
 
 
 def name_partition(encoding: Encoding, partition: InputPartition, *, carve_valid: bool) -> tuple[str, RowRules]:
-    """Return the prefix of a partition's token set and the rules for its rows.
-
-    The prefix is a fingerprint of everything that the bytes of the token set depend on.
-    """
+    """Return the prefix of a partition's token set, a fingerprint of everything its bytes depend on, and its rules."""
     config, labels = encoding.config, encoding.labels
     rules = RowRules(config, partition.name, tuple(labels.gains), labels.row_gains, carve_valid)
     newer = config.model_dump(mode="json", include={"slices", "query_prefix", "product_prefix"})

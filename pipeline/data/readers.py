@@ -57,8 +57,7 @@ _OTHER_CONTENTS = {
 }
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
-Planner = Callable[[list[str]], ColumnPlan]
-"""Maps the columns of a file to the fields to read. Raises DataError if a required column is missing."""
+Planner = Callable[[list[str]], ColumnPlan]  # maps the columns of a file to a plan, or raises DataError
 
 
 def suffix_format(name: str) -> str | None:
@@ -237,10 +236,7 @@ def _batches(
 
 @contextmanager
 def _open_text(source: _Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open a UTF-8 text file after its byte order mark, decompressing gzip.
-
-    Yields the file and a function that returns the position in the stored (compressed) file.
-    """
+    """Open a UTF-8 text file after its byte order mark, decompressed. Yields it and a function for the position."""
     with source.storage.open_read(source.key) as file:
         is_gzip = file.read(len(_GZIP)) == _GZIP
         if source.key.lower().endswith(".gz") and not is_gzip and file.tell():
@@ -373,10 +369,7 @@ def _parse(line: bytes) -> dict[str, Any] | Malformed:
 
 
 def _json_bytes(value: Any, may_join: bool) -> bytes | None:
-    """Return the bytes of a value. Convert numbers and booleans to text.
-
-    Raises TypeError for objects, and for lists unless `may_join` and all items are texts.
-    """
+    """Return the text of a value as bytes. Raises TypeError for objects, and for lists that may not be joined."""
     if isinstance(value, dict):
         raise TypeError("an object")
     if isinstance(value, list):

@@ -19,8 +19,7 @@ from pipeline.core.errors import DataError
 from pipeline.data.config import DataConfig
 from pipeline.data.token_sets import QuarantinedRow, RowContent
 
-CHUNK_BYTES = 64 * 2**20
-"""A chunk ends at this many bytes of columns even if it has fewer rows than configured."""
+CHUNK_BYTES = 64 * 2**20  # a chunk ends at this many bytes of columns even if it has fewer rows than configured
 _BATCH_ROWS = 4096
 _CONTENT_CHARACTERS = 500
 
@@ -158,8 +157,7 @@ def row_content(fields: pa.RecordBatch | pa.Table, row: int) -> RowContent:
 
 # The text of a product that the encoder reads.
 
-CHARACTERS_PER_TOKEN = 16
-"""Characters to tokenise for each token of a bucket. No text of real words needs more."""
+CHARACTERS_PER_TOKEN = 16  # characters to tokenise per token of a bucket, enough for any text of real words
 
 
 def text_characters(buckets: Sequence[Bucket]) -> int:
@@ -199,8 +197,7 @@ class ColumnPlan:
 def plan_columns(config: DataConfig, available: Sequence[str], file: str) -> ColumnPlan:
     """Match the configured fields with the columns of one file.
 
-    Query, title, label or gain, and every explicitly configured column are required. Raises DataError if one is
-    missing.
+    Raises DataError without a query, title, label or gain column, or any explicitly configured column.
     """
     mapping, columns = config.columns, set(available)
     pairs = [("query", mapping.query), ("title", mapping.title)]
@@ -257,9 +254,8 @@ def match_columns(
 ) -> ColumnPlan:
     """Return the plan of (field, column) pairs for a file with the columns `available`.
 
-    A column may be missing if its field is `optional` and the column has the default name, that of the field. An
-    explicitly configured column must exist. Raises DataError if the file lacks a column or has it twice. The error
-    suggests the `setting` of each missing field with the most likely column.
+    A column with the name of its field may be missing if the field is `optional`. Raises DataError if the file lacks
+    any other column, suggesting the `setting` of its field with the most likely column, or if it has a column twice.
     """
     pairs = [pair for pair in pairs if pair[1] in available or not (pair[0] == pair[1] and pair[0] in optional)]
     missing = [(field, column) for field, column in pairs if column not in available]
@@ -290,7 +286,6 @@ def match_columns(
 
 
 def _setting(field: str) -> str:
-    """Return the setting that names the column of a field."""
     kind = field.split(".")[0]
     if kind == field:
         return f"--data.columns.{kind}"
@@ -299,10 +294,8 @@ def _setting(field: str) -> str:
 
 # One text for each value, independent of the file format.
 
-READER_VERSION = 2
-"""Part of the names of prepared data and gathered catalogues. Increased if readers return other texts for a file."""
-JOINED_FIELDS = frozenset({"query", "title", "text"})
-"""Fields in which a list of texts is joined by spaces."""
+READER_VERSION = 2  # part of the names of prepared data, increased if readers return other texts for a file
+JOINED_FIELDS = frozenset({"query", "title", "text"})  # fields in which a list of texts is joined by spaces
 _INTEGER = r"-?(?:0|[1-9][0-9]*)\.0+"
 _SCIENTIFIC = r"-?[0-9](?:\.[0-9]+[eE]\+?|[eE]\+)[0-9]{1,3}"  # with a point or plus, as 1e3 may be a product name
 _BOOLEAN = "True|TRUE|False|FALSE"
@@ -346,8 +339,8 @@ def is_text_list(kind: pa.DataType) -> bool:
 def as_field(array: pa.Array, field: str) -> pa.Array:
     """Convert an input column to the type of its field: float64 for numbers in numeric fields, else large_binary.
 
-    Numeric fields round integers beyond 2^53, text keeps all digits. NaN is a missing value. Whether bytes are UTF-8 is
-    checked later, per row. Raises pa.ArrowException for nested types except lists of texts in JOINED_FIELDS.
+    Integers beyond 2^53 are rounded in numeric fields. NaN is a missing value. Bytes are checked later to be UTF-8.
+    Raises pa.ArrowException for nested types except lists of texts in JOINED_FIELDS.
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()

@@ -18,8 +18,7 @@ from pipeline.core.errors import ConfigError, DataError
 Arrays = dict[str, npt.NDArray[Any]]
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "I16": np.int16, "I32": np.int32, "I64": np.int64, "F32": np.float32}
 FIELDS = ("query", "product", "label", "gain", "numeric", "categorical", "sample_id", "query_id")
-EXTRA = ("slice", "partition")
-"""Additional arrays for evaluation: `slice` int64 [N, S] (see data/validate.py) and `partition` int64 [N]."""
+EXTRA = ("slice", "partition")  # additional arrays for evaluation: int64 [N, S] (see data/validate.py) and int64 [N]
 _BLOCK_ROWS = 65_536
 
 

@@ -47,11 +47,10 @@ from pipeline.io.storage import ObjectStat, Storage, os_errors
 
 @dataclass(frozen=True)
 class Source:
-    """An input.
+    """An input, with a `reader` that takes a file and the fields to read (None: all).
 
-    `reader` takes a file and the fields to read (None: all). `fixed_labels`: labels defined by the layout with their
-    gains, least relevant first (empty if the data decides). `passed_over`: keys of files below the path that are not
-    read. `warnings`: possible problems of the input.
+    `fixed_labels`: labels defined by the layout with their gains, least relevant first (empty if the data decides).
+    `passed_over`: keys of files below the path that are not read. `warnings`: possible problems of the input.
     """
 
     partitions: tuple[InputPartition, ...]
@@ -74,10 +73,7 @@ class Source:
 
 @contextmanager
 def reading_progress(doing: str, files: Sequence[InputFile]) -> Iterator[Callable[[RawBatch | None], None]]:
-    """Show the progress of reading files. Yields a function to call with every batch, and with None while waiting.
-
-    Progress counts bytes, or rows (without a total) if the rows are generated.
-    """
+    """Show the progress of reading files. Yields a function to call with every batch, and with None while waiting."""
     size_bytes = sum(file.size_bytes for file in files)
     with progress(doing, size_bytes or None, "bytes" if size_bytes else "rows") as advance:
 
@@ -161,8 +157,7 @@ def file_reader(
 
 ESCI_EXAMPLES = "shopping_queries_dataset_examples.parquet"
 ESCI_PRODUCTS = "shopping_queries_dataset_products.parquet"
-ESCI_SOURCES = "shopping_queries_dataset_sources.csv"
-"""The third file of the published data set, which is not read."""
+ESCI_SOURCES = "shopping_queries_dataset_sources.csv"  # the third file of the published data set, which is not read
 ESCI_GAINS = {"I": 0.0, "C": 0.01, "S": 0.1, "E": 1.0}
 """Gains of the four labels, least relevant first (Reddy et al., Shopping Queries Dataset, arXiv:2206.06588)."""
 NO_PRODUCT = "product not among the products"
@@ -241,10 +236,7 @@ def _read_esci(
 
 @dataclass(frozen=True)
 class EsciProducts:
-    """Titles and texts of products.
-
-    A text consists of brand, colour, bullet points and description, truncated to `limit` bytes.
-    """
+    """Titles and texts of products. A text is brand, colour, bullet points and description, up to `limit` bytes."""
 
     storage: Storage
     file: InputFile

@@ -21,8 +21,7 @@ from pipeline.data.tokenizer import SAMPLE_ROWS
 from pipeline.data.validate import filter_mask, to_floats
 
 MAX_LABELS = 1000
-SAMPLE_BYTES = 128 * 2**20
-"""Maximum text to sample for the tokenizer. As Python objects and with the trainer's copy it takes five times that."""
+SAMPLE_BYTES = 128 * 2**20  # of sampled text (Python objects and the trainer's copy take five times as much)
 _TEXT_FIELDS = ("query", "title", "text")
 
 
@@ -71,10 +70,7 @@ class LabelCount:
 
 @dataclass
 class Survey:
-    """Labels and sampled texts of an input.
-
-    `has_rows`: whether the filter keeps any readable row. `without_gain`: a file that has rows but no gain column.
-    """
+    """Labels and sampled texts of an input. `without_gain`: a file that has rows but no gain column."""
 
     sample: TextSample = field(default_factory=TextSample)
     labels: dict[str, LabelCount] = field(default_factory=dict)
@@ -84,10 +80,7 @@ class Survey:
 
 
 def survey(source: Source, config: DataConfig, *, want_labels: bool, want_sample: bool, stop: StopSignal) -> Survey:
-    """Read the label and gain columns, the text columns, or both.
-
-    Raises DataError if a column is missing, or if there are more than MAX_LABELS labels.
-    """
+    """Count labels, sample texts, or both. Raises DataError for missing columns and more than MAX_LABELS labels."""
     fields = (["label", "gain"] if want_labels else []) + (list(_TEXT_FIELDS) if want_sample else [])
     fields += [FILTER + column for column in config.filter]
     max_bytes = 4 * text_characters(config.bucket_shapes)
@@ -139,8 +132,7 @@ def _count_labels(labels: dict[str, LabelCount], batch: pa.RecordBatch, column: 
 
 # Labels and their gains.
 
-_MAX_GRADE = 10
-"""Larger numbers are not grades but intents, categories or ids."""
+_MAX_GRADE = 10  # larger numbers are not grades but intents, categories or ids
 _ORDERS = (
     {name.lower(): gain for name, gain in ESCI_GAINS.items()},
     {"irrelevant": 0.0, "complement": 0.01, "substitute": 0.1, "exact": 1.0},
@@ -180,9 +172,8 @@ def infer_gains(labels: Sequence[str]) -> dict[str, float] | None:
 def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Survey | None) -> LabelSet:
     """Return the configured labels, else those `fixed` by the layout, else those in the data by mean gain or name.
 
-    Configured labels without fixed gains are spaced evenly from 0 to 1. An input without a usable row has no labels and
-    is refused after validation. Raises DataError if the label column is empty, if the order of labels is unknown, or if
-    only some files have gains.
+    Configured labels without fixed gains are spaced evenly from 0 to 1. Raises DataError if the label column is empty,
+    if the order of labels is unknown, or if only some files have gains.
     """
     if config.labels:
         last = len(config.labels) - 1

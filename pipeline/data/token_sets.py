@@ -71,18 +71,15 @@ class JudgedSplit(Record):
     )
 
 
-QUARANTINE = "quarantine.jsonl"
-"""File of the first bad rows, in the folder of the shards."""
-QUARANTINE_ROWS = 1000
-"""Maximum number of bad rows stored for a partition."""
+QUARANTINE = "quarantine.jsonl"  # file of the first bad rows, in the folder of the shards
+QUARANTINE_ROWS = 1000  # maximum number of bad rows stored for a partition
 RowContent = str | dict[str, str | int | float | None]
 
 
 class QuarantinedRow(Record):
     """A bad row, one line of quarantine.jsonl. `row`: its number in the file, from 0, not counting a header.
 
-    `line`: number of its first line in a text file, from 1 (0 in other files). `content`: values by column name, or the
-    text of a line that could not be parsed.
+    `line`: its first line in a text file, from 1 (otherwise 0). `content`: values by column, or an unparsable line.
     """
 
     file: str
@@ -98,10 +95,9 @@ class QuarantinedRow(Record):
 
 
 class TokenSetInfo(Record):
-    """The description of a prepared partition.
+    """The description of a prepared partition. `rows_read`: rows after the filter, including bad rows.
 
-    `label_gains`: mean gain of each label at the time of preparation, or evenly spaced from 0 to 1 if labels were
-    configured for data without gains. `rows_read`: rows after the filter, including bad rows.
+    `label_gains`: mean gain of each label, or evenly spaced from 0 to 1 if the data has no gains.
     """
 
     retired: ClassVar[Mapping[str, Any]] = {"texts_of_several_ids": ...}
@@ -158,10 +154,9 @@ class Partition:
 
 @dataclass(frozen=True)
 class Selection:
-    """The partitions of a run.
+    """The partitions of a run: `new` are trained on in full, `old` are replayed.
 
-    `new`: trained on in full. `old`: replayed. `late`: those of `old` that have changed since a parent was trained on
-    them.
+    `late`: those of `old` that have changed since a parent was trained on them.
     """
 
     new: tuple[Partition, ...]
@@ -179,8 +174,7 @@ def select_partitions(
 ) -> Selection:
     """Split partitions by the parent's watermark (None: there is no parent, all partitions are new).
 
-    A partition with a date is new if its date is after the watermark. One without a date is new if the parent was not
-    trained on its content.
+    A partition without a date is new if the parent was not trained on its content.
     """
     if parent_watermark is None:
         return Selection(tuple(prepared), (), ())
@@ -207,8 +201,7 @@ class TokenSet:
 
 
 _TEXTS = ("tokenizer_fingerprint", "pad_id", "query_prefix", "product_prefix", "buckets")
-_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")
-"""Fields that must be equal in all partitions of a run."""
+_COMMON = (*_TEXTS, "labels", "numeric", "categorical", "slice_columns")  # equal in all partitions of a run
 
 
 def read_token_sets(workspace: Storage, prefixes: Sequence[str]) -> list[TokenSet]:

@@ -30,12 +30,10 @@ from pipeline.io.requests import RetryPolicy
 from pipeline.io.storage import HEAD_BYTES, KeyNotFound, Storage, check_downloaded, open_storage, place_of
 from pipeline.proc.pool import run_tasks
 
-SAMPLE_ROWS = 1_000_000
-"""Maximum number of rows, evenly spaced over the input, to train a tokenizer on."""
+SAMPLE_ROWS = 1_000_000  # maximum number of rows, evenly spaced over the input, to train a tokenizer on
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILE = "tokenizer.json"
-_ALPHABET = 1000
-"""Maximum number of characters, the most frequent ones, in a trained vocabulary."""
+_ALPHABET = 1000  # maximum number of characters, the most frequent ones, in a trained vocabulary
 _EQUIVALENTS = {
     "[PAD]": ("[PAD]", "<pad>"),
     "[CLS]": ("[CLS]", "<s>", "<bos>"),
@@ -43,8 +41,7 @@ _EQUIVALENTS = {
     "[UNK]": ("[UNK]", "<unk>"),
 }
 _ENCODE_BLOCK = 8192
-_DIGITS = {"type": "Digits", "individual_digits": False}
-"""The library's pre-tokenizer in the form of tokenizer.json."""
+_DIGITS = {"type": "Digits", "individual_digits": False}  # the library's pre-tokenizer in the form of tokenizer.json
 
 
 def has_vocabulary(folder: str, expected: bytes) -> bool:
@@ -99,11 +96,7 @@ def token_windows(tokens: Tokens, size: int) -> Iterator[Tokens]:
 class TextTokenizer:
     """A tokenizer.json with the ids of its special tokens. Texts become `[CLS] ... [SEP]`.
 
-    Args:
-        data: the bytes of a tokenizer.json.
-        source: its origin, for messages.
-
-    Raises DataError if it cannot be parsed or lacks a special token.
+    `source`: its origin, for messages. Raises DataError if it cannot be parsed or lacks a special token.
     """
 
     def __init__(self, data: bytes, source: str = "tokenizer.json") -> None:
@@ -176,7 +169,6 @@ class TextTokenizer:
 
 
 def _pre_tokenizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the pre-tokenizers of a tokenizer.json in order."""
     pre_tokenizer = content.get("pre_tokenizer")
     return [] if pre_tokenizer is None else list(pre_tokenizer.get("pretokenizers", [pre_tokenizer]))
 
@@ -290,10 +282,9 @@ def given_tokenizer(config: DataConfig, parent: bytes | None, stop: StopSignal) 
 
 
 def find_tokenizer(config: DataConfig, source: Source, workspace: Storage) -> TextTokenizer | None:
-    """Return a tokenizer trained earlier with these settings on partitions that all exist unchanged, or None.
+    """Return the tokenizer trained with these settings on the most partitions, all of which exist unchanged, or None.
 
-    It is reused so that new days do not change the vocabulary, and old partitions are not tokenised again. Among
-    several, the one trained on the most partitions is returned.
+    It is reused so that new days do not change the vocabulary, and old partitions are not tokenised again.
     """
     root = f"tokens/{config.name}/tokenizers"
     existing = {partition.name: partition.content_id for partition in source.partitions}
@@ -335,10 +326,7 @@ def store_tokenizer(
     tokenizer: TextTokenizer,
     scratch: Path,
 ) -> str:
-    """Commit a tokenizer unless it is already stored, and return its prefix.
-
-    `trained_on`: the partitions it was trained on, None for an existing tokenizer.
-    """
+    """Commit a tokenizer unless it is stored, and return its prefix. `trained_on`: None unless it was trained here."""
     prefix = f"tokens/{config.name}/tokenizers/{tokenizer.fingerprint}"
     if read_manifest(workspace, prefix) is None:
         folder = scratch / "tokenizer" / tokenizer.fingerprint

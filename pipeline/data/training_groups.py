@@ -18,11 +18,9 @@ from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
 
 NONE = -1
-MAX_LINKED = 64
-"""Maximum number of linked queries. Larger sets are linked by generic products. WDC has about 20 offers per product."""
+MAX_LINKED = 64  # larger sets are linked by generic products (WDC has about 20 offers per product)
 _EMPTY_IDS: Int64s = np.zeros(0, dtype=np.int64)
-_BLOCK_ROWS = 65_536
-"""Number of rows to read at a time."""
+_BLOCK_ROWS = 65_536  # number of rows to read at a time
 _REPLAY, _FIRST = 3, 5  # purposes of random streams, different from those in core/batch_order and train/loop
 _PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
 
@@ -31,13 +29,9 @@ _PER_SLOT = ("product", "label", "gain", "numeric", "categorical", "sample_id")
 
 @dataclass(frozen=True)
 class MinedProducts:
-    """Mined products to fill `slots` slots of every group.
+    """Mined products to fill `slots` slots of every group. `pad_id`: padding token of `rows`.
 
-    Args:
-        rows: the rows that contain the products.
-        pad_id: padding token of `rows`.
-        query_id: [Q], ascending.
-        product: [Q, K] row numbers over all buckets of `rows`, smallest bucket first, padded with NONE.
+    `query_id` [Q] is ascending. `product` [Q, K]: row numbers over all buckets of `rows`, padded with NONE.
     """
 
     rows: RowSource
@@ -92,9 +86,8 @@ class MinedProducts:
 class Links:
     """Equivalent texts: queries that are positive products of other queries, directly or through a chain of queries.
 
-    The positives of a query are then not negatives of an equivalent query, although the pair is not judged. In data of
-    offers matched by product, a batch of similar queries contains many such unjudged positives. Sets of more than
-    MAX_LINKED texts are not linked, because they share a product that many different queries lead to.
+    The unjudged positives of an equivalent query are then not used as negatives. In data that matches offers of the
+    same product, a batch of similar queries contains many of them. Sets of more than MAX_LINKED texts are not linked.
 
     `key` [N], ascending: text keys that are replaced by the `canonical` [N] keys. `queries`: number of distinct query
     texts. `linked`: queries that are equivalent to another. `unlinked`: queries in sets larger than MAX_LINKED.
@@ -264,11 +257,10 @@ class GroupedRows:
     def read(self, pools: Int64s, numbers: Int64s, length: int, epoch: int = 0) -> Arrays:
         """Read groups `numbers[i]` of pool `pools[i]` as token rows of length `lengths[length]`, in this order.
 
-        `tokens`, `positions`, `segments` (see model/relevance.GroupInputs) and `query_key` have one row per group. All
-        other arrays have one row per slot: first the slots of judged rows (`is_row`), then those of mined products
-        (`is_mined`), which change with the epoch. A slot with neither has no tokens. Label, gain and features of a slot
-        without a judged row are copied from the group's first row and must be ignored. Equal queries have the same
-        `query_key`, and products with equal tokens the same `product_key`. With links, equivalent texts share keys.
+        `tokens`, `positions`, `segments` (see model/relevance.GroupInputs) and `query_key` have one row per group, all
+        other arrays one row per slot: first judged rows (`is_row`), then mined products (`is_mined`), which change with
+        the epoch. A slot with neither has no tokens. In a slot without a judged row, ignore label, gain and features.
+        Equal queries have the same `query_key`, products with equal tokens (or linked ones) the same `product_key`.
         """
         slots = self.slots + (self.mined.products.slots if self.mined else 0)
         members = np.full((len(numbers), slots), EMPTY, dtype=np.int64)
@@ -401,17 +393,12 @@ def text_lengths(source: RowSource, pad_id: int, field: str, rows: Int64s) -> In
     return np.concatenate([_EMPTY_IDS, *lengths])
 
 
-_TOPIC_TOKENS = 12
-"""Number of first tokens of a query that identify its topic."""
-_TOKEN_BITS = 21
-"""Bits of a token id, so that three ids fit in a 64-bit integer. No vocabulary has 2 million tokens."""
+_TOPIC_TOKENS = 12  # number of first tokens of a query that identify its topic
+_TOKEN_BITS = 21  # three token ids fit in a 64-bit integer, as no vocabulary has 2 million tokens
 
 
 def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
-    """Return the order [G] of groups by their number among the groups of a query, then by the query's first tokens.
-
-    `first` [G]: a row of each group.
-    """
+    """Order groups by number within their query, then by the query's first tokens. `first` [G]: a row of each."""
     ordinal, _ = place_among_equals(query_id[first])
     keys = [np.zeros((0, _TOPIC_TOKENS // 3), dtype=np.int64)]
     for texts in _blocks(source, first, ("query",)):
@@ -426,8 +413,7 @@ def _concatenate(
 ) -> Arrays:
     """Concatenate queries [G, Tq] and products [G S, Tp] of groups to rows of tokens, all int32 [G, length].
 
-    `has_text` [G, S]: whether the product of a slot is included. Padding within a text is removed, because token sets
-    of earlier versions contain it if a text spells it out.
+    `has_text` [G, S]: whether to include the product of a slot. Padding within a text (in old token sets) is removed.
     """
     groups, slots = has_text.shape
     is_query = query != pad

@@ -8,10 +8,8 @@ from pydantic import Field, model_validator
 from pipeline.core.record import Record
 
 BM25, PARENT = "bm25", "parent"
-MAX_ITEMS = 1_000_000
-"""Maximum number of products to search: all positives and an even sample of the others."""
-ITEMS_PER_QUERY = 16
-"""Product vectors per part for each query per part: 65,536 by default."""
+MAX_ITEMS = 1_000_000  # maximum number of products to search: all positives and an even sample of the others
+ITEMS_PER_QUERY = 16  # product vectors per part for each query per part: 65,536 by default
 
 
 class MineConfig(Record):

@@ -37,10 +37,8 @@ from pipeline.settings import Settings
 
 NONE = -1
 COUNTS = ("queries", "negatives", "judged", "above_margin", "nothing_found")
-_TEXTS = 65_536
-"""Number of products to decode at a time."""
-_CHUNK_ITEMS = 16_384
-"""Number of products to compare queries with at a time. Their vectors are copied from the memory map once."""
+_TEXTS = 65_536  # number of products to decode at a time
+_CHUNK_ITEMS = 16_384  # products to compare queries with at a time, copied once from the memory map
 _WINDOW = 512
 _EMBEDDING = "embedding products (finished parts are kept)"
 _SEARCHING = "searching for negatives (finished parts are kept)"
@@ -48,10 +46,9 @@ _SEARCHING = "searching for negatives (finished parts are kept)"
 
 @dataclass(frozen=True)
 class MiningPlan:
-    """The inputs of mining, determined before any rows are read.
+    """The inputs of mining. `new`: indices into `sets` of the partitions to mine for.
 
-    `new`: indices into `sets` of the partitions to mine for. `model`: checkpoint whose vectors rank the products, None
-    for BM25. `identity`: everything that the negatives depend on.
+    `model`: ranks the products by its vectors (None: BM25). `identity`: everything that the negatives depend on.
     """
 
     sets: list[TokenSet]
@@ -133,9 +130,8 @@ class JudgedItems:
 class MiningTask:
     """The Q queries that have a positive, and the N distinct training products.
 
-    `query_id` [Q] is ascending, `query_row` [Q] is a row of each query. Row numbers count over all buckets of `rows`,
-    smallest bucket first. Memory: 28 bytes for each training row while reading, then 32 for each product, 24 for each
-    query and 17 for each judged pair.
+    `query_id` [Q] is ascending, `query_row` [Q]: a row of each query, counted over all buckets of `rows`. Memory: 28
+    bytes for each training row while reading, then 32 for each product, 24 for each query, 17 for each judged pair.
     """
 
     rows: TokenRows
@@ -167,8 +163,7 @@ def make_task(
 ) -> MiningTask:
     """Read the judgements of all training rows, and select the queries of `partitions` that have a positive.
 
-    `rows` must be opened with the array `partition`. A product judged in any partition is never a negative of the
-    query. Raises Preempted on a stop.
+    `rows` must have the array `partition`. A product judged in any partition is never a negative of its query.
     """
     # Query, hash of the product, gain and partition of every row, in the order of row numbers.
     types = {"query_id": np.int64, "product": np.uint64, "gain": np.float32, "partition": np.int64}
@@ -220,8 +215,7 @@ class Candidates:
 def choose_negatives(candidates: Candidates, judged: JudgedItems, config: MineConfig) -> tuple[Int64s, dict[str, int]]:
     """Choose negatives [Q, negatives_per_query] for each query, best first, padded with NONE, and count them.
 
-    The counts are `queries`, `negatives`, `judged` (candidates skipped because they are judged), `above_margin`
-    (candidates skipped as likely positives), and `nothing_found` (queries without candidates).
+    Counts of skipped candidates: `judged`, and `above_margin` (likely positives). `nothing_found`: queries without any.
     """
     exists = candidates.items != NONE
     is_judged = judged.contains(candidates.items)
@@ -298,17 +292,13 @@ def open_parts(
     return arrays
 
 
-Vectors = Callable[[int, int], Float32s]
-"""Returns unit vectors [n, D] of the items (or queries) from `start` to `stop`, the same in every call."""
+Vectors = Callable[[int, int], Float32s]  # unit vectors [n, D] of items (or queries) from `start` to `stop`
 Search = Callable[[int, int, JudgedItems], Candidates]
 """Returns the best products of the queries from `start` to `stop`, given their judged items."""
 
 
 def vectors_of(texts: Callable[[int, int], Tokens], embed: Callable[[Iterable[Tokens]], Iterator[Float32s]]) -> Vectors:
-    """Return a function that embeds texts in windows.
-
-    `embed` maps windows to unit vectors [n, D] in order. The vector of a text must not depend on its window.
-    """
+    """Return a function that embeds texts in windows. The vector of a text must not depend on its window."""
     return lambda start, stop: np.concatenate(list(embed(token_windows(texts(start, stop), _WINDOW))))
 
 
@@ -323,8 +313,7 @@ def vector_search(
 ) -> Search:
     """Compute the missing item vectors in `stored`, and return an exact search of all items by vectors.
 
-    Memory: the vectors and the `depth` best items of one part of the queries, and one chunk of items. Raises Preempted
-    on a stop.
+    Memory: the vectors and the `depth` best items of one part of the queries, and one chunk of items.
     """
     # Compute the parts of this worker's slice, then all other missing parts. No worker waits for another, which may be
     # dead, at the cost of computing some parts twice at the end.
@@ -393,8 +382,7 @@ def mine_worker_slice(
 ) -> int:
     """Mine for the queries of one worker. Return the number of parts that are still missing, over all workers.
 
-    `judged`: judged items of all queries. `rows_of`: converts items to the row numbers to commit. Raises Preempted on a
-    stop, NumericError if a vector is not finite.
+    `judged`: of all queries. `rows_of`: converts items to row numbers. Raises NumericError if a vector is not finite.
     """
     done = negatives.parts.done()
     todo = [index for index in negatives.worker_slice(worker, workers) if index not in done]

@@ -42,10 +42,7 @@ class NegativeSet:
 
 @dataclass(frozen=True)
 class Negatives:
-    """Negatives of Q queries: query_id int64 [Q], ascending, and product int64 [Q, K], padded with NONE.
-
-    Products are row numbers over all buckets of the training rows, smallest bucket first.
-    """
+    """Negatives of Q queries: query_id int64 [Q], ascending, and product int64 [Q, K], row numbers padded with NONE."""
 
     query_id: Int64s
     product: Int64s

@@ -68,10 +68,8 @@ def key_in(workspace: Storage, name: str) -> str | None:
 
 
 def production_prefix(workspace: Storage, model_name: str) -> str | None:
-    """Return the prefix of the checkpoint in production, or None. Raises CheckpointError if the pointer is damaged.
-
-    Reads only this field, so that an older version does not fail on new fields of a newer version.
-    """
+    """Return the prefix of the checkpoint in production, or None. Raises CheckpointError if the pointer is damaged."""
+    # Read only this field, so that an older version does not fail on new fields of a newer version.
     key = pointer_key(model_name)
     try:
         pointer = workspace.read_bytes(key)
@@ -88,10 +86,7 @@ def production_prefix(workspace: Storage, model_name: str) -> str | None:
 
 
 def locate_start(start: str, settings: Settings, workspace: Storage) -> tuple[Storage, str] | None:
-    """Return the storage and prefix of the checkpoint that `train.start` names.
-
-    Returns None for `scratch`, and for `incumbent` if nothing is in production.
-    """
+    """Return the storage and prefix of `train.start`. None for `scratch`, and for `incumbent` without production."""
     if start == "scratch":
         return None
     if start == "incumbent":
@@ -101,10 +96,7 @@ def locate_start(start: str, settings: Settings, workspace: Storage) -> tuple[St
 
 
 def parent_tokenizer(settings: Settings, workspace: Storage) -> bytes | None:
-    """Return the parent's tokenizer.json, with which new data must be tokenised, or None without a parent.
-
-    Raises CheckpointError if the parent has none. The checkpoint itself is verified by training.
-    """
+    """Return the parent's tokenizer.json, which new data must use, or None. Raises CheckpointError if it is missing."""
     location = locate_start(settings.train.start, settings, workspace)
     if location is None:
         return None
@@ -179,11 +171,10 @@ def _bad(uri: str, error: Exception) -> CheckpointError:
 class Ancestor:
     """One checkpoint of a lineage.
 
-    `checkpoint`: prefix in the workspace, or the URI recorded by its child if it is not in the workspace. `watermark`:
-    latest date that it or its parents were trained on (empty for flat data). `partitions`: fingerprints by name of the
-    partitions that its parent was not trained on (all if the parent is missing). `figures`: available metrics. The last
-    checkpoint can have `published`, the published weights from which training started, and `note`, the reason why the
-    lineage ends before the root.
+    `checkpoint`: prefix in the workspace, or the URI recorded by its child if it is not in the workspace. `partitions`:
+    fingerprints of the partitions that its parent was not trained on (all if the parent is missing). `figures`: known
+    metrics. For the last checkpoint, `published`: the published weights from which training started, and `note`: why
+    the lineage ends before the root.
     """
 
     checkpoint: str

@@ -127,9 +127,8 @@ def _past_keys(workspace: Storage, model: str) -> list[str]:
 def serve_verified_pair(workspace: Storage, pair: DeployedPair) -> str:
     """Deploy verified vectors if their model is in production. Return a status message.
 
-    serving.json is not changed if it names newer vectors of the model, or was rolled back from these vectors. Repeating
-    the call has no effect. Raises TransientError if another process changes serving.json concurrently, CheckpointError
-    if the vectors have been deleted.
+    serving.json is not changed if it names newer vectors of the model, or was rolled back from these vectors. Raises
+    TransientError if another process changes it concurrently, CheckpointError if the vectors have been deleted.
     """
     stored, pointer = read_pair(workspace, pair.model), read_pointer(workspace, pair.model)
     current = stored[0] if stored else None
@@ -156,11 +155,10 @@ def roll_back_model(
 ) -> Pointer:
     """Restore an earlier production checkpoint and deploy it with its vectors: both or neither.
 
-    Restores the checkpoint at prefix `to`, or the previous one if `to` is empty, so that repeated calls go further
-    back. If no pair is deployed, or `without_vectors` is set, only production changes. serving.json is written first.
-    After an interruption between both writes, the same command completes the rollback, and a rollback to the checkpoint
-    that is still in production undoes it. Raises ConfigError if no vectors of that checkpoint were ever deployed,
-    CheckpointError if it is damaged.
+    Restores the checkpoint at prefix `to`, or the previous one if `to` is empty. If no pair is deployed, or
+    `without_vectors` is set, only production changes. serving.json is written first. After an interruption between both
+    writes, the same command completes the rollback, and a rollback to the checkpoint still in production undoes it.
+    Raises ConfigError if no vectors of that checkpoint were ever deployed, CheckpointError if it is damaged.
     """
     reason = _check_reason(reason, "trnpipe registry rollback --reason TEXT")
     served, stored = read_pair(workspace, model), read_pointer(workspace, model)
@@ -201,9 +199,8 @@ def roll_back_model(
 def roll_back_vectors(workspace: Storage, model: str, cycle: str, *, reason: str, author: Author) -> DeployedPair:
     """Deploy earlier vectors of the deployed model: those of `cycle`, or the newest earlier ones if it is empty.
 
-    Production does not change. Vectors of another model are deployed by roll_back_model. Raises ConfigError if no such
-    vectors were deployed, CheckpointError if they have been deleted, TransientError if another process changes
-    serving.json concurrently.
+    Production does not change. Raises ConfigError if no such vectors were deployed, CheckpointError if they have been
+    deleted, TransientError if another process changes serving.json concurrently.
     """
     reason = _check_reason(reason, "trnpipe serving rollback [CYCLE] --reason TEXT")
     served = read_pair(workspace, model)
@@ -311,10 +308,7 @@ def _check_vectors(workspace: Storage, pair: DeployedPair) -> None:
 class Registry:
     """The registry of one model in a workspace. Every call reads the current state.
 
-    Args:
-        workspace: folder or URI, or an open storage.
-        model: name of the model (default: the only model in the workspace).
-
+    `workspace`: folder, URI or open storage. `model`: name of the model (default: the only model in the workspace).
     Raises ConfigError if the workspace cannot be opened, or if no name is given and it has no model or several models.
     """
 
@@ -333,10 +327,7 @@ class Registry:
         return read_history(self.workspace, self.model)
 
     def lineage(self, checkpoint: str = "") -> tuple[Ancestor, ...]:
-        """Return a checkpoint (default: in production), its parent, and so on.
-
-        Raises CheckpointError if the checkpoint is missing or damaged, ConfigError if it is outside the workspace.
-        """
+        """Return a checkpoint (default: in production), its parent, and so on. Raises as checkpoints.lineage()."""
         if checkpoint:
             return lineage(self.workspace, prefix_in(self.workspace, checkpoint))
         pointer = self.production()
@@ -366,8 +357,7 @@ class Registry:
         """Put a checkpoint into production that passed the gate, or that is forced with a reason.
 
         `cycle`: a cycle that evaluated it, other than the one that trained it. Raises GateRefused if no passing verdict
-        exists and `force` is empty, CheckpointError if the checkpoint is damaged, TransientError if another process
-        changes production concurrently.
+        exists and `force` is empty, and otherwise as promote().
         """
         prefix, production = prefix_in(self.workspace, checkpoint), self.production()
         candidate = read_checkpoint(self.workspace, prefix)
@@ -378,11 +368,7 @@ class Registry:
         return promote(self.workspace, self.model, prefix, expected=production, decision=decision, author=self.author())
 
     def rollback(self, checkpoint: str = "", *, reason: str, without_vectors: bool = False) -> Pointer:
-        """Restore an earlier checkpoint (default: the previous one) and deploy it with its vectors: both or neither.
-
-        Raises ConfigError if there is nothing to roll back to, CheckpointError if the checkpoint is damaged,
-        TransientError if another process changes production concurrently.
-        """
+        """Restore an earlier checkpoint (default: the previous one) and its vectors. Raises as roll_back_model()."""
         to = prefix_in(self.workspace, checkpoint) if checkpoint else ""
         return roll_back_model(
             self.workspace, self.model, to, reason=reason, author=self.author(), without_vectors=without_vectors
@@ -408,10 +394,7 @@ class Registry:
 
 
 def resolve_model_name(settings: Settings, workspace: Storage) -> str:
-    """Return the configured model name, or the only existing model if the default name does not exist.
-
-    Raises ConfigError if the configured model does not exist and the choice is ambiguous.
-    """
+    """Return the configured model name, or the only model if the default does not exist. Raises ConfigError if none."""
     models = list_models(workspace)
     if settings.model_name in models or not models:
         return settings.model_name

@@ -306,11 +306,8 @@ def read_current(
         return None
     except ValueError as error:
         reason = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(
-            f"{workspace.uri(key)} is not a valid {name}: {reason}",
-            expected="the content that trnpipe wrote",
-            next_command=repair,
-        ) from error
+        message = f"{workspace.uri(key)} is not a valid {name}: {reason}"
+        raise CheckpointError(message, expected="the content that trnpipe wrote", next_command=repair) from error
     return record, stat.etag
 
 
@@ -337,8 +334,7 @@ def read_history(workspace: Storage, model: str) -> tuple[HistoryEntry, ...]:
 def append(workspace: Storage, model: str, *entries: HistoryEntry | None) -> tuple[HistoryEntry, ...]:
     """Append entries that are not in the log yet, ignoring None, and return all entries.
 
-    Raises DataError if the log is damaged, TransientError if concurrent writers prevent the append for 60 s, Preempted
-    on a stop.
+    Raises DataError if the log is damaged, TransientError if concurrent writers prevent the append for 60 s.
     """
     key, deadline, wait_s = history_key(model), time.monotonic() + APPEND_DEADLINE_S, 0.01
     while True:
@@ -350,12 +346,7 @@ def append(workspace: Storage, model: str, *entries: HistoryEntry | None) -> tup
             return log
         separator = b"" if not data or data.endswith(b"\n") else b"\n"
         content = b"".join([data, separator, *(entry.line() for entry in missing)])
-        written = (
-            workspace.write_if_absent(key, content)
-            if stat is None
-            else workspace.write_if_match(key, content, stat.etag)
-        )
-        if written:
+        if workspace.write_if_match(key, content, stat.etag) if stat else workspace.write_if_absent(key, content):
             return log + missing
         if time.monotonic() > deadline:
             raise TransientError(
@@ -382,8 +373,7 @@ def _read_log(workspace: Storage, key: str) -> tuple[bytes, tuple[HistoryEntry, 
             entries.append(parse_entry(line))
         except ValidationError as error:
             raise DataError(
-                f"line {number} of {workspace.uri(key)} is not a valid entry:"
-                f" {error.errors(include_url=False)[0]['msg']}",
+                f"invalid entry in line {number} of {workspace.uri(key)}: {error.errors(include_url=False)[0]['msg']}",
                 expected="one JSON object per line, as written by trnpipe",
                 next_command="restore the file, or delete that line",
             ) from error
@@ -398,8 +388,5 @@ def checkpoints_in_use(workspace: Storage) -> frozenset[str]:
 
     Raises DataError or CheckpointError if the registry is damaged, in which case nothing may be deleted.
     """
-    return frozenset(
-        entry.checkpoint
-        for model in list_models(workspace)
-        for entry in production_changes(read_history(workspace, model))
-    )
+    histories = (read_history(workspace, model) for model in list_models(workspace))
+    return frozenset(entry.checkpoint for history in histories for entry in production_changes(history))

@@ -32,12 +32,10 @@ if not _uses_jax:
 logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
 
 K1, B = 0.9, 0.4
-WORDS_VERSION = 2
-"""Version of the word splitter. Version 1, `\\w+`, split off vowel signs and took a Japanese title for one word."""
+WORDS_VERSION = 2  # version 1 was `\w+`, which split off vowel signs and took a Japanese title for one word
 _COUNT, _PARAMETERS = "items", "params.index.json"
 """Files of a saved index: the number of items, and a file of bm25s, which is missing if no item has a word."""
-MAX_UNMATCHED = 0.5
-"""Search by words is not a fair baseline if it finds nothing for more than this share of the queries."""
+MAX_UNMATCHED = 0.5  # search by words is no fair baseline if it finds nothing for a larger share of queries
 
 
 class Bm25:

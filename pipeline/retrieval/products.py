@@ -49,8 +49,7 @@ def join_tokens(parts: Sequence[Tokens], order: Int64s | None = None) -> Tokens:
 def decode_tokens(tokens: Tokens, tokenizer: bytes) -> list[str]:
     """Convert token ids to texts [N] with a tokenizer.json.
 
-    Decoding does not restore truncated text, characters outside the vocabulary, or anything removed by the normaliser
-    (case and accents, for a tokenizer trained by prepare). Punctuation is surrounded by spaces.
+    Truncated text, characters outside the vocabulary, and everything removed by the normaliser (such as case) is lost.
     """
     ids = tokens.ids.tolist()
     lists = [ids[start:end] for start, end in pairwise(tokens.offsets.tolist())]
@@ -59,10 +58,9 @@ def decode_tokens(tokens: Tokens, tokenizer: bytes) -> list[str]:
 
 @dataclass(frozen=True)
 class Products:
-    """N items, numbered by their first occurrence.
+    """N items, numbered by their first occurrence. `num_distinct`: number of distinct products before the limit.
 
-    `location` [N, 3]: source, bucket and row of each item. `hashes` [N]: text hashes in ascending order, with the
-    `items` [N] they belong to. `num_distinct`: number of distinct products before the limit.
+    `location` [N, 3]: source, bucket and row of each item. `hashes` [N]: ascending text hashes of the `items` [N].
     """
 
     sources: Sequence[TokenRows]
@@ -99,10 +97,7 @@ class Products:
 
 
 def distinct_products(sources: Sequence[TokenRows], required: UInt64s, max_items: int, stop: StopSignal) -> Products:
-    """Collect the distinct products of all rows.
-
-    If there are more than `max_items`, the `required` products (hashes) and an even sample of the others are kept.
-    """
+    """Collect the distinct products of all rows. Above `max_items`, keep the `required` ones and an even sample."""
     block_hashes: list[UInt64s] = [np.zeros(0, dtype=np.uint64)]
     block_locations: list[Int64s] = [np.zeros((0, 3), dtype=np.int64)]
     total = sum(sum(rows.sizes) for rows in sources)

@@ -21,14 +21,10 @@ from pipeline.core.errors import NumericError
 from pipeline.parallel.process_group import ProcessGroup
 
 _SCALE = 2.0**26
-_BLOCK_QUERIES, _BLOCK_ITEMS = 512, 4096
-"""Block size of products: 8 MB, the fastest of the sizes tried on two cores."""
-_RESCORED_NUMBERS = 4_000_000
-"""Numbers in the candidate vectors rescored at a time: 32 MB."""
-_EMPTY = -4.0
-"""Score of a missing item, below every cosine."""
-RANK_CONSTANT = 60
-"""k of reciprocal rank fusion, from the paper."""
+_BLOCK_QUERIES, _BLOCK_ITEMS = 512, 4096  # block size of products: 8 MB, the fastest of the sizes tried on two cores
+_RESCORED_NUMBERS = 4_000_000  # numbers in the candidate vectors rescored at a time: 32 MB
+_EMPTY = -4.0  # score of a missing item, below every cosine
+RANK_CONSTANT = 60  # k of reciprocal rank fusion, from the paper
 WEIGHTS = tuple(step / 20 for step in range(21))
 
 
@@ -36,14 +32,14 @@ class ExactTopK:
     """The nearest `k` items of Q queries. Items are added in chunks, ascending."""
 
     def __init__(self, queries: Float32s, k: int) -> None:
-        """Take unit vectors [Q, D]. Raises NumericError if one holds NaN or infinity."""
+        """Take unit vectors [Q, D]. Raises NumericError if one contains NaN or infinity."""
         _check(queries, "query")
         self._queries = torch.from_numpy(np.ascontiguousarray(queries))
         self._scores = torch.full((len(queries), k), _EMPTY, dtype=torch.float64)
         self._items = torch.full((len(queries), k), -1, dtype=torch.int64)
 
     def add(self, first: int, vectors: Float32s) -> None:
-        """Add items `first`, `first + 1`, ... with vectors [n, D]. Raises NumericError if one holds NaN or infinity."""
+        """Add items `first`, `first + 1`, ... with vectors [n, D]. Raises NumericError if one contains NaN or infinity."""
         _check(vectors, "item")
         items = torch.from_numpy(np.ascontiguousarray(vectors))
         # The maximum error of a float32 product of two vectors of `width` numbers, relative to their lengths. For any
@@ -102,10 +98,7 @@ class ExactTopK:
 
 
 def exact_scores(queries: Float32s, items: Float32s) -> Float64s:
-    """Return the cosines [N] of pairs of unit vectors [N, D], equal to those of ExactTopK.
-
-    Raises NumericError if a vector contains NaN or infinity.
-    """
+    """Return the cosines [N] of pairs of unit vectors [N, D], equal to those of ExactTopK. Raises as ExactTopK."""
     _check(queries, "query")
     _check(items, "item")
     return (_rounded(torch.from_numpy(queries)) * _rounded(torch.from_numpy(items))).sum(dim=1).numpy()

@@ -249,7 +249,7 @@ def test_a_damaged_pointer_is_named(workspace: Storage, make: Make, old: bytes |
 def test_a_damaged_line_of_the_history_is_named_and_nothing_changes(workspace: Storage, make: Make) -> None:
     first = put(workspace, make("a"))
     workspace.write_bytes(history_key(MODEL), workspace.read_bytes(history_key(MODEL)) + b"rubbish\n")
-    with pytest.raises(DataError, match=r"line 2 of .*history\.jsonl is not a valid entry"):
+    with pytest.raises(DataError, match=r"invalid entry in line 2 of .*history\.jsonl"):
         put(workspace, make("b"))
     assert production(workspace) == first
 
