@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.core.arrays import Int64s
-from pipeline.core.batch_order import BatchPlan, RankShare, rank_slice
+from pipeline.core.batch_order import BatchPlan, RankSlice, rank_slice
 from pipeline.core.shuffle import mix64
 from pipeline.data.shards import Arrays
 from pipeline.model.relevance import GroupInputs, RelevanceInputs
@@ -50,7 +50,7 @@ class MicroBatch:
 
 
 def training_batches(
-    source: GroupSource, plan: BatchPlan, share: RankShare, start: int, stop: int
+    source: GroupSource, plan: BatchPlan, share: RankSlice, start: int, stop: int
 ) -> Iterator[MicroBatch]:
     """Yield `share.accumulation` micro-batches for each optimizer step from `start` to `stop` (exclusive).
 

@@ -142,6 +142,7 @@ _ORDERS = (
 )
 """Common sets of labels in lower case with their gains, least relevant first."""
 _MAX_SHOWN = 20
+_RARE = 0.005  # a smaller share of rows with a label that does not fit the others is taken for a mistake
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,12 @@ def infer_gains(labels: Sequence[str]) -> dict[str, float] | None:
         return None
     low, high = values[0], values[-1]
     return {label: (value - low) / (high - low) if high > low else float(value > 0) for value, label in grades}
+
+
+def common_labels(counts: Mapping[str, int]) -> list[str]:
+    """Return the labels without rare ones, which are likely mistakes, if the others have a known order, else all."""
+    common = [name for name, rows in counts.items() if rows >= _RARE * sum(counts.values())]
+    return common if infer_gains(common) else [*counts]
 
 
 def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Survey | None) -> LabelSet:
@@ -202,9 +209,12 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Surv
         return LabelSet(inferred, tuple(inferred.values()))
     by_rows = sorted(labels, key=lambda name: (-labels[name].rows, name))[:_MAX_SHOWN]
     counts = ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in by_rows)
-    value = json.dumps(by_rows) if any("," in name or name[:1] in "[{" for name in by_rows) else ",".join(by_rows)
+    inferred = infer_gains(common_labels({name: count.rows for name, count in labels.items()}))
+    names, hint = list(inferred or by_rows), "with the names in order, least relevant first"
+    hint = "which makes rows with any other label bad rows" if inferred else hint
+    value = json.dumps(names) if any("," in name or name[:1] in "[{" for name in names) else ",".join(names)
     raise DataError(
         f"cannot infer the order of the {len(labels)} labels in column {column!r}: {counts}",
         expected="data.labels, a gain column with different values, or grades from 0",
-        next_command=f"--data.labels={shlex.quote(value)} with the names in order, least relevant first",
+        next_command=f"--data.labels={shlex.quote(value)}, {hint}",
     )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.core.arrays import Int32s, Int64s
-from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, place_among_equals
+from pipeline.core.batch_order import EMPTY, Groups, deal_groups, first_rows, locate, rank_among_equals
 from pipeline.core.shuffle import mix64, permute_runs, stream_key
 from pipeline.data.loader import RowSource
 from pipeline.data.shards import Arrays, TokenRows
@@ -175,7 +175,7 @@ class MinedGroups:
         """Look up the queries of groups. `query_id` has one array for each length."""
         ids = np.concatenate(list(query_id))
         starts = first_rows([len(array) for array in query_id])
-        return MinedGroups(products, starts, products.indices(ids), *place_among_equals(ids))
+        return MinedGroups(products, starts, products.indices(ids), *rank_among_equals(ids))
 
     def choose(self, pools: Int64s, numbers: Int64s, epoch: int) -> Int64s:
         """Return the products [N, slots] of groups `numbers[i]` of pool `pools[i]` in an epoch."""
@@ -236,7 +236,7 @@ class GroupedRows:
         tokens = query[first] + np.where(members == EMPTY, 0, product[members]).sum(axis=1)
         if mined is not None:
             tokens += mined.max_tokens(query_id[first])
-        groups = Groups.of(members, tokens, lengths)
+        groups = Groups.from_members(members, tokens, lengths)
         mined_groups = None
         if mined is not None:
             mined_groups = MinedGroups.build(mined, [query_id[members[:, 0]] for members in groups.members])
@@ -399,7 +399,7 @@ _TOKEN_BITS = 21  # three token ids fit in a 64-bit integer, as no vocabulary ha
 
 def _topic_order(source: RowSource, query_id: Int64s, first: Int64s) -> Int64s:
     """Order groups by number within their query, then by the query's first tokens. `first` [G]: a row of each."""
-    ordinal, _ = place_among_equals(query_id[first])
+    ordinal, _ = rank_among_equals(query_id[first])
     keys = [np.zeros((0, _TOPIC_TOKENS // 3), dtype=np.int64)]
     for texts in _blocks(source, first, ("query",)):
         prefix = texts["query"][:, 1 : 1 + _TOPIC_TOKENS]  # skip [CLS], the first token of every text

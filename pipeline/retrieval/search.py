@@ -39,7 +39,7 @@ class ExactTopK:
         self._items = torch.full((len(queries), k), -1, dtype=torch.int64)
 
     def add(self, first: int, vectors: Float32s) -> None:
-        """Add items `first`, `first + 1`, ... with vectors [n, D]. Raises NumericError if one contains NaN or infinity."""
+        """Add items `first`, `first + 1`, ... with vectors [n, D]. Raises NumericError for NaN or infinity."""
         _check(vectors, "item")
         items = torch.from_numpy(np.ascontiguousarray(vectors))
         # The maximum error of a float32 product of two vectors of `width` numbers, relative to their lengths. For any
