@@ -15,12 +15,12 @@ from bench.results import ROOT, Result, Target, figure, finish
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_states import AttemptRecord, Closed, JobRecord, JobState
 from jobs.cycle.page.publish import data_key, report_key, write_page
-from jobs.plan.spec import Dependency, JobSpec, Plan, Resources
+from jobs.plan.spec import Dependency, JobPlan, JobSpec, Resources
 from jobs.settings import JobsConfig
 from pipeline.context import Figure, StageResult, store_result
 from pipeline.data.token_sets import PartitionDigest, PrepareDigest, QuarantinedRow
 from pipeline.data.token_sets import digest_key as prepared_key
-from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
+from pipeline.embed.digest import VectorCounts, VerifyCheck, VerifyDigest
 from pipeline.embed.digest import digest_key as vectors_key
 from pipeline.evaluate.gate.compare import GateCheck, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS
@@ -41,8 +41,7 @@ from pipeline.evaluate.report import (
     store_report,
 )
 from pipeline.evaluate.report import digest_key as scores_key
-from pipeline.health.check import CheckResult, NodeReport
-from pipeline.health.check import Verdict as Health
+from pipeline.health.check import CheckResult, HealthVerdict, NodeReport
 from pipeline.health.check import store_report as store_health
 from pipeline.io.storage import Storage, open_storage
 from pipeline.telemetry.events import EventName
@@ -83,7 +82,7 @@ def make_cycle(
     slices: int = 3,
     bad_rows: int = 4,
     text: str = "",
-) -> tuple[CycleStore, Plan, tuple[JobRecord, ...], Closed]:
+) -> tuple[CycleStore, JobPlan, tuple[JobRecord, ...], Closed]:
     """Everything that a finished cycle leaves for its page. `text`: stands wherever a text of others may."""
     store = CycleStore(storage, cycle, lambda: began + 90_000)
     plan = _plan(cycle, nodes)
@@ -109,7 +108,7 @@ def make_cycle(
     return store, plan, records, closed
 
 
-def _plan(cycle: str, nodes: int) -> Plan:
+def _plan(cycle: str, nodes: int) -> JobPlan:
     machine = Resources(vcpus=128, memory_mib=480_000, instance_type="trn1.32xlarge", processes_per_node=32)
     jobs = tuple(
         JobSpec(
@@ -124,7 +123,7 @@ def _plan(cycle: str, nodes: int) -> Plan:
         )
         for stage in STAGES
     )
-    return Plan(pipeline="relevance", cycle=cycle, workspace="s3://bucket/relevance", jobs=jobs)
+    return JobPlan(pipeline="relevance", cycle=cycle, workspace="s3://bucket/relevance", jobs=jobs)
 
 
 def _records(began: float, text: str) -> Iterator[JobRecord]:
@@ -182,7 +181,7 @@ def _node(rank: int, text: str) -> NodeReport:
     results = tuple(
         CheckResult(
             name=name,
-            verdict=Health.WARN if (rank + i) % 31 == 0 else Health.PASS,
+            verdict=HealthVerdict.WARN if (rank + i) % 31 == 0 else HealthVerdict.PASS,
             seen=text or f"{name} looks fine on node {rank}",
             expected=text or "as in the table of machines",
             figures={"gb_per_s": 90.0 + rank % 7, "spread": 0.01 * i, "name": text},
@@ -329,7 +328,7 @@ def _vectors(cycle: str, parent: str, text: str) -> VerifyDigest:
         rows=1_000_000,
         counts=VectorCounts(embedded=900_000, carried=100_000, new=10, gone=5),
         recompute_min_cosine=0.9999,
-        checks=(Check(name="files", outcome="pass", seen=text or "5 files, 1.2 MiB"),),
+        checks=(VerifyCheck(name="files", outcome="pass", seen=text or "5 files, 1.2 MiB"),),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pipeline.evaluate.gate.compare import Side, Verdict
 from pipeline.evaluate.gate.judge import Baseline, judge
 from pipeline.evaluate.metrics.measure import metric_report
 from pipeline.evaluate.metrics.ranking import Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.scored_rows import PerQuery, Queries, ScoredRows, SliceColumn
+from pipeline.evaluate.metrics.scored_rows import PerQuery, QueryGroups, ScoredRows, SliceColumn
 
 LABELS, GAINS = ("irrelevant", "complement", "substitute", "exact"), (0.0, 0.01, 0.1, 1.0)
 ROWS = 10  # of each query
@@ -45,7 +45,7 @@ class Population:
     def ndcg(self) -> tuple[Float64s, Float64s]:
         """nDCG@10 [Q] of each query, of candidate and incumbent."""
         candidate, incumbent = (
-            ndcg_by_query(Ranking.of(Queries.of(side.query_id), side.relevance), side.gain, 10)
+            ndcg_by_query(Ranking.of(QueryGroups.of(side.query_id), side.relevance), side.gain, 10)
             for side in (self.candidate, self.incumbent)
         )
         return candidate, incumbent

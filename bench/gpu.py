@@ -24,7 +24,7 @@ from pipeline.core.batch_order import Bucket
 from pipeline.core.footprint import EncoderSizes, Workload, step_flops
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.train.config import batch_share
 from pipeline.train.step import TrainProgram, flat_strategy, module_strategy
@@ -109,7 +109,7 @@ def serve_ours(task: Task, line: Line, *, is_flat: bool, is_compiled: bool = Fal
     model = build_model(task.model, task.spec, config.seed)
     for layer in model.encoder.layers if is_compiled else ():
         vars(layer)["forward"] = torch.compile(layer.forward)  # hooks of shards stay outside
-    alone = Gang(World(), timeout_s=60)
+    alone = ProcessGroup(World(), timeout_s=60)
     strategy = flat_strategy(model, backend, config) if is_flat else module_strategy(model, backend, config, alone)
     program = TrainProgram(strategy, backend, config, share, figure_rows=LOG_EVERY, buckets=(task.bucket,))
     with open_stepper(program, backend, task.rows, config, LOG_EVERY) as stepper:

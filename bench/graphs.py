@@ -17,7 +17,7 @@ from bench.results import ROOT, Figure, Result, figure, finish
 from pipeline.backends import TRACED, open_backend
 from pipeline.compile.manifest import Recorder
 from pipeline.core.stop import StopSignal
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.settings import Settings, resolve
 from pipeline.stages.inputs import expected_shapes
@@ -60,8 +60,8 @@ def meet_graphs(settings: Settings, backend_name: str) -> Graphs:
     backend, shapes, world = open_backend(backend_name), expected_shapes(settings), World()
     recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
     started = time.monotonic()
-    gang = Gang(world, timeout_s=settings.train.collective_timeout_s)
-    shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
+    process_group = ProcessGroup(world, timeout_s=settings.train.collective_timeout_s)
+    shapes.trial(settings, backend, process_group, recorder, StopSignal(), Console(quiet=True)).run()
     largest = max(recorder.graphs.values(), key=lambda graph: graph.num_instructions)
     return Graphs(
         graphs=len(recorder.graphs),

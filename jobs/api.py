@@ -27,7 +27,7 @@ from jobs.cycle.costs import read_ledger
 from jobs.cycle.job_states import Closed, JobRecord, Outcome, exit_code_of_cycle, outcome_of
 from jobs.cycle.page.gather import CycleRow, Job, PageData, gather, jobs_of, row_of
 from jobs.cycle.page.publish import outcome_sentence, report_key, visible, write_page
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings
 from jobs.setup import make_plan, open_cycle
 from jobs.targets.base import PATIENCE_S
@@ -146,7 +146,7 @@ class Cycle:
         given = dict(settings or {}) | ({"workspace": str(workspace)} if workspace else {})
         given |= {"cycle": name} if name else {}
         self.settings: CycleSettings = resolve(
-            [Path(file) for file in files], os.environ, model=CycleSettings, given=given
+            [Path(file) for file in files], os.environ, model=CycleSettings, overrides=given
         ).settings
         opened = open_cycle(self.settings, say or (lambda _: None))
         self._cycle = opened.other(opened.name)  # today may end before the cycle
@@ -161,7 +161,7 @@ class Cycle:
     def __repr__(self) -> str:
         return f"Cycle({self._store.storage.root!r}, {self.name!r})"
 
-    def plan(self) -> Plan:
+    def plan(self) -> JobPlan:
         """Return the plan that was submitted, else that of the settings. Raises ConfigError."""
         return self._store.plan() or make_plan(self.settings)
 
@@ -265,7 +265,7 @@ class Cycle:
         cancel_cycle(self._cycle, reason)
         return self.wait()
 
-    def _ended(self) -> tuple[Plan, tuple[JobRecord, ...], Closed | None]:
+    def _ended(self) -> tuple[JobPlan, tuple[JobRecord, ...], Closed | None]:
         plan = self._cycle.plan()
         records = self._cycle.records(plan)
         return plan, records, self._store.closed() or outcome_of(plan, records)

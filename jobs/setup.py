@@ -22,7 +22,7 @@ from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
 from jobs.cycle.verdict import verdict_lines
 from jobs.plan.cycle import AFTER, RUN_PREFIX, plan_cycle, plan_script
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings, pipeline_fingerprint, values_of, with_values
 from jobs.targets.base import Target, with_errors, with_placements
 from pipeline.backends import may_use_neuron
@@ -31,7 +31,7 @@ from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.paths import shown_path, user_path
+from pipeline.io.paths import display_path, user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
@@ -83,7 +83,7 @@ class OpenCycle:
             return self
         return replace(self, settings=settings)
 
-    def plan(self) -> Plan:
+    def plan(self) -> JobPlan:
         """Return the plan that was submitted. Raises ConfigError when none was."""
         plan = self.store.plan()
         if plan is None:
@@ -100,14 +100,14 @@ class OpenCycle:
         claim = self.store.claim()
         return open_target(self, claim.target if claim else self.settings.jobs.target)
 
-    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Of a cycle that has ended what is on record, else what its target tells; with the errors of failed jobs."""
         return self.with_errors((self.store.records() if self.store.closed() else ()) or self.target().records(plan))
 
     def with_errors(self, records: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
         """Return the records, with what the logs of failed jobs say."""
         return with_errors(
-            self.store, records, lambda leaf, attempt, node: self.target().logs(leaf, attempt=attempt, node=node)
+            self.store, records, lambda task, attempt, node: self.target().logs(task, attempt=attempt, node=node)
         )
 
     def interrupted_s(self) -> float | None:
@@ -136,7 +136,7 @@ class OpenCycle:
         return failure_lines(records, self.store.storage.root, self.name, program())
 
     def end_lines(
-        self, plan: Plan, records: Sequence[JobRecord], closed: Closed | None, data: PageData | None = None
+        self, plan: JobPlan, records: Sequence[JobRecord], closed: Closed | None, data: PageData | None = None
     ) -> list[str]:
         """Return the verdict on a cycle, where its page is, and what failed. `data`: what its page shows, if known."""
         storage, claim, key = self.store.storage, self.store.claim(), report_key(self.name)
@@ -148,17 +148,17 @@ class OpenCycle:
         failures, reason = self.failure_lines(records), without_error(closed.reason, records) if closed else ""
         if data.outcome == "refused" and data.evaluation:  # the reasons stand in the verdict
             failures, reason = failures[-1:], ""
-        page = [f"  page: {shown_path(storage.uri(key))}"] if storage.stat(key) is not None else []
+        page = [f"  page: {display_path(storage.uri(key))}"] if storage.stat(key) is not None else []
         return [*lines, *([f"  {reason}"] if reason else []), *page, *failures]
 
-    def ledger(self, plan: Plan, records: Sequence[JobRecord]) -> CycleLedger:
+    def ledger(self, plan: JobPlan, records: Sequence[JobRecord]) -> CycleLedger:
         return read_ledger(self.store, plan, records, self.settings.jobs)
 
 
 def program() -> str:
     """How to call `trnjobs` from here: by its name where the shell finds it, else by its path."""
     beside = Path(sys.executable).parent / "trnjobs"
-    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else shown_path(str(beside))
+    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else display_path(str(beside))
 
 
 def open_cycle(
@@ -189,7 +189,7 @@ def stopping_jobs(settings: CycleSettings) -> Iterator[StopSignal]:
         yield stop
 
 
-def make_plan(settings: CycleSettings) -> Plan:
+def make_plan(settings: CycleSettings) -> JobPlan:
     """Return the plan of the settings; asks nobody.
 
     Raises ConfigError, also for a batch that its ranks cannot share, and for mined negatives that nobody mines.
@@ -229,7 +229,7 @@ def make_plan(settings: CycleSettings) -> Plan:
     return with_placements(plan, jobs)
 
 
-def make_run(settings: CycleSettings) -> Plan:
+def make_run(settings: CycleSettings) -> JobPlan:
     """Return the plan of the one script in the settings. Raises ConfigError."""
     (step,) = settings.jobs.steps
     plan = plan_script(settings.jobs, step, cycle=settings.cycle, workspace=_workspace_uri(settings))

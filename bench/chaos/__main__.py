@@ -121,7 +121,7 @@ class Chaos:
             if time.monotonic() > self._until:
                 return
             shape = SHAPES[(number + cycle) % len(SHAPES)]
-            faults = draw(dice, lane.kinds_for(shape), gang=shape != (1, 1))
+            faults = draw(dice, lane.kinds_for(shape), process_group=shape != (1, 1))
             result = lane.run(cycle, shape, faults)
             with self._lock:
                 self._results.append(result)

@@ -93,13 +93,13 @@ def wrong_vectors(storage: Storage, expected: Expected, *, succeeded: bool) -> I
 
 def tries_beside(files: LocalFiles, records: tuple[JobRecord, ...]) -> Iterator[str]:
     """By what the keepers wrote: two tries of a job of which one began before the other had ended."""
-    for leaf in (leaf for record in records for leaf in record.leaves()):
+    for task in (task for record in records for task in record.tasks()):
         until = 0.0
-        for attempt in range(1, len(leaf.attempts) + 1):
-            nodes = [files.node(leaf.id, attempt, node) for node in range(max(1, leaf.num_nodes))]
+        for attempt in range(1, len(task.attempts) + 1):
+            nodes = [files.node(task.id, attempt, node) for node in range(max(1, task.num_nodes))]
             begins, ends = _moments(nodes, STARTED), _moments(nodes, ENDED)
             if begins and min(begins) < until:
-                yield f"{leaf.name}: attempt {attempt} began {until - min(begins):.2f} s before the end of another"
+                yield f"{task.name}: attempt {attempt} began {until - min(begins):.2f} s before the end of another"
             until = max([until, *begins, *ends])
 
 

@@ -118,12 +118,12 @@ class Injector:
             return ""
         role = self.dice.choice(roles)
         one = self.dice.choice([one for one in running if one.role == role])
-        return f"{one.role} of {one.leaf}#{one.node}" if _signal(one, signal.SIGKILL) else ""
+        return f"{one.role} of {one.task}#{one.node}" if _signal(one, signal.SIGKILL) else ""
 
     def _kill_node(self, running: Sequence[Seen]) -> str:
         if not running:
             return ""
-        chosen = self.dice.choice(sorted({(one.leaf, one.attempt, one.node) for one in running}))
+        chosen = self.dice.choice(sorted({(one.task, one.attempt, one.node) for one in running}))
         return f"{chosen[0]}#{chosen[2]}" if self._kill_all([one for one in running if _node(one) == chosen]) else ""
 
     def _kill_all(self, nodes: Sequence[Seen]) -> int:
@@ -137,7 +137,7 @@ class Injector:
     def _hang_rank(self, running: Sequence[Seen]) -> str:
         ranks = [one for one in running if one.role == "rank" and one.in_group]
         one = self.dice.choice(ranks) if ranks else None
-        return f"rank of {one.leaf}#{one.node}" if one and _signal(one, signal.SIGSTOP) else ""
+        return f"rank of {one.task}#{one.node}" if one and _signal(one, signal.SIGSTOP) else ""
 
     def _lose_heartbeat(self, running: Sequence[Seen]) -> str:
         """The entry of a node hangs: for good, or, on the main node, for longer than the others wait."""
@@ -149,7 +149,7 @@ class Injector:
             return ""
         if one.node == 0:
             self._later(LOST_S, lambda: _signal(one, signal.SIGCONT))
-        return f"entry of {one.leaf}#{one.node}"
+        return f"entry of {one.task}#{one.node}"
 
     def _fill_disk(self, running: Sequence[Seen]) -> str:
         ones = [one for one in running if one.role in ("launcher", "rank")]
@@ -158,7 +158,7 @@ class Injector:
         one = self.dice.choice(ones)
         with suppress(ProcessLookupError):
             resource.prlimit(one.pid, resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, resource.RLIM_INFINITY))
-            return f"no file of {one.role} of {one.leaf} above {SMALL_FILE_BYTES} bytes"
+            return f"no file of {one.role} of {one.task} above {SMALL_FILE_BYTES} bytes"
         return ""
 
     def _fail_s3(self, running: Sequence[Seen]) -> str:
@@ -166,7 +166,7 @@ class Injector:
             return ""
         seconds, share = self.dice.uniform(1.0, 14.0), self.dice.choice([0.2, 0.6, 1.0])
         self.server.fail_for(seconds, share)
-        jobs = ", ".join(sorted({one.leaf for one in running}))
+        jobs = ", ".join(sorted({one.task for one in running}))
         return f"{share:.0%} of the requests for {seconds:.1f} s while {jobs or 'nothing'} ran"
 
     def _corrupt(self, running: Sequence[Seen]) -> str:
@@ -203,7 +203,7 @@ class Injector:
 
 
 def _node(one: Seen) -> tuple[str, str, int]:
-    return one.leaf, one.attempt, one.node
+    return one.task, one.attempt, one.node
 
 
 def _signal(one: Seen, signum: signal.Signals) -> bool:
@@ -216,12 +216,14 @@ def _signal(one: Seen, signum: signal.Signals) -> bool:
     return False
 
 
-def draw(dice: random.Random, kinds: Sequence[str], *, gang: bool) -> list[Fault]:
+def draw(dice: random.Random, kinds: Sequence[str], *, process_group: bool) -> list[Fault]:
     """Faults of one cycle: none in a fifth of them, else one or several. `kinds`: those that this place allows."""
     faults = []
     for _ in range(dice.choices([0, 1, 2, 3], [20, 40, 28, 12])[0]):
         kind = dice.choice(kinds)
-        in_train = kind in ("hang_rank", "lost_heartbeat", "corrupt_checkpoint") or (gang and dice.random() < 0.3)
+        in_train = kind in ("hang_rank", "lost_heartbeat", "corrupt_checkpoint") or (
+            process_group and dice.random() < 0.3
+        )
         job = "train" if in_train else dice.choice(JOBS)
         faults.append(Fault(kind, job, dice.uniform(0.0, 8.0 if in_train else 5.0)))
     return faults

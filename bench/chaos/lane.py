@@ -186,7 +186,7 @@ class Lane:
             runs=runs,
             jobs=len(STAGES),
             jobs_finished=sum(record.state is JobState.SUCCEEDED for record in records),
-            attempts=sum(len(leaf.attempts) for record in records for leaf in record.leaves()),
+            attempts=sum(len(task.attempts) for record in records for task in record.tasks()),
             hits=tuple(injector.hits),
             wrong_models=tuple(wrong_model(self.storage, expected, succeeded=good)),
             wrong_vectors=tuple(wrong_vectors(self.storage, expected, succeeded=good)),

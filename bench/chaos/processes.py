@@ -24,7 +24,7 @@ class Seen:
     workspace: str
     cycle: str
     job: str
-    leaf: str
+    task: str
     attempt: str
     node: int
     role: Role
@@ -84,7 +84,7 @@ def _seen(pid: int, workspaces: str) -> Seen | None:
     if not env["TRNPIPE_WORKSPACE"].startswith(workspaces):
         return None
     words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    leaf_id, attempt, node = env[MARK].rsplit("/", 2)
+    task_id, attempt, node = env[MARK].rsplit("/", 2)
     job, index = env["TRNJOBS_JOB"], env.get("TRNJOBS_INDEX", "")
     return Seen(
         pid=pid,
@@ -92,8 +92,8 @@ def _seen(pid: int, workspaces: str) -> Seen | None:
         workspace=env["TRNPIPE_WORKSPACE"],
         cycle=env["TRNPIPE_CYCLE"],
         job=job,
-        leaf=f"{job}:{index}" if index else job,
-        attempt=f"{leaf_id}/{attempt}",
+        task=f"{job}:{index}" if index else job,
+        attempt=f"{task_id}/{attempt}",
         node=int(node.removeprefix("node-")),
         role=_role(words, env),
         in_group=int(env.get("WORLD_SIZE", "1")) > 1,

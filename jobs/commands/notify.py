@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from jobs.cycle.costs import read_ledger
-from jobs.cycle.job_states import Closed, JobRecord, failed_leaf, first_failure, without_error
+from jobs.cycle.job_states import Closed, JobRecord, failed_task, first_failure, without_error
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import DEADLINES, NO_LOG, logs_command, money
 from jobs.cycle.verdict import outcome_words
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle, open_cycle
 from pipeline.context import load_result
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError
@@ -38,7 +38,7 @@ MAX_TEXT = 1500
 """Characters of a line: reasons of jobs and of the gate are texts of others."""
 
 
-class Message(Record):
+class Notification(Record):
     """One thing that a team is told."""
 
     title: str
@@ -67,7 +67,7 @@ def run_notify(arguments: argparse.Namespace, say: Say) -> int:
     return EXIT_OK
 
 
-def _put_news(cycle: OpenCycle, plan: Plan, records: Sequence[JobRecord], closed: Closed | None) -> None:
+def _put_news(cycle: OpenCycle, plan: JobPlan, records: Sequence[JobRecord], closed: Closed | None) -> None:
     """Store a message for a missed deadline and one for the end of the cycle."""
     store = cycle.store
     ledger = read_ledger(store, plan, records, cycle.settings.jobs, closed=closed)
@@ -82,10 +82,10 @@ def _put_news(cycle: OpenCycle, plan: Plan, records: Sequence[JobRecord], closed
     facts = (f"took {format_duration(took)}", DEADLINES[ledger.deadline], money(ledger.total))
     lines = [without_error(closed.reason, records), "; ".join(word for word in facts if word)]
     first = first_failure(records)
-    if first and (failed := failed_leaf(first)):
+    if first and (failed := failed_task(first)):
         lines += (failed.attempts[-1].error or NO_LOG).splitlines()
         lines.append(logs_command(failed, store.storage.root, store.cycle))
-    name = f"{event.partition(' ')[0]}-{closed.round or max(store.rounds(), default=1)}"
+    name = f"{event.partition(' ')[0]}-{closed.round or max(store.submissions(), default=1)}"
     _put(cycle, name, event.upper() if event == "failed" else event, lines, at=closed.at)
 
 
@@ -96,7 +96,7 @@ def _put(cycle: OpenCycle, name: str, what: str, lines: Sequence[str] = (), *, a
         return
     title = f"{cycle.settings.jobs.name} {store.cycle}: {what}"
     body = "\n".join(plain(line) for line in (*lines, storage.uri(report_key(store.cycle))) if line)
-    message = Message(title=plain(title), body=body, at=store.clock() if at is None else at)
+    message = Notification(title=plain(title), body=body, at=store.clock() if at is None else at)
     storage.write_if_absent(f"{OUTBOX}/{cycle.name}/{name}.json", message.model_dump_json(indent=1).encode())
     storage.write_if_absent(store.key(f"told/{name}"), b"")
 
@@ -108,7 +108,7 @@ def plain(text: str) -> str:
 
 
 def send_messages(
-    cycle: OpenCycle, plan: Plan | None = None, records: Sequence[JobRecord] = (), closed: Closed | None = None
+    cycle: OpenCycle, plan: JobPlan | None = None, records: Sequence[JobRecord] = (), closed: Closed | None = None
 ) -> int:
     """Store what there is to tell of a cycle (if `plan` is given), and send what is pending, of all cycles.
 
@@ -130,11 +130,11 @@ def send_messages(
 
 def _send(cycle: OpenCycle) -> int:
     """Send every pending message to each address that has not taken it; an address that fails is left alone then."""
-    storage, pending = cycle.store.storage, list[tuple[str, Message]]()
+    storage, pending = cycle.store.storage, list[tuple[str, Notification]]()
     for stat in storage.list(OUTBOX):
         again = f"delete {storage.uri(stat.key)}"
         try:
-            found = read_record(storage, stat.key, Message, "a message", "trnjobs", next_command=again)
+            found = read_record(storage, stat.key, Notification, "a message", "trnjobs", next_command=again)
         except DataError as error:
             cycle.say(f"notify: {error.seen}; next: {again}")
             continue

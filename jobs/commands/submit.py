@@ -23,7 +23,7 @@ from jobs.cycle.job_states import CANCELLED, Closed, JobRecord, JobState, exit_c
 from jobs.cycle.page.publish import write_page
 from jobs.cycle.tables import status_lines, summary, value_text
 from jobs.plan.cycle import RUN_PREFIX, script_of
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.schedule import ScheduleConfig, due_cycle
 from jobs.settings import CycleSettings, StageJob, Step, differences, of_all_jobs, values_of, with_values
 from jobs.setup import OpenCycle, cycle_of, make_plan, make_run, open_cycle, open_target, stopping_jobs, submitter
@@ -32,7 +32,7 @@ from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import shortened
-from pipeline.core.interpreter import without_interpreter
+from pipeline.core.interpreter import strip_interpreter
 from pipeline.core.progress import Say
 from pipeline.registry.records import verdict_key
 
@@ -68,7 +68,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
             next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
         )
     jobs, words = settings.jobs, list(arguments.command)
-    script, *more = without_interpreter(words) or words
+    script, *more = strip_interpreter(words) or words
     stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
     given = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
     try:
@@ -86,7 +86,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
         return submit_plan(open_cycle(settings, say, stop, is_shown=True), plan, target, again=arguments.again)
 
 
-def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool = False) -> int:
+def submit_plan(cycle: OpenCycle, plan: JobPlan, target_name: str, *, again: bool = False) -> int:
     """Claim, submit. Twice, or killed in between: no job is started a second time.
 
     `again`: from the beginning, in place of an earlier submission. Returns the exit code of the cycle where it has
@@ -110,10 +110,10 @@ def submit_plan(cycle: OpenCycle, plan: Plan, target_name: str, *, again: bool =
         begin_again(cycle, plan, target_name)
     claim, jobs = store.claim(), [job.name for job in plan.jobs]
     first = claim.first_round if claim else 1
-    round_ = max(store.rounds(), default=first)
-    if round_ > first and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
+    submission = max(store.submissions(), default=first)
+    if submission > first and store.plan() == plan:  # what a retry has not handed over; the rest has succeeded
         jobs = _unfinished(plan, cycle.target().records(plan))
-    return _hand_over(cycle, target_name, plan, round_, jobs)
+    return _hand_over(cycle, target_name, plan, submission, jobs)
 
 
 def run_retry(arguments: argparse.Namespace, say: Say) -> int:
@@ -128,17 +128,17 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         if unused := unused_settings(asked):
             say(f"retry runs with the settings the cycle was submitted with; not used: {'; '.join(unused)}")
         cycle = asked.with_stored()
-        plan, target, rounds = cycle.plan(), cycle.target(), cycle.store.rounds()
+        plan, target, submissions = cycle.plan(), cycle.target(), cycle.store.submissions()
         records = target.records(plan)
-        again, round_ = _unfinished(plan, records), max(rounds, default=0)
+        again, submission = _unfinished(plan, records), max(submissions, default=0)
         has_ended = cycle.store.closed() or outcome_of(plan, records)
         if has_ended:
-            round_ += 1
+            submission += 1
         elif cycle.interrupted_s() is not None:  # go on with the jobs of this round, which nobody runs
             cycle.say(f"cycle {cycle.name} was interrupted; going on")
             claim = cycle.store.claim()
-            round_ = round_ or (claim.first_round if claim else 1)  # it may have been before its first job
-        elif len(rounds) < 2 or cycle.store.submitted(round_).keys() >= {*again}:
+            submission = submission or (claim.first_round if claim else 1)  # it may have been before its first job
+        elif len(submissions) < 2 or cycle.store.submitted(submission).keys() >= {*again}:
             raise ConfigError(
                 f"cycle {cycle.name} is under way",
                 expected="one that ended",
@@ -147,16 +147,16 @@ def run_retry(arguments: argparse.Namespace, say: Say) -> int:
         if not again:
             raise ConfigError(f"cycle {cycle.name}: no job failed", next_command=f"trnjobs status --cycle {cycle.name}")
         if has_ended:
-            cycle.store.keep_records(round_ - 1, records)
-        return _hand_over(cycle, target.name, plan, round_, again)
+            cycle.store.archive_records(submission - 1, records)
+        return _hand_over(cycle, target.name, plan, submission, again)
 
 
-def _unfinished(plan: Plan, records: Sequence[JobRecord]) -> list[str]:
+def _unfinished(plan: JobPlan, records: Sequence[JobRecord]) -> list[str]:
     done = {record.name for record in records if record.state is JobState.SUCCEEDED}
     return [job.name for job in plan.jobs if job.name not in done]
 
 
-def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs: Sequence[str]) -> int:
+def _hand_over(cycle: OpenCycle, target_name: str, plan: JobPlan, submission: int, jobs: Sequence[str]) -> int:
     """Claim the cycle and give `jobs` of it to the target.
 
     Returns the exit code of the cycle where it has ended, 0 where its jobs are on their way.
@@ -167,10 +167,10 @@ def _hand_over(cycle: OpenCycle, target_name: str, plan: Plan, round_: int, jobs
         store.reopen()
         target = open_target(replace(cycle, say=view.say) if view else cycle, target_name, renew)
         if target_name == "batch":
-            target.submit(plan, round_, jobs)
+            target.submit(plan, submission, jobs)
     if target_name != "batch":  # sees them through; a second one at it waits (local) or does nothing twice (sagemaker)
         with view.while_running() if view else nullcontext():
-            target.submit(plan, round_, jobs)
+            target.submit(plan, submission, jobs)
     return finish(cycle, plan, target.records(plan))
 
 
@@ -200,9 +200,9 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
         close_cycle(asked)
         return EXIT_OK
     names = unclosed_cycles(asked.store, claimed_cycles(asked.store, runs=True))
-    under_way = [asked.other(name) for name in names]
+    busy_reason = [asked.other(name) for name in names]
     failed: TrnpipeError | None = None
-    for cycle in under_way:
+    for cycle in busy_reason:
         try:
             if cycle.store.plan() is None:
                 again = "the same trnjobs run again" if is_run(cycle) else f"trnjobs submit --cycle {cycle.name}"
@@ -212,7 +212,7 @@ def run_reconcile(arguments: argparse.Namespace, say: Say) -> int:
         except TrnpipeError as error:  # the others are looked at all the same
             say(f"cycle {cycle.name}: {type(error).__name__}: {error}")
             failed = failed or error
-    if not under_way:
+    if not busy_reason:
         say(f"no cycle is under way in {asked.store.storage.root}")
         send_messages(asked)
     if failed is not None:
@@ -231,7 +231,7 @@ def close_cycle(cycle: OpenCycle) -> None:
     cycle.say(summary(cycle.ledger(plan, records), "under way" if cycle.interrupted_s() is None else "interrupted"))
 
 
-def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
+def finish(cycle: OpenCycle, plan: JobPlan, records: tuple[JobRecord, ...], cancelled: Closed | None = None) -> int:
     """Record and say how the jobs stand and, when all have ended, write the page and close the cycle; its exit code.
 
     `cancelled`: the end of a cycle of which only a part was submitted.
@@ -242,10 +242,10 @@ def finish(cycle: OpenCycle, plan: Plan, records: tuple[JobRecord, ...], cancell
     store.save_records(records)
     closed = outcome_of(plan, records, cancelled=cancelled or store.closed())
     if closed is not None:
-        round_ = max(store.rounds(), default=0)
+        submission = max(store.submissions(), default=0)
         # By the newest round: somebody may have retried the cycle since the records were read.
-        is_retried = {one.id for one in store.submitted(round_).values()} - {record.id for record in records}
-        closed = None if is_retried else closed.model_copy(update={"round": round_})
+        is_retried = {one.id for one in store.submitted(submission).values()} - {record.id for record in records}
+        closed = None if is_retried else closed.model_copy(update={"round": submission})
     if closed is None:
         for line in (*status_lines(records), *cycle.failure_lines(records)):
             say(line)
@@ -347,7 +347,7 @@ def is_run(cycle: OpenCycle) -> bool:
     return cycle.name.startswith(RUN_PREFIX)
 
 
-def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
+def refuse_other(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
     """Raise ConfigError with the settings that differ from those the cycle was submitted with; none where none do."""
     if not cycle.store.belongs_to_other(plan, target):
         return
@@ -362,7 +362,7 @@ def refuse_other(cycle: OpenCycle, plan: Plan, target: str) -> None:
     )
 
 
-def changes(cycle: OpenCycle, plan: Plan, target: str) -> list[str]:
+def changes(cycle: OpenCycle, plan: JobPlan, target: str) -> list[str]:
     """Return what differs from the submission on record, as `name: stored -> given` without secrets."""
     claim, stored = cycle.store.claim(), cycle.store.plan()
     if stored is None:
@@ -405,7 +405,7 @@ def obstacle(cycle: OpenCycle) -> str:
     may run as often as it is asked to.
     """
     store = cycle.store
-    if not store.rounds():
+    if not store.submissions():
         return ""
     if not is_run(cycle) and (done := _done(cycle)):
         return done
@@ -414,7 +414,7 @@ def obstacle(cycle: OpenCycle) -> str:
         return ""
     try:
         target = cycle.target()
-        return target.under_way(target.records(plan))
+        return target.busy_reason(target.records(plan))
     except TrnpipeError as error:
         return f"it is not known whether its jobs have ended: {error.seen}"
 
@@ -435,13 +435,13 @@ def _done(cycle: OpenCycle) -> str:
     return "its model was judged" if storage.stat(verdict_key(name)) is not None else ""
 
 
-def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
+def begin_again(cycle: OpenCycle, plan: JobPlan, target: str) -> None:
     """End what is left of the earlier submission and let this one replace it; its records and costs stay.
 
     Raises ConfigError with the reason when something of it must stay or still runs.
     """
 
-    def end(earlier: Plan) -> Sequence[JobRecord]:
+    def end(earlier: JobPlan) -> Sequence[JobRecord]:
         if stops := obstacle(cycle):
             raise ConfigError(
                 f"cycle {cycle.name} cannot start from the beginning: {stops}",
@@ -456,13 +456,13 @@ def begin_again(cycle: OpenCycle, plan: Plan, target: str) -> None:
     cycle.store.begin_again(plan, target, submitter(), end)
 
 
-def _script_digest(cycle: OpenCycle, plan: Plan, target: str) -> str:
+def _script_digest(cycle: OpenCycle, plan: JobPlan, target: str) -> str:
     """Return the SHA-256 of the file that a `trnjobs run` on this machine runs; empty if there is none to look at."""
     script = Path(script_of(plan.jobs[0])) if is_run(cycle) and target == "local" else Path()
     return hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
 
 
-def ended_line(cycle: OpenCycle, plan: Plan, target: str, closed: Closed) -> str:
+def ended_line(cycle: OpenCycle, plan: JobPlan, target: str, closed: Closed) -> str:
     """Return the message for a cycle that is submitted again after its end.
 
     Raises ConfigError for a script whose file is not the one that has run.

@@ -17,12 +17,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jobs.cycle.costs import SKEW_MS, CycleLedger, Moment, read_ledger, read_moments
+from jobs.cycle.costs import SKEW_MS, CycleEvent, CycleLedger, read_cycle_events, read_ledger
 from jobs.cycle.job_states import Change, Closed, JobRecord, JobState, change_line, exit_code_of_cycle, outcome_of
 from jobs.cycle.tables import status_rows
 from jobs.cycle.verdict import cost_text
 from jobs.plan.cycle import RUN_PREFIX
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle
 from jobs.targets.base import Target, until_ended
 from pipeline.core.errors import EXIT_OK, Preempted, TransientError, TrnpipeError
@@ -45,9 +45,9 @@ Row = tuple[str, ...]
 
 
 def live_rows(
-    plan: Plan,
+    plan: JobPlan,
     records: Sequence[JobRecord],
-    moments: Sequence[Moment],
+    events: Sequence[CycleEvent],
     now: float,
     newest_line: Callable[[JobRecord], str] = lambda record: "",
 ) -> list[Row]:
@@ -58,11 +58,11 @@ def live_rows(
     rows = list[Row]()
     for record in records:
         name, state, _, ran, _, why = status_rows([record])[0]
-        running = [leaf for leaf in record.leaves() if leaf.state is JobState.RUNNING and leaf.attempts]
+        running = [task for task in record.tasks() if task.state is JobState.RUNNING and task.attempts]
         if running:
-            started = min(leaf.attempts[-1].started_at or now for leaf in running)
+            started = min(task.attempts[-1].started_at or now for task in running)
             ran = format_duration(max(0.0, now - started))
-            since = [one for one in moments if one.at_ms >= 1000 * started - SKEW_MS]
+            since = [one for one in events if one.at_ms >= 1000 * started - SKEW_MS]
             stage, attempt = plan.job(record.name).stage, len(running[0].attempts)
             doing = doing_text(stage, since, newest_line(running[0]))
             why = ", ".join(filter(None, (f"attempt {attempt}" if attempt > 1 else "", doing)))
@@ -70,9 +70,9 @@ def live_rows(
     return rows
 
 
-def doing_text(stage: str, moments: Sequence[Moment], newest_line: str = "") -> str:
+def doing_text(stage: str, events: Sequence[CycleEvent], newest_line: str = "") -> str:
     """Return what a running job is at: `step 120/2000, loss 0.693, ...`; else what it has written last."""
-    newest: Mapping[str, Moment] = {moment.name: moment for moment in moments}
+    newest: Mapping[str, CycleEvent] = {moment.name: moment for moment in events}
     if stage == "train" and (steps := newest.get(EventName.TRAIN_STEPS)):
         started, losses = newest.get(EventName.TRAIN_STARTED), steps.fields.get("losses")
         numbers = [loss for loss in losses if isinstance(loss, int | float)] if isinstance(losses, list) else []
@@ -89,14 +89,14 @@ def doing_text(stage: str, moments: Sequence[Moment], newest_line: str = "") -> 
         words = [one for one in line.removeprefix(stage).removeprefix(":").split(" | ") if not one.endswith("so far")]
         return ", ".join([*words[:2], *words[2:][-1:]]).strip()
     if stage == "embed" and (begun := newest.get(EventName.EMBED_STARTED)):
-        parts = sum(one.name == EventName.PART_EMBEDDED and one.at_ms >= begun.at_ms for one in moments)
+        parts = sum(one.name == EventName.PART_EMBEDDED and one.at_ms >= begun.at_ms for one in events)
         return f"part {begun.number('done') + parts:.0f}/{begun.number('parts'):.0f}"
     return ""
 
 
-def event_text(moments: Sequence[Moment], now: float) -> str:
+def event_text(events: Sequence[CycleEvent], now: float) -> str:
     """Return the newest event other than figures of steps: `3s ago: checkpoint saved, step 200`; empty: none."""
-    newest = next((one for one in reversed(moments) if one.name != EventName.TRAIN_STEPS), None)
+    newest = next((one for one in reversed(events) if one.name != EventName.TRAIN_STEPS), None)
     if newest is None:
         return ""
     fields = [f"{name} {newest.fields[name]}" for name in _IN_EVENTS if name in newest.fields]
@@ -104,7 +104,7 @@ def event_text(moments: Sequence[Moment], now: float) -> str:
     return f"{ago} ago: {', '.join([newest.name.replace('_', ' '), *fields])}"
 
 
-def head_text(plan: Plan, ledger: CycleLedger, target: str, state: str, end: float) -> str:
+def head_text(plan: JobPlan, ledger: CycleLedger, target: str, state: str, end: float) -> str:
     all_jobs = sum(max(1, job.array_size) for job in plan.jobs)
     word = "for" if ledger.outcome == "open" else "in"
     lasted = "" if ledger.began_at is None else f" {word} {format_duration(max(0.0, end - ledger.began_at))}"
@@ -119,7 +119,12 @@ class View:
     """One cycle on a screen, or in lines. `says_changes`: changes of jobs too, which nobody else reports."""
 
     def __init__(
-        self, cycle: OpenCycle, plan: Plan, console: rich.console.Console | None = None, *, says_changes: bool = False
+        self,
+        cycle: OpenCycle,
+        plan: JobPlan,
+        console: rich.console.Console | None = None,
+        *,
+        says_changes: bool = False,
     ) -> None:
         # A storage of its own: that of the cycle is read no more once Ctrl-C was pressed.
         store = replace(cycle.store, storage=open_storage(cycle.store.storage.root, retry=cycle.settings.storage))
@@ -160,7 +165,7 @@ class View:
         done = threading.Event()
         thread = threading.Thread(target=self._keep_drawing, args=(self.cycle.target(), done), name="view", daemon=True)
         with self:
-            self.stop.is_shown = self.live is not None
+            self.stop.has_live_display = self.live is not None
             thread.start()
             try:
                 yield
@@ -169,7 +174,7 @@ class View:
                 thread.join()
                 for follower in list(self._followed.values()):
                     follower.join()
-                self.stop.is_shown = False
+                self.stop.has_live_display = False
 
     def _keep_drawing(self, target: Target, done: threading.Event) -> None:
         store = self.cycle.store
@@ -217,17 +222,17 @@ class View:
         """Show how the jobs stand now; return the end of the cycle, if it has ended."""
         store = self.cycle.store
         closed = store.closed() or outcome_of(self.plan, records)
-        moments = read_moments(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
-        ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, moments=moments)
+        events = read_cycle_events(store.storage, store.cycle, last_bytes=NEWEST_BYTES)
+        ledger = read_ledger(store, self.plan, records, self.cycle.settings.jobs, closed=closed, events=events)
         now, state = store.clock(), "interrupted" if is_interrupted else "under way"
         newest_line = (lambda record: "") if self._followed else target.newest_line  # it is printed anyway
-        rows = live_rows(self.plan, records, moments, now, newest_line)
+        rows = live_rows(self.plan, records, events, now, newest_line)
         end, state = (closed.at, closed.outcome) if closed else (now, state)
         head = head_text(self.plan, ledger, target.name, state, end)
         if self.live is None:
             self._tell(head, records, rows, now)
             return closed
-        lines = [event_text(moments, now)] if closed is None else []
+        lines = [event_text(events, now)] if closed is None else []
         is_stopping = self.stop.is_set()
         self.live.update(_picture(head, rows, [*lines, STOPPING] if is_stopping else lines), refresh=True)
         self._told_at = now
@@ -237,17 +242,17 @@ class View:
 
     def _tell(self, head: str, records: Sequence[JobRecord], rows: Sequence[Row], now: float) -> None:
         """Print a line for each change since the last look, and now and then one for each job that runs."""
-        leaves = [leaf for record in records for leaf in record.leaves()]
+        tasks = [task for record in records for task in record.tasks()]
         if self.says_changes:
             if self._known is None:
                 self.say(head)
-            known, self._known = self._known or {}, {leaf.name: (leaf.state, len(leaf.attempts)) for leaf in leaves}
-            for leaf in leaves:
-                if known.get(leaf.name, (JobState.SUBMITTED, 0)) != self._known[leaf.name]:
-                    self.say(change_line(leaf))
+            known, self._known = self._known or {}, {task.name: (task.state, len(task.attempts)) for task in tasks}
+            for task in tasks:
+                if known.get(task.name, (JobState.SUBMITTED, 0)) != self._known[task.name]:
+                    self.say(change_line(task))
         if now - self._told_at >= LINES_S and not self._followed:
             self._told_at = now
-            running = {leaf.name.partition(":")[0] for leaf in leaves if leaf.state is JobState.RUNNING}
+            running = {task.name.partition(":")[0] for task in tasks if task.state is JobState.RUNNING}
             for name, state, ran, doing in rows:
                 if name in running:
                     self.say(f"{name:<12} {state:<9}  {ran}  {doing}".rstrip())

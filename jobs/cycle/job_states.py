@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from jobs.plan.spec import JobSpec, Plan, Retry
+from jobs.plan.spec import JobPlan, JobSpec, Retry
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, GateRefused, Preempted, TransientError, headline
 from pipeline.core.record import Record
 
@@ -85,20 +85,20 @@ class JobRecord(Record):
     children: tuple["JobRecord", ...] = Field((), description="Of an array, by index")
     num_nodes: int = Field(0, description="0: an ordinary container")
 
-    def leaves(self) -> tuple["JobRecord", ...]:
+    def tasks(self) -> tuple["JobRecord", ...]:
         """Return what runs: the children of an array, else the job itself."""
         return self.children or (self,)
 
-    def tries(self) -> list[AttemptRecord]:
+    def all_attempts(self) -> list[AttemptRecord]:
         """Of all leaves."""
-        return [attempt for leaf in self.leaves() for attempt in leaf.attempts]
+        return [attempt for task in self.tasks() for attempt in task.attempts]
 
 
 Outcome = Literal["succeeded", "failed", "refused", "cancelled"]
 """Of a cycle. refused: the gate did its work, production stays as it is."""
 
 
-class Submission(Record):
+class SubmittedJob(Record):
     """A job that was handed over. Written before the next one is submitted."""
 
     job: str
@@ -127,7 +127,7 @@ class Closed(Record):
         return self.outcome + (f", {self.reason}" if self.reason else "")
 
 
-class Sighting(Record):
+class BlockedJob(Record):
     """A job that was seen blocked, at every look since `since` (seconds since 1970) for the same reason."""
 
     job: str = Field(description="Name of the record; of a child: name:index")
@@ -152,6 +152,8 @@ UNNEEDED = "no longer needed: "
 """Begins the reason of a job that was ended because no job that waits for it can run any more."""
 NOT_RUN = "not run: "
 """Begins the reason of a job of which a dependency did not succeed."""
+PAGE_ANYWAY = "not needed: the end of the cycle writes the page"
+"""Of the job `report` without which a cycle ended."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class AttemptEnd:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Task:
     """A job, or one child of an array."""
 
     spec: JobSpec
@@ -179,43 +181,43 @@ class Leaf:
         return (one.job for one in self.spec.depends_on)
 
 
-def leaves_of(job: JobSpec) -> list[Leaf]:
+def tasks_of(job: JobSpec) -> list[Task]:
     """Return the children of an array, else the job itself."""
-    return [Leaf(job, index) for index in range(job.array_size)] if job.array_size else [Leaf(job)]
+    return [Task(job, index) for index in range(job.array_size)] if job.array_size else [Task(job)]
 
 
-def new_record(leaf: Leaf, job_id: str, at: float) -> JobRecord:
-    own = job_id if leaf.index is None else f"{job_id}:{leaf.index}"
-    return JobRecord(name=leaf.name, id=own, state=JobState.SUBMITTED, created_at=at, num_nodes=leaf.spec.num_nodes)
+def new_record(task: Task, job_id: str, at: float) -> JobRecord:
+    own = job_id if task.index is None else f"{job_id}:{task.index}"
+    return JobRecord(name=task.name, id=own, state=JobState.SUBMITTED, created_at=at, num_nodes=task.spec.num_nodes)
 
 
-def advance_waiting_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord], at: float) -> dict[str, JobRecord]:
+def advance_waiting_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord], at: float) -> dict[str, JobRecord]:
     """One step of every leaf that waits for others; the changed records. Repeat until there is none.
 
     What is not among the records is of an earlier round, and has succeeded.
     """
-    now = {leaf.name: records[leaf.name] for leaf in leaves}
+    now = {task.name: records[task.name] for task in tasks}
     children = dict[str, list[str]]()
-    for leaf in leaves:
-        if leaf.index is not None:
-            children.setdefault(leaf.spec.name, []).append(leaf.name)
+    for task in tasks:
+        if task.index is not None:
+            children.setdefault(task.spec.name, []).append(task.name)
     states = {name: record.state for name, record in now.items()}
     states |= {name: parent_state([states[one] for one in ones]) for name, ones in children.items()}
     changed = {}
-    for leaf in leaves:
-        record, needs = records[leaf.name], [states.get(name, JobState.SUCCEEDED) for name in leaf.waits_for()]
+    for task in tasks:
+        record, needs = records[task.name], [states.get(name, JobState.SUCCEEDED) for name in task.waits_for()]
         if record.state is JobState.SUBMITTED:
             record = _move(record, JobState.PENDING if needs else JobState.RUNNABLE)
         elif record.state is JobState.PENDING and any(need.is_failure for need in needs):
-            names = (one for name in leaf.waits_for() if name in states for one in children.get(name, [name]))
+            names = (one for name in task.waits_for() if name in states for one in children.get(name, [name]))
             failed = [now[name] for name in names if now[name].state.is_failure]
             record = failed_record(record, NOT_RUN + cause_text(failed), at)
         elif record.state is JobState.PENDING and all(need is JobState.SUCCEEDED for need in needs):
             record = _move(record, JobState.RUNNABLE)
         else:
             continue
-        changed[leaf.name] = now[leaf.name] = record
-        states[leaf.name] = record.state
+        changed[task.name] = now[task.name] = record
+        states[task.name] = record.state
     return changed
 
 
@@ -233,17 +235,17 @@ def cause_text(failed: Sequence[JobRecord]) -> str:
     return failed[0].status_reason.partition(": ")[2]
 
 
-def unneeded_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord]) -> dict[str, str]:
+def unneeded_jobs(tasks: Sequence[Task], records: Mapping[str, JobRecord]) -> dict[str, str]:
     """Why to end jobs that have not ended, by name of leaf: none of the jobs that wait for them can run any more.
 
     A job that no other waits for is always needed. `leaves`: each after those it depends on.
     """
     failures = dict[str, list[JobRecord]]()
-    for leaf in leaves:
-        record = records[leaf.name]  # one that was ended as unneeded stays so, and so do the other children
+    for task in tasks:
+        record = records[task.name]  # one that was ended as unneeded stays so, and so do the other children
         if record.state.is_failure and not record.status_reason.startswith(UNNEEDED):
-            failures.setdefault(leaf.spec.name, []).append(record)
-    specs = {leaf.spec.name: leaf.spec for leaf in leaves}
+            failures.setdefault(task.spec.name, []).append(record)
+    specs = {task.spec.name: task.spec for task in tasks}
     lost, unneeded = dict[str, str](), dict[str, str]()  # by job, with the cause
     for name, spec in specs.items():
         causes = [lost[one.job] for one in spec.depends_on if one.job in lost]
@@ -255,13 +257,15 @@ def unneeded_jobs(leaves: Sequence[Leaf], records: Mapping[str, JobRecord]) -> d
         if name not in lost and ends and all(ends):
             unneeded[name] = ends[0] or ""
     return {
-        leaf.name: UNNEEDED + unneeded[leaf.spec.name]
-        for leaf in leaves
-        if leaf.spec.name in unneeded and not records[leaf.name].state.is_final
+        task.name: UNNEEDED + unneeded[task.spec.name]
+        for task in tasks
+        if task.spec.name in unneeded and not records[task.name].state.is_final
     }
 
 
-def in_our_words(plan: Plan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]) -> tuple[JobRecord, ...]:
+def normalize_batch_records(
+    plan: JobPlan, records: Sequence[JobRecord], cancelled: Mapping[str, Cancel]
+) -> tuple[JobRecord, ...]:
     """Return records of AWS Batch, which reports every end without success as FAILED, in our states and reasons.
 
     `cancelled`: by id of job, what we have asked to end before it had ended.
@@ -283,7 +287,7 @@ def in_our_words(plan: Plan, records: Sequence[JobRecord], cancelled: Mapping[st
         one = renamed(record, asked).model_copy(update={"children": tuple(children)})
         failed = [found[of.job] for of in plan.job(one.name).depends_on if of.job in found]
         failed = [of for of in failed if of.state.is_failure]
-        if one.state is JobState.FAILED and failed and asked is None and not one.tries():
+        if one.state is JobState.FAILED and failed and asked is None and not one.all_attempts():
             one = one.model_copy(update={"status_reason": NOT_RUN + cause_text(failed)})
         found[one.name] = one
     return tuple(found.values())
@@ -313,12 +317,12 @@ def record_after_attempt(
     if end.status_reason == INTERRUPTED:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     counted = sum(attempt.status_reason != INTERRUPTED for attempt in record.attempts)
-    if is_tried_again(retry, counted, end) if again is None else again:
+    if should_retry(retry, counted, end) if again is None else again:
         return _move(record, JobState.RUNNABLE, reason=end.status_reason)
     return failed_record(record, end.status_reason, at)
 
 
-def is_tried_again(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
+def should_retry(retry: Retry, attempt: int, end: AttemptEnd) -> bool:
     """After attempt number `attempt` (from 1) failed. Those that were timed out or cancelled never are."""
     if attempt >= retry.attempts:
         return False
@@ -342,12 +346,12 @@ def failed_state(reason: str) -> JobState:
     return JobState.CANCELLED if reason.startswith((CANCELLED, UNNEEDED)) else JobState.FAILED
 
 
-def queue(leaves: Iterable[Leaf], records: Mapping[str, JobRecord]) -> list[Leaf]:
+def queue(tasks: Iterable[Task], records: Mapping[str, JobRecord]) -> list[Task]:
     """RUNNABLE leaves, first in first out; those to be tried again stand at the front."""
-    runnable = [leaf for leaf in leaves if records[leaf.name].state is JobState.RUNNABLE]
-    again = [leaf for leaf in runnable if records[leaf.name].attempts]
-    again.sort(key=lambda leaf: -(records[leaf.name].attempts[-1].stopped_at or 0.0))
-    return again + [leaf for leaf in runnable if not records[leaf.name].attempts]
+    runnable = [task for task in tasks if records[task.name].state is JobState.RUNNABLE]
+    again = [task for task in runnable if records[task.name].attempts]
+    again.sort(key=lambda task: -(records[task.name].attempts[-1].stopped_at or 0.0))
+    return again + [task for task in runnable if not records[task.name].attempts]
 
 
 def parent_state(children: Sequence[JobState]) -> JobState:
@@ -416,7 +420,7 @@ def change_line(record: JobRecord, log: str = "") -> Change:
 _MEANINGS = {rule.exit_code: rule.name for rule in EXIT_TABLE}
 
 
-def outcome_of(plan: Plan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
+def outcome_of(plan: JobPlan, records: Sequence[JobRecord], *, cancelled: Closed | None = None) -> Closed | None:
     """None while a job is not final, or was never submitted.
 
     A cycle that was submitted half also ends when it is cancelled: a record tells, or whoever cancels now (`cancelled`;
@@ -457,7 +461,7 @@ def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
     def order(record: JobRecord) -> tuple[int, float]:
         """Sort jobs that ran first, then jobs that were cancelled before, then those that ended because of them."""
         why = record.status_reason
-        rank = 0 if record.tries() and not why.startswith(UNNEEDED) else 1 if why.startswith(CANCELLED) else 2
+        rank = 0 if record.all_attempts() and not why.startswith(UNNEEDED) else 1 if why.startswith(CANCELLED) else 2
         return rank, record.stopped_at or float("inf")
 
     return min((record for record in records if record.state.is_failure), key=order, default=None)
@@ -465,15 +469,27 @@ def first_failure(records: Sequence[JobRecord]) -> JobRecord | None:
 
 def exit_code(record: JobRecord) -> int | None:
     """Of the last try of the first child that failed, or of the job; None when nothing ran."""
-    leaves = [leaf for leaf in record.leaves() if leaf.state.is_failure] or record.leaves()
-    return next((leaf.attempts[-1].exit_code for leaf in leaves if leaf.attempts), None)
+    tasks = [task for task in record.tasks() if task.state.is_failure] or record.tasks()
+    return next((task.attempts[-1].exit_code for task in tasks if task.attempts), None)
+
+
+def shown_state(record: JobRecord) -> str:
+    """Return the state for people: a job that was left out because of another one has not failed itself."""
+    return "NOT RUN" if _is_left_out(record) else record.state.value
+
+
+def _is_left_out(record: JobRecord) -> bool:
+    return record.state.is_failure and record.status_reason.startswith(NOT_RUN) and not record.all_attempts()
 
 
 def reason_of(record: JobRecord) -> str:
-    leaf = next((leaf for leaf in record.leaves() if leaf.state is record.state and leaf.state.is_failure), record)
-    words, error = [leaf.status_reason or record.status_reason], ""
-    if leaf.attempts:
-        last = leaf.attempts[-1]
+    """Return why a job failed, for people."""
+    if _is_left_out(record):
+        return PAGE_ANYWAY if record.name == "report" else record.status_reason.removeprefix(NOT_RUN)
+    task = next((task for task in record.tasks() if task.state is record.state and task.state.is_failure), record)
+    words, error = [task.status_reason or record.status_reason], ""
+    if task.attempts:
+        last = task.attempts[-1]
         words, error = [*words, last.reason], headline(last.error.splitlines())
         if last.exit_code is not None:
             meaning = f" ({_MEANINGS[last.exit_code]})" if last.exit_code in _MEANINGS else ""
@@ -485,11 +501,11 @@ def reason_of(record: JobRecord) -> str:
 
 def without_error(reason: str, records: Iterable[JobRecord]) -> str:
     """Return a reason without the first line of an error, for output that shows the whole error."""
-    for leaf in filter(None, map(failed_leaf, records)):
-        reason = reason.removesuffix(f": {headline(leaf.attempts[-1].error.splitlines())}")
+    for task in filter(None, map(failed_task, records)):
+        reason = reason.removesuffix(f": {headline(task.attempts[-1].error.splitlines())}")
     return reason
 
 
-def failed_leaf(record: JobRecord) -> JobRecord | None:
+def failed_task(record: JobRecord) -> JobRecord | None:
     """Of a job that failed by itself: the job, or the first child of an array that did; None for any other job."""
-    return next((leaf for leaf in record.leaves() if leaf.state is JobState.FAILED and leaf.attempts), None)
+    return next((task for task in record.tasks() if task.state is JobState.FAILED and task.attempts), None)

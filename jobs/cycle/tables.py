@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jobs.cycle.costs import SPENT, CycleLedger, Total, critical_seconds, sum_if_known
-from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_leaf, reason_of, without_error
+from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, reason_of, shown_state, without_error
 from jobs.plan.resources import Prices, job_usd
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import GateRefused
-from pipeline.core.format import aligned, format_duration, format_share, usd
+from pipeline.core.format import aligned, format_duration, format_percent, usd
 from pipeline.core.secrets import HIDDEN, is_secret, without_secret
 
 STATUS = ("job", "state", "tries", "ran", "exit", "why")
 
 
-def plan_lines(plan: Plan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
+def plan_lines(plan: JobPlan, seconds: Mapping[str, float], prices: Prices, sla_s: int | None) -> list[str]:
     """Return one row a job, and what the whole cycle will take as far as earlier ones tell."""
     rows: list[tuple[str, ...]] = [("job", "after", "shape", "vCPU", "MiB", "tries", "limit", "expected", "cost")]
     costs = [job_usd(job, seconds[job.name], prices) if job.name in seconds else None for job in plan.jobs]
@@ -59,13 +59,13 @@ def status_rows(records: Sequence[JobRecord]) -> list[tuple[str, ...]]:
     rows = list[tuple[str, ...]]()
     for job in records:
         for record in (job, *(child for child in job.children if child.state.is_failure)):
-            state, code, why = record.state.value, exit_code(record), record.status_reason
+            state, code, why = shown_state(record), exit_code(record), record.status_reason
             if record.children:
                 done = sum(child.state is JobState.SUCCEEDED for child in record.children)
                 state += f" {done}/{len(record.children)}"
             if record.state.is_failure or (record.state is JobState.RUNNABLE and record.attempts and why):
                 why = reason_of(record)  # it failed, or is tried again
-            tries, ran = str(len(record.tries())), format_duration(ran_seconds(record))
+            tries, ran = str(len(record.all_attempts())), format_duration(ran_seconds(record))
             is_well = record.state is JobState.SUCCEEDED
             rows.append((record.name, state, tries, ran, "-" if code is None else str(code), "" if is_well else why))
     return rows
@@ -77,26 +77,26 @@ NO_LOG = "its log is gone or cannot be read"
 def failure_lines(records: Sequence[JobRecord], workspace: str, cycle: str, program: str = "trnjobs") -> list[str]:
     """Return the error of each job that failed by itself, and the command that shows its whole log."""
     lines = list[str]()
-    for leaf in (leaf for record in records if (leaf := failed_leaf(record))):
-        refused = exit_code(leaf) == GateRefused.exit_code
-        what = "refused the model" if refused else f"failed, attempt {len(leaf.attempts)}"
-        lines.append(f"{leaf.name} {what}:")
-        lines += [f"  {line}" for line in leaf.attempts[-1].error.splitlines() or [NO_LOG]]
-        lines.append(f"  log: {logs_command(leaf, workspace, cycle, program)}")
+    for task in (task for record in records if (task := failed_task(record))):
+        refused = exit_code(task) == GateRefused.exit_code
+        what = "refused the model" if refused else f"failed, attempt {len(task.attempts)}"
+        lines.append(f"{task.name} {what}:")
+        lines += [f"  {line}" for line in task.attempts[-1].error.splitlines() or [NO_LOG]]
+        lines.append(f"  log: {logs_command(task, workspace, cycle, program)}")
     return lines
 
 
-def logs_command(leaf: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
+def logs_command(task: JobRecord, workspace: str, cycle: str, program: str = "trnjobs") -> str:
     """Return the command that shows the log from which the error of a failed job was taken. `workspace`: its URI."""
-    words = [program, "logs", leaf.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
-    node = leaf.attempts[-1].error_node
+    words = [program, "logs", task.name, "--workspace", workspace.removeprefix("file://"), "--cycle", cycle]
+    node = task.attempts[-1].error_node
     return shlex.join([*words, "--node", str(node)] if node else words)
 
 
 def ran_seconds(record: JobRecord) -> float | None:
     """From the start of the first try to the end of the last; None where it has not come to that."""
-    starts = [attempt.started_at for attempt in record.tries() if attempt.started_at is not None]
-    ends = [attempt.stopped_at for attempt in record.tries() if attempt.stopped_at is not None]
+    starts = [attempt.started_at for attempt in record.all_attempts() if attempt.started_at is not None]
+    ends = [attempt.stopped_at for attempt in record.all_attempts() if attempt.stopped_at is not None]
     return max(ends) - min(starts) if starts and ends else None
 
 
@@ -124,7 +124,7 @@ def summary(ledger: CycleLedger, standing: str = "under way") -> str:
     words = [
         ", ".join(word for word in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if word),
         f"{ledger.succeeded} of {ledger.jobs} jobs in {len(ledger.entries)} tries",
-        f"goodput {format_share(ledger.total.goodput)}",
+        f"goodput {format_percent(ledger.total.goodput)}",
         money(ledger.total),
     ]
     return " | ".join(words)
@@ -164,7 +164,7 @@ def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
 def total_row(one: Total) -> tuple[str, ...]:
     times = (format_duration(one.machine_ms[kind] / 1000) if one.machine_ms[kind] else "-" for kind in SPENT)
     waited, whole = format_duration(one.waiting_ms / 1000), format_duration(one.all_ms / 1000)
-    return (one.name, str(one.tries), waited, *times, whole, format_share(one.goodput), usd(one.usd))
+    return (one.name, str(one.tries), waited, *times, whole, format_percent(one.goodput), usd(one.usd))
 
 
 # Settings.

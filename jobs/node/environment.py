@@ -25,7 +25,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError
 
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import EXIT_OK, EXIT_TABLE, ConfigError, TransientError
 from pipeline.core.format import quotable
 from pipeline.core.record import Record
@@ -47,7 +47,7 @@ LOOPBACK = ("127.0.0.1", "localhost")  # of a group on one machine, which may ha
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeIdentity:
     """One node of one try of a job. `job`: as in the plan; of a child of an array: name-index. `round_`: of submission;
     attempts count from 1 in each.
 
@@ -125,7 +125,7 @@ class Timing(Record):
             raise ConfigError(f"{variable}={env[variable]!r}", expected="a number of seconds above 0") from error
 
 
-def job_variables(plan: Plan, job: JobSpec, round_: int) -> dict[str, str]:
+def job_variables(plan: JobPlan, job: JobSpec, round_: int) -> dict[str, str]:
     """Return the variables that whoever submits a job sets on every platform."""
     words = {"TRNPIPE_CYCLE": plan.cycle, "TRNPIPE_WORKSPACE": plan.workspace, "TRNJOBS_JOB": job.name}
     return words | ({ROUND: str(round_)} if round_ > 1 else {})

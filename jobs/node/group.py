@@ -21,7 +21,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from jobs.node.environment import Place, Start, Timing
+from jobs.node.environment import NodeIdentity, Start, Timing
 from pipeline.core.errors import EXIT_BUG, EXIT_OK, Preempted, TransientError
 from pipeline.core.format import format_duration
 from pipeline.core.record import Record
@@ -60,7 +60,11 @@ class NodeGroup:
     """
 
     def __init__(
-        self, place: Place, timing: Timing, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        place: NodeIdentity,
+        timing: Timing,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Listens on all interfaces, or at the main address if one is set. Raises TransientError if it cannot."""
         self._place, self._timing, self._say, self._clock = place, timing, say, clock
@@ -109,7 +113,7 @@ class NodeGroup:
                 self._nodes[link.node].heard = link.heard
         if not self._is_main and own.code is not None and self._links and not self._has_reported:
             self._has_reported = True
-            self._send(Message(kind="end", code=own.code))
+            self._send(NodeMessage(kind="end", code=own.code))
         if now - self._beat_at >= self._timing.heartbeat_s:
             self._beat_at = now
             self._send(None)
@@ -131,7 +135,7 @@ class NodeGroup:
                 self._nodes[node].lost = "never came"
         if self._is_main and not (self.ready or self.trouble or missing):
             self.ready, start = True, self.start or Start("", 0)
-            self._send(Message(kind="go", text=start.job_id, attempt=start.attempt))
+            self._send(NodeMessage(kind="go", text=start.job_id, attempt=start.attempt))
         if self.trouble:
             self.stop(self.trouble)
 
@@ -156,7 +160,7 @@ class NodeGroup:
         """Tell all nodes to stop, once; only the main node does so."""
         if self._is_main and not self._stop_reason:
             self._stop_at, self._stop_reason = self._clock(), reason[:MAX_REASON_CHARACTERS]
-            self._send(Message(kind="stop", text=self._stop_reason))
+            self._send(NodeMessage(kind="stop", text=self._stop_reason))
 
     def exit_code(self, own: int, *, stopped: bool) -> int:
         """Return the exit code of this node's entry; AWS Batch takes that of the main node for the job's.
@@ -176,7 +180,7 @@ class NodeGroup:
     def acknowledge(self, code: int, reason: str) -> None:
         """Send the exit code of the job to the other nodes, which wait for it before they exit."""
         if self._is_main:
-            self._send(Message(kind="end", code=code, text=reason[:MAX_REASON_CHARACTERS]))
+            self._send(NodeMessage(kind="end", code=code, text=reason[:MAX_REASON_CHARACTERS]))
             for link in self._links:
                 with suppress(OSError):  # it has gone first
                     link.socket.shutdown(socket.SHUT_WR)  # what was sent still arrives
@@ -212,9 +216,9 @@ class NodeGroup:
                 self._last_failure = str(error.strerror or error)
                 return
             self._links.append(Connection(made, now, node=0))
-            self._send(Message(kind="hello", token=place.token, node=place.node))
+            self._send(NodeMessage(kind="hello", token=place.token, node=place.node))
 
-    def _take(self, link: "Connection", message: "Message") -> None:
+    def _take(self, link: "Connection", message: "NodeMessage") -> None:
         """Act on a message. Raises NodeGone for a connection that is none of ours."""
         if link.node is None:
             if message.kind != "hello" or not hmac.compare_digest(message.token.encode(), self._place.token.encode()):
@@ -223,7 +227,7 @@ class NodeGroup:
                 raise NodeGone(f"node {message.node} is here already, or not of this job")
             link.node = message.node
             if self._stop_reason:
-                link.send(Message(kind="stop", text=self._stop_reason))
+                link.send(NodeMessage(kind="stop", text=self._stop_reason))
         elif message.kind == "end" and self._is_main:
             self.report(message.code, link.node)
         elif message.kind == "end":
@@ -234,7 +238,7 @@ class NodeGroup:
         elif message.kind == "stop":
             self.trouble = self.trouble or f"the main node says: {message.text}"
 
-    def _send(self, message: "Message | None") -> None:
+    def _send(self, message: "NodeMessage | None") -> None:
         """Send to all nodes that are here."""
         for link in [one for one in self._links if one.node is not None]:
             try:
@@ -253,7 +257,7 @@ class NodeGroup:
             self._last_failure = why
 
 
-class Message(Record):
+class NodeMessage(Record):
     kind: Literal["hello", "go", "stop", "end"]
     token: str = Field("", max_length=64)
     node: int = Field(0, ge=0)
@@ -278,7 +282,7 @@ class Connection:
         self.socket, self.heard, self.node = connection, now, node
         self._unread = b""
 
-    def send(self, message: Message | None) -> None:
+    def send(self, message: NodeMessage | None) -> None:
         """Send a message, or a heartbeat. Raises NodeGone."""
         line = (message.model_dump_json(exclude_defaults=True) if message else "").encode() + b"\n"
         try:
@@ -290,7 +294,7 @@ class Connection:
         if sent != len(line):
             raise NodeGone("it reads nothing")
 
-    def receive(self, now: float) -> list[Message]:
+    def receive(self, now: float) -> list[NodeMessage]:
         """Return what has come, in order. Raises NodeGone once all was read and the other end has closed."""
         try:
             block = self.socket.recv(65536)
@@ -305,6 +309,6 @@ class Connection:
         if any(len(line) > MAX_LINE_BYTES for line in (*lines, self._unread)):
             raise NodeGone(f"a line of more than {MAX_LINE_BYTES} bytes")
         try:
-            return [Message.model_validate_json(line) for line in lines if line]
+            return [NodeMessage.model_validate_json(line) for line in lines if line]
         except ValidationError:
             raise NodeGone("no message of an entry") from None

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from jobs.plan.resources import job_of
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import JobsConfig, Step
 from pipeline.core.errors import ConfigError
-from pipeline.core.interpreter import without_interpreter
+from pipeline.core.interpreter import strip_interpreter
 
 ENTRY = ("trnjobs-entry", "--")
 AFTER: dict[str, tuple[str, ...]] = {
@@ -48,7 +48,7 @@ def plan_cycle(
     settings: str = "",
     mines: bool = False,
     stage_limits_s: Mapping[str, float] = MappingProxyType({}),
-) -> Plan:
+) -> JobPlan:
     """The plan of a cycle. `mines`: whether it mines hard negatives. `stage_limits_s`: how long stages allow themselves
     at most, where they have such a limit.
 
@@ -61,7 +61,7 @@ def plan_cycle(
         else _job(jobs, name, after, stage_limits_s.get(name, 0.0))
         for name, after in ordered(stages(mines), jobs.steps).items()
     )
-    return Plan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
+    return JobPlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, settings=settings, jobs=specs)
 
 
 def stages(mines: bool) -> dict[str, tuple[str, ...]]:
@@ -147,9 +147,9 @@ def script_job(jobs: JobsConfig, step: Step, after: Iterable[str], *, workspace:
     )
 
 
-def plan_script(jobs: JobsConfig, step: Step, *, cycle: str, workspace: str) -> Plan:
+def plan_script(jobs: JobsConfig, step: Step, *, cycle: str, workspace: str) -> JobPlan:
     job = script_job(jobs, step, (), workspace=workspace, cycle=cycle)
-    return Plan(pipeline=jobs.name, cycle=cycle, workspace=workspace, jobs=(job,))
+    return JobPlan(pipeline=jobs.name, cycle=cycle, workspace=workspace, jobs=(job,))
 
 
 def ordered(stages: Mapping[str, Sequence[str]], steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
@@ -191,7 +191,7 @@ def script_of(job: JobSpec) -> str:
         return ""
     words = list(job.command[len(ENTRY) :])
     if words[:2] == ["trnpipe", "launch"]:
-        words = without_interpreter(words[words.index("--") + 1 :])
+        words = strip_interpreter(words[words.index("--") + 1 :])
         return "" if words[:1] == ["-m"] else words[0] if words else ""
     return words[0] if "/" in words[0] else ""
 
@@ -199,7 +199,7 @@ def script_of(job: JobSpec) -> str:
 def _script_words(step: Step) -> tuple[str, ...]:
     """Run Python under torchrun, any other command as it is."""
     first = step.command[0]
-    script = without_interpreter(step.command)
+    script = strip_interpreter(step.command)
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
         if not script or (script[0].startswith("-") and script[0] != "-m"):
             seen = f"{step.name}: {first} " + (f"with option {script[0]}" if script else "without a script")

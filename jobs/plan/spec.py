@@ -101,7 +101,7 @@ class JobSpec(Record):
         return self.resources.vcpus * max(1, self.num_nodes, self.array_size)
 
 
-class Plan(Record):
+class JobPlan(Record):
     """Jobs that belong together, each after those it depends on (see `ordered` in cycle.py).
 
     Stored with each placement beside the fields of its job: so cycles that an earlier revision planned are read, and
@@ -152,7 +152,7 @@ class Plan(Record):
         return tree | {"jobs": [job | dict(placements.get(job["name"], {})) for job in tree["jobs"]]}
 
 
-def refuse(plan: Plan, problems: Iterable[str], *, platform: str, next_command: str) -> None:
+def refuse(plan: JobPlan, problems: Iterable[str], *, platform: str, next_command: str) -> None:
     """Raises ConfigError with every problem (`job: what`), and the jobs that share one; nothing where there is none."""
     jobs_of: dict[str, list[str]] = {}
     for job, _, problem in (one.partition(": ") for one in problems):

@@ -15,20 +15,20 @@ from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import (
     Cancel,
     JobRecord,
-    Leaf,
-    Submission,
-    failed_leaf,
-    leaves_of,
+    SubmittedJob,
+    Task,
+    failed_task,
     new_record,
     parent_record,
+    tasks_of,
     with_last_attempt,
 )
 from jobs.node.post_mortem import PostMortem
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import JobsConfig
 from pipeline.core.errors import ConfigError, Preempted, error_in_log
 from pipeline.core.record import Record
-from pipeline.core.secrets import secrets_of, without_secrets
+from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.io.storage import KeyNotFound
 
 PATIENCE_S = 900.0
@@ -57,26 +57,26 @@ class Target(Protocol):
     name: ClassVar[str]
     """`local`, `batch` or `sagemaker`."""
 
-    def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Submit these jobs of a claimed plan in its order; those of this round that were submitted stay as they are.
 
         `local` and `sagemaker` also follow them, and return when the last has ended. Dependencies on jobs that are
         not among `jobs` are those of earlier rounds, which have succeeded.
         """
 
-    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Return what is known of every submitted job now, in the order of the plan."""
 
-    def advance(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def advance(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         """Do what is due now and return the records; `local` needs nobody for that."""
         return self.records(plan)
 
-    def under_way(self, records: Sequence[JobRecord]) -> str:
+    def busy_reason(self, records: Sequence[JobRecord]) -> str:
         """Return why another submission cannot replace that of these records now; empty if nothing of it runs."""
         left = [record.name for record in records if not record.state.is_final]
         return f"{', '.join(left)} {'has' if len(left) == 1 else 'have'} not ended" if left else ""
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: JobPlan) -> None:
         """Raises ConfigError with everything for which the plan could not run there; changes nothing."""
 
     def check_blocked(self, records: Sequence[JobRecord]) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class Target(Protocol):
         """Return the last line of the log of a job or child that runs; empty where that would take long."""
         return ""
 
-    def cancel(self, plan: Plan, reason: str) -> None:
+    def cancel(self, plan: JobPlan, reason: str) -> None:
         """End everything that is not final, from the sinks backwards; what runs gets SIGTERM, and 30 s."""
 
 
@@ -106,32 +106,32 @@ class Target(Protocol):
 class LatestRecords:
     """The newest record and its round of every leaf that was ever submitted, in the order of the plan."""
 
-    leaves: Sequence[Leaf]
+    tasks: Sequence[Task]
     records: dict[str, JobRecord]
-    rounds: Mapping[str, int]
+    submissions: Mapping[str, int]
 
-    def by_job(self, plan: Plan, records: Mapping[str, JobRecord]) -> tuple[JobRecord, ...]:
+    def by_job(self, plan: JobPlan, records: Mapping[str, JobRecord]) -> tuple[JobRecord, ...]:
         """Return one record per job, from `records` of its leaves."""
         shown = []
         for job in plan.jobs:
-            if mine := [records[leaf.name] for leaf in self.leaves if leaf.spec.name == job.name]:
+            if mine := [records[task.name] for task in self.tasks if task.spec.name == job.name]:
                 shown.append(parent_record(job, job_id_of(mine[0]), mine) if job.array_size else mine[0])
         return tuple(shown)
 
 
-def latest_records(plan: Plan, store: CycleStore, saved: Iterable[JobRecord]) -> LatestRecords:
+def latest_records(plan: JobPlan, store: CycleStore, saved: Iterable[JobRecord]) -> LatestRecords:
     """Return the latest. `saved`: what is on record of leaves, of any round."""
     by_id = {record.id: record for record in saved}
-    newest = dict[str, tuple[int, Submission]]()
-    for round_ in store.rounds():
-        newest |= {name: (round_, one) for name, one in store.submitted(round_).items()}
-    leaves = [leaf for job in plan.jobs if job.name in newest for leaf in leaves_of(job)]
-    records, rounds = dict[str, JobRecord](), dict[str, int]()
-    for leaf in leaves:
-        rounds[leaf.name], one = newest[leaf.spec.name]
-        fresh = new_record(leaf, one.id, one.submitted_at)
-        records[leaf.name] = by_id.get(fresh.id, fresh)
-    return LatestRecords(leaves, records, rounds)
+    newest = dict[str, tuple[int, SubmittedJob]]()
+    for submission in store.submissions():
+        newest |= {name: (submission, one) for name, one in store.submitted(submission).items()}
+    tasks = [task for job in plan.jobs if job.name in newest for task in tasks_of(job)]
+    records, submissions = dict[str, JobRecord](), dict[str, int]()
+    for task in tasks:
+        submissions[task.name], one = newest[task.spec.name]
+        fresh = new_record(task, one.id, one.submitted_at)
+        records[task.name] = by_id.get(fresh.id, fresh)
+    return LatestRecords(tasks, records, submissions)
 
 
 def job_id_of(record: JobRecord) -> str:
@@ -145,7 +145,7 @@ def log_stream(record: JobRecord, attempt: int, node: int) -> str:
     return streams[node] if 0 <= node < len(streams) else ""
 
 
-def no_log(record: JobRecord, attempt: int, node: int) -> ConfigError:
+def no_log_error(record: JobRecord, attempt: int, node: int) -> ConfigError:
     tries, nodes = len(record.attempts), max(1, record.num_nodes)
     return ConfigError(
         f"{record.name}: no log of attempt {attempt}, node {node} ({record.state})",
@@ -166,7 +166,7 @@ def read_cancels(store: CycleStore) -> dict[str, Cancel]:
         return {}
 
 
-def keep_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
+def save_cancels(store: CycleStore, cancels: Mapping[str, Cancel]) -> None:
     """Put on record which jobs are to end, by id. The first reason stays."""
     known = read_cancels(store)
     if not cancels.keys() <= known.keys():
@@ -183,7 +183,7 @@ def seconds_of(milliseconds: float | None) -> float | None:
 
 TAIL_LINES = 400
 MAX_NODES = 32
-NOTHING = "(it printed nothing)"
+NO_OUTPUT = "(it printed nothing)"
 Logs = Callable[[JobRecord, int, int], Iterable[str]]
 """Lines of one attempt (from 1) on one node. Raises TrnpipeError where there are none."""
 
@@ -195,19 +195,19 @@ def with_errors(
 
     What cannot be read is left out. `env`: whose secrets must not be shown.
     """
-    failed = [leaf for record in records if (leaf := failed_leaf(record)) and not leaf.attempts[-1].error]
+    failed = [task for record in records if (task := failed_task(record)) and not task.attempts[-1].error]
     if not failed:
         return tuple(records)
-    known = {leaf.id: leaf for record in store.records() for leaf in record.leaves()}
+    known = {task.id: task for record in store.records() for task in record.tasks()}
     found = dict[str, JobRecord]()
-    for leaf in failed:
-        last = known[leaf.id].attempts[-1:] if leaf.id in known else ()
-        if last and last[0].error and len(known[leaf.id].attempts) == len(leaf.attempts):
+    for task in failed:
+        last = known[task.id].attempts[-1:] if task.id in known else ()
+        if last and last[0].error and len(known[task.id].attempts) == len(task.attempts):
             lines, node = [last[0].error], last[0].error_node
         else:
-            lines, node = _from_post_mortem(store, leaf) or (_from_log(logs, leaf), 0)
-        error = str(without_secrets("\n".join(lines), secrets_of(env)))
-        found[leaf.id] = with_last_attempt(leaf, error=error, error_node=node)
+            lines, node = _from_post_mortem(store, task) or (_from_log(logs, task), 0)
+        error = str(without_secrets("\n".join(lines), secret_values(env)))
+        found[task.id] = with_last_attempt(task, error=error, error_node=node)
 
     def updated(record: JobRecord) -> JobRecord:
         children = tuple(found.get(child.id, child) for child in record.children)
@@ -216,12 +216,14 @@ def with_errors(
     return tuple(map(updated, records))
 
 
-def _from_post_mortem(store: CycleStore, leaf: JobRecord) -> tuple[list[str], int] | None:
+def _from_post_mortem(store: CycleStore, task: JobRecord) -> tuple[list[str], int] | None:
     """Return the lines, and the node: of several the one whose own command ended the job."""
-    job, attempt, bundles = leaf.name.partition(":")[0], leaf.attempts[-1], list[PostMortem]()
-    rounds = [one for one in store.rounds() if (made := store.submitted(one).get(job)) and made.id == job_id_of(leaf)]
-    end = f"-round-{rounds[-1]}" if rounds and rounds[-1] > 1 else ""
-    name = f"{leaf.name.replace(':', '-')}-{len(leaf.attempts)}-node"
+    job, attempt, bundles = task.name.partition(":")[0], task.attempts[-1], list[PostMortem]()
+    submissions = [
+        one for one in store.submissions() if (made := store.submitted(one).get(job)) and made.id == job_id_of(task)
+    ]
+    end = f"-round-{submissions[-1]}" if submissions and submissions[-1] > 1 else ""
+    name = f"{task.name.replace(':', '-')}-{len(task.attempts)}-node"
     wanted = re.compile(rf".*/{re.escape(name)}\d+{end}\.json")
     keys = [stat.key for stat in store.storage.list(store.key("post-mortem")) if wanted.fullmatch(stat.key)]
     for key in keys[:MAX_NODES]:
@@ -238,18 +240,18 @@ def _from_post_mortem(store: CycleStore, leaf: JobRecord) -> tuple[list[str], in
     elif first.returncode < 0:
         name = signal.Signals(-first.returncode).name
         lines.append(f"(ended by {name}{', for want of memory' if first.out_of_memory_kills else ''})")
-    return lines or [NOTHING], first.node
+    return lines or [NO_OUTPUT], first.node
 
 
-def _from_log(logs: Logs, leaf: JobRecord) -> list[str]:
+def _from_log(logs: Logs, task: JobRecord) -> list[str]:
     """Return the error in the log of the main node; empty if it cannot be read."""
     try:
-        lines = deque(logs(leaf, len(leaf.attempts), 0), maxlen=TAIL_LINES)
+        lines = deque(logs(task, len(task.attempts), 0), maxlen=TAIL_LINES)
     except Preempted:
         raise
     except Exception:  # also of a bug: the cycle ends as it ends, whatever its logs say
         return []
-    return list(error_in_log(lines, leaf.attempts[-1].exit_code)) or [NOTHING]
+    return list(error_in_log(lines, task.attempts[-1].exit_code)) or [NO_OUTPUT]
 
 
 # Queue, share, role and log of AWS Batch; network and capacity of SageMaker. A plan holds the placement of every job,
@@ -283,7 +285,7 @@ class SageMakerPlacement(Record):
     queue: str = Field("", description="Of service jobs of AWS Batch; empty: SageMaker's own calls")
 
 
-def with_placements(plan: Plan, jobs: JobsConfig) -> Plan:
+def with_placements(plan: JobPlan, jobs: JobsConfig) -> JobPlan:
     """Return the plan with where each job runs, on AWS Batch and, if `[jobs.sagemaker]` is set, on SageMaker."""
     wanted = jobs.sagemaker
     fields = SageMakerPlacement.model_fields.keys()
@@ -317,10 +319,10 @@ def with_placements(plan: Plan, jobs: JobsConfig) -> Plan:
     return plan.model_copy(update={"placements": placements})
 
 
-def sagemaker_placement_of(plan: Plan, job: JobSpec) -> SageMakerPlacement:
+def sagemaker_placement_of(plan: JobPlan, job: JobSpec) -> SageMakerPlacement:
     return SageMakerPlacement.model_validate(plan.placements.get(job.name, {}).get(SAGEMAKER, {}))
 
 
-def placement_of(plan: Plan, job: JobSpec) -> BatchPlacement:
+def placement_of(plan: JobPlan, job: JobSpec) -> BatchPlacement:
     where = plan.placements.get(job.name, {})  # another target may have its words beside ours
     return BatchPlacement.model_validate({name: where[name] for name in BatchPlacement.model_fields if name in where})

@@ -15,20 +15,20 @@ from typing import cast, get_args
 import numpy as np
 from rich.cells import cell_len, set_cell_size
 
-from pipeline.backends import auto_on_host, of_host
+from pipeline.backends import auto_uses_xla_cpu, host_backend
 from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned
-from pipeline.core.progress import Say, shown_on
+from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data.input_files import open_files
-from pipeline.data.rows import BadRow, Chunk, cut_chunks, plan_pairs
+from pipeline.data.rows import BadRow, RowChunk, cut_chunks, plan_pairs
 from pipeline.data.validate import CleanRows
 from pipeline.inference.model import Hit, Kind, Model, Order, PairScores, open_model
 from pipeline.io.atomic import write_atomic
 from pipeline.io.paths import temporary_folder, user_path
 from pipeline.io.storage import open_storage, os_errors
-from pipeline.registry.model import Registry, readable_model
+from pipeline.registry.model import Registry, resolve_model_name
 from pipeline.registry.records import one_line
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
@@ -49,7 +49,7 @@ def run_search(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     models, beside = [_open(settings, stop, settings.cycle)], call.options.get(BESIDE)
     if beside is not None:
         models.append(_open(settings, stop, _cycle_of(settings, stop, beside)))
-    with shown_on(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
+    with use_display(Console(stream=sys.stderr).progress):  # the first search of vectors writes their index
         found = [model.search(query, top, cast(Order, by)) for model in models]
     if len({model.index.mapped.vectors_digest for model in models}) < len(models):
         raise ConfigError(
@@ -109,8 +109,8 @@ def _moved(before: int | None, now: int) -> str:
 
 def _open(settings: Settings, stop: StopSignal, cycle: str, checkpoint: str = "") -> Model:
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    if auto_on_host(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
-        settings = settings.model_copy(update={"backend": of_host(compiles_graphs=False)})
+    if auto_uses_xla_cpu(settings.backend, os.environ):  # a few texts are not worth compiling graphs for
+        settings = settings.model_copy(update={"backend": host_backend(compiles_graphs=False)})
     return open_model(settings, workspace, checkpoint, cycle, stop)
 
 
@@ -119,7 +119,7 @@ def _cycle_of(settings: Settings, stop: StopSignal, beside: str) -> str:
     if beside not in (_PREVIOUS, _PRODUCTION):
         return beside
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    registry = Registry(workspace, readable_model(settings, workspace))
+    registry = Registry(workspace, resolve_model_name(settings, workspace))
     served = registry.serving()
     pairs = [pair for pair in registry.pairs() if served and (pair == served) == (beside == _PRODUCTION)]
     if not pairs:
@@ -199,10 +199,10 @@ def run_score(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) ->
     return EXIT_OK
 
 
-def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[Chunk]:
+def _chunks(model: Model, settings: Settings, path: str, stop: StopSignal) -> Iterator[RowChunk]:
     files = open_files(path, settings.data.format if settings.data.format != "esci" else "auto", stop, "FILE")
-    for stat, name in files.found:
-        one = replace(files, found=((stat, name),))  # a chunk is of one file
+    for stat, name in files.entries:
+        one = replace(files, entries=((stat, name),))  # a chunk is of one file
         batches = one.read(lambda uri: partial(plan_pairs, model.row_config, file=uri), _CHUNK_ROWS, "scoring")
         yield from cut_chunks(stat.key, batches, _CHUNK_ROWS)
 
@@ -215,7 +215,7 @@ def _spooled(folder: Path) -> str:
     return str(path)
 
 
-def _score_lines(chunk: Chunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
+def _score_lines(chunk: RowChunk, rows: CleanRows, scores: PairScores, bad: Sequence[BadRow]) -> Iterator[str]:
     """Yield the rows of a chunk in their order, each with its scores or its error."""
     wrong = {row.row for row in bad}
     usable = [number for number in chunk.rows.tolist() if number not in wrong]

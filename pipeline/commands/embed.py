@@ -11,11 +11,11 @@ from pipeline.backends import open_host
 from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context, store_result, with_backend
 from pipeline.core.errors import EXIT_OK, DataError
-from pipeline.core.progress import Say, shown_on
+from pipeline.core.progress import Say, use_display
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.config import chunk_of
-from pipeline.embed.digest import Check, digest_key
+from pipeline.embed.digest import VerifyCheck, digest_key
 from pipeline.embed.engine import open_embedder
 from pipeline.embed.plan import catalogue_storage, open_pinned, pinned_plan
 from pipeline.embed.vectors import VectorSet, find_vectors
@@ -30,8 +30,8 @@ from pipeline.embed.verify import (
     run_check,
     skipped,
 )
-from pipeline.registry.model import Pair, Vectors, serve_verified_pair
-from pipeline.registry.records import Author, who
+from pipeline.registry.model import DeployedPair, Vectors, serve_verified_pair
+from pipeline.registry.records import Author, current_user
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 
@@ -42,10 +42,10 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     """Verify the vectors of the cycle. Raises DataError naming what is wrong."""
     # With --json stdout is for machines.
     console = Console(stream=sys.stderr if "--json" in call.switches else None)
-    with open_context(settings, stop, words=(NAME,)) as ctx, shown_on(console.progress):
+    with open_context(settings, stop, command_line=(NAME,)) as ctx, use_display(console.progress):
         started, settings = datetime.now(UTC), with_backend(settings, ctx, NAME)
         vectors = find_vectors(ctx.workspace, ctx.cycle)
-        checks: list[Check] = []
+        checks: list[VerifyCheck] = []
         for check in _checks(settings, ctx, vectors):
             checks.append(check)
             if "--json" not in call.switches:
@@ -79,7 +79,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
 def _serve(ctx: StageContext, vectors: VectorSet) -> str:
     """Serve the vectors if their model is in production. Return a status message."""
     info = vectors.info
-    pair = Pair(
+    pair = DeployedPair(
         model=info.model.name,
         checkpoint=info.model.place,
         digest=info.model.digest,
@@ -90,16 +90,18 @@ def _serve(ctx: StageContext, vectors: VectorSet) -> str:
             rows=info.rows,
             dim=info.layout.dim,
         ),
-        author=Author(by=who(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version),
+        author=Author(
+            by=current_user(), cycle=ctx.cycle, settings_hash=ctx.settings_hash, code_version=ctx.code_version
+        ),
     )
     return f"verify: {serve_verified_pair(ctx.workspace, pair)}"
 
 
-def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[Check]:
+def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterator[VerifyCheck]:
     """Make the cheap checks first; the sample is picked while the catalogue is read."""
     picked: list[Picked] = []
 
-    def catalogue() -> Check:
+    def catalogue() -> VerifyCheck:
         plan = pinned_plan(ctx.workspace, ctx.cycle)
         if plan is None or plan.fingerprint != vectors.info.plan:
             return skipped("catalogue", "the plan of these vectors no longer exists, so their catalogue is unknown")
@@ -108,7 +110,7 @@ def _checks(settings: Settings, ctx: StageContext, vectors: VectorSet) -> Iterat
         picked.extend(found)
         return check
 
-    def sample() -> Check:
+    def sample() -> VerifyCheck:
         if not picked:
             return skipped("sample", "no text was sampled: the catalogue was not read")
         checkpoint = open_pinned(vectors.info.model, settings, ctx)

@@ -15,7 +15,7 @@ from pipeline.commands import ToolCall
 from pipeline.context import StageContext, open_context
 from pipeline.convert.exporting import ExportPlan, destination, write_export
 from pipeline.convert.folder import Format, open_source
-from pipeline.convert.importing import ForeignModel, Given, read_model, store_import
+from pipeline.convert.importing import ForeignModel, ImportDefaults, read_model, store_import
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import EXIT_OK, CheckpointError, ConfigError
 from pipeline.core.format import format_bytes
@@ -28,7 +28,7 @@ from pipeline.io import atomic
 from pipeline.io.paths import user_path
 from pipeline.model.config import PRESETS, ModelConfig
 from pipeline.registry.checkpoints import lineage, locate
-from pipeline.registry.model import read_pair, readable_model
+from pipeline.registry.model import read_pair, resolve_model_name
 from pipeline.registry.records import one_line, read_pointer
 from pipeline.settings import Settings
 from pipeline.stages.inputs import expected_shapes, find_prepared, shapes_of
@@ -52,7 +52,7 @@ def run_import(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -
     return EXIT_OK
 
 
-def _given_for_import(settings: Settings, ctx: StageContext, *, for_file: bool) -> tuple[Given, bool]:
+def _given_for_import(settings: Settings, ctx: StageContext, *, for_file: bool) -> tuple[ImportDefaults, bool]:
     """Return classes and features of the prepared data, else of the settings; and whether either names them."""
     prepared, tokenizer = find_prepared(ctx), None
     shapes = shapes_of(settings, ctx, lambda _: None) if prepared else expected_shapes(settings)
@@ -62,7 +62,7 @@ def _given_for_import(settings: Settings, ctx: StageContext, *, for_file: bool) 
             key = f"{prepared.tokenizer}/tokenizer.json"
             tokenizer = TextTokenizer(ctx.workspace.read_bytes(key), ctx.workspace.uri(key))
     are_known = bool(prepared or settings.data.labels)
-    return Given(settings.model, shapes.spec, tokenizer, settings.train.seed), are_known
+    return ImportDefaults(settings.model, shapes.spec, tokenizer, settings.train.seed), are_known
 
 
 def _import_lines(model: ForeignModel, max_tokens: int | None, *, are_known: bool) -> Iterator[str]:
@@ -154,7 +154,7 @@ def _checkpoint(settings: Settings, ctx: StageContext, call: ToolCall) -> tuple[
     if call.arguments:
         storage, prefix = locate(call.arguments[0], settings, ctx.workspace)
         return open_checkpoint(storage, prefix, cache_dir), prefix if storage is ctx.workspace else ""
-    model = readable_model(settings, ctx.workspace)
+    model = resolve_model_name(settings, ctx.workspace)
     found = read_pointer(ctx.workspace, model)
     if found is None:
         raise ConfigError(
@@ -205,7 +205,7 @@ def _export_vectors(settings: Settings, stop: StopSignal, say: Say, call: ToolCa
             next_command=f"{OUT} DIR, and copy it from there",
         )
     with open_context(settings, stop) as ctx:
-        served = None if call.arguments else read_pair(ctx.workspace, readable_model(settings, ctx.workspace))
+        served = None if call.arguments else read_pair(ctx.workspace, resolve_model_name(settings, ctx.workspace))
         if not call.arguments and served is None:
             raise ConfigError(
                 f"nothing is served of {settings.model_name} in {ctx.workspace.root}",

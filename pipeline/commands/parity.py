@@ -21,7 +21,7 @@ from pipeline.backends import NAMES
 from pipeline.checkpoint.store import Checkpoint, open_checkpoint
 from pipeline.commands import ToolCall
 from pipeline.compile.neuron import use_neuron_cache
-from pipeline.context import StageContext, open_context, share_tokens
+from pipeline.context import StageContext, link_shared_tokens, open_context
 from pipeline.core.arrays import Float64s
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, GateRefused
 from pipeline.core.fingerprint import fingerprint
@@ -40,10 +40,10 @@ from pipeline.io.storage import Storage, open_storage, read_record
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import unit
 from pipeline.model.relevance import RelevanceModel
-from pipeline.parallel.gang import Gang, open_device
+from pipeline.parallel.process_group import ProcessGroup, open_device
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.proc.pool import run_tasks
-from pipeline.registry.checkpoints import start_place
+from pipeline.registry.checkpoints import locate_start
 from pipeline.settings import Settings
 from pipeline.stages.inputs import load_prepared, mined_negatives
 from pipeline.telemetry.events import EventLog, EventName, read_events
@@ -82,7 +82,7 @@ class _Figures(Record):
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
 
-class Evaluation(_Figures):
+class ValidationPoint(_Figures):
     """One evaluation of the holdout during training; step 0 is the checkpoint itself."""
 
     step: int
@@ -90,7 +90,7 @@ class Evaluation(_Figures):
     loss: float
 
 
-class Curve(_Figures):
+class TrainingCurve(_Figures):
     """Every training step, the first one first: loss, gradient norm, digest of the samples in its batch."""
 
     losses: tuple[float, ...]
@@ -111,8 +111,8 @@ class SideRecord(_Figures):
     identity: dict[str, str] = Field(description="Fingerprint of all that decides the weights, but the precision")
     metric: str
     label_gains: tuple[float, ...]
-    evaluations: tuple[Evaluation, ...] = Field(min_length=1, description="Step 0 first: the checkpoint itself")
-    curve: Curve
+    evaluations: tuple[ValidationPoint, ...] = Field(min_length=1, description="Step 0 first: the checkpoint itself")
+    curve: TrainingCurve
     scores: str = Field(description="Digest of the manifest of the arrays next to it")
     code_version: str
     finished: datetime = Field(description="UTC")
@@ -137,8 +137,8 @@ class RecordedSide(NamedTuple):
 class EvaluationPair(_Figures):
     """One evaluation on both sides. `relative`: the size of the difference as a share of a."""
 
-    a: Evaluation
-    b: Evaluation
+    a: ValidationPoint
+    b: ValidationPoint
     relative: float
     loss_relative: float
 
@@ -335,7 +335,7 @@ def _start(settings: Settings, ctx: StageContext) -> Checkpoint:
     named, trained = settings.parity.checkpoint, ctx.earlier("train")
     start = (ctx.workspace, trained.outputs["checkpoint"]) if trained else None
     if named:
-        start = start_place(named, settings, ctx.workspace)
+        start = locate_start(named, settings, ctx.workspace)
     if start is None:
         raise ConfigError(
             f"there is no checkpoint to start from: parity.checkpoint is {named or 'not set'}, cycle {ctx.cycle} is"
@@ -357,7 +357,7 @@ def record(threads: int, task: SideTask) -> None:
             ctx.console.warn(warning)
         scratch = ctx.scratch / "parity" / f"{task.run}-{task.name}"
         atomic.make_dirs(scratch)
-        share_tokens(ctx.scratch, scratch)
+        link_shared_tokens(ctx.scratch, scratch)
         with atomic.exclusive(scratch, ctx.stop):
             _record(task, replace(ctx, scratch=scratch), _start(settings, ctx))
 
@@ -401,7 +401,7 @@ def _record(task: SideTask, ctx: StageContext, checkpoint: Checkpoint) -> None:
         log.close()
     arrays, gains = load_arrays(place, ARRAYS, KIND, ctx.scratch / ARRAYS)[0], inputs.sets[0].info.label_gains
     reached = figures({name: arrays[name] for name in ("query_id", "label", "gain", "logits")}, gains)
-    start = Evaluation(step=0, metric=float(getattr(reached, train.metric)), loss=reached.loss)
+    start = ValidationPoint(step=0, metric=float(getattr(reached, train.metric)), loss=reached.loss)
     evaluations, curve = _trained(read_events(work, EVENTS), train.metric)
     made = SideRecord(
         run=task.run,
@@ -446,7 +446,7 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
         return {"logits": found.logits, **both}
 
     with progress(f"parity: {task.name} scores", order.total, "rows") as advance:
-        scorer = Scorer(backend, Gang(World(), timeout_s=1.0), stop, batch_size)
+        scorer = Scorer(backend, ProcessGroup(World(), timeout_s=1.0), stop, batch_size)
         scored = scorer.run(outputs, rows, order, None, advance)
     # Embeddings of some rows, chosen by a hash of their ids.
     some = np.sort(np.argsort(mix64(scored["sample_id"].astype(np.uint64)), kind="stable")[:VECTOR_ROWS])
@@ -454,23 +454,23 @@ def _score(task: SideTask, checkpoint: Checkpoint, holdout: Holdout, stop: StopS
     return kept | {name: scored[name][some] for name in ("query", "product")}, backend.device_name()
 
 
-def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[Evaluation], Curve]:
+def _trained(events: Iterable[dict[str, Any]], metric: str) -> tuple[list[ValidationPoint], TrainingCurve]:
     """Return the evaluations of a training run and every step of it; one repeated after a kill counts as it was last.
 
     Figures that are not finite are stored as words.
     """
-    evaluations: dict[int, Evaluation] = {}
+    evaluations: dict[int, ValidationPoint] = {}
     steps: dict[int, tuple[float, float, str]] = {}
     for event in events:
         step = event.get("step", 0)
         if event["event"] == EventName.HOLDOUT_EVALUATED and "best" in event:  # not those of the finished candidate
-            evaluations[step] = Evaluation(step=step, metric=float(event[metric]), loss=float(event["loss"]))
+            evaluations[step] = ValidationPoint(step=step, metric=float(event[metric]), loss=float(event["loss"]))
         if event["event"] == EventName.TRAIN_STEPS:
             made = zip(map(float, event["losses"]), map(float, event["grad_norms"]), event["samples"], strict=True)
             steps |= dict(enumerate(made, start=step - len(event["losses"]) + 1))
     losses, norms, samples = zip(*(steps[step] for step in sorted(steps)), strict=True)
     in_order = [evaluations[step] for step in sorted(evaluations)]
-    return in_order, Curve(losses=losses, grad_norms=norms, samples=samples)
+    return in_order, TrainingCurve(losses=losses, grad_norms=norms, samples=samples)
 
 
 # Comparing two sides. Side `a` is the reference. A figure that is NaN fails its bar.

@@ -12,8 +12,8 @@ from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.checkpoints import Ancestor, prefix_in
-from pipeline.registry.model import Pair, Registry, readable_model
-from pipeline.registry.records import Author, Entry, Pointer, list_models, one_line, who
+from pipeline.registry.model import DeployedPair, Registry, resolve_model_name
+from pipeline.registry.records import Author, HistoryEntry, Pointer, current_user, list_models, one_line
 from pipeline.settings import Settings, settings_hash
 from pipeline.telemetry.events import code_version
 
@@ -77,8 +77,8 @@ def _open_registry(settings: Settings, stop: StopSignal, *, reads: bool) -> Regi
     Raises ConfigError.
     """
     workspace = open_storage(settings.workspace, retry=settings.storage, stop=stop)
-    author = Author(by=who(), settings_hash=settings_hash(settings), code_version=code_version())
-    return Registry(workspace, readable_model(settings, workspace) if reads else settings.model_name, author=author)
+    author = Author(by=current_user(), settings_hash=settings_hash(settings), code_version=code_version())
+    return Registry(workspace, resolve_model_name(settings, workspace) if reads else settings.model_name, author=author)
 
 
 def _list(workspace: Storage, say: Say, *, as_json: bool) -> int:
@@ -132,7 +132,7 @@ def _show(registry: Registry, named: str, say: Say, *, as_json: bool) -> int:
     return CheckpointError.exit_code if lost else EXIT_OK
 
 
-def _dump(entry: Entry | Pair | None) -> dict[str, Any] | None:
+def _dump(entry: HistoryEntry | DeployedPair | None) -> dict[str, Any] | None:
     return None if entry is None else entry.model_dump(mode="json")
 
 
@@ -143,7 +143,7 @@ def _production_line(pointer: Pointer | None) -> str:
     return f"{pointer.checkpoint} | generation {pointer.generation} | {by}"
 
 
-def served_line(pair: Pair) -> str:
+def served_line(pair: DeployedPair) -> str:
     """`served is checkpoints/... with the vectors of cycle ... | generation 3 | rolled back ... by ...`"""
     what = f"served is {pair.checkpoint} with {pair.vectors.rows:,} vectors of cycle {pair.vectors.cycle}"
     why = f" | {pair.reason}" if pair.reason else ""
@@ -151,7 +151,7 @@ def served_line(pair: Pair) -> str:
     return f"{what} | generation {pair.generation} | {how}{why}"
 
 
-def _when(entry: Entry | Pair) -> str:
+def _when(entry: HistoryEntry | DeployedPair) -> str:
     return entry.author.at.strftime("%Y-%m-%d %H:%M UTC")
 
 
@@ -187,7 +187,7 @@ def _lineage_lines(ancestors: tuple[Ancestor, ...]) -> Iterator[str]:
             yield "    " + ", ".join(f"{name} {value:.4f}" for name, value in ancestor.figures.items())
 
 
-def _history_lines(entries: tuple[Entry, ...]) -> Iterator[str]:
+def _history_lines(entries: tuple[HistoryEntry, ...]) -> Iterator[str]:
     if not entries:
         return
     shown = entries[-SHOWN_ENTRIES:]

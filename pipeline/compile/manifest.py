@@ -126,7 +126,7 @@ _LOOKS = 3  # at each place, before the compile counter alone is trusted
 
 
 @dataclass(frozen=True)
-class Place:
+class GraphPosition:
     """Where in a program a graph ends."""
 
     phase: str
@@ -152,10 +152,10 @@ class Tracer(Protocol):
 class GraphWatch:
     """Called by a program around every graph it cuts. This base class watches nothing: devices that do not trace."""
 
-    def before(self, place: Place, tensors: Tensors) -> None:
+    def before(self, place: GraphPosition, tensors: Tensors) -> None:
         """Look at the graph that computes `tensors`, complete and not yet compiled."""
 
-    def after(self, place: Place) -> None:
+    def after(self, place: GraphPosition) -> None:
         """Count what was compiled: the graph has been given to the device."""
 
 
@@ -168,7 +168,7 @@ class Recorder(GraphWatch):
     graphs: dict[str, GraphRecord] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     """HLO text by key, for the lint."""
-    met: Callable[[int, Place], object] = lambda number, place: None
+    met: Callable[[int, GraphPosition], object] = lambda number, place: None
     """Called with every new graph, from 1 on: before it is compiled, or after on a device that compiles as it goes."""
     outside: list[str] = field(default_factory=list)
     """Places at which more was compiled than the graph looked at."""
@@ -180,7 +180,7 @@ class Recorder(GraphWatch):
         if self.tracer.compiles_steps:
             self._look()
 
-    def before(self, place: Place, tensors: Tensors) -> None:
+    def before(self, place: GraphPosition, tensors: Tensors) -> None:
         if self.tracer.compiles_steps:
             return
         self._key = graph_key(self.tracer.graph_hash(tensors), self.plan)
@@ -190,7 +190,7 @@ class Recorder(GraphWatch):
         if self._look():
             self.outside.append(f"{place}, before its graph")
 
-    def after(self, place: Place) -> None:
+    def after(self, place: GraphPosition) -> None:
         if self.tracer.compiles_steps:
             self._key = graph_key(str(place), self.plan)
             if self._key not in self.graphs:
@@ -203,7 +203,7 @@ class Recorder(GraphWatch):
         if compiled > 1 and not self.tracer.compiles_steps:
             self.outside.append(str(place))
 
-    def _record(self, place: Place, counts: dict[str, int], num_bytes: int) -> None:
+    def _record(self, place: GraphPosition, counts: dict[str, int], num_bytes: int) -> None:
         self.graphs[self._key] = GraphRecord(
             key=self._key,
             phase=place.phase,
@@ -240,7 +240,7 @@ class Guard(GraphWatch):
     steps: int = 0
     """Finished in this process."""
     _count: int = field(default=0, init=False)
-    _looks: Counter[Place] = field(default_factory=Counter, init=False)
+    _looks: Counter[GraphPosition] = field(default_factory=Counter, init=False)
     """At each place; on a device that compiles as it goes: how often it was passed."""
     _looked: bool = field(default=False, init=False)
 
@@ -248,7 +248,7 @@ class Guard(GraphWatch):
         self._keys = {graph.key for graph in self.manifest.graphs}
         self._count = self.tracer.compile_count()
 
-    def before(self, place: Place, tensors: Tensors) -> None:
+    def before(self, place: GraphPosition, tensors: Tensors) -> None:
         self._looked = not self.tracer.compiles_steps and self._looks[place] < _LOOKS
         if not self._looked:
             return
@@ -257,7 +257,7 @@ class Guard(GraphWatch):
             seen = f"after {self.steps} steps, the graph of {place} was not compiled ahead of time"
             self._unknown(1, seen, self._explain(place, self.tracer.hlo_text(tensors)))
 
-    def after(self, place: Place) -> None:
+    def after(self, place: GraphPosition) -> None:
         self.steps += place.phase in ("step", "update")
         count = self.tracer.compile_count()
         compiled, self._count = count - self._count, count
@@ -280,12 +280,12 @@ class Guard(GraphWatch):
             raise ConfigError(seen, expected=expected, next_command=f"{COMPILE}, or {_WARN_ONLY}")
         self.warn(f"{seen}; expected {expected}")
 
-    def _explain(self, place: Place, text: str) -> str:
+    def _explain(self, place: GraphPosition, text: str) -> str:
         """Name the nearest known graph and the difference from it."""
         counts = op_counts(text)
         nearest = self.manifest.nearest(place.phase, counts)
         if nearest is None:
             return "a manifest with at least one graph"
-        known = Place(nearest.phase, nearest.bucket, nearest.batch_size)
+        known = GraphPosition(nearest.phase, nearest.bucket, nearest.batch_size)
         changes = describe(difference(nearest.op_counts, counts))
         return f"{known}, the nearest graph that was; this one has {changes}"

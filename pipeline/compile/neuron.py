@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from pipeline.backends import compiled_cache, has_graph_tool
+from pipeline.backends import compiled_cache_variable, has_graph_tool
 from pipeline.compile.cache import (
     Compilers,
     EntryState,
@@ -34,7 +34,7 @@ from pipeline.compile.cache import (
 from pipeline.compile.config import ALL_THERE_S, CompileConfig
 from pipeline.compile.manifest import GraphManifest, Plan, load_manifest, load_manifests
 from pipeline.compile.sync import sync_cache
-from pipeline.context import StageContext, nodes_of
+from pipeline.context import StageContext, node_group
 from pipeline.core.errors import (
     CheckpointError,
     ConfigError,
@@ -85,7 +85,7 @@ def use_neuron_cache(config: CompileConfig, workspace: str, backend: str, env: M
     if TRACE_FILE in env:
         return ""
     root = config.cache_root(workspace)
-    if folder := compiled_cache(backend):
+    if folder := compiled_cache_variable(backend):
         # S3 is no folder: there programs are copied from and to it, by compile/sync.py.
         env[folder] = env.get(folder, NEFF_ROOT) if root.startswith("s3://") else root
         return ""
@@ -165,7 +165,7 @@ def parse_log(text: str) -> NeuronLog:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CompileRun:
     """One finished run. `trial_code` is None if the trial run did not end. `missing`: entries still incomplete."""
 
     exit_code: int
@@ -318,7 +318,7 @@ class NeuronCompile:
         for line in lines:
             self.say(line)
 
-    def _attempt(self, number: int, parallel: int) -> Attempt:
+    def _attempt(self, number: int, parallel: int) -> CompileRun:
         """Run the tool once and collect its results. No process of it is alive afterwards."""
         self.say(f"compiling at most {parallel} graphs at once, attempt {number}")
         folder = self.scratch / f"attempt-{number}"
@@ -343,7 +343,7 @@ class NeuronCompile:
         trial_code = None
         with suppress(OSError, ValueError):  # missing or empty, as after a kill
             trial_code = int(exit_file.read_text())
-        attempt = Attempt(exit_code, trial_code, log, self._missing(log.wanted), log_file)
+        attempt = CompileRun(exit_code, trial_code, log, self._missing(log.wanted), log_file)
         if attempt.missing and not attempt.is_final:
             self._wait_for_locks(attempt.missing)
             attempt = replace(attempt, missing=self._missing(log.wanted))
@@ -420,7 +420,7 @@ def compile_on_neuron(
     root, config = settings.compile.cache_root(ctx.workspace.root), settings.compile
     say = Console().info  # every node has a log of its own; ctx.console speaks on the main one alone
     is_main, scratch = ctx.world.node_rank == 0, ctx.scratch / "compile"
-    nodes = nodes_of(ctx, "compile/nodes", config.time_limit_s)
+    nodes = node_group(ctx, "compile/nodes", config.time_limit_s)
 
     def exchange() -> None:
         if config.sync_url and not root.startswith("s3://"):
@@ -435,7 +435,7 @@ def compile_on_neuron(
         folder.mkdir(parents=True, exist_ok=True)
         traced = folder / "traced.json"
         traced.unlink(missing_ok=True)
-        command = [*OWN_MODULE, "pipeline", *ctx.words, "--cycle", ctx.cycle, *flags]
+        command = [*OWN_MODULE, "pipeline", *ctx.command_line, "--cycle", ctx.cycle, *flags]
         run = NeuronCompile(
             *(command, config, root, folder, ctx.stop), env={**env, TRACE_FILE: str(traced)}, say=say, peers=peers
         )

@@ -24,9 +24,9 @@ from pipeline.core.progress import progress
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.io.commit import check_record, read_manifest, record_of
+from pipeline.io.commit import check_record, read_manifest, stream_record
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import Storage, folder_key, join_key, os_errors, place_of
+from pipeline.io.storage import Storage, folder_key, join_key, open_parent, os_errors
 from pipeline.model.config import InputSpec, ModelConfig, Pooling
 from pipeline.model.hf import Foreign, parse_json
 
@@ -68,7 +68,7 @@ class ExportRecord(Record):
 
 
 @dataclass
-class Source:
+class ImportSource:
     """What is to be imported. Files of an export of trnpipe are checked against its manifest."""
 
     storage: Storage
@@ -99,7 +99,7 @@ class Source:
     def read(self, name: str, limit_bytes: int = _JSON_BYTES) -> bytes:
         """Read a small file. Raises CheckpointError if it is missing, too large or differs from its manifest."""
         data = self.storage.read_bytes(self._key_of(name, limit_bytes))
-        self._note(name, record_of(BytesIO(data)))
+        self._note(name, stream_record(BytesIO(data)))
         return data
 
     def json(self, name: str, model: type[Json]) -> Json:
@@ -118,7 +118,7 @@ class Source:
             path.open("rb") as file,
             progress(f"reading {name}", path.stat().st_size, "bytes") as advance,
         ):
-            self._note(name, record_of(file, self.storage.stop, advance))
+            self._note(name, stream_record(file, self.storage.stop, advance))
         return path
 
     def _key_of(self, name: str, limit_bytes: int) -> str:
@@ -141,11 +141,11 @@ class Source:
                 raise CheckpointError(error.seen, expected=error.expected, next_command="export it again") from error
 
 
-def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
+def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> ImportSource:
     """Open the folder or file at a path or URI. Raises ConfigError if nothing is there, or a checkpoint of ours."""
-    storage, name = place_of(text, retry=retry, stop=stop)
+    storage, name = open_parent(text, retry=retry, stop=stop)
     if storage.stat(name) is not None:
-        return Source(storage, "", file=name)
+        return ImportSource(storage, "", file=name)
     if next(iter(storage.list(name)), None) is None:
         raise ConfigError(
             f"{storage.uri(name)} does not exist",
@@ -162,7 +162,7 @@ def open_source(text: str, *, retry: RetryPolicy, stop: StopSignal) -> Source:
             expected="a model of other tools, or a folder that trnpipe export wrote",
             next_command=f"--train.start {storage.uri(name)}",
         )
-    return Source(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
+    return ImportSource(storage, name, manifest=manifest if manifest is not None and manifest.kind == EXPORT else None)
 
 
 # What sentence-transformers adds to a Hugging Face folder: pooling, prompts, lengths.
@@ -229,7 +229,7 @@ def _refused(where: str, seen: str, expected: str) -> ConfigError:
     return ConfigError(f"{where}: {seen}", expected=expected, next_command="correct that file, or import another model")
 
 
-def _read_keys(source: Source, name: str) -> dict[str, Any]:
+def _read_keys(source: ImportSource, name: str) -> dict[str, Any]:
     """Return the keys that are set, nested ones joined by dots. Raises ConfigError for what has no counterpart here."""
     found: dict[str, JsonValue] = {}
     left = list(source.json(name, _Object).root.items())
@@ -245,7 +245,7 @@ def _read_keys(source: Source, name: str) -> dict[str, Any]:
     return found
 
 
-def read_folder_settings(source: Source, pooling_of_plain: Pooling) -> FolderSettings:
+def read_folder_settings(source: ImportSource, pooling_of_plain: Pooling) -> FolderSettings:
     """Read what sentence-transformers adds to a Hugging Face folder; without modules.json, return `pooling_of_plain`.
 
     Raises ConfigError naming what has no counterpart here.
@@ -329,7 +329,9 @@ class TokenizerJson(Foreign):
     truncation_side: Literal["right"] = "right"
 
 
-def read_tokenizer(source: Source, folder: str, *, lowercase: bool) -> tuple[TextTokenizer, int | None, list[str]]:
+def read_tokenizer(
+    source: ImportSource, folder: str, *, lowercase: bool
+) -> tuple[TextTokenizer, int | None, list[str]]:
     """Return the tokenizer, the longest text its config allows (None: no limit), and what was changed in it.
 
     `lowercase`: sentence-transformers lower-cases before the tokenizer. Raises ConfigError, DataError.

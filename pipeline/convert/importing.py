@@ -20,7 +20,7 @@ from pipeline.convert.folder import (
     TOKENIZER,
     TOKENIZER_BYTES,
     ExportRecord,
-    Source,
+    ImportSource,
     read_folder_settings,
     read_tokenizer,
 )
@@ -34,7 +34,7 @@ from pipeline.model.weights import find_weights, load_tensors, template_of, with
 
 
 @dataclass(frozen=True)
-class Given:
+class ImportDefaults:
     """What a source without a head of ours does not tell, from the settings or the data of the cycle."""
 
     model: ModelConfig
@@ -67,7 +67,7 @@ class ForeignModel:
     """Of a folder that trnpipe exported."""
 
 
-def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
+def read_model(source: ImportSource, given: ImportDefaults, scratch: Path) -> ForeignModel:
     """Read and check everything. `scratch`: for files that are not local.
 
     Raises CheckpointError naming a tensor or file that does not fit, ConfigError naming an architecture or a setting,
@@ -86,7 +86,7 @@ def read_model(source: Source, given: Given, scratch: Path) -> ForeignModel:
     return _folder(source, given, scratch)
 
 
-def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
+def _folder(source: ImportSource, given: ImportDefaults, scratch: Path) -> ForeignModel:
     there = read_folder_settings(source, given.model.pooling)
     where = source.where(there.folder + CONFIG)
     described = read_config(source.read(there.folder + CONFIG), where)
@@ -126,7 +126,7 @@ def _folder(source: Source, given: Given, scratch: Path) -> ForeignModel:
     )
 
 
-def _own_export(source: Source, scratch: Path) -> ForeignModel:
+def _own_export(source: ImportSource, scratch: Path) -> ForeignModel:
     record, where = source.json(EXPORT_FILE, ExportRecord), source.where(EXPORT_FILE)
 
     def refused(seen: str, expected: str) -> CheckpointError:
@@ -163,7 +163,7 @@ def _own_export(source: Source, scratch: Path) -> ForeignModel:
     )
 
 
-def _bare_file(source: Source, given: Given, scratch: Path) -> ForeignModel:
+def _bare_file(source: ImportSource, given: ImportDefaults, scratch: Path) -> ForeignModel:
     """Read weights whose sizes are those of the settings; the tensors must fit them to the last."""
     if given.tokenizer is None:
         raise ConfigError(

@@ -40,7 +40,7 @@ from pipeline.io.storage import ObjectStat, Storage
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """Rows `start` to `start + rows` of one row group."""
 
     file: int
@@ -54,7 +54,7 @@ class WorkShard:
     """Consecutive rows of the catalogue that become one part: the unit of work and of resume."""
 
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowRange, ...]
 
     @property
     def rows(self) -> int:
@@ -68,7 +68,7 @@ def plan_shards(groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[W
     twice; larger ones are cut into equal pieces; small ones, of several files too, go together.
     """
     shards: list[WorkShard] = []
-    held: list[Piece] = []
+    held: list[RowRange] = []
     rows = 0
     for file, group, size in ((f, g, size) for f, sizes in enumerate(groups) for g, size in enumerate(sizes)):
         parts = -(-size // rows_per_shard)
@@ -77,7 +77,7 @@ def plan_shards(groups: Sequence[Sequence[int]], rows_per_shard: int) -> tuple[W
             if rows + end - start > rows_per_shard:
                 shards.append(WorkShard(len(shards), tuple(held)))
                 held, rows = [], 0
-            held.append(Piece(file, group, start, end - start))
+            held.append(RowRange(file, group, start, end - start))
             rows += end - start
     if held:
         shards.append(WorkShard(len(shards), tuple(held)))
@@ -256,7 +256,7 @@ def read_shard(catalogue: Catalogue, storage: Storage, shard: WorkShard, window_
         yield replace(held, is_last=True)
 
 
-def _read_piece(catalogue: Catalogue, storage: Storage, piece: Piece, window_rows: int) -> Iterator[RawWindow]:
+def _read_piece(catalogue: Catalogue, storage: Storage, piece: RowRange, window_rows: int) -> Iterator[RawWindow]:
     """Yield the windows of a piece. The rows before it in its row group are decoded again: that costs little."""
     record = catalogue.files[piece.file]
     first, position, end = sum(record.groups[: piece.group]), 0, piece.start + piece.rows

@@ -9,7 +9,7 @@ from pipeline.core.record import Record
 from pipeline.io.storage import Storage, read_record
 
 
-class Check(Record):
+class VerifyCheck(Record):
     """One question and its answer."""
 
     retired: ClassVar[Mapping[str, Any]] = {"histogram": ...}
@@ -47,7 +47,7 @@ class VerifyDigest(Record):
     rows: int
     counts: VectorCounts
     recompute_min_cosine: float | None = Field(description="Between stored vectors and a sample embedded again")
-    checks: tuple[Check, ...]
+    checks: tuple[VerifyCheck, ...]
 
 
 def digest_key(cycle: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline.backends import Backend, Batch
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.compile.identity import embed_plan, open_part_guard
-from pipeline.compile.manifest import GraphWatch, Place
+from pipeline.compile.manifest import GraphPosition, GraphWatch
 from pipeline.context import StageContext
 from pipeline.core.arrays import Float32s, Int64s
 from pipeline.core.progress import progress
@@ -29,7 +29,7 @@ from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.hf import from_hf
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel
-from pipeline.parallel.gang import open_device
+from pipeline.parallel.process_group import open_device
 from pipeline.settings import Settings
 
 # A window of tokens to the batches a device takes. Depends on the window alone: so do its vectors.
@@ -225,7 +225,7 @@ _AHEAD = 2
 """Batches that wait behind the one that the device computes."""
 
 
-class Engine(Protocol):
+class EmbeddingEngine(Protocol):
     """One device with an encoder."""
 
     dim: int
@@ -289,7 +289,7 @@ class EmbedProgram:
         rows, length = batch["tokens"].shape
         texts = self._texts_per_row[length]
         vectors = self._forward(batch["tokens"], batch["positions"], batch["segments"], texts)
-        place = Place(PHASE, str(length), rows)
+        place = GraphPosition(PHASE, str(length), rows)
         self._watch.before(place, [vectors])
         self.backend.step_boundary([vectors])
         self._watch.after(place)
@@ -332,7 +332,7 @@ class CpuEngine:
         return vectors
 
 
-def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> Engine:
+def open_engine(encoder: TextEncoder, backend: Backend, config: EmbedConfig, watch: GraphWatch) -> EmbeddingEngine:
     """Return the engine of a device, which owns the encoder. Raises ConfigError if its compiler is missing."""
     if backend.shares_host_memory and not backend.is_lazy and isinstance(encoder, BertEncoder):
         return CpuEngine(encoder, backend, config)
@@ -403,7 +403,14 @@ class Embedder:
     """
 
     def __init__(
-        self, engine: Engine, backend: Backend, *, limit: int, sep_id: int, stop: StopSignal, chunk: int | None = None
+        self,
+        engine: EmbeddingEngine,
+        backend: Backend,
+        *,
+        limit: int,
+        sep_id: int,
+        stop: StopSignal,
+        chunk: int | None = None,
     ) -> None:
         self._engine, self._backend, self._stop = engine, backend, stop
         self.limit, self._sep_id, self._chunk = limit, sep_id, chunk or limit

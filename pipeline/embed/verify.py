@@ -17,9 +17,9 @@ from pipeline.core.errors import DataError
 from pipeline.core.format import format_bytes
 from pipeline.core.progress import progress
 from pipeline.core.stop import StopSignal
-from pipeline.data.tokenizer import TextTokenizer, pieces
+from pipeline.data.tokenizer import TextTokenizer, token_windows
 from pipeline.embed.catalogue import TextRules, cut_tokens, id_hashes, judge_again, read_shard
-from pipeline.embed.digest import Check, VectorCounts, VerifyDigest
+from pipeline.embed.digest import VectorCounts, VerifyCheck, VerifyDigest
 from pipeline.embed.engine import Embed, with_progress
 from pipeline.embed.parts import find_duplicates, id_range
 from pipeline.embed.plan import EmbedPlan
@@ -38,7 +38,7 @@ MIN_COSINE = 0.999
 """Lowest cosine between a stored vector and its recomputation: int8 comes to 0.99998."""
 
 
-def digest_of(checks: Sequence[Check], vectors: VectorSet) -> VerifyDigest:
+def digest_of(checks: Sequence[VerifyCheck], vectors: VectorSet) -> VerifyDigest:
     """Return all checks of one cycle's vectors as a record for pages."""
     info = vectors.info
     sample = next((check for check in checks if check.name == "sample"), None)
@@ -60,25 +60,25 @@ def digest_of(checks: Sequence[Check], vectors: VectorSet) -> VerifyDigest:
     )
 
 
-def judge(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> Check:
+def judge(name: str, problems: Sequence[str], seen: str, figures: dict[str, float] | None = None) -> VerifyCheck:
     """Return a failure that names the first problems, else a pass that says what was checked. JSON has no NaN."""
     kept = {one: value for one, value in (figures or {}).items() if math.isfinite(value)}
     if not problems:
-        return Check(name=name, outcome="pass", seen=seen, figures=kept)
+        return VerifyCheck(name=name, outcome="pass", seen=seen, figures=kept)
     more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-    return Check(name=name, outcome="fail", seen="; ".join(problems[:MAX_NAMED]) + more, figures=kept)
+    return VerifyCheck(name=name, outcome="fail", seen="; ".join(problems[:MAX_NAMED]) + more, figures=kept)
 
 
-def skipped(name: str, reason: str) -> Check:
-    return Check(name=name, outcome="skipped", seen=reason)
+def skipped(name: str, reason: str) -> VerifyCheck:
+    return VerifyCheck(name=name, outcome="skipped", seen=reason)
 
 
-def run_check(name: str, check: Callable[[], Check]) -> Check:
+def run_check(name: str, check: Callable[[], VerifyCheck]) -> VerifyCheck:
     """Make a check. A part that cannot be read fails the check that needed it, not the others."""
     try:
         return check()
     except DataError as error:
-        return Check(name=name, outcome="fail", seen=error.seen)
+        return VerifyCheck(name=name, outcome="fail", seen=error.seen)
 
 
 # Checks that need the vectors alone: files, schema, numbers, ids.
@@ -86,13 +86,13 @@ def run_check(name: str, check: Callable[[], Check]) -> Check:
 _MAX_DUPLICATES = 1000
 
 
-def check_files(vectors: VectorSet) -> Check:
+def check_files(vectors: VectorSet) -> VerifyCheck:
     """Check sizes and checksums of every file, by reading all bytes."""
     found = verify_dir(vectors.storage, vectors.prefix, deep=True)
     return judge("files", [], f"{len(found.files)} files, {format_bytes(found.size_bytes)}, every byte as written")
 
 
-def check_numbers(vectors: VectorSet, stop: StopSignal) -> Check:
+def check_numbers(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
     """Check schema and metadata, rows, ids with their hashes and ranges; finite vectors of length one."""
     problems: list[str] = []
     worst, differ, texts_differ = 0.0, False, False
@@ -141,7 +141,7 @@ def check_numbers(vectors: VectorSet, stop: StopSignal) -> Check:
     return judge("numbers", problems, seen, {"max_norm_distance": worst})
 
 
-def check_unique(vectors: VectorSet, stop: StopSignal) -> Check:
+def check_unique(vectors: VectorSet, stop: StopSignal) -> VerifyCheck:
     """Check that no id is in two rows, of one part or of several."""
     found = find_duplicates(vectors, limit=_MAX_DUPLICATES, stop=stop)
     problems = [
@@ -166,7 +166,7 @@ class Picked:
 
 def check_catalogue(
     vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, stop: StopSignal, *, num_workers: int
-) -> tuple[Check, list[Picked]]:
+) -> tuple[VerifyCheck, list[Picked]]:
     """Hold the parts against the catalogue, read by `num_workers` processes. Return some of its texts too.
 
     Raises DataError if the catalogue has changed.
@@ -234,14 +234,15 @@ def check_sample(
     *,
     prefix: str,
     max_tokens: int,
-) -> Check:
+) -> VerifyCheck:
     """Check the smallest cosine between a stored vector and the one computed now."""
     stored = []
     for part, members in groupby(picked, lambda one: one.part):
         rows = np.array([one.row for one in members], dtype=np.int64)
         stored.append(from_stored(*vectors.stored(part, rows)))
     tokens = cut_tokens(tokenizer.encode([prefix + one.text for one in picked]), max_tokens, tokenizer.sep_id)
-    fresh = np.concatenate(list(with_progress(embed(pieces(tokens, _WINDOW)), "embedding a sample", len(picked))))
+    windows = token_windows(tokens, _WINDOW)
+    fresh = np.concatenate(list(with_progress(embed(windows), "embedding a sample", len(picked))))
     fresh, found = shorten_vectors(fresh, vectors.layout.dim), np.concatenate(stored)
     lengths = np.linalg.norm(fresh, axis=1) * np.linalg.norm(found, axis=1)
     cosines = ((fresh * found).sum(axis=1) / np.maximum(lengths, 1e-12)).clip(-1.0, 1.0)

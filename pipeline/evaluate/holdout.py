@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.format import format_share
+from pipeline.core.format import format_percent
 from pipeline.core.progress import progress
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
@@ -23,7 +23,7 @@ from pipeline.evaluate.config import MAX_LEAK_SHARE
 from pipeline.evaluate.config import QUERY_TOKENS as QUERY_EDGES
 from pipeline.evaluate.metrics.scored_rows import ScoredRows, SliceColumn
 from pipeline.io.storage import Storage
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.products import join_tokens, text_hashes, to_tokens
 
 # Which rows of a holdout are scored, in which order, and which of them a batch of a rank holds. Pure.
@@ -112,14 +112,14 @@ class Leak:
         return (self.by_id + self.by_text) / max(1, self.queries)
 
     def text(self) -> str:
-        found = f"{self.by_id + self.by_text:,} of {self.queries:,} holdout queries ({format_share(self.share)})"
+        found = f"{self.by_id + self.by_text:,} of {self.queries:,} holdout queries ({format_percent(self.share)})"
         return f"{found} were trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
 
 
 def find_leak(
     queries: tuple[Int64s, UInt64s],
     trained: Iterable[TokenRows],
-    gang: Gang,
+    process_group: ProcessGroup,
     stop: StopSignal,
     unchecked: tuple[str, ...] = (),
     num_rows: int | None = None,
@@ -130,7 +130,7 @@ def find_leak(
     """
     ids, texts = queries
     by_id, by_text, sorted_texts = np.isin(ids, []), np.isin(ids, []), np.sort(texts)
-    world, block = gang.world, 0
+    world, block = process_group.world, 0
     with progress("looking for holdout queries in the training data", num_rows, "rows") as advance:
         for rows in trained:
             for bucket, numbers in rows.blocks():
@@ -144,7 +144,9 @@ def find_leak(
                 hashes = np.unique(text_hashes(part["query"], rows.pad_id))
                 if np.isin(hashes, sorted_texts).any():
                     by_text |= np.isin(texts, hashes)
-    by_id, by_text = (np.logical_or.reduce(masks) for masks in zip(*gang.gather((by_id, by_text)), strict=True))
+    by_id, by_text = (
+        np.logical_or.reduce(masks) for masks in zip(*process_group.gather((by_id, by_text)), strict=True)
+    )
     return Leak(len(ids), int(by_id.sum()), int((by_text & ~by_id).sum()), unchecked)
 
 
@@ -153,7 +155,7 @@ def refuse_leak(leak: Leak) -> None:
     if leak.share > MAX_LEAK_SHARE:
         raise DataError(
             leak.text(),
-            expected=f"at most {format_share(MAX_LEAK_SHARE)}: they score too well",
+            expected=f"at most {format_percent(MAX_LEAK_SHARE)}: they score too well",
             next_command="give the data a split column that keeps queries apart, prepare and train again;"
             " or --evaluate.leak warn",
         )

@@ -38,9 +38,9 @@ from pipeline.io.commit import read_manifest
 from pipeline.model.config import ModelConfig, difference
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.registry.checkpoints import locate
-from pipeline.registry.records import Place, Pointer, StoredVerdict, read_pointer
+from pipeline.registry.records import CheckpointRef, Pointer, StoredVerdict, read_pointer
 from pipeline.settings import Settings
 
 PRODUCTION, NONE = "production", "none"
@@ -106,8 +106,10 @@ class Models:
         return StoredVerdict(
             model=settings.model_name,
             cycle=ctx.cycle,
-            candidate=Place(checkpoint=self.candidate.prefix, digest=self.candidate.digest),
-            incumbent=Place(checkpoint=compared.prefix, digest=compared.digest) if compared and inside else None,
+            candidate=CheckpointRef(checkpoint=self.candidate.prefix, digest=self.candidate.digest),
+            incumbent=CheckpointRef(checkpoint=compared.prefix, digest=compared.digest)
+            if compared and inside
+            else None,
             promote=report.verdict.promote,
             reasons=report.verdict.reasons,
             figures=report.candidate.figures,
@@ -196,7 +198,7 @@ class ModelScorer:
     settings: Settings
     ctx: StageContext
     backend: Backend
-    gang: Gang
+    process_group: ProcessGroup
     _watches: dict[str, GraphWatch] = field(default_factory=dict)
     _programs: dict[str, ScoreProgram] = field(default_factory=dict)
 
@@ -204,11 +206,11 @@ class ModelScorer:
         """Scores on rank 0 (None elsewhere), and the key they lie under. Raises Preempted with what is done saved."""
         ctx = self.ctx
         key = self._key(checkpoint, holdout)
-        if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
+        if self.process_group.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return load_scores(ctx.workspace, key, ctx.scratch / "scores") if ctx.world.is_main else None, key
         program, train = self._loaded(checkpoint, holdout), self.settings.train
         batch_size = min(train.micro_batch_size, train.global_batch_size)  # as in training: the same graphs
-        scorer = Scorer(self.backend, self.gang, ctx.stop, batch_size, SAVE_EVERY_S)
+        scorer = Scorer(self.backend, self.process_group, ctx.stop, batch_size, SAVE_EVERY_S)
         folder = key.replace("/scores/", "/parts/")
         parts = PartStore.open(ctx.workspace_after_stop, folder, ctx.scratch, ctx.console.warn)
 

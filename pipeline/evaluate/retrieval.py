@@ -24,7 +24,7 @@ from pipeline.data.rows import FILTER, ColumnPlan, RawBatch, match_columns, prod
 from pipeline.data.shards import TokenRows
 from pipeline.data.sources import open_source, read_products
 from pipeline.data.token_sets import SPLITS, TokenSet, open_rows, spec_of
-from pipeline.data.tokenizer import TextTokenizer, Tokens, pieces
+from pipeline.data.tokenizer import TextTokenizer, Tokens, token_windows
 from pipeline.data.validate import filter_mask
 from pipeline.embed.catalogue import cut_tokens
 from pipeline.embed.config import whole_limit
@@ -40,8 +40,8 @@ from pipeline.evaluate.report import MAX_TEXT, FoundProduct, GoldenReport, Moved
 from pipeline.evaluate.score import load_arrays, save_arrays
 from pipeline.io.commit import read_manifest
 from pipeline.model.config import InputSpec
-from pipeline.parallel.gang import Gang
-from pipeline.retrieval.products import decoded, distinct_products, join_tokens, text_hashes
+from pipeline.parallel.process_group import ProcessGroup
+from pipeline.retrieval.products import decode_tokens, distinct_products, join_tokens, text_hashes
 from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 
@@ -57,7 +57,7 @@ NO_QUERY = -1
 
 
 @dataclass(frozen=True)
-class Queries:
+class RetrievalQueries:
     """Q queries: ids [Q] ascending, tokens and texts [Q], and what is relevant to them."""
 
     ids: Int64s
@@ -76,16 +76,16 @@ class RetrievalTask:
     items were made of; -1 for none. `golden`: queries that are asked last, and not measured.
     """
 
-    queries: Queries
-    tuning: Queries | None
+    queries: RetrievalQueries
+    tuning: RetrievalQueries | None
     num_items: int
     items: Callable[[Callable[[int], bool]], Iterator[tuple[int, Tokens]]]
     texts: Callable[[], Iterator[list[str]]]
     item_of: Callable[[int, str], int] = lambda row, text: -1
-    golden: Queries | None = None
+    golden: RetrievalQueries | None = None
 
     @property
-    def asked(self) -> list[Queries]:
+    def asked(self) -> list[RetrievalQueries]:
         return [one for one in (self.queries, self.tuning, self.golden) if one]
 
     def report(self, items: Int64s, metrics: MetricsConfig) -> tuple[PerQuery, MetricReport]:
@@ -108,7 +108,7 @@ class CatalogueQueries(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CatalogueFile:
+class JudgedCatalogue:
     """A table of items, each row with a query that its item is relevant to.
 
     It is read twice: for the queries, then for the titles. Memory: 33 bytes a row, and the queries asked.
@@ -131,7 +131,7 @@ class CatalogueFile:
         items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         num_nameless = 0
         for batch in self.batches(("id", "query", "query_id")):
-            ids, queries, names = (_texts(batch, name) for name in ("id", "query", "query_id"))
+            ids, queries, names = (field_texts(batch, name) for name in ("id", "query", "query_id"))
             named = zip(queries, names, strict=True)
             of_rows = [hash63(name or query) if query else NO_QUERY for query, name in named]
             asks = filter_mask(batch.columns, config.queries)
@@ -168,7 +168,7 @@ class CatalogueFile:
         held: list[str] = []
         number = row = 0
         for batch in self.batches(("title", "text")):
-            titles, texts = _texts(batch, "title"), _texts(batch, "text")
+            titles, texts = field_texts(batch, "title"), field_texts(batch, "text")
             kept = is_item[row : row + len(titles)].tolist()
             row += len(titles)
             rows_of = zip(titles, texts, kept, strict=True)
@@ -204,12 +204,12 @@ class CatalogueFile:
             yield batch
 
 
-def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> CatalogueFile:
+def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> JudgedCatalogue:
     """Find the files of a catalogue. Raises DataError if there is none."""
-    return CatalogueFile(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
+    return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
 
 
-def _texts(batch: RawBatch, field: str) -> list[str]:
+def field_texts(batch: RawBatch, field: str) -> list[str]:
     """Return a field of every row, stripped; empty texts if the file lacks it."""
     if field not in batch.columns.schema.names:
         return [""] * len(batch.columns)
@@ -262,30 +262,30 @@ def from_products(
         return products.windows(WINDOW_ROWS, wanted)
 
     def texts() -> Iterator[list[str]]:
-        return (decoded(window, tokenizer) for _, window in items(lambda number: True))
+        return (decode_tokens(window, tokenizer) for _, window in items(lambda number: True))
 
-    def queries(asking: Holdout, ids: Int64s, graded: _GradedRows) -> Queries:
+    def queries(asking: Holdout, ids: Int64s, graded: _GradedRows) -> RetrievalQueries:
         (tokens,) = asking.tokens_of("query_id", ids, ("query",))
-        judged = Judgements(graded.query_id, products.numbers_of(graded.product), graded.gain)
-        return Queries(ids, tokens, decoded(tokens, tokenizer), judged)
+        judged = Judgements(graded.query_id, products.item_numbers(graded.product), graded.gain)
+        return RetrievalQueries(ids, tokens, decode_tokens(tokens, tokenizer), judged)
 
     encoder, largest = TextTokenizer(tokenizer), holdout.rows.buckets[-1]
 
     def item_of(row: int, text: str) -> int:
         tokens = cut_tokens(encoder.encode([text]), largest.product_tokens, encoder.sep_id)
-        return int(products.numbers_of(text_hashes(tokens.ids[None], encoder.pad_id))[0])
+        return int(products.item_numbers(text_hashes(tokens.ids[None], encoder.pad_id))[0])
 
     tuning = None
     if not isinstance(valid, str):
         others = _graded_rows(valid)
-        others = others.select(products.numbers_of(others.product) >= 0)
+        others = others.select(products.item_numbers(others.product) >= 0)
         ids = some_queries(np.setdiff1d(others.query_id, asked), MAX_TUNING)
         tuning = queries(valid, ids, others.select(np.isin(others.query_id, ids))) if len(ids) else None
     return RetrievalTask(queries(holdout, asked, rows), tuning, len(products), items, texts, item_of)
 
 
 def from_catalogue(
-    file: CatalogueFile, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, chunks: int = 1
+    file: JudgedCatalogue, holdout: Holdout, tokenizer: TextTokenizer, spec: InputSpec, chunks: int = 1
 ) -> RetrievalTask:
     """Search for the queries of a catalogue file among all its items.
 
@@ -303,13 +303,13 @@ def from_catalogue(
     def texts() -> Iterator[list[str]]:
         return (titles for _, titles in file.windows(table.is_item, lambda number: True, limit))
 
-    def queries(texts_of: dict[int, str], most: int) -> Queries:
+    def queries(texts_of: dict[int, str], most: int) -> RetrievalQueries:
         ids = some_queries(np.array(sorted(texts_of), dtype=np.int64), most)
         texts = [texts_of[number][:limit] for number in ids.tolist()]
         tokens = _query_tokens(texts, tokenizer, spec, holdout)
         rows = np.flatnonzero(np.isin(table.query_of, ids))
         judged = Judgements(table.query_of[rows], table.item_of[rows], np.ones(len(rows)))
-        return Queries(ids, tokens, texts, judged)
+        return RetrievalQueries(ids, tokens, texts, judged)
 
     tuning = queries(table.valid_texts, MAX_TUNING) if table.valid_texts else None
     judged, num_items = queries(table.texts, config.max_queries), int(table.is_item.sum())
@@ -336,7 +336,7 @@ def search(
     task: RetrievalTask,
     embed: Embed,
     k: int,
-    gang: Gang,
+    process_group: ProcessGroup,
     stop: StopSignal,
     advance: Callable[[int], None] = lambda count: None,
     widths: Sequence[int] = (0,),
@@ -347,12 +347,12 @@ def search(
     queries and items; all get the lists. Memory: the queries' vectors in every width and one window of items. Raises
     NumericError if a vector is not finite, Preempted.
     """
-    world, tokens = gang.world, join_tokens([queries.tokens for queries in task.asked])
+    world, tokens = process_group.world, join_tokens([queries.tokens for queries in task.asked])
     bounds = np.linspace(0, len(tokens.lengths), world.world_size + 1).astype(int)
     own = tokens.part(int(bounds[world.rank]), int(bounds[world.rank + 1]))
-    windows = pieces(own, _WINDOW) if len(own.lengths) else ()
+    windows = token_windows(own, _WINDOW) if len(own.lengths) else ()
     embedded = list(with_progress(embed(windows), "embedding queries", len(own.lengths))) if windows else []
-    whole = np.concatenate([vectors for part in gang.gather(embedded) for vectors in part])
+    whole = np.concatenate([vectors for part in process_group.gather(embedded) for vectors in part])
     firsts: deque[int] = deque()  # the embedder reads ahead, so the numbers wait for their vectors
 
     def cut(vectors: Float32s) -> list[Float32s]:
@@ -369,7 +369,7 @@ def search(
             yield firsts.popleft(), cut(vectors)
             advance(len(vectors) * world.world_size)
 
-    return search_on_ranks(gang, cut(whole), chunks(), k)
+    return search_on_ranks(process_group, cut(whole), chunks(), k)
 
 
 KIND = "retrieval"
@@ -439,7 +439,7 @@ class ModelSearch:
     settings: Settings
     ctx: StageContext
     backend: Backend
-    gang: Gang
+    process_group: ProcessGroup
     sets: list[TokenSet]
     holdout: Holdout
     valid: Holdout | str
@@ -454,11 +454,13 @@ class ModelSearch:
         if isinstance(task, str):
             return self._without(task)
         widths, key = self._widths(checkpoint), self._key(checkpoint)
-        if self.gang.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
+        if self.process_group.gather(ctx.world.is_main and read_manifest(ctx.workspace, key) is not None)[0]:
             return self.load(task, key)
         try:
             with ctx.console.progress(f"{role}, search", task.num_items, "items") as advance:
-                lists = search(task, embed, max(self.metrics.retrieval_at), self.gang, ctx.stop, advance, widths)
+                lists = search(
+                    task, embed, max(self.metrics.retrieval_at), self.process_group, ctx.stop, advance, widths
+                )
         except NumericError as error:
             return self._without(error.seen)
         figures = (task.report(ranked.items, self.metrics)[1].values.get(self.ndcg) for ranked in lists[1:])
@@ -510,7 +512,7 @@ class ModelSearch:
         texts = [one.query[: text_characters(buckets)] for one in self.golden]
         tokens = _query_tokens(texts, tokenizer, spec, self.holdout)
         judged = Judgements(nothing, nothing, np.zeros(0))
-        return replace(task, golden=Queries(np.arange(len(texts)), tokens, texts, judged))
+        return replace(task, golden=RetrievalQueries(np.arange(len(texts)), tokens, texts, judged))
 
     @cached_property
     def golden(self) -> tuple[GoldenQuery, ...]:
@@ -541,7 +543,7 @@ class ModelSearch:
             source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
-            for one, title, text in zip(*(_texts(batch, each) for each in (name, "title", "text")), strict=True):
+            for one, title, text in zip(*(field_texts(batch, each) for each in (name, "title", "text")), strict=True):
                 yield one, title, prefix + product_text(title, text, limit)
 
     @cached_property
@@ -563,7 +565,7 @@ class ModelSearch:
         }
 
     @cached_property
-    def _catalogue(self) -> CatalogueFile | None:
+    def _catalogue(self) -> JudgedCatalogue | None:
         config = self.settings.evaluate.retrieval
         return open_catalogue(config, config.catalogue, self.ctx.stop) if config.catalogue else None
 

@@ -10,7 +10,7 @@ from pipeline.backends import Backend
 from pipeline.checkpoint.store import Checkpoint
 from pipeline.context import StageContext
 from pipeline.core.arrays import Int64s
-from pipeline.core.errors import DataError, TransientError
+from pipeline.core.errors import ConfigError, DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
 from pipeline.evaluate.gate.compare import Side
@@ -20,13 +20,14 @@ from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, l
 from pipeline.evaluate.metrics.labels import best_threshold
 from pipeline.evaluate.metrics.measure import metric_report, slice_reports
 from pipeline.evaluate.models import Models, ModelScorer
-from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, store_digest
+from pipeline.evaluate.originals import with_originals
+from pipeline.evaluate.report import EvaluationReport, HoldoutReport, ModelReport, MovedQuery, digest_key, score_digest
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalResult, moved_queries
 from pipeline.evaluate.score import ScoreSet
 from pipeline.health.device import diagnose_device_error
 from pipeline.io.commit import read_manifest
-from pipeline.parallel.gang import Gang, open_ranks
-from pipeline.retrieval.products import decoded
+from pipeline.parallel.process_group import ProcessGroup, open_ranks
+from pipeline.retrieval.products import decode_tokens
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
@@ -43,9 +44,12 @@ def run_evaluation(
     settings: Settings, ctx: StageContext, models: Models, sets: list[TokenSet], inputs: dict[str, str]
 ) -> EvaluationReport | None:
     """Evaluate; return the report on rank 0. Raises DataError for a holdout that cannot be used, Preempted."""
-    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (gang, backend):
+    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
+        process_group,
+        backend,
+    ):
         try:
-            return Evaluation(settings, ctx, models, sets, inputs, gang, backend).run()
+            return Evaluation(settings, ctx, models, sets, inputs, process_group, backend).run()
         except RuntimeError as error:
             better = diagnose_device_error(error, backend, settings.health, stop=ctx.stop)
             if better is error:
@@ -92,7 +96,7 @@ def new_sets(sets: list[TokenSet], new: Collection[str], split: Split) -> list[T
     return [one for one in sets if one.info.partition in new and split in one.info.splits]
 
 
-def open_valid(open_split: Callable[[Split], Holdout], gang: Gang) -> Holdout | str:
+def open_valid(open_split: Callable[[Split], Holdout], process_group: ProcessGroup) -> Holdout | str:
     """Open the valid split, or return why there is none: the same on all ranks.
 
     Raises DataError when it can be read on some ranks only: their collectives would get out of step.
@@ -102,7 +106,7 @@ def open_valid(open_split: Callable[[Split], Holdout], gang: Gang) -> Holdout | 
         valid = open_split(VALID)
     except DataError as error:
         reason = error.seen
-    reasons = gang.gather(reason)
+    reasons = process_group.gather(reason)
     if any(reasons) and not all(reasons):
         rank = next(rank for rank, reason in enumerate(reasons) if reason)
         raise DataError(
@@ -114,7 +118,7 @@ def open_valid(open_split: Callable[[Split], Holdout], gang: Gang) -> Holdout | 
 
 
 def _find_leak(
-    settings: Settings, ctx: StageContext, models: Models, holdout: Holdout, gang: Gang, notes: Notes
+    settings: Settings, ctx: StageContext, models: Models, holdout: Holdout, process_group: ProcessGroup, notes: Notes
 ) -> Leak | None:
     """Look for the holdout's queries in what either model was trained on, where that is still prepared."""
     config, workspace = settings.evaluate, ctx.workspace
@@ -130,7 +134,7 @@ def _find_leak(
     found = [one for mark in there for one in read_token_sets(workspace, [prefixes[mark]])]  # need not fit together
     total = sum(sum(shard.rows) for one in found for shard in one.info.splits.get("train", ()))
     rows = (open_rows(workspace, [one], "train", ctx.scratch / "tokens") for one in found)
-    leak = find_leak(holdout.queries(), rows, gang, ctx.stop, unchecked, total)
+    leak = find_leak(holdout.queries(), rows, process_group, ctx.stop, unchecked, total)
     if config.leak == "refuse":
         refuse_leak(leak)
     for doubt in leak_doubts(leak):
@@ -148,11 +152,11 @@ class Evaluation:
         models: Models,
         sets: list[TokenSet],
         inputs: dict[str, str],
-        gang: Gang,
+        process_group: ProcessGroup,
         backend: Backend,
     ) -> None:
         # Every rank read production for itself; it may have moved between two of them.
-        if len(set(gang.gather((inputs["candidate"], inputs["incumbent"])))) > 1:
+        if len(set(process_group.gather((inputs["candidate"], inputs["incumbent"])))) > 1:
             raise TransientError(
                 "production changed while the ranks of this job started",
                 expected="one incumbent on all ranks",
@@ -180,14 +184,18 @@ class Evaluation:
             f"{ctx.world.world_size} x {backend.name}"
         )
         with notes.timed("leak_check"):
-            leak = _find_leak(settings, ctx, models, holdout, gang, notes)
+            leak = _find_leak(settings, ctx, models, holdout, process_group, notes)
         tokenizer = models.candidate.tokenizer()
         # The valid split beside the one that is judged.
-        valid = "the valid split is the one that is judged" if holdout.split == VALID else open_valid(open_split, gang)
+        valid = (
+            "the valid split is the one that is judged"
+            if holdout.split == VALID
+            else open_valid(open_split, process_group)
+        )
         self.settings, self.ctx, self.models, self.inputs, self.backend = settings, ctx, models, inputs, backend
         self.notes, self.new, self.holdout, self.leak = notes, new, holdout, leak
-        self.scorer = ModelScorer(settings, ctx, backend, gang)
-        self.search = ModelSearch(settings, ctx, backend, gang, sets, holdout, valid, tokenizer, notes.warn)
+        self.scorer = ModelScorer(settings, ctx, backend, process_group)
+        self.search = ModelSearch(settings, ctx, backend, process_group, sets, holdout, valid, tokenizer, notes.warn)
 
     def run(self) -> EvaluationReport | None:
         ours = self._side("candidate", self.models.candidate)
@@ -297,14 +305,20 @@ class Evaluation:
                 return {}
             tokenizer = self.models.candidate.tokenizer()
             sides = self.holdout.tokens_of("sample_id", ours.sample_id[numbers], ("query", "product"))
-            pairs = zip(*(decoded(side, tokenizer) for side in sides), strict=True)
+            pairs = zip(*(decode_tokens(side, tokenizer) for side in sides), strict=True)
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
         models = [(one.checkpoint.digest, one.judged) for one in (ours, theirs) if one]
         limit, metric, moved = self.settings.report.examples, self.search.ndcg, list[MovedQuery]()
         if theirs and ours.found and theirs.found and not isinstance(task := self.search.task, str):
             moved = moved_queries(task, ours.found, theirs.found, metric, min(limit, MAX_MOVED))
-        store_digest(self.ctx.workspace, self.ctx.cycle, models, limit, texts_of, metric, moved)
+        digest = score_digest(self.ctx.cycle, models, limit, texts_of, metric, moved)
+        try:
+            info = self.holdout.sets[0].info
+            digest = with_originals(digest, info, self.search.tokenizer, self.settings.data, self.ctx)
+        except (ConfigError, DataError) as error:  # the verdict does not depend on it
+            self.ctx.console.warn(f"the page shows decoded texts: {error.seen}")
+        self.ctx.workspace.write_bytes(digest_key(self.ctx.cycle), digest.model_dump_json(indent=1).encode() + b"\n")
 
     def _measured(self, model: ScoredModel, scored: list[ScoredBaseline]) -> ModelReport:
         state, metrics, found = model.checkpoint.state, self.settings.evaluate.metrics, model.found

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save, save_file
 from torch import Tensor
 
 from pipeline.backends import Backend, Batch, step_program
-from pipeline.compile.manifest import GraphWatch, Place
+from pipeline.compile.manifest import GraphPosition, GraphWatch
 from pipeline.core.arrays import Float32s, Float64s
 from pipeline.core.batch_order import Bucket
 from pipeline.core.errors import DataError, first_line
@@ -33,14 +33,14 @@ from pipeline.evaluate.holdout import HoldoutOrder, Span, some_rows
 from pipeline.evaluate.metrics.labels import accuracy, label_f1
 from pipeline.evaluate.metrics.measure import retrieval_report
 from pipeline.evaluate.metrics.ranking import Judgements, Ranking, ndcg_by_query
-from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, SliceColumn, mean_over_queries, value_of
+from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, SliceColumn, mean_over_queries, value_of
 from pipeline.io import atomic
 from pipeline.io.commit import commit_dir, fetch_dir, read_manifest, require_manifest
 from pipeline.io.parts import Part, Parts
 from pipeline.io.storage import Storage, os_errors
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import FlatLayout, flat_forward, structure
 from pipeline.retrieval.products import text_hashes
@@ -89,7 +89,7 @@ class ScoreProgram:
         found = self._forward(self._flats, batch)
         outputs = RelevanceOutputs(*(tensor.float() for tensor in found))
         del found  # what is alive at the end of a graph is an output of it
-        place = Place(PHASE, Bucket(query_tokens, product_tokens).name, rows)
+        place = GraphPosition(PHASE, Bucket(query_tokens, product_tokens).name, rows)
         self._watch.before(place, outputs)
         self.backend.step_boundary(outputs)
         self._watch.after(place)
@@ -145,7 +145,7 @@ class Scorer:
     """Where and how rows are scored: by an evaluation, while a model is trained, and on each side of a comparison."""
 
     backend: Backend
-    gang: Gang
+    process_group: ProcessGroup
     stop: StopSignal
     batch_size: int
     """Rows of one batch on one rank: that of training, so that the graphs are the same."""
@@ -172,9 +172,9 @@ class Scorer:
             return {**{name: arrays[name] for name in KEPT if name in arrays}, "query_tokens": query_tokens}
 
         kept = kept or for_scores
-        is_main, layout = self.gang.world.is_main, self.gang.layout
+        is_main, layout = self.process_group.world.is_main, self.process_group.layout
         start, held = parts.load() if parts and is_main else (0, [])
-        start = int(self.gang.gather(start)[0])
+        start = int(self.process_group.gather(start)[0])
         advance(start)
         under_way: deque[tuple[Span, int, Arrays]] = deque()
 
@@ -200,7 +200,7 @@ class Scorer:
                     {name: values[:num_real] for name, values in {**of_rows, **scores}.items()}
                     for _, num_real, of_rows, scores in done
                 ]
-                gathered = self.gang.gather((joined(mine), self.clock() - began, self.stop.is_set()))
+                gathered = self.process_group.gather((joined(mine), self.clock() - began, self.stop.is_set()))
                 count = sum(len(span.rows) for span, _, _, _ in done)
                 place += count
                 advance(count)
@@ -424,7 +424,7 @@ def evaluate_holdout(
     label_gains: tuple[float, ...],
     batch_size: int,
     limit: int,
-    gang: Gang,
+    process_group: ProcessGroup,
     stop: StopSignal,
     search_pad_id: int | None = None,
 ) -> HoldoutFigures:
@@ -449,7 +449,7 @@ def evaluate_holdout(
         return {"logits": outputs.logits} if search_pad_id is None else outputs._asdict()
 
     with progress("scoring the holdout", order.total, "rows") as advance:
-        arrays = Scorer(backend, gang, stop, batch_size).run(wanted, rows, order, None, advance, kept)
+        arrays = Scorer(backend, process_group, stop, batch_size).run(wanted, rows, order, None, advance, kept)
     return figures(arrays, label_gains)
 
 
@@ -463,7 +463,7 @@ def figures(joined: dict[str, npt.NDArray[Any]], label_gains: tuple[float, ...])
     chosen = probabilities[label >= 0, label[label >= 0]]
     if not len(chosen):
         raise DataError("no labelled rows to score", expected="at least one row with a label in the holdout")
-    queries, classes = Queries.of(joined["query_id"]), probabilities.shape[1]
+    queries, classes = QueryGroups.of(joined["query_id"]), probabilities.shape[1]
     ranking = Ranking.of(queries, probabilities @ np.array(label_gains))
     by_query = ndcg_by_query(ranking, joined["gain"].astype(np.float64), _DEPTH)
     return HoldoutFigures(

@@ -31,7 +31,7 @@ from pipeline.io.storage import Storage
 from pipeline.parallel.world import Nodes
 
 
-class Verdict(IntEnum):
+class HealthVerdict(IntEnum):
     """From harmless to grave; the gravest of a node is the node's."""
 
     PASS = 0
@@ -55,8 +55,8 @@ class CheckResult:
 
     name: str
     verdict: Annotated[
-        Verdict,
-        BeforeValidator(lambda name: getattr(Verdict, str(name).upper(), "no verdict")),
+        HealthVerdict,
+        BeforeValidator(lambda name: getattr(HealthVerdict, str(name).upper(), "no verdict")),
         PlainSerializer(lambda verdict: verdict.text),
     ]
     seen: str = ""
@@ -77,8 +77,8 @@ class NodeReport:
     results: tuple[CheckResult, ...]
 
     @property
-    def verdict(self) -> Verdict:
-        return max((result.verdict for result in self.results), default=Verdict.PASS)
+    def verdict(self) -> HealthVerdict:
+        return max((result.verdict for result in self.results), default=HealthVerdict.PASS)
 
 
 def job_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
@@ -87,12 +87,12 @@ def job_error(reports: Iterable[NodeReport]) -> TrnpipeError | None:
     A configuration problem stops the job whatever else is wrong: no other machine would help. Else one unfit node
     sends all back, as a node group is started as a whole. The message names host, check and reason, the gravest first.
     """
-    bad = [(report, result) for report in reports for result in report.results if result.verdict >= Verdict.RETRY]
+    bad = [(report, result) for report in reports for result in report.results if result.verdict >= HealthVerdict.RETRY]
     if not bad:
         return None
     report, first = min(bad, key=lambda one: (-one[1].verdict, one[0].node_rank))
     more = f" (and {len(bad) - 1} more failed checks)" if len(bad) > 1 else ""
-    kind = ConfigError if first.verdict is Verdict.FIX else TransientError
+    kind = ConfigError if first.verdict is HealthVerdict.FIX else TransientError
     return kind(
         f"node {report.node_rank} ({report.host}), check {first.name}: {first.seen}{more}",
         expected=first.expected,
@@ -143,7 +143,7 @@ def show(report: NodeReport, stream: TextIO) -> None:
         )
         seconds = format_duration(result.seconds)
         lines.append(f"  {result.verdict.text:<5}  {result.name:<{width}}  {seen} ({seconds})")
-        if result.verdict is not Verdict.PASS:
+        if result.verdict is not HealthVerdict.PASS:
             advice = {"expected": result.expected, "next": result.next_command}
             lines += [f"         {name}: {text}" for name, text in advice.items() if text]
     stream.writelines(f"{line}\n" for line in lines)
@@ -197,8 +197,8 @@ def run_checks(
     chosen = [check for check in checks if config.wants(check.group)]
     for check in sorted(chosen, key=lambda one: one.cost_s):
         stop.raise_if_set(f"before health check {check.name}")
-        if check.cost_s >= EXPENSIVE_S and any(result.verdict >= Verdict.RETRY for result in results):
-            found = [CheckResult(check.name, Verdict.WARN, "not run: this node has failed already")]
+        if check.cost_s >= EXPENSIVE_S and any(result.verdict >= HealthVerdict.RETRY for result in results):
+            found = [CheckResult(check.name, HealthVerdict.WARN, "not run: this node has failed already")]
         else:
             found = _run(check, config, stop, clock)
         for result in found:
@@ -236,7 +236,7 @@ def _run(check: Check, config: HealthConfig, stop: StopSignal, clock: Callable[[
         still = "; it does not end either" if thread.is_alive() else ""
         seen = f"not done after {format_duration(limit_s)}, still {doing}{still}"
         advice = "look at dmesg of that machine; raise --health.check-limit-s if it is only slow"
-        found.append(CheckResult(check.name, Verdict.RETRY, seen, "an answer within that time", advice))
+        found.append(CheckResult(check.name, HealthVerdict.RETRY, seen, "an answer within that time", advice))
     elif errors:
         if isinstance(errors[0], Preempted):
             raise errors[0]
@@ -252,13 +252,13 @@ def _failed(name: str, error: BaseException) -> CheckResult:
     attempts of a minute, while FIX on a machine that is sick in a new way costs a night.
     """
     if isinstance(error, TrnpipeError):
-        verdict = Verdict.RETRY if error.retry else Verdict.FIX
+        verdict = HealthVerdict.RETRY if error.retry else HealthVerdict.FIX
         return CheckResult(name, verdict, one_line(error.seen), error.expected, error.next_command)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     seen = f"{type(error).__name__}: {one_line(str(error))}{where}"
     advice = "trnpipe health on that machine; if all machines report it, it is a bug of the check"
-    return CheckResult(name, Verdict.RETRY, seen, "an answer of the machine that the check understands", advice)
+    return CheckResult(name, HealthVerdict.RETRY, seen, "an answer of the machine that the check understands", advice)
 
 
 def _clean(result: CheckResult) -> CheckResult:
@@ -307,7 +307,7 @@ def results_of(folder: Path, ranks: Iterable[int]) -> tuple[CheckResult, ...]:
             last = f" after check {report.results[-1].name}" if report and report.results else ""
             seen = f"rank {rank} of this node ended without a word{last}"
             advice = "look at the last lines of that rank, and at dmesg for the out-of-memory killer"
-            merged.append(CheckResult("ranks", Verdict.RETRY, seen, "a report of each rank", advice))
+            merged.append(CheckResult("ranks", HealthVerdict.RETRY, seen, "a report of each rank", advice))
         for result in report.results if report else ():
             by_name.setdefault(result.name, {})[rank] = result
     for found in by_name.values():
@@ -356,7 +356,7 @@ def with_slow_ranks(reports: Sequence[NodeReport]) -> tuple[NodeReport, ...]:
             if others and seconds > SLOW_RATIO * median(others):
                 seen = f"rank {rank} takes {seconds / median(others):.1f} times as long as the others for one product"
                 do = "this job elsewhere; look for throttling and for other processes on that machine"
-                verdict = Verdict.WARN if shared else Verdict.RETRY
+                verdict = HealthVerdict.WARN if shared else HealthVerdict.RETRY
                 slow.append(CheckResult("slow core", verdict, seen, f"at most {SLOW_RATIO:g} times", do))
         annotated.append(replace(report, results=(*report.results, *slow)))
     return tuple(annotated)
@@ -388,13 +388,15 @@ def exchange_reports(nodes: Nodes, phase: str, own: NodeReport, wait_s: float) -
             reports[rank] = from_json(text, f"the report of node {rank}")
         except DataError as error:
             advice = "name the image by its digest, so that all nodes run the same version"
-            fault = CheckResult("report", Verdict.FIX, one_line(error.seen), "a report of this version", advice)
+            fault = CheckResult("report", HealthVerdict.FIX, one_line(error.seen), "a report of this version", advice)
             reports[rank] = NodeReport(rank, NOT_SEEN, (fault,))
     for rank, reason in absent.items():
         seen = one_line(f"no report, {reason}")
         expected = f"a report of each node within {format_duration(min(wait_s, nodes.timeout_s))}"
         advice = f"look at the log of node {rank}, and whether its machine is alive"
-        reports[rank] = NodeReport(rank, NOT_SEEN, (CheckResult("report", Verdict.RETRY, seen, expected, advice),))
+        reports[rank] = NodeReport(
+            rank, NOT_SEEN, (CheckResult("report", HealthVerdict.RETRY, seen, expected, advice),)
+        )
     if absent:
         nodes.fail(one_line(f"no report, {next(iter(absent.values()))}"))
     return tuple(reports[rank] for rank in sorted(reports))

@@ -33,14 +33,14 @@ from pipeline.health.check import (
     Check,
     CheckContext,
     CheckResult,
+    HealthVerdict,
     NodeReport,
-    Verdict,
     one_line,
     run_checks,
     write_rank_report,
 )
 from pipeline.health.config import HealthConfig, OperationName
-from pipeline.parallel.gang import host_group, open_device, open_world_group
+from pipeline.parallel.process_group import host_group, open_device, open_world_group
 from pipeline.parallel.world import World
 
 # The tensor operations a model of ours uses, each with the same in float64 on the host to compare with.
@@ -157,10 +157,10 @@ def check_operations(
         elif not all(torch.equal(one, two) for run in runs[1:] for one, two in zip(runs[0], run, strict=True)):
             faults.append(f"{operation.name}: two runs on equal inputs differ")
     if not faults:
-        return CheckResult(OPERATIONS_CHECK, Verdict.PASS, figures=figures)
+        return CheckResult(OPERATIONS_CHECK, HealthVerdict.PASS, figures=figures)
     do = f"{ELSEWHERE}; an error that all machines have alike: --health.tolerances"
     expected_text = "float64 within the tolerance of each operation, and equal bits in each run"
-    return CheckResult(OPERATIONS_CHECK, Verdict.RETRY, "; ".join(faults), expected_text, do, figures)
+    return CheckResult(OPERATIONS_CHECK, HealthVerdict.RETRY, "; ".join(faults), expected_text, do, figures)
 
 
 CHUNK_BYTES = 64 * 2**20
@@ -184,9 +184,9 @@ def check_memory(backend: Backend, *, sweep_bytes: int, stop: StopSignal) -> Che
             if wrong := int((found != (pattern ^ index)).sum()):
                 seen = f"{wrong} words of chunk {index} of {count} ({format_bytes(CHUNK_BYTES)} each) changed"
                 expected = f"what was written, {pattern & 0xFFFFFFFF:#010x} ^ {index}"
-                return CheckResult("device memory", Verdict.RETRY, seen, expected, ELSEWHERE, figures)
+                return CheckResult("device memory", HealthVerdict.RETRY, seen, expected, ELSEWHERE, figures)
         del chunks, chunk
-    return CheckResult("device memory", Verdict.PASS, figures=figures)
+    return CheckResult("device memory", HealthVerdict.PASS, figures=figures)
 
 
 BURN_WIDTH, BURN_DEPTH = 1024, 8
@@ -208,7 +208,7 @@ def check_burn(
         _round(backend, values, weight)
         times.append(clock() - started)
     tflops = 2.0 * BURN_WIDTH**3 * BURN_DEPTH / min(times) / 1e12
-    return CheckResult(BURN, Verdict.PASS, figures={"rounds": len(times), ROUND: min(times), "tflops": tflops})
+    return CheckResult(BURN, HealthVerdict.PASS, figures={"rounds": len(times), ROUND: min(times), "tflops": tflops})
 
 
 def _round(backend: Backend, values: Tensor, weight: Tensor) -> None:
@@ -265,7 +265,7 @@ def diagnose_device_error(
     limit_s = config.device_limit_s(on_neuron=backend.is_neuron)
     check = Check(OPERATIONS_CHECK, operations, time_limit_s=limit_s)
     report = run_checks([check], config, node_rank=0, host="this rank", stop=stop)
-    if report.verdict < Verdict.RETRY:
+    if report.verdict < HealthVerdict.RETRY:
         return error
     (result,) = report.results
     return TransientError(
@@ -346,7 +346,9 @@ def check_collectives(
                     ctx.stop.raise_if_set("checking collectives")
                     seen = f"{ctx.doing}: {one_line(str(error))[:300]}"
                     do = "look at the last lines of the ranks that are named; this job elsewhere"
-                    return CheckResult(COLLECTIVES, Verdict.RETRY, seen, "every rank in every collective", do, figures)
+                    return CheckResult(
+                        COLLECTIVES, HealthVerdict.RETRY, seen, "every rank in every collective", do, figures
+                    )
                 best_s = min(best_s, time.monotonic() - started)
                 if not fault and not torch.equal(found, expected):
                     wrong = (found != expected).nonzero().reshape(-1)
@@ -359,12 +361,12 @@ def check_collectives(
             rate = share * (num - 1) / num * 4 * count * chunks / best_s
             figures[f"{name}_{size}_bytes_gb_s"] = float(f"{rate / 1e9:.3g}")
     if fault:
-        return CheckResult(COLLECTIVES, Verdict.RETRY, fault, "the contents of every rank", ELSEWHERE, figures)
+        return CheckResult(COLLECTIVES, HealthVerdict.RETRY, fault, "the contents of every rank", ELSEWHERE, figures)
     reached = float(figures[f"all-reduce_{sizes_bytes[-1]}_bytes_gb_s"])
     if reached < minimum_gb_s:
         seen, wanted = f"all-reduce reaches {reached:.3g} GB/s bus bandwidth", f"at least {minimum_gb_s:g} GB/s"
-        return CheckResult(COLLECTIVES, Verdict.RETRY, seen, wanted, "this job elsewhere", figures)
-    return CheckResult(COLLECTIVES, Verdict.PASS, figures=figures)
+        return CheckResult(COLLECTIVES, HealthVerdict.RETRY, seen, wanted, "this job elsewhere", figures)
+    return CheckResult(COLLECTIVES, HealthVerdict.PASS, figures=figures)
 
 
 def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str, str], seed: int) -> tuple[Check, ...]:
@@ -383,7 +385,7 @@ def rank_checks(name: str, world: World, config: HealthConfig, env: Mapping[str,
         backend = open_device(name, world)
         opened.append(backend)
         figures = {SHARED: int(backend.shares_host_memory)}
-        return CheckResult(DEVICE, Verdict.PASS, backend.device_name(), figures=figures)
+        return CheckResult(DEVICE, HealthVerdict.PASS, backend.device_name(), figures=figures)
 
     def on_device(what: str, cost_s: float, check: Callable[..., CheckResult]) -> Check:
         def run(ctx: CheckContext) -> Iterator[CheckResult]:

@@ -23,7 +23,7 @@ from pipeline.core.format import format_bytes, format_duration
 from pipeline.core.machines import GIB, MACHINES, Machine
 from pipeline.core.neuron_errors import Evidence, classify, decisive
 from pipeline.core.stop import StopSignal
-from pipeline.health.check import Check, CheckContext, CheckResult, Verdict
+from pipeline.health.check import Check, CheckContext, CheckResult, HealthVerdict
 from pipeline.health.config import NCCOM_LIMIT_S, HealthConfig
 from pipeline.io.storage import Storage, os_errors
 from pipeline.parallel.world import MAIN_ADDRESS, MASTER_PORT, own_address
@@ -102,20 +102,20 @@ class HostChecks:
         expected, found = self.config.expected_instance, self.identity.instance_type
         figures: dict[str, float | int | str] = {"type": found or "unknown", "cpus": os.cpu_count() or 1}
         if not expected or found == expected:
-            return CheckResult("instance", Verdict.PASS, figures=figures)
+            return CheckResult("instance", HealthVerdict.PASS, figures=figures)
         if not found:
             seen = "instance type not known: this is no EC2 machine, or its metadata cannot be read"
-            return CheckResult("instance", Verdict.WARN, seen, expected, figures=figures)
+            return CheckResult("instance", HealthVerdict.WARN, seen, expected, figures=figures)
         do = "send the job to the queue of that type, or set --health.expected-instance"
-        return CheckResult("instance", Verdict.FIX, f"instance type {found}", expected, do, figures)
+        return CheckResult("instance", HealthVerdict.FIX, f"instance type {found}", expected, do, figures)
 
     def clock(self, ctx: CheckContext) -> CheckResult:
         """A clock that was never set makes every request to AWS fail, and cycles of another year."""
         now = datetime.now(UTC)
         if now > EARLIEST:
-            return CheckResult("clock", Verdict.PASS)
+            return CheckResult("clock", HealthVerdict.PASS)
         do = "this job elsewhere; on this machine: chronyc tracking"
-        return CheckResult("clock", Verdict.RETRY, f"it is {now:%Y-%m-%d %H:%M}", f"after {EARLIEST:%Y}", do)
+        return CheckResult("clock", HealthVerdict.RETRY, f"it is {now:%Y-%m-%d %H:%M}", f"after {EARLIEST:%Y}", do)
 
     def address(self, ctx: CheckContext) -> list[CheckResult]:
         """Nodes find each other, and the ports of the main node are free.
@@ -131,7 +131,7 @@ class HostChecks:
             except OSError as error:
                 seen = f"{main} cannot be resolved: {error.strerror or error}"
                 bad.append(
-                    CheckResult("address", Verdict.RETRY, seen, "the main node's address", f"getent hosts {main}")
+                    CheckResult("address", HealthVerdict.RETRY, seen, "the main node's address", f"getent hosts {main}")
                 )
         for variable, port in ports.items():
             ctx.doing = f"listening on port {port}"
@@ -141,11 +141,11 @@ class HostChecks:
                     listener.bind(("", port))
                     listener.listen(1)
                 except OSError as error:
-                    verdict = Verdict.RETRY if self.node_rank == 0 else Verdict.WARN
+                    verdict = HealthVerdict.RETRY if self.node_rank == 0 else HealthVerdict.WARN
                     do = f"ss -tlnp | grep {port} on that machine; end what an earlier job has left"
                     seen = f"port {port} ({variable}) is not free: {error.strerror}"
                     bad.append(CheckResult("address", verdict, seen, "a free port: one job on a machine", do))
-        return bad or [CheckResult("address", Verdict.PASS, figures=ports)]
+        return bad or [CheckResult("address", HealthVerdict.PASS, figures=ports)]
 
     def _ports(self) -> dict[str, int]:
         """Return the ports on which the main node listens. Raises ConfigError for one that is none, or used twice."""
@@ -168,7 +168,7 @@ class HostChecks:
             too_small = "sharedMemorySize in the job definition (docker: --shm-size)"
             needed, full = MIN_SHM_GIB * GIB, "remove what dead processes left"
             found = room("shared memory", SHM, "", needed, too_small=too_small, full=full)
-            yield found if self.on_neuron or not found.verdict else replace(found, verdict=Verdict.WARN)
+            yield found if self.on_neuron or not found.verdict else replace(found, verdict=HealthVerdict.WARN)
 
     def disks(self, ctx: CheckContext) -> Iterator[CheckResult]:
         """Each file system has room for all that goes there."""
@@ -204,14 +204,14 @@ class HostChecks:
             raise
         if back != data:
             seen, do = f"{uri} came back with other bytes than were written", "do not use that machine: it changes data"
-            return CheckResult("workspace", Verdict.RETRY, seen, "the same bytes", do, figures)
+            return CheckResult("workspace", HealthVerdict.RETRY, seen, "the same bytes", do, figures)
         slowest_s = max(map(float, figures.values()))
         if slowest_s > SLOW_WORKSPACE_S:
             seen = f"{format_duration(slowest_s)} for {PROBE_BYTES} bytes in {self.workspace.root}"
             do = "look at the network of that machine, and for throttling of the bucket"
-            return CheckResult("workspace", Verdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", do, figures)
+            return CheckResult("workspace", HealthVerdict.WARN, seen, f"under {SLOW_WORKSPACE_S:g} s", do, figures)
         seen = f"{1000 * slowest_s:.1f} ms for the slowest of write, read and delete"
-        return CheckResult("workspace", Verdict.PASS, seen, figures=figures)
+        return CheckResult("workspace", HealthVerdict.PASS, seen, figures=figures)
 
 
 def room(name: str, folder: Path, what: str, needed: float, *, too_small: str, full: str) -> CheckResult:
@@ -219,8 +219,8 @@ def room(name: str, folder: Path, what: str, needed: float, *, too_small: str, f
     total, free = disk_bytes(folder)
     seen, figures = f"{what}{format_bytes(free)} of {format_bytes(total)} free at {folder}", {"free_bytes": free}
     if free >= needed:
-        return CheckResult(name, Verdict.PASS, seen, figures=figures)
-    verdict, do = (Verdict.FIX, too_small) if total < needed else (Verdict.RETRY, full)
+        return CheckResult(name, HealthVerdict.PASS, seen, figures=figures)
+    verdict, do = (HealthVerdict.FIX, too_small) if total < needed else (HealthVerdict.RETRY, full)
     return CheckResult(name, verdict, seen, f"at least {format_bytes(needed)}", do, figures)
 
 
@@ -289,14 +289,14 @@ def judge_driver(versions: Mapping[str, str]) -> CheckResult | None:
     expected = f"runtime {least} or later with driver {limit} or later"
     if new is None or (new >= NEW_DRIVER and not numbers):
         look = f"cat {DRIVER_FILE}; ls {NEURON_LIBRARIES}"
-        return CheckResult(DRIVER_FIT, Verdict.WARN, f"{seen}: cannot be compared", expected, look)
+        return CheckResult(DRIVER_FIT, HealthVerdict.WARN, f"{seen}: cannot be compared", expected, look)
     if new >= NEW_DRIVER and max(numbers) < LEAST_RUNTIME:
         fix = (
             f"a machine image with a driver before {limit} (Terraform: ami_id), or a container image with runtime "
             f"{least}: docs/neuron.md, When no such machine image is left"
         )
-        return CheckResult(DRIVER_FIT, Verdict.FIX, f"{seen}: nrt_init fails", expected, fix)
-    return CheckResult(DRIVER_FIT, Verdict.PASS, seen)
+        return CheckResult(DRIVER_FIT, HealthVerdict.FIX, f"{seen}: nrt_init fails", expected, fix)
+    return CheckResult(DRIVER_FIT, HealthVerdict.PASS, seen)
 
 
 def _release(version: str) -> tuple[int, int] | None:
@@ -381,32 +381,36 @@ def judge_nccom(
     what = "right results" if test.check else "times"
     wanted = f"{what} for {test.num_sizes} sizes of {test.operation}"
 
-    def bad(verdict: Verdict, seen: str, expected: str = wanted, do: str = _ELSEWHERE) -> CheckResult:
+    def bad(verdict: HealthVerdict, seen: str, expected: str = wanted, do: str = _ELSEWHERE) -> CheckResult:
         return CheckResult(test.name, verdict, seen, expected, do, figures, run.seconds)
 
     if run.failure == NOT_INSTALLED:  # the image brings the tools, so every machine that runs it lacks them
-        return bad(Verdict.FIX, f"{NAME} is not installed", do="aws-neuronx-tools in the image")
+        return bad(HealthVerdict.FIX, f"{NAME} is not installed", do="aws-neuronx-tools in the image")
     if _USAGE.search(run.output) and not rows:
-        return bad(Verdict.FIX, run.told(), do="nccom-test --help: are these options of your version of the tools?")
+        return bad(
+            HealthVerdict.FIX, run.summary(), do="nccom-test --help: are these options of your version of the tools?"
+        )
     failure = last_line(found[0]) if (found := _FAILED.search(run.output)) else ""
     if run.failure or failure:
         cause = decisive(classify(run.output))
         if cause and cause.row.error is ConfigError and cause.row.evidence is not Evidence.PROOF:
-            return bad(Verdict.FIX, f"{cause.row.name}: {cause.line}", do=cause.row.action)
-        return bad(Verdict.RETRY, failure or run.told())
+            return bad(HealthVerdict.FIX, f"{cause.row.name}: {cause.line}", do=cause.row.action)
+        return bad(HealthVerdict.RETRY, failure or run.summary())
     if len(rows) < test.num_sizes:  # sizes may be rounded to whole elements of every rank
-        return bad(Verdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.told()})")
+        return bad(HealthVerdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.summary()})")
     # The bandwidth of small sizes is printed as 0.00.
     if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
-        return bad(Verdict.RETRY, "a bandwidth that is no positive number")
+        return bad(HealthVerdict.RETRY, "a bandwidth that is no positive number")
     seen = f"bus bandwidth {busbw_gib_s:.2f} GiB/s at {largest} bytes"
     if busbw_gib_s < min_gib_s:
-        return bad(Verdict.RETRY, seen, f"at least {min_gib_s:g} GiB/s")
+        return bad(HealthVerdict.RETRY, seen, f"at least {min_gib_s:g} GiB/s")
     if usual_gib_s is not None and busbw_gib_s < usual_gib_s / 2:
-        return bad(Verdict.WARN, seen, f"about {usual_gib_s:g} GiB/s, as AWS measured", "compare other machines")
+        return bad(HealthVerdict.WARN, seen, f"about {usual_gib_s:g} GiB/s, as AWS measured", "compare other machines")
     if run.exit_code != 0:
-        return bad(Verdict.WARN, f"all sizes are right, but exit code {run.exit_code}", "exit code 0", "see its output")
-    return CheckResult(test.name, Verdict.PASS, seen, figures=figures, seconds=run.seconds)
+        return bad(
+            HealthVerdict.WARN, f"all sizes are right, but exit code {run.exit_code}", "exit code 0", "see its output"
+        )
+    return CheckResult(test.name, HealthVerdict.PASS, seen, figures=figures, seconds=run.seconds)
 
 
 # All of them as checks of a node.
@@ -422,20 +426,24 @@ def check_kernel_log(
     for match in classify(run.stdout):
         if match.row.evidence is Evidence.PROOF:
             do, expected = f"this job elsewhere; {match.row.action}", "no hardware error since boot"
-            return CheckResult("kernel-log", Verdict.RETRY, match.line, expected, do, seconds=run.seconds)
+            return CheckResult("kernel-log", HealthVerdict.RETRY, match.line, expected, do, seconds=run.seconds)
     if run.exit_code == 0:
-        return CheckResult("kernel-log", Verdict.PASS)
-    verdict, do = Verdict.WARN if on_neuron else Verdict.PASS, "a container needs the capability SYSLOG"
-    return CheckResult("kernel-log", verdict, f"not readable ({run.told()})", "the kernel log", do, seconds=run.seconds)
+        return CheckResult("kernel-log", HealthVerdict.PASS)
+    verdict, do = HealthVerdict.WARN if on_neuron else HealthVerdict.PASS, "a container needs the capability SYSLOG"
+    return CheckResult(
+        "kernel-log", verdict, f"not readable ({run.summary()})", "the kernel log", do, seconds=run.seconds
+    )
 
 
 def judge_rank_count(machine: Machine, processes: int, *, num_nodes: int) -> CheckResult:
     """The runtime joins cores only in some numbers; with another one it hangs or fails when it starts."""
     fits = machine.rank_counts[-1:] if num_nodes > 1 else machine.rank_counts
     if not fits or processes in fits:
-        return CheckResult("processes", Verdict.PASS, figures={"processes": processes})
+        return CheckResult("processes", HealthVerdict.PASS, figures={"processes": processes})
     seen = f"{processes} processes on {machine.name}, {num_nodes} nodes"
-    return CheckResult("processes", Verdict.FIX, seen, " or ".join(map(str, fits)), f"--launch.processes {fits[-1]}")
+    return CheckResult(
+        "processes", HealthVerdict.FIX, seen, " or ".join(map(str, fits)), f"--launch.processes {fits[-1]}"
+    )
 
 
 def neuron_checks(
@@ -448,7 +456,7 @@ def neuron_checks(
 
     def versions(ctx: CheckContext) -> Iterator[CheckResult]:
         found = find_versions()
-        yield CheckResult(VERSIONS, Verdict.PASS, figures={**found, **more})
+        yield CheckResult(VERSIONS, HealthVerdict.PASS, figures={**found, **more})
         if (fit := judge_driver(found)) is not None:
             yield fit
 

@@ -20,7 +20,13 @@ from pipeline.backends import Backend, RankGroup, module_device, process_group
 from pipeline.core.errors import ConfigError, TrnpipeError
 from pipeline.core.layout import Axis, Layout, layout_of
 from pipeline.parallel.config import Plan, Spread
-from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group, open_device, open_world_group
+from pipeline.parallel.process_group import (
+    all_gather_objects,
+    collective_errors,
+    host_group,
+    open_device,
+    open_world_group,
+)
 from pipeline.parallel.world import world_from_env
 
 REPLICATE: Axis = "replicate"
@@ -60,10 +66,10 @@ def check_plan(plan: Spread, backend: Backend) -> None:
         "process_group": plan.process_group != "",
     }
     for feature, described in _FEATURES.items():
-        if asked[feature] and feature not in backend.spreads:
+        if asked[feature] and feature not in backend.parallelism:
             raise ConfigError(
                 f"the plan asks for {described}, which {backend.device_name()} cannot do here",
-                expected=f"a plan within what this device does: {', '.join(sorted(backend.spreads)) or 'shard state'}",
+                expected=f"a plan that the device supports: {', '.join(sorted(backend.parallelism)) or 'shard state'}",
                 next_command="docs/parallel.md, What each device allows",
             )
 
@@ -74,7 +80,7 @@ _FEATURES = {
     "offload": "activations offloaded to the host",
     "process_group": "a process group of its own",
 }
-"""Of Backend.spreads."""
+"""Of Backend.parallelism."""
 
 
 def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:

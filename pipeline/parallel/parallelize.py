@@ -20,8 +20,8 @@ from pipeline.core.fingerprint import Json, fingerprint
 from pipeline.core.shuffle import stream_key
 from pipeline.parallel.activations import recompute_units
 from pipeline.parallel.checkpoint import load
-from pipeline.parallel.gang import all_gather_objects, collective_errors, host_group
 from pipeline.parallel.mesh import TENSOR, Mesh, check_same, current_mesh, has_mesh, init, raise_on_all_ranks
+from pipeline.parallel.process_group import all_gather_objects, collective_errors, host_group
 from pipeline.parallel.tensors import TensorPlan, fused_parts, load_shard, split, tensor_styles, watch_tensors
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from pipeline.backends import lazy_device_name
 from pipeline.compile.hlo import HOST_READ, Finding, lint, lint_counters
-from pipeline.compile.manifest import GraphManifest, Place, Recorder, load_manifest, store_manifest
+from pipeline.compile.manifest import GraphManifest, GraphPosition, Recorder, load_manifest, store_manifest
 from pipeline.compile.neuron import SCORING, compile_on_neuron, drives_tool
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import ConfigError
 from pipeline.core.format import format_duration
-from pipeline.core.progress import no_display, shown_on
+from pipeline.core.progress import no_display, use_display
 from pipeline.io import atomic
-from pipeline.parallel.gang import open_ranks
+from pipeline.parallel.process_group import open_ranks
 from pipeline.parallel.world import TRACE_FILE, World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import Shapes, shapes_of
@@ -52,7 +52,10 @@ def _drive(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
 
 def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datetime) -> StageResult:
     """Run the trial in this rank; what it meets is compiled at once."""
-    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (gang, backend):
+    with open_ranks(settings.backend, ctx.world, timeout_s=settings.train.collective_timeout_s) as (
+        process_group,
+        backend,
+    ):
         driven, is_scoring = os.environ.get(TRACE_FILE), SCORING in os.environ
         device = backend.device_name()
         if is_scoring:
@@ -64,10 +67,10 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
             return _already(ctx, known, started)
         recorder = Recorder(backend, plan)
         if backend.is_lazy or backend.compiles_steps:
-            trial = shapes.trial(settings, backend, gang, recorder, ctx.stop, ctx.console)
+            trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not driven:
                 recorder.met = _progress(ctx, trial.num_graphs, started)
-            with shown_on(no_display):  # what a trial scores is nobody's holdout
+            with use_display(no_display):  # what a trial scores is nobody's holdout
                 trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
     if not ctx.world.is_main:
@@ -90,10 +93,10 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
     return _publish(ctx, manifest, started)
 
 
-def _progress(ctx: StageContext, expected: int, started: datetime) -> Callable[[int, Place], None]:
+def _progress(ctx: StageContext, expected: int, started: datetime) -> Callable[[int, GraphPosition], None]:
     """A line before each graph is compiled, which may take minutes: which one it is, of how many, and since when."""
 
-    def met(number: int, place: Place) -> None:
+    def met(number: int, place: GraphPosition) -> None:
         of_all = f" of about {expected}" if number <= expected else ""
         seconds = (datetime.now(UTC) - started).total_seconds()
         ctx.console.info(f"compile: graph {number}{of_all}, {place} | {format_duration(seconds)} so far")

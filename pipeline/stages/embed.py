@@ -14,7 +14,7 @@ from pipeline.embed.parts import finish, parts_of, report_end, totals
 from pipeline.embed.plan import EmbedPlan, catalogue_storage, check_lengths, cycle_plan, open_pinned
 from pipeline.embed.vectors import VectorSet, find_vectors, vectors_prefix
 from pipeline.io.commit import read_manifest
-from pipeline.parallel.gang import join_ranks
+from pipeline.parallel.process_group import join_ranks
 from pipeline.parallel.world import worker_of
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console

@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.backends import on_neuron
-from pipeline.context import Figure, StageContext, StageResult, nodes_of, store_result
+from pipeline.context import Figure, StageContext, StageResult, node_group, store_result
 from pipeline.core.errors import EXIT_OK
 from pipeline.health.check import (
     CheckResult,
+    HealthVerdict,
     NodeReport,
-    Verdict,
     exchange_reports,
     job_error,
     report_key,
@@ -48,11 +48,11 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
         seed = zlib.crc32(ctx.cycle.encode())  # the same on all nodes, another one in each cycle
         checks = rank_checks(settings.backend, ctx.world, settings.health, os.environ, seed)
         report = report_rank(checks, settings.health, ctx.world.rank, Path(folder), ctx.stop)
-        if report.verdict >= Verdict.RETRY:  # a thread may hang, and gloo aborts when another rank is gone
+        if report.verdict >= HealthVerdict.RETRY:  # a thread may hang, and gloo aborts when another rank is gone
             sys.stdout.flush()
             os._exit(EXIT_OK)  # the verdict is in the report
         return _result(ctx, (report,), started)
-    nodes = nodes_of(ctx, "health/nodes", timeout_s=math.inf)
+    nodes = node_group(ctx, "health/nodes", timeout_s=math.inf)
     with nodes.telling(), guarded_temp_folder() as temporary:
         reports = _check(settings, ctx, nodes, temporary / "ranks")
     result = _result(ctx, reports, started)
@@ -110,7 +110,7 @@ def _check(settings: Settings, ctx: StageContext, nodes: Nodes, folder: Path) ->
         env["NEURON_CC_FLAGS"] = settings.compile.flags.model_copy(update={"auto_cast": "none"}).text()
         env["NEURON_COMPILE_CACHE_URL"] = settings.compile.cache_root(ctx.workspace.root)
     with temporary_environment(env):
-        launch([*(ctx.words or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
+        launch([*(ctx.command_line or (NAME,)), "--cycle", ctx.cycle], processes, ctx.stop)
     ctx.stop.raise_if_set("checking the ranks of this node")
     first = node_rank * processes
     return meet("ranks", results_of(folder, range(first, first + processes)), is_last=True)
@@ -120,7 +120,7 @@ def _result(ctx: StageContext, reports: Reports, started: datetime) -> StageResu
     figures: dict[str, Figure] = {
         "nodes": len(reports),
         "checks": sum(len(report.results) for report in reports),
-        "warnings": sum(result.verdict is Verdict.WARN for report in reports for result in report.results),
+        "warnings": sum(result.verdict is HealthVerdict.WARN for report in reports for result in report.results),
     }
     outputs = {f"node_{report.node_rank}": report_key(ctx.cycle, report) for report in reports}
     return ctx.finish(NAME, started, inputs={}, outputs=outputs, figures=figures)

@@ -15,7 +15,7 @@ from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
-from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
+from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
@@ -28,9 +28,9 @@ from pipeline.mine.store import open_negatives
 from pipeline.model.config import ModelConfig
 from pipeline.model.hf import from_hf, hf_config, to_hf
 from pipeline.model.weights import digest_of_initial, initial_model
-from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import check_plan, check_same
-from pipeline.registry.records import in_use
+from pipeline.parallel.process_group import ProcessGroup, open_ranks
+from pipeline.registry.records import checkpoints_in_use
 from pipeline.settings import LogConfig
 from pipeline.telemetry.events import EventName
 from pipeline.train.config import CheckpointConfig, TrainConfig, batch_share, groups_of_batch, rows_of_batch, run_layout
@@ -51,7 +51,7 @@ class Saver:
     program: TrainProgram
     store: CheckpointStore
     writer: CheckpointWriter
-    gang: Gang
+    process_group: ProcessGroup
     base: TrainState
     """State at step 0; only step, best and published change afterwards."""
     tokenizer: bytes
@@ -61,13 +61,13 @@ class Saver:
     def newest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint of this cycle, the same on every rank."""
         step, checkpoint = -1, None
-        if self.gang.world.is_main:
+        if self.process_group.world.is_main:
             checkpoint, rejected = self.store.newest_valid()
             for reason in rejected:
                 self.warn(f"checkpoint passed over: {reason}")
             step = -1 if checkpoint is None else checkpoint.state.step
-        chosen = int(self.gang.gather(step)[0])
-        return checkpoint if self.gang.world.is_main else None if chosen < 0 else self.store.open(chosen)
+        chosen = int(self.process_group.gather(step)[0])
+        return checkpoint if self.process_group.world.is_main else None if chosen < 0 else self.store.open(chosen)
 
     def restore(self, checkpoint: Checkpoint, *, is_parent: bool = False) -> None:
         """Put weights, moments and guard on the device; of a parent the weights alone."""
@@ -80,7 +80,7 @@ class Saver:
             self._warned = self.writer.failure
             self.warn(f"a checkpoint could not be saved, training goes on: {self._warned}")
         weights, optimizer = self.program.snapshot()
-        if not self.gang.world.is_main:
+        if not self.process_group.world.is_main:
             return
         state = self.base.model_copy(update={"step": step, "best": best})
         config = hf_config(state.model, state.inputs)
@@ -89,7 +89,7 @@ class Saver:
     def wait_saved(self, step: int) -> None:
         """Wait until the checkpoint of `step` is safe. Raises TransientError when it could not be saved."""
         self.writer.wait()
-        if self.gang.world.is_main and self.writer.last_saved != step:
+        if self.process_group.world.is_main and self.writer.last_saved != step:
             raise TransientError(
                 f"the checkpoint of step {step} could not be saved: {self.writer.failure}",
                 expected="a workspace with room that can be written",
@@ -120,7 +120,7 @@ class RunConfig:
     health: HealthConfig
 
 
-OpenWatch = Callable[[Sequence[Bucket], RankShare, Backend], GraphWatch]
+OpenWatch = Callable[[Sequence[Bucket], RankSlice, Backend], GraphWatch]
 """Opens what watches the graphs of a run, by its buckets."""
 
 
@@ -131,8 +131,8 @@ class Run:
     config: RunConfig
     ctx: StageContext
     inputs: RunInputs
-    share: RankShare
-    gang: Gang
+    share: RankSlice
+    process_group: ProcessGroup
     backend: Backend
     pools: TrainingPools
     plan: BatchPlan
@@ -158,7 +158,10 @@ def open_run(
     train, world = config.train, ctx.world
     share, layout = batch_share(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
     with (
-        open_ranks(config.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (gang, backend),
+        open_ranks(config.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (
+            process_group,
+            backend,
+        ),
         _device_errors(config.health, ctx, backend),
     ):
         check_same(train.parallel.model_dump_json(), "plan")
@@ -178,7 +181,7 @@ def open_run(
             backend,
             train,
             share,
-            gang,
+            process_group,
             figure_rows=config.log.every_steps,
             buckets=valid.buckets,
             watch=open_watch(valid.buckets, share, backend),
@@ -191,7 +194,7 @@ def open_run(
             config.checkpoint,
             ctx.scratch / "saving",
             before_commit=lambda: ctx.events.flush(durable=True),  # on another machine there is no journal
-            in_use=lambda: in_use(ctx.workspace_after_stop),
+            in_use=lambda: checkpoints_in_use(ctx.workspace_after_stop),
         )
         base = TrainState(
             cycle=ctx.cycle,
@@ -212,9 +215,11 @@ def open_run(
             settings_hash=ctx.settings_hash,
             code_version=ctx.code_version,
         )
-        saver = Saver(program, store, writer, gang, base, tokenizer, ctx.console.warn)
+        saver = Saver(program, store, writer, process_group, base, tokenizer, ctx.console.warn)
         start = _load_start(saver, ctx, inputs)
-        yield Run(config, ctx, inputs, share, gang, backend, pools, plan, max_steps, valid, program, saver, start)
+        yield Run(
+            config, ctx, inputs, share, process_group, backend, pools, plan, max_steps, valid, program, saver, start
+        )
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from pipeline.embed.engine import EmbedProgram
 from pipeline.evaluate.score import Outputs, ScoreProgram
 from pipeline.model.config import InputSpec
 from pipeline.model.relevance import build_model
-from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import check_plan
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import batch_share, groups_of_batch, needs_two_passes, rows_of_batch
@@ -93,7 +93,7 @@ class Trial:
     spec: InputSpec
     buckets: tuple[Bucket, ...]
     backend: Backend
-    gang: Gang
+    process_group: ProcessGroup
     stop: StopSignal
     console: Console
     watch: GraphWatch
@@ -102,7 +102,7 @@ class Trial:
     def num_graphs(self) -> int:
         """About how many graphs `run` meets: one or two more or less where gradients go through the host."""
         train = self.settings.train
-        share = batch_share(train, self.gang.world.world_size, self.gang.world.rank)
+        share = batch_share(train, self.process_group.world.world_size, self.process_group.world.rank)
         two_passes = needs_two_passes(train, share, gathers_in_graph=self.backend.gathers_in_graph)
         per_length = 1 + (share.accumulation > 1) + two_passes
         lengths = len(rows_of_batch(train, self.buckets))
@@ -115,7 +115,7 @@ class Trial:
         self.embed_blank()
 
     def _train(self) -> None:
-        train, world = self.settings.train, self.gang.world
+        train, world = self.settings.train, self.process_group.world
         check_plan(train.parallel, self.backend)
         batch = groups_of_batch(train)
         groups = BlankGroups(
@@ -132,7 +132,7 @@ class Trial:
             self.backend,
             train,
             share,
-            self.gang,
+            self.process_group,
             figure_rows=log_every,
             buckets=self.buckets,
             watch=self.watch,
@@ -153,7 +153,7 @@ class Trial:
         loop = TrainLoop(
             program=program,
             stream=BatchStream(groups, plan, share, train, 0, steps),
-            gang=self.gang,
+            process_group=self.process_group,
             stop=self.stop,
             console=self.console,
             cadence=Cadence(min(log_every, 2), max(1, steps // 2), max(1, steps // 2)),

@@ -19,9 +19,9 @@ from pipeline.core.errors import CheckpointError, NumericError, Preempted, Trans
 from pipeline.core.shuffle import stream_key
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
-from pipeline.data.training_groups import MOST_LINKED
+from pipeline.data.training_groups import MAX_LINKED
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.telemetry.console import Console, StepFigures, TensorBoardSink
 from pipeline.telemetry.events import EventName
 from pipeline.train.build import Run, holdout_rows, metric_undefined_error
@@ -62,7 +62,7 @@ def train(run: Run) -> Outcome:
         loop = TrainLoop(
             program=run.program,
             stream=BatchStream(run.pools, run.plan, run.share, config.train, run.start.step, run.max_steps),
-            gang=run.gang,
+            process_group=run.process_group,
             stop=ctx.stop,
             console=ctx.console,
             cadence=Cadence(config.log.every_steps, config.train.evaluate_every, config.checkpoint.every_steps),
@@ -92,16 +92,16 @@ def _announce(run: Run) -> None:
     linked = f" | {links.linked:,} of {links.queries:,} queries mean the same as another" if links else ""
     ctx.console.info(
         f"train: {parameters / 1e6:.1f}M parameters on {ctx.world.world_size} x {run.backend.name} | from {start} | "
-        f"{sum(pools.new.sizes):,} new and {sum(pools.kept):,} replayed groups of up to {pools.slots} "
+        f"{sum(pools.new.sizes):,} new and {sum(pools.num_replayed):,} replayed groups of up to {pools.slots} "
         f"samples{mined}{linked} | "
         f"{run.plan.batches_per_epoch:,} batches of {train.global_batch_size} an epoch, "
         f"{run.share.accumulation} micro-steps a step | steps {run.start.step:,} to {run.max_steps:,}"
     )
     for message in warnings_of(pools.new, train, [one.info for one in inputs.new_sets]):
         ctx.console.warn(message)
-    if links and links.loose:
+    if links and links.unlinked:
         ctx.console.warn(
-            f"{links.loose:,} of {links.queries:,} queries are not linked: more than {MOST_LINKED} hang together by"
+            f"{links.unlinked:,} of {links.queries:,} queries are not linked: more than {MAX_LINKED} hang together by"
             " texts that are both products and queries, too many to mean the same"
         )
     if late := [partition.name for partition in inputs.selection.late]:
@@ -176,7 +176,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
     finally:  # a stop or a fault within the evaluation must not cost the last steps
         best.save(step)
         run.saver.wait_saved(step)
-    run.gang.barrier()
+    run.process_group.barrier()
     chosen = _load_best(run, best.best, step)
     holdouts = {}
     for split in ("valid", "test"):
@@ -201,7 +201,7 @@ def _finish(run: Run, best: BestStep, step: int, *, late: bool) -> Outcome:
         holdouts,
         has_scores=run.config.train.loss.trains_head,
         groups_new=sum(run.pools.new.sizes),
-        groups_replayed=sum(run.pools.kept),
+        groups_replayed=sum(run.pools.num_replayed),
     )
 
 
@@ -213,7 +213,7 @@ def _score(run: Run, rows: TokenRows, limit: int, *, searching: bool = False) ->
         label_gains=run.inputs.spec.label_gains,
         batch_size=min(run.config.train.micro_batch_size, run.config.train.global_batch_size),
         limit=limit,
-        gang=run.gang,
+        process_group=run.process_group,
         stop=run.ctx.stop,
         search_pad_id=rows.pad_id if searching else None,
     )
@@ -228,7 +228,7 @@ def _load_best(run: Run, best: Best | None, last: int) -> int:
         checkpoint = run.saver.store.open(best.step)
     except CheckpointError as error:
         reason = error.seen
-    if run.gang.agree_now(checkpoint is None) or checkpoint is None:
+    if run.process_group.agree_now(checkpoint is None) or checkpoint is None:
         run.ctx.console.warn(f"the best checkpoint cannot be used, the last one is the candidate: {reason}")
         run.ctx.events.emit(EventName.CHECKPOINT_REJECTED, step=best.step, reason=reason)
         return last
@@ -262,7 +262,7 @@ class TrainLoop:
 
     program: TrainProgram
     stream: BatchStream
-    gang: Gang
+    process_group: ProcessGroup
     stop: StopSignal
     console: Console
     cadence: Cadence
@@ -280,7 +280,7 @@ class TrainLoop:
         self.config, self.backend = self.program.config, self.program.backend
         self.step, self.max_steps = self.stream.start, self.stream.max_steps
         self._digests: list[int] = []
-        self._pace = Pace(self.config.global_batch_size, self.gang.layout.data_size)
+        self._pace = Pace(self.config.global_batch_size, self.process_group.layout.data_size)
         self._ends_at = math.inf
         if (deadline := self.config.deadline) is not None:
             left = deadline.replace(tzinfo=deadline.tzinfo or UTC) - datetime.now(UTC)
@@ -303,7 +303,7 @@ class TrainLoop:
         with self.backend.loader(self.stream) as batches:
             while self.step < self.max_steps:
                 self._one_step(batches)
-                stopping = self.gang.agree(self.stop.is_set())
+                stopping = self.process_group.agree(self.stop.is_set())
                 evaluating = self._midway(self.cadence.evaluate)
                 saving = stopping or self._midway(self.cadence.save)
                 late = False
@@ -341,7 +341,7 @@ class TrainLoop:
             micros.append(batch)
         seeds: list[int] = []
         if self.program.has_dropout:  # by step and micro-step, so that a run that was stopped draws the same numbers
-            purpose = (self.config.seed, _DROPOUT, self.step, self.gang.layout.data_rank)
+            purpose = (self.config.seed, _DROPOUT, self.step, self.process_group.layout.data_rank)
             seeds = [stream_key(*purpose, micro) % 2**31 for micro in range(self.stream.accumulation)]
         self.program.step(micros, seeds=seeds)
         self._digests.append(digest)
@@ -368,7 +368,7 @@ class TrainLoop:
         count = len(self._digests)
         figures = self.program.read_figures(count)
         interval = self._pace.read(self._note_compiles())
-        noted = self.gang.gather(self._digests)[:: self.gang.layout.tensor_size]
+        noted = self.process_group.gather(self._digests)[:: self.process_group.layout.tensor_size]
         digests = [add_digests(list(parts)) for parts in zip(*noted, strict=True)]
         self._digests = []
         if not self.values_are_real:
@@ -425,7 +425,7 @@ class TrainLoop:
             self._warned = True
             self.console.warn(f"the deadline will be missed by about {needed_s - left_s:.0f} s at this pace")
             self.emit(EventName.DEADLINE_AT_RISK, step=self.step, eta_s=needed_s, spare_s=left_s - needed_s)
-        return self.config.on_deadline == "finish" and self.gang.agree_now(left_s <= 0)
+        return self.config.on_deadline == "finish" and self.process_group.agree_now(left_s <= 0)
 
     def _note_compiles(self) -> float:
         """Report graphs that were compiled since the last call. Return the seconds it took."""
@@ -440,7 +440,7 @@ class TrainLoop:
         return seconds
 
     def _forget_host_operators(self) -> None:
-        self.backend.forget_host_operators()
+        self.backend.reset_host_operators()
         self._on_host = Counter(self.backend.host_operators())
 
     def _note_host_operators(self, steps: int) -> None:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, HostMean, step_program
-from pipeline.compile.manifest import GraphWatch, Place
-from pipeline.core.batch_order import Bucket, RankShare
+from pipeline.compile.manifest import GraphPosition, GraphWatch
+from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import CheckpointError, ConfigError, DataError
 from pipeline.model.encoder import TextEncoder
 from pipeline.model.ops import choose_forms
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs
-from pipeline.parallel.gang import Gang
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
-from pipeline.parallel.strategies import KINDS, Strategy
+from pipeline.parallel.process_group import ProcessGroup
+from pipeline.parallel.strategies import KINDS, ParallelStrategy
 from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
 from pipeline.train.config import TrainConfig, needs_two_passes, rows_of_batch
@@ -38,20 +38,20 @@ def open_program(
     model: RelevanceModel,
     backend: Backend,
     config: TrainConfig,
-    share: RankShare,
-    gang: Gang,
+    share: RankSlice,
+    process_group: ProcessGroup,
     *,
     figure_rows: int,
     buckets: Sequence[Bucket],
     watch: GraphWatch,
 ) -> "TrainProgram":
     """Make the program of one rank of a run, or of its trial: both have the same graphs. Takes the model over."""
-    plan, layout = config.parallel, gang.layout
+    plan, layout = config.parallel, process_group.layout
     model.encoder.longest_text = max(side for one in buckets for side in (one.query_tokens, one.product_tokens))
-    strategy: Strategy
+    strategy: ParallelStrategy
     spread = layout.tensor_size > 1 or plan.offload or (plan.shard == "all" and layout.shard_size > 1)
     if spread or backend.compiles_steps:
-        strategy = module_strategy(model, backend, config, gang)
+        strategy = module_strategy(model, backend, config, process_group)
     elif layout.shard_size > 1:
         prepare_model(model, backend, config)
         mesh = open_mesh(plan.as_plan(), backend, timeout_s=config.collective_timeout_s)
@@ -63,16 +63,23 @@ def open_program(
             recompute=plan.recompute == "units",
             shards=mesh.ranks(SHARD),
             replicas=mesh.ranks(REPLICATE),
-            host_gather=gang.gather_rows,
+            host_gather=process_group.gather_rows,
         )
     else:
         strategy = flat_strategy(
-            model, backend, config, world_size=share.world_size, host_mean=gang.mean, host_gather=gang.gather_rows
+            model,
+            backend,
+            config,
+            world_size=share.world_size,
+            host_mean=process_group.mean,
+            host_gather=process_group.gather_rows,
         )
     return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
 
 
-def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig, gang: Gang) -> "FsdpStrategy":
+def module_strategy(
+    model: RelevanceModel, backend: Backend, config: TrainConfig, process_group: ProcessGroup
+) -> "FsdpStrategy":
     """Spread the model as the plan of the run says: shards, tensor parallelism, units. Takes the model over."""
     from pipeline.parallel.strategies.fsdp import FsdpStrategy  # 0.15 s of a start, and of flat vectors none
 
@@ -82,8 +89,8 @@ def module_strategy(model: RelevanceModel, backend: Backend, config: TrainConfig
         model,
         open_mesh(plan, backend, timeout_s=config.collective_timeout_s),
         precision=config.precision,
-        host_mean=gang.mean,
-        host_gather=gang.gather_rows,
+        host_mean=process_group.mean,
+        host_gather=process_group.gather_rows,
     )
 
 
@@ -123,10 +130,10 @@ class TrainProgram:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: ParallelStrategy,
         backend: Backend,
         config: TrainConfig,
-        share: RankShare,
+        share: RankSlice,
         *,
         figure_rows: int,
         buckets: Sequence[Bucket],
@@ -165,7 +172,7 @@ class TrainProgram:
         self._micro_steps = 0
         self._shapes = {bucket.name for bucket in buckets} | {str(rows) for rows in rows_of_batch(config, buckets)}
         self._watch: GraphWatch = watch or GraphWatch()
-        self._place = Place("start")
+        self._place = GraphPosition("start")
         self._whole = step_program(backend, self._loss.whole)
         self._one_pass = step_program(backend, self._loss.one_pass)
         self._second_pass = step_program(backend, self._loss.second_pass)
@@ -345,9 +352,9 @@ def drops_elements(encoder: TextEncoder) -> bool:
     return any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in encoder.modules())
 
 
-def _place_of(batch: Mapping[str, Tensor]) -> Place:
+def _place_of(batch: Mapping[str, Tensor]) -> GraphPosition:
     """Name rows by their length, pairs by their bucket."""
     if "segments" in batch:
-        return Place("", str(batch["tokens"].shape[1]), len(batch["label"]))
+        return GraphPosition("", str(batch["tokens"].shape[1]), len(batch["label"]))
     samples, product_tokens = batch["product"].shape
-    return Place("", Bucket(batch["query"].shape[1], product_tokens).name, samples)
+    return GraphPosition("", Bucket(batch["query"].shape[1], product_tokens).name, samples)

@@ -21,7 +21,7 @@ from pipeline.backends import xla as xla_module
 from pipeline.backends.xla import XlaTracer
 from pipeline.compile.hlo import Instruction, arrays, lint, read_instructions
 from pipeline.compile.manifest import Recorder
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Axis, Layout
 from pipeline.core.stop import StopSignal
@@ -31,8 +31,8 @@ from pipeline.embed.config import EmbedConfig
 from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.gang import Gang, open_device
 from pipeline.parallel.mesh import AXES
+from pipeline.parallel.process_group import ProcessGroup, open_device
 from pipeline.parallel.strategies import Precision
 from pipeline.parallel.strategies.flat import CHUNK_MIB
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
@@ -77,7 +77,7 @@ def test_a_rank_that_has_not_initialised_its_replication_is_refused(monkeypatch:
     def alone(name: str, **ranks: int) -> backends.Backend:
         return backends.open_backend(name)
 
-    monkeypatch.setattr("pipeline.parallel.gang.open_backend", alone)
+    monkeypatch.setattr("pipeline.parallel.process_group.open_backend", alone)
     with pytest.raises(ConfigError, match="torchrun says world size 2, the xla runtime says 1"):
         open_device("xla", RANKS)
 
@@ -119,7 +119,7 @@ def recorded(
         host_mean=lambda tensors: pytest.fail("the device reduces"),
         chunk_mib=chunk_mib,
     )
-    share = RankShare(0, 2, accumulation)
+    share = RankSlice(0, 2, accumulation)
     program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
@@ -190,7 +190,7 @@ def step_in_slices(
         replicas=RankGroup(grid.rank, grid.groups("replicate")),
         largest_bytes=LARGEST_BYTES,
     )
-    share = RankShare(rank, CORES, 1)
+    share = RankSlice(rank, CORES, 1)
     program = TrainProgram(strategy, backend, config, share, figure_rows=4, buckets=BUCKETS, watch=recorder)
     groups = grouped(rows, config)
     rates = {"control": control_values(1, 0.1, config.optimizer)}
@@ -259,7 +259,7 @@ def test_a_trial_of_scoring_meets_the_graphs_that_training_evaluates_with(
         spec=SPEC,
         buckets=BUCKETS,
         backend=Replica(0, 2, 2),
-        gang=Gang(World(), timeout_s=1.0),
+        process_group=ProcessGroup(World(), timeout_s=1.0),
         stop=StopSignal(),
         console=Console(quiet=True),
         watch=recorder,

@@ -61,13 +61,13 @@ def test_processes_are_told_apart(tmp_path: Path) -> None:
         seen = {one.role: one for one in scan(str(tmp_path))}
         assert {role: one.pid for role, one in seen.items()} == pids
         assert seen["rank"].in_group and not seen["launcher"].in_group
-        assert {(one.leaf, one.attempt, one.node) for one in seen.values()} == {("train", "id/1", 0)}
+        assert {(one.task, one.attempt, one.node) for one in seen.values()} == {("train", "id/1", 0)}
         assert scan(str(tmp_path / "elsewhere")) == []
 
 
 def test_faults_are_aimed_where_they_can_hit() -> None:
     dice = random.Random(1)
-    drawn = [draw(dice, ("hang_rank", "lost_heartbeat"), gang=True) for _ in range(500)]
+    drawn = [draw(dice, ("hang_rank", "lost_heartbeat"), process_group=True) for _ in range(500)]
     assert {one.job for faults in drawn for one in faults} == {"train"}
     assert 0.15 < sum(not faults for faults in drawn) / len(drawn) < 0.25
     assert max(map(len, drawn)) == 3

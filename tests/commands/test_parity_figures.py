@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pipeline.commands.parity import (
-    Curve,
-    Evaluation,
     ParityReport,
     RecordedSide,
     SideRecord,
+    TrainingCurve,
+    ValidationPoint,
     compare_sides,
 )
 from pipeline.core.errors import ConfigError, DataError
@@ -41,8 +41,8 @@ def side(arrays: Arrays | None = None, **record: Any) -> RecordedSide:
         "identity": {"data.sets": "1", "train.seed": "2"},
         "metric": "accuracy",
         "label_gains": (0.0, 1.0),
-        "evaluations": tuple(Evaluation(step=step, metric=0.5, loss=0.25) for step in (0, 2)),
-        "curve": Curve(losses=(1.0, 0.5), grad_norms=(2.0, 1.0), samples=("a", "b")),
+        "evaluations": tuple(ValidationPoint(step=step, metric=0.5, loss=0.25) for step in (0, 2)),
+        "curve": TrainingCurve(losses=(1.0, 0.5), grad_norms=(2.0, 1.0), samples=("a", "b")),
         "scores": "s",
         "code_version": "v",
         "finished": datetime(2026, 1, 1, tzinfo=UTC),
@@ -51,12 +51,12 @@ def side(arrays: Arrays | None = None, **record: Any) -> RecordedSide:
 
 
 def evaluated(metric: float = 0.5, loss: float = 0.25) -> dict[str, Any]:
-    last = Evaluation(step=2, metric=metric, loss=loss)
-    return {"evaluations": (Evaluation(step=0, metric=0.5, loss=0.25), last)}
+    last = ValidationPoint(step=2, metric=metric, loss=loss)
+    return {"evaluations": (ValidationPoint(step=0, metric=0.5, loss=0.25), last)}
 
 
 def trained(loss: float = 1.0, norm: float = 2.0) -> dict[str, Any]:
-    return {"curve": Curve(losses=(loss, 0.5), grad_norms=(norm, 1.0), samples=("a", "b"))}
+    return {"curve": TrainingCurve(losses=(loss, 0.5), grad_norms=(norm, 1.0), samples=("a", "b"))}
 
 
 def compare(other: RecordedSide) -> ParityReport:
@@ -111,8 +111,12 @@ def test_what_does_not_vary_has_no_correlation() -> None:
         (side(identity={"data.sets": "1", "train.seed": "3"}), ConfigError, "train.seed"),
         (side(identity={"data.sets": "0", "train.seed": "2"}), DataError, "data.sets"),
         (side({"sample_id": np.arange(1, ROWS + 1)}), DataError, "sample_id"),
-        (side(curve=Curve(losses=(1.0,), grad_norms=(1.0,), samples=("a",))), DataError, "training steps"),
-        (side(curve=Curve(losses=(1.0, 1), grad_norms=(1.0, 1), samples=("a", "c"))), DataError, "training steps"),
+        (side(curve=TrainingCurve(losses=(1.0,), grad_norms=(1.0,), samples=("a",))), DataError, "training steps"),
+        (
+            side(curve=TrainingCurve(losses=(1.0, 1), grad_norms=(1.0, 1), samples=("a", "c"))),
+            DataError,
+            "training steps",
+        ),
     ],
 )
 def test_other_work_is_refused(other: RecordedSide, error: type[Exception], seen: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.compile.manifest import GraphManifest, Guard, Place, PlanValue, Recorder, plan_differences
+from pipeline.compile.manifest import GraphManifest, GraphPosition, Guard, PlanValue, Recorder, plan_differences
 from pipeline.core.errors import ConfigError
 
 PLAN: dict[str, PlanValue] = {
@@ -16,7 +16,7 @@ PLAN: dict[str, PlanValue] = {
     "world_size": 1,
     "train.micro_batch_size": 4,
 }
-STEP = Place("step", "16x16", 4)
+STEP = GraphPosition("step", "16x16", 4)
 
 
 def traced(text: str) -> Any:
@@ -138,7 +138,7 @@ def passed(counters: Backend, watch: Recorder | Guard, compiles: dict[str, int])
     """Through places, in order, at which so many programs are compiled."""
     for bucket, count in compiles.items():
         counters.count += count
-        watch.after(Place("step", bucket, 8))
+        watch.after(GraphPosition("step", bucket, 8))
 
 
 @pytest.mark.parametrize("again", ["16x16", "16x32"])

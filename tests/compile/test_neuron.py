@@ -19,7 +19,7 @@ from pipeline.compile.config import CompileConfig, CompilerFlags
 from pipeline.compile.neuron import (
     LOG_NAME,
     SIGKILLED,
-    Attempt,
+    CompileRun,
     NeuronCompile,
     NeuronCompileResult,
     drives_tool,
@@ -162,7 +162,7 @@ def test_what_a_run_came_to(
 ) -> None:
     (tmp_path / "log").write_text(text)
     missing = (entry_key(ONE),) if is_missing else ()
-    attempt = Attempt(exit_code, trial_code, parse_log(text), missing, tmp_path / "log")
+    attempt = CompileRun(exit_code, trial_code, parse_log(text), missing, tmp_path / "log")
     assert attempt.is_done is (expected is None)
     if expected and not attempt.is_done:
         error = attempt.error()

@@ -14,7 +14,7 @@ from pipeline.compile.hlo import lint, read_instructions
 from pipeline.compile.manifest import Recorder
 from pipeline.core.stop import StopSignal
 from pipeline.model.config import MPNET_PAD
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.settings import resolve
 from pipeline.stages.inputs import expected_shapes
@@ -35,8 +35,8 @@ def met(change: str) -> dict[str, Any]:
     backend, shapes, world = open_backend(TRACED), expected_shapes(settings), World()
     shapes = replace(shapes, spec=shapes.spec.model_copy(update={"pad_id": MPNET_PAD}))
     recorder = Recorder(backend, shapes.plan(settings, world, backend.device_name()))
-    gang = Gang(world, timeout_s=60.0)
-    shapes.trial(settings, backend, gang, recorder, StopSignal(), Console(quiet=True)).run()
+    process_group = ProcessGroup(world, timeout_s=60.0)
+    shapes.trial(settings, backend, process_group, recorder, StopSignal(), Console(quiet=True)).run()
     phases = {key: graph.phase for key, graph in recorder.graphs.items()}
     operations = {phases[key]: Counter(one.opcode for one in read_instructions(recorder.texts[key])) for key in phases}
     findings = [str(finding) for finding in lint(*recorder.texts.values())]

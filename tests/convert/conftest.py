@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.convert.folder import Source, open_source
-from pipeline.convert.importing import ForeignModel, Given, read_model
+from pipeline.convert.folder import ImportSource, open_source
+from pipeline.convert.importing import ForeignModel, ImportDefaults, read_model
 from pipeline.core.stop import StopSignal
 from pipeline.data.config import TokenizerConfig
 from pipeline.data.tokenizer import TextTokenizer, train_tokenizer
@@ -111,20 +111,20 @@ class Folder:
         self.json("sentence_bert_config.json", {"max_seq_length": 20, "do_lower_case": False, **settings})
 
     @property
-    def source(self) -> Source:
+    def source(self) -> ImportSource:
         return source_of(self.path)
 
     def read(self, **changes: Any) -> ForeignModel:
         return read_model(self.source, given(**changes), self.path.parent / "scratch")
 
 
-def source_of(path: Path | str) -> Source:
+def source_of(path: Path | str) -> ImportSource:
     return open_source(str(path), retry=RETRY, stop=StopSignal())
 
 
-def given(**changes: Any) -> Given:
+def given(**changes: Any) -> ImportDefaults:
     fields: dict[str, Any] = {"model": MODEL, "spec": SPEC, "tokenizer": None, "seed": 5}
-    return Given(**{**fields, **changes})
+    return ImportDefaults(**{**fields, **changes})
 
 
 @pytest.fixture

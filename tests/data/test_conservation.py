@@ -14,7 +14,7 @@ from pipeline.data.config import DataConfig, TokenizerConfig
 from pipeline.data.csv_records import TEXT_AFTER_QUOTE, UNCLOSED_QUOTE, WRONG_FIELDS
 from pipeline.data.input_files import FLAT, Files, InputFile
 from pipeline.data.readers import NOT_AN_OBJECT, suffix_format
-from pipeline.data.rows import Chunk, RawBatch, cut_chunks
+from pipeline.data.rows import RawBatch, RowChunk, cut_chunks
 from pipeline.data.sources import file_reader
 from pipeline.data.token_sets import FileRows, TokenSetInfo
 from pipeline.data.validate import RowRules, clean
@@ -22,7 +22,7 @@ from pipeline.embed.catalogue import CatalogueColumns, TextRules, judge_rows, lo
 from pipeline.embed.plan import COLUMNS, gather_rows
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.config import RetrievalConfig
-from pipeline.evaluate.retrieval import CatalogueFile
+from pipeline.evaluate.retrieval import JudgedCatalogue
 from pipeline.io.commit import read_manifest
 from pipeline.io.storage import Storage, open_storage
 from tests.data.generated import HEADER, ROWS_PER_CHUNK, Made, make_file
@@ -83,7 +83,7 @@ def check_retrieval(storage: Storage, made: Made, chooser: random.Random) -> Non
     config = RetrievalConfig(id="product_id", query="query")
     stat = storage.stat(made.name)
     assert stat is not None
-    file = CatalogueFile(config, Files(storage, ((stat, str(suffix_format(made.name))),)))
+    file = JudgedCatalogue(config, Files(storage, ((stat, str(suffix_format(made.name))),)))
     found = file.queries()
     assert int(found.is_item.sum()) == len(found.query_of) == len(made.ids)
     assert found.item_of.tolist() == list(range(len(made.ids)))
@@ -160,7 +160,7 @@ def test_a_reader_that_loses_a_row_is_noticed(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "a.jsonl"
     path.write_text(json_lines(1002))
     monkeypatch.setattr(readers, "islice", takes_one_more)
-    with pytest.raises(RuntimeError, match="has 1002 rows, its reader gave 1001"):
+    with pytest.raises(RuntimeError, match="has 1002 rows, but its reader yielded 1001"):
         read(path)
 
 
@@ -230,9 +230,9 @@ def test_prepare_accounts_for_every_row(workplace: Callable[[str], Any], tmp_pat
 def test_a_row_lost_on_the_way_to_the_shards_is_a_bug(
     workplace: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def loses_the_last_chunk(*arguments: Any) -> Iterator[Chunk]:
+    def loses_the_last_chunk(*arguments: Any) -> Iterator[RowChunk]:
         return iter(list(cut_chunks(*arguments))[:-1])
 
     monkeypatch.setattr(prepare_module, "cut_chunks", loses_the_last_chunk)
-    with pytest.raises(RuntimeError, match=r"a\.jsonl: of 252 rows .* are lost"):
+    with pytest.raises(RuntimeError, match=r"a\.jsonl: .* of 252 rows are lost"):
         workplace("one").prepare(write_input(tmp_path / "in"))

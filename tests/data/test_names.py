@@ -10,7 +10,7 @@ import pytest
 from pipeline.core.errors import ConfigError
 from pipeline.core.manifest import Manifest
 from pipeline.data.config import CategoricalFeature, DataConfig, TokenizerConfig
-from pipeline.data.input_files import InputFile, Partition
+from pipeline.data.input_files import InputFile, InputPartition
 from pipeline.data.prepare import Encoding, name_partition
 from pipeline.data.sources import Source
 from pipeline.data.survey import LabelSet
@@ -61,7 +61,7 @@ NOT_IN_TOKENIZERS = OF_CONTENT | {
 
 def source_of(*contents: str, names: tuple[str, ...] = ("dt=2026-01-01", "dt=2026-01-02")) -> Source:
     files = [(InputFile(f"{name}/part-0.csv", "csv", content),) for name, content in zip(names, contents, strict=False)]
-    partitions = tuple(Partition(name, file) for name, file in zip(names, files, strict=False))
+    partitions = tuple(InputPartition(name, file) for name, file in zip(names, files, strict=False))
     return cast(Source, SimpleNamespace(partitions=partitions, fixed_labels={}))
 
 

@@ -15,8 +15,8 @@ from pipeline.core.fingerprint import hash63
 from pipeline.data.config import CategoricalFeature, ColumnMapping, DataConfig
 from pipeline.data.rows import (
     BadRow,
-    Chunk,
     RawBatch,
+    RowChunk,
     cut_chunks,
     plan_columns,
     quarantine_lines,
@@ -56,7 +56,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def chunk_of(*rows: dict[str, Any]) -> Chunk:
+def chunk_of(*rows: dict[str, Any]) -> RowChunk:
     table = pa.Table.from_pylist([{**GOOD, **row} for row in rows])
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     fields = to_fields(columns, plan_columns(CONFIG, table.column_names, "f"))
@@ -133,7 +133,7 @@ def test_split_by_hash_keeps_queries_whole_and_shares() -> None:
     assert (rows.label == -1).all()
 
 
-def texts(**columns: list[bytes | None]) -> Chunk:
+def texts(**columns: list[bytes | None]) -> RowChunk:
     """A chunk of text columns as CSV gives them; query, title and gain unless given."""
     num_rows = len(next(iter(columns.values())))
     filled = {"query": [b"q"] * num_rows, "title": [b"t"] * num_rows, "gain": [b"0.5"] * num_rows, **columns}
@@ -182,9 +182,9 @@ def test_codes_name_the_values_however_rows_are_cut(cells: list[bytes | None], c
 
 
 def test_too_many_values_and_one_without_a_name_are_refused() -> None:
-    with pytest.raises(DataError, match=f"column 'id' has over {MAX_NAMES} different values"):
+    with pytest.raises(DataError, match=f"column 'id' has more than {MAX_NAMES} different values"):
         merge_names([{"id": [str(i) for i in range(600)]}, {"id": [str(i) for i in range(600, 1100)]}])
     for value, names in ((hash63("x"), ("y",)), (5, ())):
-        with pytest.raises(DataError, match="does not name"):
+        with pytest.raises(DataError, match="not listed in their manifest"):
             codes_of(np.array([value]), names)
     assert codes_of(np.array([NO_VALUE]), ()).tolist() == [-1]

@@ -13,7 +13,7 @@ from pipeline.core.arrays import Float32s
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import Tokens
 from pipeline.embed.config import EmbedConfig
-from pipeline.embed.engine import CpuEngine, Embedder, EmbedProgram, Engine, open_engine
+from pipeline.embed.engine import CpuEngine, Embedder, EmbeddingEngine, EmbedProgram, open_engine
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.encoder import BertEncoder, TextEncoder
 from pipeline.model.relevance import build_model
@@ -59,7 +59,9 @@ def embedder(
 ) -> Embedder:
     """On the CPU; `rows`: with the engine of devices with static shapes."""
     device, made = backend or open_backend("cpu"), encoder(pooling)
-    engine: Engine = EmbedProgram(made, device, config) if rows else open_engine(made, device, config, GraphWatch())
+    engine: EmbeddingEngine = (
+        EmbedProgram(made, device, config) if rows else open_engine(made, device, config, GraphWatch())
+    )
     assert rows or backend is not None or isinstance(engine, CpuEngine)
     return Embedder(engine, device, **{"limit": limit, "sep_id": SEP, "stop": StopSignal(), **options})
 

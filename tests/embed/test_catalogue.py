@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.core.errors import DataError
-from pipeline.embed.catalogue import Catalogue, CatalogueColumns, Piece, look_at, plan_shards, read_shard
+from pipeline.embed.catalogue import Catalogue, CatalogueColumns, RowRange, look_at, plan_shards, read_shard
 from pipeline.io.storage import open_storage
 from tests.embed.catalogues import COLUMNS, products, write_catalogue
 
@@ -51,7 +51,7 @@ def test_a_catalogue_that_cannot_be_used(
 def test_a_broken_file(tmp_path: Path, cut: int) -> None:
     path = write_catalogue(tmp_path, [products(range(100))]) / "file-0.parquet"
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(DataError, match=r"file-0\.parquet (cannot be read as parquet|is cut short)"):
+    with pytest.raises(DataError, match=r"file-0\.parquet (cannot be read as parquet|is truncated)"):
         look(tmp_path)
 
 
@@ -68,10 +68,10 @@ def test_a_row_group_that_is_damaged(tmp_path: Path) -> None:
 
 def test_whole_row_groups_stay_together_and_large_ones_are_cut_evenly() -> None:
     assert [shard.pieces for shard in plan_shards([[40, 0, 40], [250], [5]], 100)] == [
-        (Piece(0, 0, 0, 40), Piece(0, 2, 0, 40)),
-        (Piece(1, 0, 0, 83),),
-        (Piece(1, 0, 83, 83),),
-        (Piece(1, 0, 166, 84), Piece(2, 0, 0, 5)),
+        (RowRange(0, 0, 0, 40), RowRange(0, 2, 0, 40)),
+        (RowRange(1, 0, 0, 83),),
+        (RowRange(1, 0, 83, 83),),
+        (RowRange(1, 0, 166, 84), RowRange(2, 0, 0, 5)),
     ]
 
 

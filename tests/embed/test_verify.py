@@ -14,7 +14,7 @@ import pytest
 from pipeline.core.manifest import FileRecord, Manifest
 from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
-from pipeline.embed.digest import Check
+from pipeline.embed.digest import VerifyCheck
 from pipeline.embed.plan import EmbedPlan
 from pipeline.embed.vectors import VectorSet, find_vectors
 from pipeline.embed.verify import (
@@ -61,13 +61,13 @@ def plan_of(case: Case) -> EmbedPlan:
     return case.plan(case.folder / "in")
 
 
-def catalogue_check(case: Case) -> tuple[Check, list[Any]]:
+def catalogue_check(case: Case) -> tuple[VerifyCheck, list[Any]]:
     plan = plan_of(case)
     with mock.patch("pipeline.embed.verify.run_tasks", inline):
         return check_catalogue(vectors_of(case), plan, open_storage(plan.catalogue.root), STOP, num_workers=1)
 
 
-def sample_check(case: Case) -> Check:
+def sample_check(case: Case) -> VerifyCheck:
     tokenizer, picked = TextTokenizer(tokenizer_json()), catalogue_check(case)[1]
     return check_sample(vectors_of(case), picked, tokenizer, HashEmbedder().stream, prefix="", max_tokens=MAX_TOKENS)
 
@@ -105,7 +105,7 @@ def assign(row: Any, value: Any) -> Callable[[pa.Table], pa.Table]:
     return with_vectors(how)
 
 
-def checks_of(case: Case) -> dict[str, Check]:
+def checks_of(case: Case) -> dict[str, VerifyCheck]:
     vectors = vectors_of(case)
     return {
         "files": run_check("files", lambda: check_files(vectors)),

@@ -9,7 +9,7 @@ from pipeline.evaluate.metrics.measure import MetricReport
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
 from pipeline.evaluate.report import MAX_TEXT, SCORE_BINS, Example, find_examples, model_digest, query_changes
-from pipeline.evaluate.retrieval import Queries, RetrievalResult, RetrievalTask, moved_queries
+from pipeline.evaluate.retrieval import RetrievalQueries, RetrievalResult, RetrievalTask, moved_queries
 from pipeline.retrieval.search import Ranked
 
 LABELS = ("bad", "good")
@@ -89,7 +89,11 @@ def test_queries_that_moved_most_with_what_both_models_found() -> None:
     texts = ["red shoes", "a" * 500, "nothing", "green"]
     tokens = Tokens(np.zeros(0, dtype=np.int32), np.zeros(5, dtype=np.int64))
     task = RetrievalTask(
-        Queries(ids, tokens, texts, judged), None, 3, lambda wanted: iter(()), lambda: iter([["p0", "p1"], ["p2"]])
+        RetrievalQueries(ids, tokens, texts, judged),
+        None,
+        3,
+        lambda wanted: iter(()),
+        lambda: iter([["p0", "p1"], ["p2"]]),
     )
 
     def result(values: list[float], items: list[list[int]]) -> RetrievalResult:

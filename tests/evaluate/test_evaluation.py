@@ -11,9 +11,9 @@ from pipeline.core.errors import DataError, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate import run
 from pipeline.evaluate.run import new_sets, open_valid
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from tests.evaluate.gangs import on_ranks
+from tests.evaluate.process_groups import on_ranks
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -47,13 +47,13 @@ def test_new_partitions_are_judged_where_they_have_rows_of_the_split(new: list[s
 
 @pytest.mark.parametrize("unreadable", [(), (0,), (1,), (0, 1)])
 def test_all_ranks_see_the_valid_split_or_none_does(unreadable: tuple[int, ...]) -> None:
-    def work(gang: Gang) -> Any:
+    def work(process_group: ProcessGroup) -> Any:
         def split(name: str) -> Any:
-            if gang.world.rank in unreadable:
-                raise DataError(f"shard {gang.world.rank} of {name} cannot be read")
+            if process_group.world.rank in unreadable:
+                raise DataError(f"shard {process_group.world.rank} of {name} cannot be read")
             return [name]  # stands for its rows
 
-        return open_valid(split, gang)
+        return open_valid(split, process_group)
 
     if len(unreadable) == 1:
         with pytest.raises(DataError, match=f"on rank {unreadable[0]} of 2: shard {unreadable[0]} of valid"):

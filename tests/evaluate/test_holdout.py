@@ -16,8 +16,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.score import HoldoutFigures, evaluate_holdout, figures
 from pipeline.model.relevance import RelevanceOutputs
-from pipeline.parallel.gang import Gang
-from tests.evaluate.gangs import alone, on_ranks
+from pipeline.parallel.process_group import ProcessGroup
+from tests.evaluate.process_groups import alone, on_ranks
 from tests.train.rows import every_row, make_rows
 
 GAINS = (0.0, 1.0)
@@ -37,7 +37,7 @@ def score(batch: Mapping[str, Tensor]) -> RelevanceOutputs:
 
 def evaluate(
     rows: TokenRows,
-    gang: Gang | None = None,
+    process_group: ProcessGroup | None = None,
     *,
     batch_size: int = 4,
     stop: StopSignal | None = None,
@@ -50,7 +50,7 @@ def evaluate(
         label_gains=GAINS,
         batch_size=batch_size,
         limit=1000,
-        gang=gang or alone(),
+        process_group=process_group or alone(),
         stop=stop or StopSignal(),
         search_pad_id=rows.pad_id if searching else None,
     )
@@ -85,7 +85,9 @@ def test_retrieval_against_a_search_written_out(rows: TokenRows) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 40])
 def test_ranks_and_batch_sizes_do_not_change_the_figures(rows: TokenRows, world_size: int) -> None:
-    assert set(on_ranks(world_size, lambda gang: evaluate(rows, gang, batch_size=5))) == {evaluate(rows)}
+    assert set(on_ranks(world_size, lambda process_group: evaluate(rows, process_group, batch_size=5))) == {
+        evaluate(rows)
+    }
 
 
 def test_an_empty_holdout_and_a_stop_end_it(rows: TokenRows, tmp_path: Path) -> None:

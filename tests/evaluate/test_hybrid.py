@@ -13,7 +13,7 @@ from pipeline.evaluate.config import MetricsConfig
 from pipeline.evaluate.gate.judge import Baseline
 from pipeline.evaluate.metrics.ranking import Judgements
 from pipeline.evaluate.report import BaselineReport, HybridReport
-from pipeline.evaluate.retrieval import Queries, RetrievalTask
+from pipeline.evaluate.retrieval import RetrievalQueries, RetrievalTask
 from pipeline.retrieval.search import Ranked
 
 METRICS = MetricsConfig(retrieval_at=(1, 3))
@@ -21,12 +21,12 @@ TEXTS = ["red shoe", "blue shoe", "red hat", "green hat", "blue coat"]
 NO_TOKENS = Tokens(np.zeros(0, dtype=np.int32), np.zeros(3, dtype=np.int64))
 
 
-def queries(ids: Sequence[int], texts: list[str], relevant: Sequence[int]) -> Queries:
+def queries(ids: Sequence[int], texts: list[str], relevant: Sequence[int]) -> RetrievalQueries:
     judged = Judgements(np.array(ids), np.array(relevant), np.ones(len(ids)))
-    return Queries(np.array(ids), NO_TOKENS, texts, judged)
+    return RetrievalQueries(np.array(ids), NO_TOKENS, texts, judged)
 
 
-def task_of(tuning: Queries | None) -> RetrievalTask:
+def task_of(tuning: RetrievalQueries | None) -> RetrievalTask:
     judged = queries([1, 2], ["red", "hat blue"], [0, 3])
     return RetrievalTask(judged, tuning, len(TEXTS), lambda mine: iter(()), lambda: iter([TEXTS[:2], TEXTS[2:]]))
 

@@ -13,7 +13,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.evaluate.holdout import Leak, find_leak, leak_doubts, refuse_leak
 from pipeline.retrieval.products import text_hashes
-from tests.evaluate.gangs import alone, on_ranks
+from tests.evaluate.process_groups import alone, on_ranks
 from tests.train.rows import BUCKETS, PAD, write_shard
 
 
@@ -42,7 +42,9 @@ SEEN = [(1, 30), (2, 31), (3, 32), (4, 33)]
 def test_by_id_and_by_text(tmp_path: Path, world_size: int) -> None:
     sets = [trained(tmp_path / "a", SEEN[:3]), trained(tmp_path / "b", SEEN[3:])]
     asked = holdout([(1, 30), (1, 30), (4, 39), (8, 31), (9, 38)])  # both, id alone, text alone, neither
-    found = on_ranks(world_size, lambda gang: find_leak(asked, sets, gang, StopSignal(), ("dt=2026-01-01",)))
+    found = on_ranks(
+        world_size, lambda process_group: find_leak(asked, sets, process_group, StopSignal(), ("dt=2026-01-01",))
+    )
     assert set(found) == {Leak(4, 2, 1, ("dt=2026-01-01",))}
     assert found[0].share == 0.75
     assert "3 of 4 holdout queries (75%) were trained on (2 by id, 1 by text)" in found[0].text()

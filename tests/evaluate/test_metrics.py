@@ -24,7 +24,7 @@ from pipeline.core.errors import DataError
 from pipeline.evaluate.config import MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import best_threshold, calibration_error
 from pipeline.evaluate.metrics.measure import metric_names, metric_report, slice_reports
-from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, SliceColumn, value_of
+from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, SliceColumn, value_of
 from pipeline.evaluate.score import HoldoutFigures, figures
 from tests.evaluate.holdouts import holdout, holdouts
 
@@ -38,7 +38,7 @@ def value(rows: ScoredRows, name: str) -> float:
 
 
 def calibration(rows: ScoredRows, num_bins: int) -> float:
-    return value_of(calibration_error(Queries.of(rows.query_id), rows.label, rows.probabilities, num_bins))
+    return value_of(calibration_error(QueryGroups.of(rows.query_id), rows.label, rows.probabilities, num_bins))
 
 
 def reached(label: Sequence[int], predicted: Sequence[int], num_classes: int) -> HoldoutFigures:

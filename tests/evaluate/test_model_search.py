@@ -11,18 +11,18 @@ import pytest
 from pipeline.core.stop import StopSignal
 from pipeline.evaluate import retrieval
 from pipeline.evaluate.metrics.ranking import Judgements
-from pipeline.evaluate.retrieval import ModelSearch, Queries, RetrievalTask
+from pipeline.evaluate.retrieval import ModelSearch, RetrievalQueries, RetrievalTask
 from pipeline.evaluate.score import save_arrays
 from pipeline.io.storage import Storage, open_storage
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.retrieval.search import Ranked
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
-from tests.evaluate.gangs import alone, on_ranks
+from tests.evaluate.process_groups import alone, on_ranks
 
 IDS = np.array([3, 8])
 TASK = RetrievalTask(
-    Queries(IDS, None, ["a", "b"], Judgements(IDS, np.array([0, 1]), np.ones(2))),  # type: ignore[arg-type]
+    RetrievalQueries(IDS, None, ["a", "b"], Judgements(IDS, np.array([0, 1]), np.ones(2))),  # type: ignore[arg-type]
     None,
     5,
     lambda mine: iter(()),
@@ -34,12 +34,14 @@ FOUND, NARROWER = (
 )
 
 
-def searching(folder: Path, gang: Gang | None = None, device: str = "cpu", **sections: dict[str, Any]) -> ModelSearch:
+def searching(
+    folder: Path, process_group: ProcessGroup | None = None, device: str = "cpu", **sections: dict[str, Any]
+) -> ModelSearch:
     """The search for TASK, with settings of `evaluate` and `embed`."""
-    gang = gang or alone()
+    process_group = process_group or alone()
     settings = Settings.model_validate(sections)
     ctx = SimpleNamespace(
-        world=gang.world,
+        world=process_group.world,
         workspace=open_storage(str(folder / "workspace")),
         scratch=folder / "scratch",
         cycle="c",
@@ -47,7 +49,7 @@ def searching(folder: Path, gang: Gang | None = None, device: str = "cpu", **sec
         stop=StopSignal(),
     )
     backend, holdout = SimpleNamespace(device_name=lambda: device), SimpleNamespace(name="holdout")
-    given: Any = (settings, ctx, backend, gang, [], holdout, "no valid rows", b"", print)
+    given: Any = (settings, ctx, backend, process_group, [], holdout, "no valid rows", b"", print)
     found = ModelSearch(*given)
     found.__dict__["task"] = TASK
     return found
@@ -65,16 +67,16 @@ def test_all_ranks_search_once_and_the_first_keeps_what_was_found(
 ) -> None:
     ranks, saved = list[int](), list[str]()
 
-    def search(task: Any, embed: Any, k: int, gang: Gang, *more: Any) -> Any:
-        ranks.append(gang.world.rank)
+    def search(task: Any, embed: Any, k: int, process_group: ProcessGroup, *more: Any) -> Any:
+        ranks.append(process_group.world.rank)
         return [FOUND, NARROWER][: 1 + len(dimensions)]
 
     def save(storage: Storage, key: str, *more: Any) -> None:
         saved.append(key)
         save_arrays(storage, key, *more)
 
-    def run(gang: Gang) -> Any:
-        search = searching(tmp_path, gang, evaluate={"retrieval": {"dimensions": dimensions}})
+    def run(process_group: ProcessGroup) -> Any:
+        search = searching(tmp_path, process_group, evaluate={"retrieval": {"dimensions": dimensions}})
         return search.run("candidate", checkpoint(), None)  # type: ignore[arg-type]
 
     monkeypatch.setattr(retrieval, "search", search)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeline.backends.cpu import CpuBackend
-from pipeline.compile.manifest import GraphWatch, Place
+from pipeline.compile.manifest import GraphPosition, GraphWatch
 from pipeline.data.loader import to_tensors
 from pipeline.evaluate.score import ScoreProgram
 from pipeline.model.relevance import RelevanceModel, build_model
@@ -15,9 +15,9 @@ from tests.train.rows import MODEL, SPEC, make_program, make_rows
 
 class Watching(GraphWatch):
     def __init__(self) -> None:
-        self.seen: list[Place] = []
+        self.seen: list[GraphPosition] = []
 
-    def after(self, place: Place) -> None:
+    def after(self, place: GraphPosition) -> None:
         self.seen.append(place)
 
 
@@ -28,6 +28,6 @@ def test_the_logits_of_training_and_of_another_model(tmp_path: Path) -> None:
         program = ScoreProgram(RelevanceModel(MODEL, SPEC), CpuBackend(), "fp32", watch)
     program.load(trained.snapshot()[0])
     torch.testing.assert_close(program.outputs(batch).logits, trained.outputs(batch).logits, rtol=0, atol=0)
-    assert watch.seen == [Place("evaluate", "6x8", 5)]
+    assert watch.seen == [GraphPosition("evaluate", "6x8", 5)]
     program.load(build_model(MODEL, SPEC, seed=9).state_dict())
     assert not torch.equal(program.outputs(batch).logits, trained.outputs(batch).logits)

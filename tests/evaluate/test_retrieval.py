@@ -22,12 +22,12 @@ from pipeline.evaluate.config import RetrievalConfig
 from pipeline.evaluate.holdout import Holdout
 from pipeline.evaluate.retrieval import RetrievalTask, from_catalogue, from_products, open_catalogue, search
 from pipeline.model.config import InputSpec
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.retrieval.products import distinct_products, join_tokens
 from pipeline.retrieval.search import Ranked
-from tests.evaluate.gangs import on_ranks
 from tests.evaluate.holdouts import holdout_of
+from tests.evaluate.process_groups import on_ranks
 from tests.train.rows import every_row, make_rows
 
 
@@ -157,13 +157,13 @@ def test_ranks_find_the_same(
     scores = np.rint(queries.astype(np.float64) * 2**26) @ np.rint(items.astype(np.float64) * 2**26).T
     expected = np.lexsort((np.broadcast_to(np.arange(len(items)), scores.shape), -scores))[:, :4]
 
-    def work(gang: Gang) -> list[Ranked]:
-        return search(task, embed, 4, gang, StopSignal(), widths=(0, 3))
+    def work(process_group: ProcessGroup) -> list[Ranked]:
+        return search(task, embed, 4, process_group, StopSignal(), widths=(0, 3))
 
     def narrow(windows: Iterable[Tokens]) -> Iterator[Float32s]:
         return (shorten_vectors(vectors, 3) for vectors in embed(windows))
 
-    (cut,) = search(task, narrow, 4, Gang(World(), timeout_s=1.0), StopSignal())
+    (cut,) = search(task, narrow, 4, ProcessGroup(World(), timeout_s=1.0), StopSignal())
     for found, narrower in on_ranks(world_size, work):
         np.testing.assert_array_equal(narrower.items, cut.items)
         np.testing.assert_array_equal(narrower.scores, cut.scores)
@@ -182,13 +182,13 @@ def test_vectors_that_are_no_numbers_end_the_search_on_all_ranks(
         for number, vectors in enumerate(embed(windows)):
             yield vectors * np.float32(np.nan if number == 1 else 1)
 
-    def failure(gang: Gang) -> str:
+    def failure(process_group: ProcessGroup) -> str:
         with pytest.raises(NumericError) as caught:
-            search(task, broken, 4, gang, StopSignal())
+            search(task, broken, 4, process_group, StopSignal())
         return caught.value.seen
 
     for seen in on_ranks(2, failure):
-        assert "item vectors hold NaN" in seen
+        assert "item vectors contain NaN" in seen
 
 
 ROWS = [

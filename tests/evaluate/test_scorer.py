@@ -18,8 +18,8 @@ from pipeline.data.shards import Arrays, TokenRows
 from pipeline.evaluate.holdout import HoldoutOrder
 from pipeline.evaluate.score import PartStore, Score, Scorer
 from pipeline.io.storage import open_storage
-from pipeline.parallel.gang import Gang
-from tests.evaluate.gangs import alone, on_ranks
+from pipeline.parallel.process_group import ProcessGroup
+from tests.evaluate.process_groups import alone, on_ranks
 from tests.train.rows import every_row, make_rows
 
 
@@ -61,7 +61,7 @@ def run(
     rows: TokenRows,
     order: HoldoutOrder,
     folder: Path,
-    gang: Gang | None = None,
+    process_group: ProcessGroup | None = None,
     *,
     scoring: Score = score,
     stop: StopSignal | None = None,
@@ -70,8 +70,8 @@ def run(
     told: list[str] | None = None,
     step_s: float = 2.0,
 ) -> Arrays:
-    gang, stop = gang or alone(), stop or StopSignal()
-    scorer = Scorer(backend or CpuBackend(), gang, stop, 4, save_every_s, Clock(step_s))
+    process_group, stop = process_group or alone(), stop or StopSignal()
+    scorer = Scorer(backend or CpuBackend(), process_group, stop, 4, save_every_s, Clock(step_s))
     return scorer.run(scoring, rows, order, parts_in(folder, told))
 
 
@@ -88,7 +88,7 @@ def check(found: Arrays, rows: TokenRows) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 12])
 def test_ranks_share_the_work(rows: TokenRows, order: HoldoutOrder, tmp_path: Path, world_size: int) -> None:
-    found = on_ranks(world_size, lambda gang: run(rows, order, tmp_path, gang))
+    found = on_ranks(world_size, lambda process_group: run(rows, order, tmp_path, process_group))
     check(found[0], rows)
     assert not any(found[1:]), "only rank 0 keeps the scores"
     assert not parts_in(tmp_path).parts.done(), "it took no time worth saving"
@@ -106,7 +106,7 @@ def test_stopped_anywhere_it_goes_on_with_other_ranks(
         return score(batch)
 
     with pytest.raises(Preempted, match=r"of 33 rows are saved"):
-        on_ranks(before, lambda gang: run(rows, order, tmp_path, gang, scoring=stopping, stop=stop))
+        on_ranks(before, lambda process_group: run(rows, order, tmp_path, process_group, scoring=stopping, stop=stop))
     done, _ = parts_in(tmp_path).load()
     assert 0 < done < order.total
     scored: list[int] = []
@@ -117,7 +117,7 @@ def test_stopped_anywhere_it_goes_on_with_other_ranks(
 
     loads, load = count(), PartStore.load
     monkeypatch.setattr(PartStore, "load", lambda self: (next(loads), load(self))[1])
-    check(on_ranks(after, lambda gang: run(rows, order, tmp_path, gang, scoring=counting))[0], rows)
+    check(on_ranks(after, lambda process_group: run(rows, order, tmp_path, process_group, scoring=counting))[0], rows)
     assert next(loads) == 1, "the first rank alone reads them"
     assert sum(scored) < order.total + 12 * after, "what was saved is not scored again"
 

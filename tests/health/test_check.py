@@ -11,7 +11,7 @@ import pytest
 from pipeline.core.errors import ConfigError, DataError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.health import check as check_module
-from pipeline.health.check import Check, CheckContext, CheckResult, NodeReport, Verdict, run_checks
+from pipeline.health.check import Check, CheckContext, CheckResult, HealthVerdict, NodeReport, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.proc.tool import run_tool
 
@@ -33,7 +33,7 @@ def _no_process_is_left() -> Iterator[None]:
 
 
 def passing(name: str, cost_s: float = 1.0) -> Check:
-    return Check(name, lambda ctx: CheckResult(name, Verdict.PASS), cost_s=cost_s)
+    return Check(name, lambda ctx: CheckResult(name, HealthVerdict.PASS), cost_s=cost_s)
 
 
 def raising(error: BaseException, name: str = "broken") -> Check:
@@ -62,11 +62,11 @@ def test_cheap_ones_first_and_all_are_reported_as_they_come() -> None:
 
 def test_several_results_of_one_check_or_none() -> None:
     def two(ctx: CheckContext) -> Iterator[CheckResult]:
-        yield CheckResult("one", Verdict.PASS)
-        yield CheckResult("two", Verdict.WARN)
+        yield CheckResult("one", HealthVerdict.PASS)
+        yield CheckResult("two", HealthVerdict.WARN)
 
     def broken(ctx: CheckContext) -> Iterator[CheckResult]:
-        yield CheckResult("three", Verdict.FIX)
+        yield CheckResult("three", HealthVerdict.FIX)
         now[0] += 2.5
         raise TransientError("gone")
 
@@ -78,7 +78,7 @@ def test_several_results_of_one_check_or_none() -> None:
 
 def test_what_is_no_text_spoils_neither_terminal_nor_report() -> None:
     rubbish = CheckResult(
-        "tool", Verdict.WARN, "a\x1b[31m\nb\ud800" + "x" * 5000, "\x00", figures={"type": "\x07", "n": 1}
+        "tool", HealthVerdict.WARN, "a\x1b[31m\nb\ud800" + "x" * 5000, "\x00", figures={"type": "\x07", "n": 1}
     )
     (result,) = run(Check("tool", lambda ctx: rubbish)).results
     assert result.seen.startswith("a?[31m b?xxx") and len(result.seen) == 1000
@@ -88,27 +88,27 @@ def test_what_is_no_text_spoils_neither_terminal_nor_report() -> None:
 def test_a_dear_check_is_spared_a_node_that_has_failed() -> None:
     dear = Check("burn", lambda ctx: pytest.fail("it was run"), cost_s=60.0)
     report = run(raising(TransientError("sick")), passing("cheap"), dear)
-    assert [one.verdict for one in report.results] == [Verdict.RETRY, Verdict.PASS, Verdict.WARN]
+    assert [one.verdict for one in report.results] == [HealthVerdict.RETRY, HealthVerdict.PASS, HealthVerdict.WARN]
     assert "not run" in report.results[-1].seen
 
 
 @pytest.mark.parametrize(
     ("error", "verdict", "seen"),
     [
-        (ConfigError("no rights", expected="rights"), Verdict.FIX, "no rights"),
-        (DataError("garbage"), Verdict.FIX, "garbage"),
-        (TransientError("disk is full"), Verdict.RETRY, "disk is full"),
-        (ValueError("two\nlines"), Verdict.RETRY, "ValueError: two lines (test_check.py:"),
-        (SystemExit(3), Verdict.RETRY, "SystemExit: 3 (test_check.py:"),
+        (ConfigError("no rights", expected="rights"), HealthVerdict.FIX, "no rights"),
+        (DataError("garbage"), HealthVerdict.FIX, "garbage"),
+        (TransientError("disk is full"), HealthVerdict.RETRY, "disk is full"),
+        (ValueError("two\nlines"), HealthVerdict.RETRY, "ValueError: two lines (test_check.py:"),
+        (SystemExit(3), HealthVerdict.RETRY, "SystemExit: 3 (test_check.py:"),
     ],
 )
-def test_an_exception_is_a_verdict(error: BaseException, verdict: Verdict, seen: str) -> None:
+def test_an_exception_is_a_verdict(error: BaseException, verdict: HealthVerdict, seen: str) -> None:
     report = run(raising(error), passing("after"))
     first, after = report.results
     assert (first.name, first.verdict) == ("broken", verdict)
     assert first.seen.startswith(seen)
-    assert first.expected == ("rights" if "rights" in seen else "") or verdict is Verdict.RETRY
-    assert after.verdict is Verdict.PASS
+    assert first.expected == ("rights" if "rights" in seen else "") or verdict is HealthVerdict.RETRY
+    assert after.verdict is HealthVerdict.PASS
 
 
 def test_a_check_that_hangs_is_sent_back_with_what_it_was_doing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,13 +119,13 @@ def test_a_check_that_hangs_is_sent_back_with_what_it_was_doing(monkeypatch: pyt
         ctx.doing = "asking the driver"
         now[0] += 1.0
         released.wait()
-        return CheckResult("driver", Verdict.PASS)
+        return CheckResult("driver", HealthVerdict.PASS)
 
     released, now = threading.Event(), [0.0]
     try:
         checks = Check("driver", deaf, time_limit_s=0.1), passing("after")
         hung, after = run(*checks, clock=lambda: now[0]).results
-        assert (hung.name, hung.verdict, after.verdict) == ("driver", Verdict.RETRY, Verdict.PASS)
+        assert (hung.name, hung.verdict, after.verdict) == ("driver", HealthVerdict.RETRY, HealthVerdict.PASS)
         assert hung.seen == "not done after 0.1s, still asking the driver; it does not end either"
     finally:
         released.set()
@@ -146,7 +146,7 @@ def test_a_check_that_hears_may_clean_up(tmp_path: Path, is_stopped: bool) -> No
             run_tool(SLEEP, timeout_s=600, stop=ctx.stop)
         finally:
             (tmp_path / "probe").unlink()
-        return CheckResult("tool", Verdict.PASS)
+        return CheckResult("tool", HealthVerdict.PASS)
 
     def ran() -> NodeReport:
         return run(Check("tool", polite), config=HealthConfig(check_limit_s=0.05), clock=lambda: now[0], stop=stop)
@@ -156,7 +156,7 @@ def test_a_check_that_hears_may_clean_up(tmp_path: Path, is_stopped: bool) -> No
             ran()
     else:
         (hung,) = ran().results
-        assert (hung.verdict, hung.seen) == (Verdict.RETRY, "not done after 0.1s, still waiting for an answer")
+        assert (hung.verdict, hung.seen) == (HealthVerdict.RETRY, "not done after 0.1s, still waiting for an answer")
     assert list(tmp_path.iterdir()) == []
 
 

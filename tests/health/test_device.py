@@ -22,8 +22,8 @@ from pipeline.core.stop import StopSignal
 from pipeline.health.check import (
     CheckContext,
     CheckResult,
+    HealthVerdict,
     NodeReport,
-    Verdict,
     results_of,
     with_slow_ranks,
     write_rank_report,
@@ -42,7 +42,7 @@ from pipeline.health.device import (
     report_rank,
     worst_error,
 )
-from pipeline.parallel.gang import open_world_group
+from pipeline.parallel.process_group import open_world_group
 from pipeline.parallel.world import World
 from tests.kit.ports import free_port
 
@@ -81,7 +81,7 @@ def nudged(tensor: Tensor) -> Tensor:
 
 def test_a_sound_core_passes_with_its_errors_as_figures() -> None:
     result = check_operations(CpuBackend(), seed=3, repeats=2, stop=StopSignal())
-    assert result.verdict is Verdict.PASS
+    assert result.verdict is HealthVerdict.PASS
     assert len(result.figures) == len(OPERATIONS)
     assert 0 < float(result.figures["matmul_bf16_error"]) < 2e-2
 
@@ -97,7 +97,7 @@ def test_a_sound_core_passes_with_its_errors_as_figures() -> None:
 )
 def test_a_wrong_core_is_sent_back(spoil: Callable[[Tensor], Tensor], after: int, told: str) -> None:
     result = check_operations(Faulty(spoil, after), seed=3, repeats=2, stop=StopSignal())
-    assert result.verdict is Verdict.RETRY
+    assert result.verdict is HealthVerdict.RETRY
     assert result.seen.startswith(told)
 
 
@@ -111,9 +111,9 @@ def test_the_tolerance_of_each_operation_finds_a_wrong_element(operation: Operat
 
 
 def test_memory_that_changes_is_found() -> None:
-    assert check_memory(CpuBackend(), sweep_bytes=128 * MIB, stop=StopSignal()).verdict is Verdict.PASS
+    assert check_memory(CpuBackend(), sweep_bytes=128 * MIB, stop=StopSignal()).verdict is HealthVerdict.PASS
     result = check_memory(Faulty(flipped, after=1), sweep_bytes=128 * MIB, stop=StopSignal())
-    assert result.verdict is Verdict.RETRY
+    assert result.verdict is HealthVerdict.RETRY
     assert result.seen.startswith("1 words of chunk 1 of 2")
 
 
@@ -229,7 +229,7 @@ def test_sound_collectives_pass_with_their_bandwidth() -> None:
     with ranks_of(3, "") as result:
         for rank in range(3):
             found = result(rank)
-            assert found.verdict is Verdict.PASS, found
+            assert found.verdict is HealthVerdict.PASS, found
             assert len(found.figures) == 3 * 2 and all(float(rate) > 0 for rate in found.figures.values())
 
 
@@ -245,9 +245,9 @@ def test_sound_collectives_pass_with_their_bandwidth() -> None:
 def test_a_sick_rank_is_noticed(fault: str, seen: str) -> None:
     with ranks_of(2, fault) as result:
         found = result(1 if fault == "swapped" else 0)
-        assert found.verdict is Verdict.RETRY and seen.replace("of 6", "of 4") in found.seen, found
+        assert found.verdict is HealthVerdict.RETRY and seen.replace("of 6", "of 4") in found.seen, found
         if fault == "swapped":
-            assert result(0).verdict is Verdict.PASS, "it is not left waiting"
+            assert result(0).verdict is HealthVerdict.PASS, "it is not left waiting"
         if fault == "absent":
             assert "Ranks 1 failed to pass" in found.seen, found
 
@@ -258,7 +258,7 @@ def test_too_slow_a_bus_is_unfit() -> None:
     try:
         ctx = CheckContext(StopSignal())
         result = check_collectives(CpuBackend(), World(), limit_s=60.0, ctx=ctx, sizes_bytes=(64,), minimum_gb_s=1e9)
-        assert result.verdict is Verdict.RETRY and "bus bandwidth" in result.seen
+        assert result.verdict is HealthVerdict.RETRY and "bus bandwidth" in result.seen
     finally:
         dist.destroy_process_group()
 
@@ -277,7 +277,7 @@ def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -
     written = (tmp_path / "rank-0.json").read_text()
     (tmp_path / "rank-1.json").write_text(written.replace('"node_rank": 0', '"node_rank": 1'))
     merged = results_of(tmp_path, range(2))
-    assert {result.verdict for result in merged} == {Verdict.PASS}
+    assert {result.verdict for result in merged} == {HealthVerdict.PASS}
     assert merged[0].seen == "2 x cpu"
     assert {"rank_0_fastest_round_s", "rank_1_fastest_round_s"} <= merged[3].figures.keys()
 
@@ -285,9 +285,9 @@ def test_a_sound_rank_reports_every_check_and_the_node_sums_up(tmp_path: Path) -
 def test_a_gpu_passes_or_is_not_there(tmp_path: Path) -> None:
     report = of_rank(tmp_path, "cuda")
     if torch.cuda.is_available():
-        assert report.verdict is Verdict.PASS, report.results
+        assert report.verdict is HealthVerdict.PASS, report.results
     else:
-        assert report.verdict is Verdict.FIX and "no CUDA device" in report.results[0].seen
+        assert report.verdict is HealthVerdict.FIX and "no CUDA device" in report.results[0].seen
 
 
 def test_a_rank_that_is_stopped_leaves_what_it_has(tmp_path: Path) -> None:
@@ -326,12 +326,12 @@ def report(folder: Path, rank: int, *results: CheckResult, is_finished: bool = T
 
 
 def burned(seconds: float) -> CheckResult:
-    return CheckResult("burn", Verdict.PASS, figures={"fastest_round_s": seconds})
+    return CheckResult("burn", HealthVerdict.PASS, figures={"fastest_round_s": seconds})
 
 
 def test_a_rank_that_failed_is_reported_apart_and_one_without_a_word_is_named(tmp_path: Path) -> None:
-    report(tmp_path, 4, burned(1.0), CheckResult("address", Verdict.PASS, "10.0.0.7"))
-    report(tmp_path, 5, CheckResult("operations", Verdict.RETRY, "matmul fp32: relative error 0.5"))
+    report(tmp_path, 4, burned(1.0), CheckResult("address", HealthVerdict.PASS, "10.0.0.7"))
+    report(tmp_path, 5, CheckResult("operations", HealthVerdict.RETRY, "matmul fp32: relative error 0.5"))
     (tmp_path / "rank-6.json").write_text('{"half')
     report(tmp_path, 7, burned(1.0), is_finished=False)
     merged = {result.name: result for result in results_of(tmp_path, range(4, 7))}
@@ -343,15 +343,15 @@ def test_a_rank_that_failed_is_reported_apart_and_one_without_a_word_is_named(tm
 
 
 @pytest.mark.parametrize(("seconds", "slow"), [((1.0, 1.1, 2.4, 0.9), [2]), ((1.0, 1.4), []), ((3.0, 1.0), [0])])
-@pytest.mark.parametrize(("shared", "verdict"), [(0, Verdict.RETRY), (1, Verdict.WARN)])
+@pytest.mark.parametrize(("shared", "verdict"), [(0, HealthVerdict.RETRY), (1, HealthVerdict.WARN)])
 def test_a_slow_core_is_named_among_all_nodes(
-    tmp_path: Path, seconds: Sequence[float], slow: list[int], shared: int, verdict: Verdict
+    tmp_path: Path, seconds: Sequence[float], slow: list[int], shared: int, verdict: HealthVerdict
 ) -> None:
     reports = []
     for rank, one in enumerate(seconds):
-        device = CheckResult("device", Verdict.PASS, "xla:NEURON", figures={"shares_host_cpu": shared})
+        device = CheckResult("device", HealthVerdict.PASS, "xla:NEURON", figures={"shares_host_cpu": shared})
         report(tmp_path, rank, device, burned(one))
         reports.append(NodeReport(rank, f"host-{rank}", results_of(tmp_path, [rank])))
     annotated = with_slow_ranks(reports)
-    assert [one.node_rank for one in annotated if one.verdict is not Verdict.PASS] == slow
+    assert [one.node_rank for one in annotated if one.verdict is not HealthVerdict.PASS] == slow
     assert all(one.results[-1].verdict is verdict for one in annotated if one.node_rank in slow)

@@ -16,7 +16,7 @@ from pipeline.core.machines import GIB, MACHINES
 from pipeline.core.neuron_errors import device_error
 from pipeline.core.stop import StopSignal
 from pipeline.health import node
-from pipeline.health.check import CheckResult, Verdict, run_checks
+from pipeline.health.check import CheckResult, HealthVerdict, run_checks
 from pipeline.health.config import HealthConfig
 from pipeline.health.node import (
     DRIVER_FIT,
@@ -40,7 +40,7 @@ from tests.health.fake_tools import environment, says
 from tests.kit.ports import free_port
 
 CONFIG = HealthConfig(min_free_gib=1e-6, expected_instance="trn1.32xlarge")
-PASS, WARN, RETRY, FIX = Verdict
+PASS, WARN, RETRY, FIX = HealthVerdict
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def run(checks: HostChecks, stop: StopSignal | None = None) -> list[CheckResult]
     report = run_checks(checks.checks(), checks.config, node_rank=0, host="h", stop=stop or StopSignal())
     names = {result.name for result in report.results}
     assert names >= {"instance", "clock", "address", "shared memory", "workspace"}
-    return [result for result in report.results if result.verdict is not Verdict.PASS]
+    return [result for result in report.results if result.verdict is not HealthVerdict.PASS]
 
 
 def files(folder: Path) -> list[str]:
@@ -118,7 +118,7 @@ def test_each_fault_has_its_verdict(
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[HostChecks, pytest.MonkeyPatch], HostChecks],
     name: str,
-    verdict: Verdict,
+    verdict: HealthVerdict,
     seen: str,
 ) -> None:
     found = [one for one in run(spoil(well, monkeypatch)) if one.name == name]
@@ -127,7 +127,7 @@ def test_each_fault_has_its_verdict(
 
 
 @pytest.mark.parametrize(("rank", "verdict"), [(0, RETRY), (1, WARN)])
-def test_a_port_in_use_is_told_on_the_main_node(well: HostChecks, rank: int, verdict: Verdict) -> None:
+def test_a_port_in_use_is_told_on_the_main_node(well: HostChecks, rank: int, verdict: HealthVerdict) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen(1)
@@ -165,7 +165,7 @@ def test_an_odd_workspace(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     act: Callable[[], object],
-    verdict: Verdict,
+    verdict: HealthVerdict,
     seen: str,
 ) -> None:
     monkeypatch.setattr(node, "SLOW_WORKSPACE_S", 0.01 if verdict is WARN else 60.0)
@@ -222,7 +222,7 @@ ROOT = Path(__file__).parents[2]
         ("", "2.31.24.0", WARN),
     ],
 )
-def test_driver_and_runtime(driver: str, runtime: str | None, verdict: Verdict) -> None:
+def test_driver_and_runtime(driver: str, runtime: str | None, verdict: HealthVerdict) -> None:
     versions = {"driver": driver} | ({"runtime": runtime} if runtime is not None else {})
     result = judge_driver(versions)
     assert result is not None and result.verdict is verdict, result
@@ -267,7 +267,7 @@ def test_versions_come_before_whatever_opens_a_device(tmp_path: Path, monkeypatc
         ("trn1.2xlarge", 2, 1, PASS),
     ],
 )
-def test_how_many_ranks_fit(instance: str, processes: int, num_nodes: int, verdict: Verdict) -> None:
+def test_how_many_ranks_fit(instance: str, processes: int, num_nodes: int, verdict: HealthVerdict) -> None:
     assert judge_rank_count(MACHINES[instance], processes, num_nodes=num_nodes).verdict is verdict
 
 
@@ -280,7 +280,7 @@ def test_how_many_ranks_fit(instance: str, processes: int, num_nodes: int, verdi
         (None, False, PASS),
     ],
 )
-def test_the_kernel_log(tmp_path: Path, text: str | None, on_neuron: bool, verdict: Verdict) -> None:
+def test_the_kernel_log(tmp_path: Path, text: str | None, on_neuron: bool, verdict: HealthVerdict) -> None:
     says(tmp_path, "dmesg", text or "dmesg: read kernel buffer failed\n", exit_code=0 if text else 1)
     result = check_kernel_log(on_neuron=on_neuron, stop=StopSignal(), env=environment(tmp_path))
     assert result.verdict is verdict
@@ -347,7 +347,7 @@ def test_command_and_sizes() -> None:
         (ran("", exit_code=None, failure=NOT_INSTALLED), FIX, "not installed"),
     ],
 )
-def test_what_is_believed(run: ToolRun, verdict: Verdict, seen: str) -> None:
+def test_what_is_believed(run: ToolRun, verdict: HealthVerdict, seen: str) -> None:
     result = judge_nccom(run, TEST, min_gib_s=45.0, usual_gib_s=110.0)
     if verdict is PASS:
         result = judge_nccom(run, TEST, min_gib_s=45.0, usual_gib_s=60.0)

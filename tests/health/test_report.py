@@ -16,8 +16,8 @@ from pipeline.core.errors import ConfigError, DataError, Preempted, TransientErr
 from pipeline.core.stop import StopSignal
 from pipeline.health.check import (
     CheckResult,
+    HealthVerdict,
     NodeReport,
-    Verdict,
     exchange_reports,
     from_json,
     job_error,
@@ -34,8 +34,8 @@ REPORT = NodeReport(
     1,
     "i-0abc",
     (
-        CheckResult("memory", Verdict.PASS, figures={"gib": 31.25, "type": "trn1"}, seconds=0.25),
-        CheckResult("disk: scratch", Verdict.RETRY, "1 GiB [bold]free[/bold]", "10 GiB", "du -x /", seconds=2.0),
+        CheckResult("memory", HealthVerdict.PASS, figures={"gib": 31.25, "type": "trn1"}, seconds=0.25),
+        CheckResult("disk: scratch", HealthVerdict.RETRY, "1 GiB [bold]free[/bold]", "10 GiB", "du -x /", seconds=2.0),
     ),
 )
 
@@ -43,7 +43,7 @@ REPORT = NodeReport(
 results = st.builds(
     CheckResult,
     st.text(),
-    st.sampled_from(Verdict),
+    st.sampled_from(HealthVerdict),
     st.text(),
     st.text(),
     st.text(),
@@ -65,7 +65,7 @@ def test_json_is_for_other_readers_too(tmp_path: Path) -> None:
     store_report(workspace, "c1", REPORT)
     fields = json.loads(workspace.read_bytes("cycles/c1/health/1-i-0abc.json"))
     assert (fields["verdict"], fields["results"][0]["verdict"], fields["schema_version"]) == ("retry", "pass", 1)
-    odd = NodeReport(0, "a/b _ü", (CheckResult("x", Verdict.PASS, figures={"rate": math.nan}),))
+    odd = NodeReport(0, "a/b _ü", (CheckResult("x", HealthVerdict.PASS, figures={"rate": math.nan}),))
     assert math.isnan(float(from_json(to_json(odd)).results[0].figures["rate"]))
     assert report_key("c1", odd) == "cycles/c1/health/0-a-b---.json"
 
@@ -91,12 +91,12 @@ def test_plain_lines() -> None:
 # The error of a job.
 
 
-def node(rank: int, *verdicts: Verdict) -> NodeReport:
+def node(rank: int, *verdicts: HealthVerdict) -> NodeReport:
     checks = (CheckResult(f"check-{n}", verdict, f"seen-{rank}-{n}") for n, verdict in enumerate(verdicts))
     return NodeReport(rank, f"host-{rank}", tuple(checks))
 
 
-P, W, R, F = Verdict
+P, W, R, F = HealthVerdict
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ P, W, R, F = Verdict
     ],
 )
 def test_one_unfit_node_sends_all_back_and_a_configuration_problem_goes_first(
-    verdicts: list[tuple[Verdict, ...]], kind: type[Exception] | None, seen: str
+    verdicts: list[tuple[HealthVerdict, ...]], kind: type[Exception] | None, seen: str
 ) -> None:
     error = job_error(node(rank, *each) for rank, each in enumerate(verdicts))
     assert (type(error) if error else None) is kind
@@ -118,13 +118,13 @@ def test_one_unfit_node_sends_all_back_and_a_configuration_problem_goes_first(
     assert advised is not None and (advised.expected, advised.next_command) == ("10 GiB", "du -x /")
 
 
-@given(st.lists(st.lists(st.sampled_from(Verdict)), max_size=5), st.randoms())
-def test_all_nodes_come_to_the_same_verdict(verdicts: list[list[Verdict]], random: Random) -> None:
+@given(st.lists(st.lists(st.sampled_from(HealthVerdict)), max_size=5), st.randoms())
+def test_all_nodes_come_to_the_same_verdict(verdicts: list[list[HealthVerdict]], random: Random) -> None:
     """In whatever order a node has read the reports."""
     reports = [node(rank, *each) for rank, each in enumerate(verdicts)]
     first, second = job_error(reports), job_error(random.sample(reports, len(reports)))
     assert (type(first), str(first)) == (type(second), str(second))
-    worst = max((verdict for each in verdicts for verdict in each), default=Verdict.PASS)
+    worst = max((verdict for each in verdicts for verdict in each), default=HealthVerdict.PASS)
     assert type(first) is {R: TransientError, F: ConfigError}.get(worst, type(None))
 
 

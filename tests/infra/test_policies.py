@@ -5,9 +5,9 @@ import json
 import botocore.session
 import pytest
 
-from jobs.cycle.job_states import Leaf
+from jobs.cycle.job_states import Task
 from jobs.plan.cycle import AFTER, STAGE
-from jobs.targets.sagemaker.requests import Cycle, direct_request, service_job_request
+from jobs.targets.sagemaker.requests import CycleRun, direct_request, service_job_request
 from tests.infra.policies import (
     FOLDER,
     JOB_ROLES,
@@ -251,8 +251,8 @@ def test_training_and_service_jobs_go_by_the_names_that_the_code_makes() -> None
         f"arn:aws:logs:{PLACE}:log-group:/aws/sagemaker/TrainingJobs",
     )
     plan = ml_plan(job("train"), sagemaker=QUEUE)
-    ours = direct_request(Cycle(plan, 0.0), Leaf(plan.jobs[0]), 1, 1)["TrainingJobName"]
-    payload = json.loads(service_job_request(Cycle(plan, 0.0), Leaf(plan.jobs[0]), 1)["serviceRequestPayload"])
+    ours = direct_request(CycleRun(plan, 0.0), Task(plan.jobs[0]), 1, 1)["TrainingJobName"]
+    payload = json.loads(service_job_request(CycleRun(plan, 0.0), Task(plan.jobs[0]), 1)["serviceRequestPayload"])
     of_queue = f"AWSBatch{payload['TrainingJobName']}{'0' * 32}"
     for action in ("Create", "Stop"):
         assert DIRECT.who(f"sagemaker:{action}TrainingJob", f"{jobs}/{ours}") == ["driver"]

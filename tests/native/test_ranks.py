@@ -11,7 +11,7 @@ pytestmark = [needs_compiler, pytest.mark.stage]
 def test_what_ranks_agree_on_through_the_host(in_two_ranks: InChild) -> None:
     in_two_ranks(
         """
-        from pipeline.parallel.gang import open_ranks
+        from pipeline.parallel.process_group import open_ranks
         from pipeline.parallel.mesh import check_same, raise_on_all_ranks, run_without_timeout
         from pipeline.parallel.world import world_from_env
         world = world_from_env()
@@ -50,7 +50,7 @@ def test_a_users_script_with_and_without_a_process_group_of_its_own(in_two_ranks
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     for kind in (torch.bool, torch.uint8, torch.int16, torch.bfloat16):
         model.register_buffer(str(kind).replace(".", "_"), torch.randint(0, 2, (3,)).to(kind))
-    from pipeline.parallel.gang import all_gather_objects
+    from pipeline.parallel.process_group import all_gather_objects
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected, other = all_gather_objects(before, "testing")
     assert any(not torch.equal(expected[name], other[name]) for name in expected)
@@ -70,7 +70,7 @@ def test_health_of_the_ranks(in_two_ranks: InChild) -> None:
         from pathlib import Path
         from tempfile import TemporaryDirectory
         from pipeline.core.stop import StopSignal
-        from pipeline.health.check import Verdict
+        from pipeline.health.check import HealthVerdict
         from pipeline.health.config import HealthConfig
         from pipeline.health.device import rank_checks, report_rank
         from pipeline.parallel.world import world_from_env
@@ -78,7 +78,7 @@ def test_health_of_the_ranks(in_two_ranks: InChild) -> None:
         with TemporaryDirectory() as folder:
             checks = rank_checks("neuron", world, HealthConfig(), os.environ, seed=1)
             report = report_rank(checks, HealthConfig(), world.rank, Path(folder), StopSignal())
-        assert report.verdict is Verdict.PASS, report
+        assert report.verdict is HealthVerdict.PASS, report
         assert any(result.name == "collectives" for result in report.results), report
         """
     )
@@ -118,7 +118,7 @@ def test_the_mean_of_gradients_has_no_eager_operator_of_odd_length(in_two_ranks:
     in_two_ranks(
         """
         import torch_neuronx
-        from pipeline.parallel.gang import open_ranks
+        from pipeline.parallel.process_group import open_ranks
         from pipeline.parallel.world import world_from_env
         def host_mean(tensors):
             raise AssertionError("through the host")

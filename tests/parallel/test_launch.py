@@ -157,9 +157,11 @@ def test_a_script_that_handles_the_stop_gets_it_once_in_each_rank_and_its_own_co
 def test_two_nodes_are_told_to_stop(tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
     # The main node's own address, elsewhere.
-    gang = {"TRNJOBS_NODES": "2", "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
+    process_group = {"TRNJOBS_NODES": "2", "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
     words = (tmp_path / "ending.py", "waits", tmp_path)
-    nodes = [start(tmp_path / str(node), *words, processes=1, TRNJOBS_NODE=str(node), **gang) for node in (0, 1)]
+    nodes = [
+        start(tmp_path / str(node), *words, processes=1, TRNJOBS_NODE=str(node), **process_group) for node in (0, 1)
+    ]
     wait_for(lambda: len(list(tmp_path.glob("here-*"))) == 2, nodes, tmp_path / "0" / "err")
     for node in nodes:
         node.terminate()

@@ -15,8 +15,8 @@ from pipeline.core.errors import ConfigError, TransientError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.parallel import mesh
 from pipeline.parallel.config import Plan
-from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import AXES, check_plan, set_timeouts
+from pipeline.parallel.process_group import collective_errors
 from tests.kit.ranks import run_ranks
 
 CASES = "tests.parallel.test_mesh"
@@ -38,7 +38,7 @@ def test_every_rank_has_one_place() -> None:
 
 @pytest.mark.parametrize(
     ("shard", "tensor", "match"),
-    [(3, 1, "shard_degree 3 over 8 .*\n.*\n.*shard_degree 2"), (1, 3, "tensor_degree 2"), (8, 2, "8 ranks by tensor")],
+    [(3, 1, "shard_degree 3 .* 8 .*\n.*\n.*shard_degree 2"), (1, 3, "tensor_degree 2"), (8, 2, "8 ranks / tensor")],
 )
 def test_a_degree_that_does_not_divide_names_one_that_does(shard: int, tensor: int, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -81,7 +81,7 @@ def test_a_bad_plan_is_one_error(given: Any, match: str) -> None:
 )
 def test_what_a_device_cannot_do_is_refused_with_the_way_out(plan: dict[str, Any], match: str) -> None:
     class Traced:
-        spreads: frozenset[str] = frozenset()
+        parallelism: frozenset[str] = frozenset()
         compiles_steps = False
 
         def device_name(self) -> str:

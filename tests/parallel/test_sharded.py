@@ -15,13 +15,13 @@ from torch import Tensor
 from pipeline.backends import Backend, RankGroup, open_host
 from pipeline.backends.cpu import CpuBackend
 from pipeline.compile.manifest import GraphWatch
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.data.loader import training_batches
 from pipeline.model.config import LossConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.gang import Gang, open_ranks
 from pipeline.parallel.mesh import REPLICATE, SHARD, open_mesh
-from pipeline.parallel.strategies import Chunk
+from pipeline.parallel.process_group import ProcessGroup, open_ranks
+from pipeline.parallel.strategies import FlatVector
 from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout
 from pipeline.parallel.strategies.zero1 import (
     LARGEST_BYTES,
@@ -57,16 +57,18 @@ Figures = list[dict[str, float]]
 Files = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: int) -> tuple[TrainProgram, RankShare]:
+def program_of(
+    variant: str, degree: int, process_group: ProcessGroup, backend: Backend, seed: int
+) -> tuple[TrainProgram, RankSlice]:
     """`degree` 1: plain data parallel. Variant "plain" is as a run opens it, with no bucket smaller than a chunk."""
     plan = TrainPlan(shard="state", shard_degree=degree)
     config = BASE.model_copy(update={**VARIANTS[variant], "seed": seed, "parallel": plan})
-    world = gang.world
-    gang.layout = run_layout(config, world.world_size, world.rank)
+    world = process_group.world
+    process_group.layout = run_layout(config, world.world_size, world.rank)
     share, model = batch_share(config, world.world_size, world.rank), build_model(MODEL, SPEC, seed)
     if degree == 1 or variant == "plain":
         program = open_program(
-            model, backend, config, share, gang, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
+            model, backend, config, share, process_group, figure_rows=STEPS, buckets=BUCKETS, watch=GraphWatch()
         )
         return program, share
     mesh = open_mesh(plan.as_plan(), backend, timeout_s=60.0)
@@ -78,7 +80,7 @@ def program_of(variant: str, degree: int, gang: Gang, backend: Backend, seed: in
         chunk_mib=chunk_mib(variant),
         shards=mesh.ranks(SHARD),
         replicas=mesh.ranks(REPLICATE),
-        host_gather=gang.gather_rows,
+        host_gather=process_group.gather_rows,
         largest_bytes=BUCKET_BYTES,
     )
     assert len(strategy.buckets) > len(strategy.layout.chunks)
@@ -89,7 +91,7 @@ def chunk_mib(variant: str) -> float:
     return 0.004 if variant == "rich" else CHUNK_MIB
 
 
-def train(program: TrainProgram, share: RankShare, start: int, stop: int) -> Figures:
+def train(program: TrainProgram, share: RankSlice, start: int, stop: int) -> Figures:
     with TemporaryDirectory() as folder:
         rows = make_rows(Path(folder), [(40, 40)])
         groups = grouped(rows, BASE)
@@ -108,25 +110,25 @@ def runs(folder: str, device: str, *modes: str) -> list[dict[str, Any]]:
     """
     torch.set_num_threads(1)
     found = []
-    with open_ranks(device, world_from_env(), timeout_s=60.0) as (gang, backend):
+    with open_ranks(device, world_from_env(), timeout_s=60.0) as (process_group, backend):
         for mode in modes:
             variant, degree = mode.split("/")
-            program, share = program_of(variant, int(degree), gang, backend, seed=1)
+            program, share = program_of(variant, int(degree), process_group, backend, seed=1)
             figures = train(program, share, 0, HALF)
             half = program.snapshot()
             figures += train(program, share, HALF, STEPS)
             end = program.snapshot()
-            assert gang.world.is_main or degree == "1" or half == end == ({}, {})
+            assert process_group.world.is_main or degree == "1" or half == end == ({}, {})
             result: dict[str, Any] = {"figures": figures, "state_bytes": state_bytes(program)}
-            source = gang.gather(half)[0]
-            program, share = program_of(variant, int(degree), gang, backend, seed=5)
+            source = process_group.gather(half)[0]
+            program, share = program_of(variant, int(degree), process_group, backend, seed=5)
             program.restore(*source)
             restored = program.snapshot()
-            for kept, saved in zip(restored, source, strict=True) if gang.world.is_main else ():
+            for kept, saved in zip(restored, source, strict=True) if process_group.world.is_main else ():
                 assert list(kept) == list(saved) and all(torch.equal(kept[name], saved[name]) for name in saved)
             result["resumed"] = train(program, share, HALF, STEPS)
             again = program.snapshot()
-            if gang.world.is_main:
+            if process_group.world.is_main:
                 torch.save([end, again], Path(folder) / f"{variant}-{degree}.pt")
             found.append(result)
     return found
@@ -140,7 +142,7 @@ def state_bytes(program: TrainProgram) -> int:
 
 def alone(variant: str) -> tuple[Figures, Files]:
     """Figures, and the snapshot at the end, of one process."""
-    program, share = program_of(variant, 1, Gang(World(), timeout_s=1.0), open_host(), seed=1)
+    program, share = program_of(variant, 1, ProcessGroup(World(), timeout_s=1.0), open_host(), seed=1)
     return train(program, share, 0, STEPS), program.snapshot()
 
 
@@ -220,10 +222,10 @@ def test_two_ranks_that_compile(tmp_path: Path) -> None:
 
 def ends(_: str) -> None:
     """Rank 1 goes before the third step; the other one has nothing to gather but gradients."""
-    with open_ranks("cpu", world_from_env(), timeout_s=200.0) as (gang, backend):
-        program, share = program_of("graded", 2, gang, backend, seed=1)
+    with open_ranks("cpu", world_from_env(), timeout_s=200.0) as (process_group, backend):
+        program, share = program_of("graded", 2, process_group, backend, seed=1)
         train(program, share, 0, 2)
-        if gang.world.rank == 1:
+        if process_group.world.rank == 1:
             os._exit(75)
         train(program, share, 2, STEPS)
 
@@ -236,7 +238,7 @@ def test_a_peer_that_goes_is_an_error_to_try_again(tmp_path: Path) -> None:
 
 @given(size=st.integers(1, 5000), shards=st.sampled_from([1, 2, 3, 8]), largest_bytes=st.integers(64, 20_000))
 def test_buckets_cover_a_chunk_in_equal_slices_below_the_limit(size: int, shards: int, largest_bytes: int) -> None:
-    chunk = Chunk(True, True, ("x",), (torch.Size([size]),), (size,))
+    chunk = FlatVector(True, True, ("x",), (torch.Size([size]),), (size,))
     buckets = buckets_of(FlatLayout((chunk, chunk)), shards, largest_bytes)
     assert [bucket.chunk for bucket in buckets] == sorted(bucket.chunk for bucket in buckets)
     flat, unit = torch.arange(size, dtype=torch.float32), ALIGNED * shards
@@ -261,7 +263,7 @@ def test_the_fused_update_has_the_same_bits_in_slices() -> None:
     config, size, shards = OptimizerConfig(), 40 * ALIGNED, 4
     generator = torch.Generator().manual_seed(1)
     weights, grads = (torch.randn(size, generator=generator) for _ in range(2))
-    chunk = Chunk(True, True, ("x",), (torch.Size([size]),), (size,))
+    chunk = FlatVector(True, True, ("x",), (torch.Size([size]),), (size,))
     (bucket,) = buckets_of(FlatLayout((chunk,)), shards, LARGEST_BYTES)
     ranks = [RankGroup(rank, ((0, 1, 2, 3),)) for rank in range(shards)]
     found = []
@@ -281,5 +283,5 @@ def test_the_fused_update_has_the_same_bits_in_slices() -> None:
 def test_a_table_of_words_is_exchanged_in_parts(largest_bytes: int, count: int) -> None:
     """XLM-R's for 384 columns, one parameter of 384 MB."""
     shape = torch.Size([250_002, 384])
-    chunk = Chunk(True, True, ("x",), (shape,), (shape.numel(),))
+    chunk = FlatVector(True, True, ("x",), (shape,), (shape.numel(),))
     assert len(buckets_of(FlatLayout((chunk,)), 32, largest_bytes)) == count

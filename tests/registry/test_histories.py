@@ -25,7 +25,7 @@ from pipeline.core.errors import CheckpointError, TrnpipeError
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage, open_storage
 from pipeline.registry.model import (
-    Pair,
+    DeployedPair,
     Vectors,
     pair_key,
     past_pairs,
@@ -35,7 +35,7 @@ from pipeline.registry.model import (
     serve_verified_pair,
 )
 from pipeline.registry.promote import promote
-from pipeline.registry.records import changes_of, read_history
+from pipeline.registry.records import production_changes, read_history
 from tests.registry.cases import (
     AUTHOR,
     MODEL,
@@ -101,7 +101,7 @@ class State:
 
 def seen(workspace: Storage) -> State:
     """What the files say. Of a pair that was written twice in a row the first counts."""
-    changes = changes_of(read_history(workspace, MODEL))
+    changes = production_changes(read_history(workspace, MODEL))
     pairs, served = past_pairs(workspace, MODEL), list[Served]()
     assert [pair.generation for pair in pairs] == list(range(1, len(pairs) + 1))
     for pair in pairs:
@@ -118,7 +118,7 @@ def seen(workspace: Storage) -> State:
     )
 
 
-def order(one: Pair) -> tuple[int, int]:
+def order(one: DeployedPair) -> tuple[int, int]:
     return one.vectors.generation, BY_NUMBER.index(one.vectors.cycle)
 
 
@@ -134,7 +134,7 @@ class Histories(RuleBasedStateMachine):
         self.folder = TemporaryDirectory()
         self.workspace = open_storage(f"file://{self.folder.name}/workspace")
         self.checkpoints, self.damaged = list[str](), set[str]()
-        self.pairs, self.lost = dict[str, Pair](), set[str]()
+        self.pairs, self.lost = dict[str, DeployedPair](), set[str]()
         self.state, self.written = State(), dict[str, bytes]()
 
     def teardown(self) -> None:
@@ -144,7 +144,7 @@ class Histories(RuleBasedStateMachine):
     def now(self) -> str | None:
         return self.state.production[-1].checkpoint if self.state.production else None
 
-    def of(self, vectors: str) -> Pair:
+    def of(self, vectors: str) -> DeployedPair:
         return self.pairs[vectors]
 
     def act(self, command: Command, after: State | None, kill: tuple[int, bool, bool] | None) -> None:
@@ -203,7 +203,7 @@ class Histories(RuleBasedStateMachine):
         (folder / "part-0.parquet").write_bytes(f"vectors of {cycle}".encode())
         digest = commit_dir(self.workspace, folder, f"embeddings/{cycle}", kind="embeddings", fields={}).digest
         vectors = Vectors(cycle=cycle, digest=digest, generation=last + (not tie), rows=1, dim=8)
-        self.pairs[digest] = Pair(
+        self.pairs[digest] = DeployedPair(
             model=MODEL, checkpoint=place, digest=digest_of(self.workspace, place), vectors=vectors, author=AUTHOR
         )
         self.verify(len(self.pairs) - 1, kill)
@@ -318,7 +318,7 @@ class Histories(RuleBasedStateMachine):
         """What a reader finds at any time."""
         if found := read_pair(self.workspace, MODEL):
             pair = found[0]
-            assert self.of(pair.vectors.digest).is_of == pair.is_of
+            assert self.of(pair.vectors.digest).digests == pair.digests
             manifest = read_manifest(self.workspace, pair.vectors.prefix)
             assert manifest is not None and manifest.digest == pair.vectors.digest
             assert pair.vectors.digest not in self.lost

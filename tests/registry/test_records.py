@@ -13,7 +13,7 @@ from pipeline.io.storage import Storage
 from pipeline.registry import records
 from pipeline.registry.records import (
     Author,
-    Entry,
+    HistoryEntry,
     Pointer,
     Production,
     append,
@@ -29,7 +29,7 @@ DIGEST = "ab" * 32
 PLACE = Production(checkpoint="checkpoints/c0/step-1", digest=DIGEST, generation=1)
 
 
-def entry(**changes: Any) -> Entry:
+def entry(**changes: Any) -> HistoryEntry:
     fields: dict[str, Any] = {
         "action": "promoted",
         "model": "relevance",
@@ -45,7 +45,7 @@ def entry(**changes: Any) -> Entry:
         "verdict": "",
         "author": Author(by="a@b"),
     } | changes
-    return Entry(**fields) if fields["action"] == "refused" else Pointer(**fields)
+    return HistoryEntry(**fields) if fields["action"] == "refused" else Pointer(**fields)
 
 
 @given(
@@ -77,7 +77,7 @@ def test_the_name_is_of_what_was_decided_not_of_who_told_it_when() -> None:
 
 def test_an_altered_line_is_refused() -> None:
     line = entry().line()
-    with pytest.raises(ValidationError, match="its id does not fit"):
+    with pytest.raises(ValidationError, match="its id does not match"):
         parse_entry(line.replace(b"c1/step-1", b"c2/step-1"))
     with pytest.raises(ValidationError):
         parse_entry(line.replace(b'"generation":2', b'"generation":2,"more":1'))
@@ -151,6 +151,6 @@ def test_a_writer_that_loses_tries_again_until_its_deadline(
     assert losing.losses == -1
     monkeypatch.setattr(records, "APPEND_DEADLINE_S", -1.0)
     before, third = workspace.read_bytes(history_key("relevance")), entry(generation=4)
-    with pytest.raises(TransientError, match="changes all the time"):
+    with pytest.raises(TransientError, match="which other processes keep changing"):
         append(Losing(workspace, 1), "relevance", third)
     assert workspace.read_bytes(history_key("relevance")) == before

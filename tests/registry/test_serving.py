@@ -11,7 +11,7 @@ from pipeline.core.errors import CheckpointError, ConfigError, TransientError
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.storage import Storage
 from pipeline.registry.model import (
-    Pair,
+    DeployedPair,
     Vectors,
     pair_key,
     past_pairs,
@@ -29,7 +29,7 @@ def in_production(workspace: Storage, place: str) -> None:
     promote(workspace, MODEL, place, expected=production(workspace), decision=passed(workspace, place), author=AUTHOR)
 
 
-def embedded(workspace: Storage, scratch: Path, cycle: str, place: str, generation: int) -> Pair:
+def embedded(workspace: Storage, scratch: Path, cycle: str, place: str, generation: int) -> DeployedPair:
     """Commit the vectors of a cycle, a few bytes, made with the checkpoint; the pair of both."""
     prefix = f"embeddings/{cycle}"
     if read_manifest(workspace, prefix) is None:
@@ -38,7 +38,7 @@ def embedded(workspace: Storage, scratch: Path, cycle: str, place: str, generati
         commit_dir(workspace, folder, prefix, kind="embeddings", fields={"cycle": cycle})
     vectors = Vectors(cycle=cycle, digest=digest_of(workspace, prefix), generation=generation, rows=1, dim=8)
     digest = digest_of(workspace, place)
-    return Pair(model=MODEL, checkpoint=place, digest=digest, vectors=vectors, author=AUTHOR)
+    return DeployedPair(model=MODEL, checkpoint=place, digest=digest, vectors=vectors, author=AUTHOR)
 
 
 def served(workspace: Storage) -> tuple[str, str]:
@@ -48,7 +48,7 @@ def served(workspace: Storage) -> tuple[str, str]:
 
 
 @pytest.fixture
-def two(workspace: Storage, make: Make, tmp_path: Path) -> tuple[Pair, Pair]:
+def two(workspace: Storage, make: Make, tmp_path: Path) -> tuple[DeployedPair, DeployedPair]:
     """Two cycles, both served: the second is."""
     pairs = []
     for number, cycle in enumerate(("c1", "c2"), 1):
@@ -68,10 +68,10 @@ def test_production_leads_and_the_pair_follows_after_verify(workspace: Storage, 
     serve_verified_pair(workspace, pair)
     in_production(workspace, second)
     assert served(workspace) == (first, "c1")  # hours before the vectors of the second exist
-    assert "stays" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
+    assert "unchanged" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c1b", first, 2))
     later = embedded(workspace, tmp_path, "c2", second, 3)
     serve_verified_pair(workspace, later)
-    assert "already, generation 2" in serve_verified_pair(workspace, later)
+    assert "already names these vectors (generation 2)" in serve_verified_pair(workspace, later)
     assert served(workspace) == (second, "c2")
     assert "newer vectors" in serve_verified_pair(workspace, embedded(workspace, tmp_path, "c0", second, 2))
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
@@ -90,11 +90,11 @@ def test_a_pair_whose_checkpoint_was_named_by_its_uri_can_be_rolled_back_to(
     assert roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR).checkpoint == first
 
 
-def test_a_race_has_one_winner(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
+def test_a_race_has_one_winner(workspace: Storage, tmp_path: Path, two: tuple[DeployedPair, DeployedPair]) -> None:
     found = read_pair(workspace, MODEL)
     newer = [embedded(workspace, tmp_path, f"c2{end}", two[1].checkpoint, 3) for end in "xy"]
     stale = Racing(workspace, lambda: serve_verified_pair(workspace, newer[0]))
-    with pytest.raises(TransientError, match="meanwhile"):
+    with pytest.raises(TransientError, match="another process has changed"):
         serve_verified_pair(stale, newer[1])
     assert found is not None and served(workspace) == (two[1].checkpoint, "c2x")
 
@@ -113,28 +113,30 @@ class Racing:
         return self._storage.write_if_match(key, data, etag)
 
 
-def test_a_damaged_pair_is_named(workspace: Storage, two: tuple[Pair, Pair]) -> None:
+def test_a_damaged_pair_is_named(workspace: Storage, two: tuple[DeployedPair, DeployedPair]) -> None:
     workspace.write_bytes(pair_key(MODEL), b'{"model": "relevance"}')
-    with pytest.raises(CheckpointError, match="is no pair"):
+    with pytest.raises(CheckpointError, match="is not a valid pair"):
         read_pair(workspace, MODEL)
 
 
 def test_a_verify_that_saw_production_before_a_rollback_loses(
-    workspace: Storage, make: Make, tmp_path: Path, two: tuple[Pair, Pair]
+    workspace: Storage, make: Make, tmp_path: Path, two: tuple[DeployedPair, DeployedPair]
 ) -> None:
     """The model in production waits for its vectors, and is rolled back just when they are verified."""
     third = make("c3")
     in_production(workspace, third)
     pair = embedded(workspace, tmp_path, "c3", third, 3)
     racing = Racing(workspace, lambda: roll_back_model(workspace, MODEL, "", reason="bad", author=AUTHOR))
-    with pytest.raises(TransientError, match="meanwhile"):
+    with pytest.raises(TransientError, match="another process has changed"):
         serve_verified_pair(racing, pair)
     assert "is in production" in serve_verified_pair(workspace, pair)
     found = production(workspace)
     assert found is not None and found.checkpoint == two[1].checkpoint and served(workspace) == (found.checkpoint, "c2")
 
 
-def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]) -> None:
+def test_bad_vectors_of_a_good_model(
+    workspace: Storage, tmp_path: Path, two: tuple[DeployedPair, DeployedPair]
+) -> None:
     """Only serving.json moves, to vectors of the same model, and the bad ones do not come back by themselves."""
     newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
     serve_verified_pair(workspace, newer)
@@ -151,13 +153,13 @@ def test_bad_vectors_of_a_good_model(workspace: Storage, tmp_path: Path, two: tu
         with pytest.raises(ConfigError, match=f"no vectors of cycle {cycle} made with"):
             roll_back_vectors(workspace, MODEL, cycle, reason="x", author=AUTHOR)
     workspace.delete_prefix("embeddings/c2")
-    with pytest.raises(CheckpointError, match="does not hold the vectors that were verified"):
+    with pytest.raises(CheckpointError, match="does not contain the verified vectors"):
         roll_back_vectors(workspace, MODEL, "c2", reason="x", author=AUTHOR)
     assert production(workspace) == before
 
 
 def test_vectors_of_a_cycle_that_were_made_anew_are_served(
-    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+    workspace: Storage, tmp_path: Path, two: tuple[DeployedPair, DeployedPair]
 ) -> None:
     serve_verified_pair(workspace, embedded(workspace, tmp_path, "c3", two[1].checkpoint, 3))
     workspace.delete_prefix("embeddings/c2")
@@ -172,7 +174,7 @@ def test_vectors_of_a_cycle_that_were_made_anew_are_served(
 
 
 def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(
-    workspace: Storage, tmp_path: Path, two: tuple[Pair, Pair]
+    workspace: Storage, tmp_path: Path, two: tuple[DeployedPair, DeployedPair]
 ) -> None:
     newer = embedded(workspace, tmp_path, "c2b", two[1].checkpoint, 3)
     serve_verified_pair(workspace, newer)
@@ -181,18 +183,20 @@ def test_the_history_is_whole_and_goes_on_where_serving_json_is_lost(
     newest = max(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))
     assert workspace.read_bytes(newest) == lost, "as the message says that names a damaged one"
     workspace.delete([pair_key(MODEL)])
-    assert "stays" in serve_verified_pair(workspace, newer)
+    assert "unchanged" in serve_verified_pair(workspace, newer)
     serve_verified_pair(workspace, embedded(workspace, tmp_path, "c2c", two[1].checkpoint, 4))
     after = past_pairs(workspace, MODEL)
     assert after[:-1] == before and after[-1].generation == before[-1].generation + 1
     assert after[-1].replaced == before[-1].vectors.digest
 
 
-def test_records_of_earlier_versions_are_read(workspace: Storage, make: Make, two: tuple[Pair, Pair]) -> None:
+def test_records_of_earlier_versions_are_read(
+    workspace: Storage, make: Make, two: tuple[DeployedPair, DeployedPair]
+) -> None:
     """They have no id, and the last is not in the history; a challenger was promoted to what is served."""
     workspace.delete([f"registry/{MODEL}/pairs/00000002.json"])
     for key in [pair_key(MODEL), *(stat.key for stat in workspace.list(f"registry/{MODEL}/pairs"))]:
-        pair = Pair.model_validate_json(workspace.read_bytes(key)).model_copy(update={"action": "promoted"})
+        pair = DeployedPair.model_validate_json(workspace.read_bytes(key)).model_copy(update={"action": "promoted"})
         workspace.write_bytes(key, pair.model_dump_json(exclude={"id", "production_follows"}).encode())
     assert [pair.vectors.cycle for pair in past_pairs(workspace, MODEL)] == ["c1", "c2"]
     roll_back_model(workspace, MODEL, "", reason="r", author=AUTHOR)

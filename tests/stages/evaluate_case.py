@@ -18,7 +18,7 @@ from pipeline.context import StageResult, load_result
 from pipeline.evaluate.report import EvaluationReport, load_report
 from pipeline.io.commit import commit_dir
 from pipeline.io.storage import Storage, open_storage
-from pipeline.registry.records import Entry, Pointer, read_history, read_pointer
+from pipeline.registry.records import HistoryEntry, Pointer, read_history, read_pointer
 from tests.fault.harness import DATA, MODEL, TRAIN
 
 MODEL_NAME = "relevance"
@@ -100,7 +100,7 @@ class Case:
         return [(entry.action, entry.checkpoint) for entry in self.entries]
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[HistoryEntry, ...]:
         return read_history(self.storage, MODEL_NAME)
 
     def report(self, cycle: str = "c1") -> EvaluationReport:

@@ -21,7 +21,7 @@ from pipeline.data.loader import to_tensors, training_batches
 from pipeline.evaluate.score import evaluate_holdout
 from pipeline.model.config import ModelConfig
 from pipeline.model.relevance import build_model
-from pipeline.parallel.gang import Gang, open_ranks
+from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.parallel.world import world_from_env
 from pipeline.train.config import OptimizerConfig, TrainConfig, batch_share, run_layout
 from pipeline.train.optimizer import control_values
@@ -53,9 +53,11 @@ def config_of(plan: dict[str, Any], **changes: Any) -> TrainConfig:
 class Place:
     """A rank with rows and the program that a run has there."""
 
-    def __init__(self, gang: Gang, backend: Backend, config: TrainConfig, folder: str, model: ModelConfig) -> None:
-        self.gang, self.backend, self.config, self.model = gang, backend, config, model
-        self.share = batch_share(config, gang.world.world_size, gang.world.rank)
+    def __init__(
+        self, process_group: ProcessGroup, backend: Backend, config: TrainConfig, folder: str, model: ModelConfig
+    ) -> None:
+        self.process_group, self.backend, self.config, self.model = process_group, backend, config, model
+        self.share = batch_share(config, process_group.world.world_size, process_group.world.rank)
         self.rows = make_rows(Path(folder), [(60, 60)])
         self.program = self.fresh()
 
@@ -65,7 +67,7 @@ class Place:
             self.backend,
             self.config,
             self.share,
-            self.gang,
+            self.process_group,
             figure_rows=STEPS,
             buckets=BUCKETS,
             watch=GraphWatch(),
@@ -94,7 +96,7 @@ class Place:
             label_gains=SPEC.label_gains,
             batch_size=8,
             limit=87,
-            gang=self.gang,
+            process_group=self.process_group,
             stop=StopSignal(),
             search_pad_id=self.rows.pad_id,
         )
@@ -137,11 +139,11 @@ def from_each(folder: str, cases: str, dropout: str, *sources: str) -> list[dict
 def _places(cases: str, dropout: str) -> Iterator[tuple[str, Place]]:
     world, model = world_from_env(), SMALL.model_copy(update={"dropout": float(dropout)})
     torch.set_num_threads(1)
-    with open_ranks("cpu", world, timeout_s=60) as (gang, backend), TemporaryDirectory() as rows:
+    with open_ranks("cpu", world, timeout_s=60) as (process_group, backend), TemporaryDirectory() as rows:
         for name, plan in json.loads(cases).items():
             config = config_of(plan)
-            gang.layout = run_layout(config, world.world_size, world.rank)
-            yield name, Place(gang, backend, config, rows, model)
+            process_group.layout = run_layout(config, world.world_size, world.rank)
+            yield name, Place(process_group, backend, config, rows, model)
 
 
 def hung(folder: str, timeout_s: str) -> None:
@@ -149,11 +151,14 @@ def hung(folder: str, timeout_s: str) -> None:
     world = world_from_env()
     config = config_of({"shard_degree": 0}, collective_timeout_s=float(timeout_s))
     layout = run_layout(config, world.world_size, world.rank)
-    with open_ranks("cpu", world, timeout_s=300, layout=layout) as (gang, backend), TemporaryDirectory() as rows:
-        place = Place(gang, backend, config, rows, SMALL)
-        gang.barrier()  # here there is time; in a step there is not
+    with (
+        open_ranks("cpu", world, timeout_s=300, layout=layout) as (process_group, backend),
+        TemporaryDirectory() as rows,
+    ):
+        place = Place(process_group, backend, config, rows, SMALL)
+        process_group.barrier()  # here there is time; in a step there is not
         place.train(0, 1)
-        gang.barrier()
+        process_group.barrier()
         while world.rank == 0 and not (Path(folder) / "waited-1").exists():
             time.sleep(0.02)
         started = time.monotonic()

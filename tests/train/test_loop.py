@@ -15,13 +15,13 @@ from torch import Tensor
 
 from pipeline.backends import Batch
 from pipeline.backends.cpu import CpuBackend
-from pipeline.core.batch_order import RankShare
+from pipeline.core.batch_order import RankSlice
 from pipeline.core.errors import NumericError, Preempted, TransientError, TrnpipeError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.stop import StopSignal
 from pipeline.data.shards import TokenRows
 from pipeline.model.config import ModelConfig
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 from pipeline.telemetry.console import Console
 from pipeline.telemetry.events import EventName
@@ -67,12 +67,12 @@ class Bench:
         self.console = io.StringIO()
 
     def loop(self) -> TrainLoop:
-        share = RankShare(accumulation=self.accumulation)
+        share = RankSlice(accumulation=self.accumulation)
         groups = grouped(self.rows, self.config)
         return TrainLoop(
             program=self.program,
             stream=BatchStream(groups, plan_of(groups, self.config), share, self.config, self.start, self.max_steps),
-            gang=Gang(World(), timeout_s=1),
+            process_group=ProcessGroup(World(), timeout_s=1),
             stop=self.stop,
             console=Console(stream=self.console),
             cadence=self.cadence,
@@ -214,7 +214,7 @@ def test_a_batch_that_is_lost_repeated_or_swapped_fails_the_run(
 def test_batches_carry_step_and_rate_and_the_host_notes_tokens_and_samples(rows: TokenRows) -> None:
     def stream_of() -> BatchStream:
         groups = grouped(rows)
-        return BatchStream(groups, plan_of(groups), RankShare(accumulation=2), TRAIN, 1, 3)
+        return BatchStream(groups, plan_of(groups), RankSlice(accumulation=2), TRAIN, 1, 3)
 
     stream, again = stream_of(), stream_of()
     batches, _ = list(stream), list(again)
@@ -254,7 +254,7 @@ def test_a_step_that_is_not_finite_and_was_taken_ends_the_run(rows: TokenRows, f
     assert loop.step == 2 and not bench.calls
 
 
-class Peers(Gang):
+class Peers(ProcessGroup):
     """One of several ranks, whose peers by tensor parallelism send what it sends."""
 
     def __init__(self, layout: Layout) -> None:
@@ -268,7 +268,7 @@ def drawn_by(rows: TokenRows, layout: Layout) -> list[list[int]]:
     """The seeds of dropout of each step of a rank."""
     bench = Bench(rows, model=MODEL.model_copy(update={"dropout": 0.3}), accumulation=2)
     loop = bench.loop()
-    loop.gang = Peers(layout)
+    loop.process_group = Peers(layout)
     found: list[list[int]] = []
     step = loop.program.step
 
@@ -292,7 +292,7 @@ def test_samples_of_tensor_peers_count_once(rows: TokenRows) -> None:
     alone, spread = Bench(rows), Bench(rows)
     alone.run()
     loop = spread.loop()
-    loop.gang = Peers(layout_of(0, 2, shard_degree=1, tensor_degree=2))
+    loop.process_group = Peers(layout_of(0, 2, shard_degree=1, tensor_degree=2))
     loop.run()
     assert spread.steps("samples") == alone.steps("samples")
 
@@ -306,7 +306,7 @@ def test_an_operator_that_ran_on_the_host_before_the_loop_is_named_when_it_does_
         def host_operators(self) -> dict[str, int]:
             return {"aten::x": 1} if self.noted else {}
 
-        def forget_host_operators(self) -> None:
+        def reset_host_operators(self) -> None:
             self.noted = False
 
     bench = Bench(rows, max_steps=4, backend=Noting())

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from jobs.cycle.costs import SPENT, Category, Entry
+from jobs.cycle.costs import SPENT, AttemptCost, Category
 from jobs.cycle.verdict import metric_name
 from pipeline.core.errors import GateRefused
 from pipeline.core.format import format_count, format_duration, shortened
@@ -193,7 +193,7 @@ def bar(spent: Mapping[Category, int], whole_ms: int) -> Markup:
     return head.format(rects)
 
 
-def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | None) -> Markup:
+def gantt(lanes: Mapping[str, Sequence[AttemptCost]], began_ms: int, due_s: float | None) -> Markup:
     """Draw every attempt over time, each job with how it ended. `due_s`: the deadline since the beginning."""
     end_s = (max(one.start_ms + one.length_ms for tries in lanes.values() for one in tries) - began_ms) / 1000
     left, row = 180.0, 18.0
@@ -221,7 +221,7 @@ def gantt(lanes: Mapping[str, Sequence[Entry]], began_ms: int, due_s: float | No
             if one.has_failed:
                 drawn += _text(across(at) + 1, y + tall - 1.5, "✕", kind="bad")
             spent = ", ".join(f"{kind} {format_duration(ms / 1000)}" for kind, ms in one.spent_ms.items() if ms)
-            body.append(_titled(drawn, f"{one.job}, attempt {one.try_name}: {one.ending}; {spent}"))
+            body.append(_titled(drawn, f"{one.job}, attempt {one.attempt_name}: {one.ending}; {spent}"))
     if due_s is not None and due_s <= last:
         body.append(_path("deadline", f"M{_px(across(due_s))} 0V{_px(bottom)}"))
         body.append(_text(across(due_s) - 3, TOP + 2, "deadline", anchor="end", kind="bad"))
@@ -279,8 +279,8 @@ def fit(words: str, width: float) -> str:
 
 
 def _svg(body: Iterable[Markup], height: float, label: str, width: float = WIDTH) -> Markup:
-    head = Markup('<svg viewBox="0 0 {} {}" class="chart" role="img" aria-label="{}">{}</svg>')
-    return head.format(_px(width), _px(height), label, Markup().join(body))
+    head = Markup('<svg viewBox="0 0 {} {}" class="chart{}" role="img" aria-label="{}">{}</svg>')
+    return head.format(_px(width), _px(height), " broad" if width == WIDTH else "", label, Markup().join(body))
 
 
 def _levels(up: Callable[[float], float], values: Iterable[float], right: float) -> list[Markup]:

@@ -17,7 +17,7 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from jobs.cycle.costs import Entry, read_ledger
+from jobs.cycle.costs import AttemptCost, read_ledger
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord
 from jobs.cycle.page import charts
@@ -26,10 +26,10 @@ from jobs.cycle.page.gather import HOLDOUT, LOSS, CycleRow, PageData, gather, ro
 from jobs.cycle.tables import DEADLINES, GOODPUT, NO_LOG
 from jobs.cycle.verdict import SEARCH, WITHOUT, cost_text, measures, metric_name, reasons
 from jobs.plan.cycle import RUN_PREFIX
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
 from pipeline.core.errors import DataError, TransientError
-from pipeline.core.format import format_duration, format_share, usd
+from pipeline.core.format import format_duration, format_percent, usd
 from pipeline.core.record import Record
 from pipeline.data.token_sets import PartitionDigest
 from pipeline.evaluate.config import MetricName
@@ -48,6 +48,7 @@ _TRIES = 20
 _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
     "share of time waiting for data": ("time waiting for data, %", 100, (0, 1)),
     "memory, bytes": ("memory, GiB", 2**-30, (0,)),
+    "learning rate": ("learning rate, highest", 1, ()),
 }
 """How a figure of training is drawn: its title, a factor, and what its axis holds in any case."""
 _HIDDEN = dict.fromkeys(
@@ -74,7 +75,7 @@ def data_key(cycle: str) -> str:
 
 
 def write_page(
-    store: CycleStore, plan: Plan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
+    store: CycleStore, plan: JobPlan, records: Sequence[JobRecord], config: JobsConfig, closed: Closed | None
 ) -> PageData:
     """Write the page over an earlier one; return what it shows. `closed`: the end, on record or not yet."""
     ledger = read_ledger(store, plan, records, config, closed=closed, without_report=True)
@@ -135,7 +136,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_share}
+    made.filters |= {"number": number, "duration": format_duration, "usd": usd, "share": format_percent}
     made.filters |= {"stamp": _stamp, "figure_text": _figure_text, "metric": metric_name, "plural": _plural}
     made.globals |= {"charts": charts, "ramp": _ramp, "search": SEARCH, "shown_table": shown_columns}
     return made
@@ -275,7 +276,7 @@ def _tries_chart(data: PageData) -> Markup:
     ledger = data.ledger
     if not ledger.entries or ledger.began_at is None:
         return Markup()
-    lanes = defaultdict[str, list[Entry]](list)
+    lanes = defaultdict[str, list[AttemptCost]](list)
     for entry in ledger.entries:
         lanes[entry.job].append(entry)
     notable = {
@@ -313,7 +314,7 @@ def _missing_categories(data: PageData) -> list[tuple[str, str, str, str]]:
 
     def share(partitions: Sequence[PartitionDigest], column: str) -> str:
         rows = sum(sum(one.rows.values()) for one in partitions)
-        return format_share(sum(one.without_category[column] for one in partitions) / rows if rows else None)
+        return format_percent(sum(one.without_category[column] for one in partitions) / rows if rows else None)
 
     found = []
     counting = [one for one in data.prepared.partitions if one.without_category] if data.prepared else []

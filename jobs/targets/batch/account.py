@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import AliasPath, BaseModel, Field, ValidationError
 
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import differences
 from jobs.targets.base import placement_of
 from jobs.targets.batch.client import BatchClient, Detail
@@ -32,10 +32,10 @@ Account = Mapping[str, Queue]
 """Queues by name and by ARN."""
 
 
-def preflight(client: BatchClient, plan: Plan) -> tuple[str, ...]:
+def preflight(client: BatchClient, plan: JobPlan) -> tuple[str, ...]:
     """Return warnings. Raises ConfigError with everything that is wrong, TransientError while a queue is changing."""
     check_plan(plan)
-    account = look_up(client, [placement_of(plan, job).queue for job in plan.jobs])
+    account = describe_queues(client, [placement_of(plan, job).queue for job in plan.jobs])
     refuse_account(account_problems(plan, account), "an enabled fair-share queue that can hold every job")
     for name, queue in account.items():
         if queue.detail["status"] in ("CREATING", "UPDATING"):
@@ -54,7 +54,7 @@ def refuse_account(problems: Iterable[str], expected: str) -> None:
         )
 
 
-def look_up(client: BatchClient, names: Iterable[str]) -> Account:
+def describe_queues(client: BatchClient, names: Iterable[str]) -> Account:
     """Describe these queues, and what is behind them."""
     described, found = client.described("queues", list(dict.fromkeys(names))), dict[str, Queue]()
     orders = [[one["computeEnvironment"] for one in queue.get("computeEnvironmentOrder", ())] for queue in described]
@@ -72,7 +72,7 @@ def look_up(client: BatchClient, names: Iterable[str]) -> Account:
     return found
 
 
-def account_problems(plan: Plan, account: Account) -> Iterator[str]:
+def account_problems(plan: JobPlan, account: Account) -> Iterator[str]:
     """Yield why this account would refuse the jobs or never start them, one line each."""
     for job in plan.jobs:
         where = placement_of(plan, job)
@@ -98,7 +98,7 @@ def queue_problems(name: str, account: Account, *, is_shared: bool) -> Iterator[
         )
 
 
-def account_warnings(plan: Plan, account: Account) -> tuple[str, ...]:
+def account_warnings(plan: JobPlan, account: Account) -> tuple[str, ...]:
     """Return what is allowed and probably not meant."""
     uses = (placement_of(plan, job) for job in plan.jobs)
     return share_warnings(((where.queue, where.share_identifier) for where in uses), account)
@@ -216,7 +216,7 @@ def ensure_definition(client: BatchClient, request: Request) -> str:
     return f"{found['jobDefinitionName']}:{found['revision']}"
 
 
-def change_lines(client: BatchClient, plan: Plan) -> Iterator[str]:
+def change_lines(client: BatchClient, plan: JobPlan) -> Iterator[str]:
     """Yield what a submission would do with each definition of the plan, with every place that differs."""
     users: dict[str, list[str]] = {}
     requests = {job.name: definition_request(plan, job) for job in plan.jobs}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jobs.node.environment import job_variables
-from jobs.plan.spec import JobSpec, Plan, refuse
+from jobs.plan.spec import JobPlan, JobSpec, refuse
 from jobs.targets.base import placement_of
 from pipeline.core.fingerprint import fingerprint
 from pipeline.core.machines import NODES
@@ -17,7 +17,7 @@ from pipeline.core.machines import NODES
 Request = dict[str, Any]
 
 
-def definition_request(plan: Plan, job: JobSpec) -> Request:
+def definition_request(plan: JobPlan, job: JobSpec) -> Request:
     """RegisterJobDefinition. The tag `content` names everything else of it, so that equal ones are registered once."""
     needs, where = job.resources, placement_of(plan, job)
     container: Request = {
@@ -68,11 +68,13 @@ def definition_request(plan: Plan, job: JobSpec) -> Request:
     return request | {"tags": {"pipeline": plan.pipeline, "stage": job.stage, "content": fingerprint(request)}}
 
 
-def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[str, str], round_: int = 1) -> Request:
+def submit_request(
+    plan: JobPlan, job: JobSpec, *, definition: str, ids: Mapping[str, str], submission: int = 1
+) -> Request:
     """SubmitJob of a pinned `definition` (name:revision). `ids`: of the jobs it depends on, by name."""
     where = placement_of(plan, job)
     request: Request = {
-        "jobName": job_name(plan, job, round_),
+        "jobName": job_name(plan, job, submission),
         "jobQueue": where.queue,
         "jobDefinition": definition,
         "shareIdentifier": where.share_identifier,
@@ -82,7 +84,7 @@ def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[st
         "propagateTags": True,
     }
     # What differs between cycles is not part of the definition.
-    of_cycle = job_variables(plan, job, round_)
+    of_cycle = job_variables(plan, job, submission)
     environment = [{"name": name, "value": value} for name, value in sorted(of_cycle.items())]
     override: Request = {"command": [*job.command], "environment": environment}
     if job.num_nodes:
@@ -97,9 +99,9 @@ def submit_request(plan: Plan, job: JobSpec, *, definition: str, ids: Mapping[st
     return request
 
 
-def job_name(plan: Plan, job: JobSpec, round_: int) -> str:
+def job_name(plan: JobPlan, job: JobSpec, submission: int) -> str:
     """Another one in every round, and the same on every try to submit it: a driver that died finds its jobs again."""
-    return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{round_}" if round_ > 1 else "")
+    return f"{plan.pipeline}-{plan.cycle}-{job.name}" + (f"-round-{submission}" if submission > 1 else "")
 
 
 # What AWS Batch refuses, checked before anything is sent; and what it takes but would never run. A request above a
@@ -109,12 +111,12 @@ def job_name(plan: Plan, job: JobSpec, round_: int) -> str:
 MAX_DEFINITION_BYTES, MAX_OVERRIDE_CHARACTERS = 24 * 1024, 8192
 MAX_IMAGE_CHARACTERS = 255
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,127}$")
-MAX_ROUND = 999
+MAX_SUBMISSION = 999
 """The number of the round makes names longer: a name fits in every one."""
 SHARE = re.compile(r"^[A-Za-z0-9]{1,255}$")
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: JobPlan) -> None:
     """Raises ConfigError with every problem of every job.
 
     What the settings of `[jobs]` cannot say, such as eleven attempts, is not checked again.
@@ -123,8 +125,8 @@ def check_plan(plan: Plan) -> None:
     refuse(plan, problems, platform="AWS Batch", next_command="trnjobs plan")
 
 
-def _problems(plan: Plan, job: JobSpec) -> Iterator[str]:
-    name, where = job_name(plan, job, MAX_ROUND), placement_of(plan, job)
+def _problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
+    name, where = job_name(plan, job, MAX_SUBMISSION), placement_of(plan, job)
     if not _NAME.match(name):
         yield f"job name {name!r}; expected letters, digits, - and _, beginning with a letter or digit, at most 128"
     if not where.queue:

@@ -25,9 +25,9 @@ from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from jobs.cycle.job_states import JobRecord, Leaf
+from jobs.cycle.job_states import JobRecord, Task
 from jobs.node.environment import job_variables
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.targets.local import node_keeper
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
@@ -161,11 +161,11 @@ class Processes:
 
 def end_leftovers(attempts: Mapping[str, int]) -> int:
     """Kill what is left of attempts; return how many processes. `attempts`: the last that is over, by id of leaf."""
-    over = {leaf_id.replace(":", "_"): number for leaf_id, number in attempts.items()}
+    over = {task_id.replace(":", "_"): number for task_id, number in attempts.items()}
 
     def is_over(mark: str) -> bool:
-        leaf, attempt, *_ = *mark.split("/"), ""
-        return leaf in over and attempt.isdecimal() and int(attempt) <= over[leaf]
+        task, attempt, *_ = *mark.split("/"), ""
+        return task in over and attempt.isdecimal() and int(attempt) <= over[task]
 
     return kill_marked(node_keeper.MARK, is_over)[0]
 
@@ -208,31 +208,31 @@ _MODULES = {"trnjobs-entry": "jobs.node", "trnpipe": "pipeline", "trnjobs": "job
 
 def node_environment(
     base: Mapping[str, str],
-    plan: Plan,
-    leaf: Leaf,
-    leaf_id: str,
+    plan: JobPlan,
+    task: Task,
+    task_id: str,
     attempt: int,
     node: int,
     address: str,
     *,
-    round_: int = 1,
+    submission: int = 1,
 ) -> dict[str, str]:
     """Return the environment of a node. `base`: of this process. `leaf_id`: of a child of an array `id:index`.
 
     `address`: of the main node.
     """
-    spec = leaf.spec
+    spec = task.spec
     environment = {
         name: value for name, value in base.items() if not name.startswith(LEFT_OUT) and name not in LEFT_OUT_NAMES
     }
     # As an image has its commands on the path.
     environment["PATH"] = f"{Path(sys.executable).parent}:{base.get('PATH', '/usr/bin:/bin')}"
     environment |= spec.environment
-    environment |= {**job_variables(plan, spec, round_), JOB_ID: leaf_id, ATTEMPT: str(attempt)}
-    if leaf.index is not None:
-        environment[ARRAY_INDEX] = str(leaf.index)
+    environment |= {**job_variables(plan, spec, submission), JOB_ID: task_id, ATTEMPT: str(attempt)}
+    if task.index is not None:
+        environment[ARRAY_INDEX] = str(task.index)
     if spec.num_nodes:
-        port = str(group_port(leaf_id, attempt))
+        port = str(group_port(task_id, attempt))
         environment |= {NUM_NODES: str(spec.num_nodes), NODE: str(node), "MASTER_PORT": port}
         if address == LOOPBACK:  # the main node would look in vain for another one of its own
             environment["MASTER_ADDR"] = address
@@ -241,12 +241,12 @@ def node_environment(
     return environment
 
 
-def group_port(leaf_id: str, attempt: int) -> int:
+def group_port(task_id: str, attempt: int) -> int:
     """Return the even port at which the nodes of one attempt meet; they also use the next one.
 
     It differs from that of other node groups of this machine and of earlier attempts.
     """
-    digest = hashlib.sha256(f"{leaf_id}/{attempt}".encode()).digest()
+    digest = hashlib.sha256(f"{task_id}/{attempt}".encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % (NUM_PORTS // 2) * 2
 
 
@@ -272,11 +272,11 @@ class LocalFiles:
         with suppress(OSError):  # the jobs go on with a full disk
             os.utime(self.engine_lock)
 
-    def state(self, round_: int) -> tuple[JobRecord, ...]:
-        return _read(self.folder / f"round-{round_}" / "state.json", _STATE) or ()
+    def state(self, submission: int) -> tuple[JobRecord, ...]:
+        return _read(self.folder / f"round-{submission}" / "state.json", _STATE) or ()
 
-    def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
-        write_bytes_atomic(self.folder / f"round-{round_}" / "state.json", _STATE.dump_json(records, indent=1))
+    def save_state(self, submission: int, records: tuple[JobRecord, ...]) -> None:
+        write_bytes_atomic(self.folder / f"round-{submission}" / "state.json", _STATE.dump_json(records, indent=1))
 
     def cancelled(self) -> dict[str, str]:
         return _read(self.folder / "cancel.json", _REASONS) or {}
@@ -286,12 +286,12 @@ class LocalFiles:
         asked = dict.fromkeys(ids, reason) | self.cancelled()
         write_bytes_atomic(self.folder / "cancel.json", _REASONS.dump_json(asked))
 
-    def node(self, leaf_id: str, attempt: int, node: int) -> Path:
+    def node(self, task_id: str, attempt: int, node: int) -> Path:
         """Return the folder of one node of one attempt, from 1."""
-        return self.folder / "attempts" / leaf_id.replace(":", "_") / str(attempt) / f"node-{node}"
+        return self.folder / "attempts" / task_id.replace(":", "_") / str(attempt) / f"node-{node}"
 
-    def log_stream(self, leaf_id: str, attempt: int, node: int) -> str:
-        path = self.node(leaf_id, attempt, node) / "log.txt"
+    def log_stream(self, task_id: str, attempt: int, node: int) -> str:
+        path = self.node(task_id, attempt, node) / "log.txt"
         return str(path.relative_to(self.workspace) if self.workspace else path)
 
     def log_path(self, stream: str) -> Path:

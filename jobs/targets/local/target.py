@@ -21,10 +21,10 @@ from pydantic import Field
 
 from jobs.cycle import job_states
 from jobs.cycle.cycle_store import CycleStore
-from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, Leaf, Submission
+from jobs.cycle.job_states import AttemptEnd, JobRecord, JobState, SubmittedJob, Task
 from jobs.plan.cycle import script_of
-from jobs.plan.spec import JobSpec, Plan
-from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log
+from jobs.plan.spec import JobPlan, JobSpec
+from jobs.targets.base import LatestRecords, More, Target, latest_records, log_stream, no_log_error
 from jobs.targets.local.nodes import (
     LOOPBACK,
     LocalFiles,
@@ -42,7 +42,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.record import Record
 from pipeline.core.stop import StopSignal
 from pipeline.io.atomic import exclusive, make_dirs
-from pipeline.io.paths import shown_path
+from pipeline.io.paths import display_path
 from pipeline.io.storage import os_errors, translate_os_error
 from pipeline.parallel.world import own_address
 from pipeline.proc.children import MARGIN_S, PLATFORM_S
@@ -80,17 +80,17 @@ class Slots(Record):
         return f"{self.vcpus} vCPU, {self.memory_mib:,} MiB{groups}"
 
 
-def startable_jobs(queue: Sequence[Leaf], active: Iterable[Leaf], machine: Slots) -> list[Leaf]:
+def startable_jobs(queue: Sequence[Task], active: Iterable[Task], machine: Slots) -> list[Task]:
     """Return what may start now. Nothing overtakes a job that does not fit, as in AWS Batch."""
     used = Slots()
-    for leaf in active:
-        used = used.plus(leaf.spec)
+    for task in active:
+        used = used.plus(task.spec)
     chosen = []
-    for leaf in queue:
-        used = used.plus(leaf.spec)
+    for task in queue:
+        used = used.plus(task.spec)
         if not used.fits_in(machine):
             break
-        chosen.append(leaf)
+        chosen.append(task)
     return chosen
 
 
@@ -131,7 +131,7 @@ def attempt_end(main: NodeEnd, *, cancelled: str = "", interrupted: bool = False
 
 
 @dataclass
-class Engine:
+class LocalEngine:
     """`known`: of all leaves. `say` gets a line per change of state.
 
     `grace_s`: from SIGTERM to SIGKILL, which keepers enforce, and the engine where a keeper hangs or is suspended.
@@ -139,7 +139,7 @@ class Engine:
     neither a correction of the clock nor a suspended machine moves.
     """
 
-    plan: Plan
+    plan: JobPlan
     known: LatestRecords
     files: LocalFiles
     nodes: Processes
@@ -190,60 +190,67 @@ class Engine:
     def tick(self) -> bool:
         """Look at everything once; return whether anything changed. After an OSError the next tick goes on."""
         self._save()
-        leaves, records = self.known.leaves, self.known.records
+        tasks, records = self.known.tasks, self.known.records
         cancelled = self.files.cancelled()  # by id of job; that of a child of an array is <id of job>:<index>
         reasons = {name: cancelled.get(record.id.partition(":")[0], "") for name, record in records.items()}
-        for name, why in job_states.unneeded_jobs(leaves, records).items():
+        for name, why in job_states.unneeded_jobs(tasks, records).items():
             reasons[name] = reasons[name] or why
         # Before anything else changes, so that no job fails for one that is cancelled with it.
-        for leaf in leaves:
-            record = records[leaf.name]
-            if reasons[leaf.name] and not record.state.is_final and not record.state.is_active:
-                self._update({leaf.name: job_states.failed_record(record, reasons[leaf.name], self.clock())})
-        for leaf in self._active():
-            self._drive(leaf, reasons[leaf.name])
-        while changed := job_states.advance_waiting_jobs(leaves, records, self.clock()):
+        for task in tasks:
+            record = records[task.name]
+            if reasons[task.name] and not record.state.is_final and not record.state.is_active:
+                self._update({task.name: job_states.failed_record(record, reasons[task.name], self.clock())})
+        for task in self._active():
+            self._drive(task, reasons[task.name])
+        while changed := job_states.advance_waiting_jobs(tasks, records, self.clock()):
             self._update(changed)
         if not self.stop.is_set():
-            for leaf in startable_jobs(job_states.queue(leaves, records), self._active(), self.machine):
-                record = records[leaf.name]
-                nodes, attempt = range(max(1, leaf.spec.num_nodes)), len(record.attempts) + 1
+            for task in startable_jobs(job_states.queue(tasks, records), self._active(), self.machine):
+                record = records[task.name]
+                nodes, attempt = range(max(1, task.spec.num_nodes)), len(record.attempts) + 1
                 streams = [self.files.log_stream(record.id, attempt, node) for node in nodes]
-                self._update({leaf.name: job_states.starting_record(record, streams)})
+                self._update({task.name: job_states.starting_record(record, streams)})
         changed_any = bool(self._unsaved)
         self._save()
         return changed_any
 
-    def _drive(self, leaf: Leaf, cancelled: str) -> None:
+    def _drive(self, task: Task, cancelled: str) -> None:
         """Move the nodes of an attempt as AWS Batch does; a job of one container is its main node alone.
 
         The main node starts first, the others when it runs. When it ends the others are stopped, and its end is that
         of the attempt. The end of another node changes nothing. Source: user guide, multi-node parallel jobs.
         """
-        record = self.known.records[leaf.name]
-        leaf_id, attempt = record.id, len(record.attempts)
-        folders = [self.files.node(leaf_id, attempt, node) for node in range(max(1, leaf.spec.num_nodes))]
+        record = self.known.records[task.name]
+        task_id, attempt = record.id, len(record.attempts)
+        folders = [self.files.node(task_id, attempt, node) for node in range(max(1, task.spec.num_nodes))]
         views = [self.nodes.look(folder) for folder in folders]
         main = views[0]
         ran_s = 0.0  # the time-out is that of the attempt: it runs from the start of the main node on
         if main.started_at is not None:
             if record.state is JobState.STARTING:
                 record = job_states.running_record(record, main.started_at)
-                self._update({leaf.name: record})
+                self._update({task.name: record})
             # The wall clock tells how long it ran before this engine first saw it.
             ran_s = self._waited_s(folders[0] / "run", max(0.0, self.clock() - main.started_at))
         is_stopping = main.phase is Phase.ENDED or bool(cancelled) or self.stop.is_set()
         by: Signal = "SIGINT" if self.stop.is_set() and not cancelled else "SIGTERM"
         to_end_s = self.grace_s + MARGIN_S
-        is_late = main.phase is Phase.RUNNING and ran_s > leaf.spec.timeout_s + to_end_s
+        is_late = main.phase is Phase.RUNNING and ran_s > task.spec.timeout_s + to_end_s
         for node, (folder, phase) in enumerate(zip(folders, [view.phase for view in views], strict=True)):
             if phase is Phase.ABSENT and is_stopping:
                 self.nodes.exclude(folder)
             elif phase is Phase.ABSENT and (node == 0 or main.phase is Phase.RUNNING):
                 environment = node_environment(
-                    os.environ, self.plan, leaf, leaf_id, attempt, node, _address(), round_=self.known.rounds[leaf.name]
+                    os.environ,
+                    self.plan,
+                    task,
+                    task_id,
+                    attempt,
+                    node,
+                    _address(),
+                    submission=self.known.submissions[task.name],
                 )
-                command, left_s = local_command(leaf.spec.command), max(0.0, leaf.spec.timeout_s - ran_s)
+                command, left_s = local_command(task.spec.command), max(0.0, task.spec.timeout_s - ran_s)
                 self.nodes.start(folder, command, environment, left_s)
             elif phase in (Phase.STARTING, Phase.RUNNING):
                 if is_stopping:
@@ -257,30 +264,30 @@ class Engine:
         if main.end is not None and all(view.phase is Phase.ENDED for view in views):
             end = attempt_end(main.end, cancelled=cancelled, interrupted=self.stop.is_set())
             at = self.clock() if main.end.at is None else main.end.at
-            self._update({leaf.name: job_states.record_after_attempt(record, leaf.spec.retry, end, at)})
+            self._update({task.name: job_states.record_after_attempt(record, task.spec.retry, end, at)})
 
     def _waited_s(self, what: Path, before_s: float = 0.0) -> float:
         """Return the time since the first call for `what`, and `before_s` of that call."""
         now = self.monotonic()
         return now - self._since.setdefault(what, now - before_s)
 
-    def _active(self) -> list[Leaf]:
-        return [leaf for leaf in self.known.leaves if self.known.records[leaf.name].state.is_active]
+    def _active(self) -> list[Task]:
+        return [task for task in self.known.tasks if self.known.records[task.name].state.is_active]
 
     def _update(self, changed: Mapping[str, JobRecord]) -> None:
         for name, record in changed.items():
             if record.state is not self.known.records[name].state:
                 stream = log_stream(record, len(record.attempts), 0)
-                log = shown_path(str(self.files.log_path(stream))) if stream else ""
+                log = display_path(str(self.files.log_path(stream))) if stream else ""
                 self.say(job_states.change_line(record, log))
             self.known.records[name] = record
-            self._unsaved.add(self.known.rounds[name])
+            self._unsaved.add(self.known.submissions[name])
 
     def _save(self) -> None:
-        for round_ in sorted(self._unsaved):
-            mine = (record for name, record in self.known.records.items() if self.known.rounds[name] == round_)
-            self.files.save_state(round_, tuple(mine))
-            self._unsaved.remove(round_)
+        for submission in sorted(self._unsaved):
+            mine = (record for name, record in self.known.records.items() if self.known.submissions[name] == submission)
+            self.files.save_state(submission, tuple(mine))
+            self._unsaved.remove(submission)
 
 
 @cache
@@ -317,38 +324,38 @@ class LocalTarget(Target):
     def files(self) -> LocalFiles:
         return local_files(self.store.storage, self.scratch, self.store.cycle)
 
-    def submit(self, plan: Plan, round_: int, jobs: Sequence[str]) -> None:
+    def submit(self, plan: JobPlan, submission: int, jobs: Sequence[str]) -> None:
         """Raises ConfigError before anything starts when a job cannot fit or still runs, Preempted when stopped."""
         with self._only_engine():
             known = latest_records(plan, self.store, self._saved())
-            unfinished = [leaf.spec for leaf in known.leaves if not known.records[leaf.name].state.is_final]
+            unfinished = [task.spec for task in known.tasks if not known.records[task.name].state.is_final]
             check_fits([*map(plan.job, jobs), *unfinished], self.machine)
-            done = self.store.submitted(round_)
+            done = self.store.submitted(submission)
             new = [job.name for job in plan.jobs if job.name in jobs and job.name not in done]
             for name, record in known.records.items():  # what may still run must not run twice
                 if name.partition(":")[0] in new and not record.state.is_final:
                     raise ConfigError(
-                        f"{name} is {record.state} in round {known.rounds[name]}",
+                        f"{name} is {record.state} in round {known.submissions[name]}",
                         expected="a job that has ended",
                         next_command="trnjobs submit --target local (to finish that round), or trnjobs cancel",
                     )
             for name in new:
-                submission = Submission(job=name, id=str(uuid.uuid4()), submitted_at=self.store.clock())
-                self.store.save_submission(round_, submission)
+                submitted_job = SubmittedJob(job=name, id=str(uuid.uuid4()), submitted_at=self.store.clock())
+                self.store.save_submitted(submission, submitted_job)
             self._run(plan)
 
-    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         known = latest_records(plan, self.store, self._saved())
         return known.by_job(plan, known.records)
 
-    def under_way(self, records: Sequence[JobRecord]) -> str:
+    def busy_reason(self, records: Sequence[JobRecord]) -> str:
         """Return why not; jobs of an interrupted submission, which no process runs, can be ended here."""
         if is_locked(self.files.engine_lock):
             return "another process runs its jobs"
-        unseen = self.files.workspace is None and self.store.rounds() and not self._saved()
-        return "its jobs may run on another machine" if unseen and super().under_way(records) else ""
+        unseen = self.files.workspace is None and self.store.submissions() and not self._saved()
+        return "its jobs may run on another machine" if unseen and super().busy_reason(records) else ""
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: JobPlan) -> None:
         check_fits(plan.jobs, self.machine)
         for job in plan.jobs:
             if (script := script_of(job)) and not Path(script).is_file():
@@ -372,7 +379,7 @@ class LocalTarget(Target):
         stream = log_stream(record, attempt, node)
         path = self.files.log_path(stream)
         if not stream or not path.is_file():
-            raise no_log(record, attempt, node)
+            raise no_log_error(record, attempt, node)
         held = ""  # a line that is being written
         with path.open(encoding="utf-8", errors="replace") as log:
             while True:
@@ -396,7 +403,7 @@ class LocalTarget(Target):
             text = log.read().decode("utf-8", errors="replace")
         return next((line for line in reversed(re.split("[\r\n]", text)) if line.strip()), "")
 
-    def cancel(self, plan: Plan, reason: str) -> None:
+    def cancel(self, plan: JobPlan, reason: str) -> None:
         """Return when all is final: the running engine ends the jobs, or this process in its place."""
         if ids := [record.id for record in self.records(plan) if not record.state.is_final]:
             make_dirs(self.files.folder)
@@ -405,12 +412,12 @@ class LocalTarget(Target):
             with self._only_engine():
                 self._run(plan)
 
-    def _run(self, plan: Plan) -> None:
+    def _run(self, plan: JobPlan) -> None:
         # What lives on of attempts that are over, with keeper and engine dead, must not be beside the next ones.
         saved = self._saved()
         if number := end_leftovers({one.id: len(one.attempts) - one.state.is_active for one in saved}):
             self.say(f"ended {number} processes left over from earlier attempts")
-        Engine(
+        LocalEngine(
             plan,
             latest_records(plan, self.store, saved),
             self.files,
@@ -425,7 +432,7 @@ class LocalTarget(Target):
 
     def _saved(self) -> list[JobRecord]:
         """Return the records of all leaves in all rounds."""
-        return [record for round_ in self.store.rounds() for record in self.files.state(round_)]
+        return [record for submission in self.store.submissions() for record in self.files.state(submission)]
 
     @contextmanager
     def _only_engine(self) -> Iterator[None]:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jobs.cycle.job_states import Leaf, leaves_of
+from jobs.cycle.job_states import Task, tasks_of
 from jobs.node.environment import STARTS, job_variables
 from jobs.plan.cycle import ENTRY
 from jobs.plan.resources import has_accelerator, ml_machine
-from jobs.plan.spec import JobSpec, Plan, Retry, refuse
+from jobs.plan.spec import JobPlan, JobSpec, Retry, refuse
 from jobs.targets.base import placement_of, sagemaker_placement_of
 from jobs.targets.batch.requests import SHARE
 from pipeline.core.fingerprint import fingerprint
@@ -40,24 +40,24 @@ MAX_VALUE, MAX_WORDS, MAX_WORD = 512, 100, 256
 
 
 @dataclass(frozen=True)
-class Cycle:
+class CycleRun:
     """A plan in one life of its cycle. `life`: when it was claimed; a workspace that was emptied begins another."""
 
-    plan: Plan
-    life: float
+    plan: JobPlan
+    claimed_at: float
 
-    def leaf_id(self, leaf: Leaf, round_: int) -> str:
+    def task_id(self, task: Task, submission: int) -> str:
         """Name all attempts of a leaf in a round: its service job, its starts, and the id in records."""
-        return self._named(leaf, f"r{round_}", round_)
+        return self._named(task, f"r{submission}", submission)
 
-    def training_job(self, leaf: Leaf, round_: int, attempt: int) -> str:
+    def training_job(self, task: Task, submission: int, attempt: int) -> str:
         """Name one attempt: the same on every machine, and different for any other attempt of any cycle."""
-        return self._named(leaf, f"r{round_}a{attempt}", round_, attempt)
+        return self._named(task, f"r{submission}a{attempt}", submission, attempt)
 
-    def _named(self, leaf: Leaf, last: str, *numbers: int) -> str:
-        index = [] if leaf.index is None else [str(leaf.index)]
-        words = [self.plan.pipeline, self.plan.cycle, leaf.spec.name, *index, last]
-        return _name(words, [f"{self.plan.plan_id} {self.life!r}", leaf.name, *numbers], MAX_NAME)
+    def _named(self, task: Task, last: str, *numbers: int) -> str:
+        index = [] if task.index is None else [str(task.index)]
+        words = [self.plan.pipeline, self.plan.cycle, task.spec.name, *index, last]
+        return _name(words, [f"{self.plan.plan_id} {self.claimed_at!r}", task.name, *numbers], MAX_NAME)
 
 
 def _name(words: list[str], content: list[str | int], limit: int) -> str:
@@ -77,16 +77,16 @@ def _dashed(text: str) -> str:
 
 
 def training_job_request(
-    cycle: Cycle, leaf: Leaf, *, name: str, attempt: int | None, starts: str = "", round_: int = 1
+    cycle: CycleRun, task: Task, *, name: str, attempt: int | None, starts: str = "", submission: int = 1
 ) -> Request:
     """Return CreateTrainingJob. `attempt`: from 1; None: the nodes count it. `starts`: where they count."""
-    plan, job, where = cycle.plan, leaf.spec, sagemaker_placement_of(cycle.plan, leaf.spec)
+    plan, job, where = cycle.plan, task.spec, sagemaker_placement_of(cycle.plan, task.spec)
     entry = len(ENTRY) if job.command[: len(ENTRY)] == ENTRY else 1
     nodes = max(1, job.num_nodes)
-    variables = {**job.environment, PLAN: plan.plan_id, **job_variables(plan, job, round_)}
+    variables = {**job.environment, PLAN: plan.plan_id, **job_variables(plan, job, submission)}
     variables |= {} if attempt is None else {ATTEMPT: str(attempt)}
     variables |= {STARTS: starts} if starts else {}
-    variables |= {} if leaf.index is None else {ARRAY_INDEX: str(leaf.index)}
+    variables |= {} if task.index is None else {ARRAY_INDEX: str(task.index)}
     request: Request = {
         "TrainingJobName": name,
         "RoleArn": placement_of(plan, job).job_role,
@@ -103,7 +103,7 @@ def training_job_request(
         },
         "StoppingCondition": {"MaxRuntimeInSeconds": job.timeout_s},
         "Environment": dict(sorted(variables.items())),
-        "Tags": [{"Key": key, "Value": value} for key, value in tags(plan, leaf).items()],
+        "Tags": [{"Key": key, "Value": value} for key, value in tags(plan, task).items()],
     }
     if job.command[entry:]:
         request["AlgorithmSpecification"]["ContainerArguments"] = [*job.command[entry:]]
@@ -119,19 +119,19 @@ def training_job_request(
     return request
 
 
-def direct_request(cycle: Cycle, leaf: Leaf, round_: int, attempt: int) -> Request:
+def direct_request(cycle: CycleRun, task: Task, submission: int, attempt: int) -> Request:
     """Return CreateTrainingJob of one attempt. With Spot capacity SageMaker starts it again by itself."""
-    starts = cycle.leaf_id(leaf, round_) if sagemaker_placement_of(cycle.plan, leaf.spec).spot_wait_s else ""
-    name = cycle.training_job(leaf, round_, attempt)
-    return training_job_request(cycle, leaf, name=name, attempt=attempt, starts=starts, round_=round_)
+    starts = cycle.task_id(task, submission) if sagemaker_placement_of(cycle.plan, task.spec).spot_wait_s else ""
+    name = cycle.training_job(task, submission, attempt)
+    return training_job_request(cycle, task, name=name, attempt=attempt, starts=starts, submission=submission)
 
 
-def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
+def service_job_request(cycle: CycleRun, task: Task, submission: int) -> Request:
     """Return SubmitServiceJob. The same token for the same job: Batch makes it once."""
-    plan, job, name = cycle.plan, leaf.spec, cycle.leaf_id(leaf, round_)
+    plan, job, name = cycle.plan, task.spec, cycle.task_id(task, submission)
     of_batch = placement_of(plan, job)
     payload_name = _name([job.name], [name], MAX_PAYLOAD_NAME)  # Batch adds 40 characters for each training job
-    payload = training_job_request(cycle, leaf, name=payload_name, attempt=None, starts=name, round_=round_)
+    payload = training_job_request(cycle, task, name=payload_name, attempt=None, starts=name, submission=submission)
     return {
         "jobName": name,
         "jobQueue": sagemaker_placement_of(plan, job).queue,
@@ -140,19 +140,19 @@ def service_job_request(cycle: Cycle, leaf: Leaf, round_: int) -> Request:
         "shareIdentifier": of_batch.share_identifier,
         "schedulingPriority": of_batch.priority,
         "retryStrategy": {"attempts": job.retry.attempts, "evaluateOnExit": retry_rules(job.retry)},
-        "tags": tags(plan, leaf),
+        "tags": tags(plan, task),
         "clientToken": name,
     }
 
 
-def sagemaker_requests(plan: Plan) -> list[Request]:
+def sagemaker_requests(plan: JobPlan) -> list[Request]:
     """Return the first request of every leaf, as if the cycle were claimed at 1970."""
-    cycle, shown = Cycle(plan, 0.0), list[Request]()
-    for leaf in (leaf for job in plan.jobs for leaf in leaves_of(job)):
-        if sagemaker_placement_of(plan, leaf.spec).queue:
-            shown.append({"SubmitServiceJob": service_job_request(cycle, leaf, 1)})
+    cycle, shown = CycleRun(plan, 0.0), list[Request]()
+    for task in (task for job in plan.jobs for task in tasks_of(job)):
+        if sagemaker_placement_of(plan, task.spec).queue:
+            shown.append({"SubmitServiceJob": service_job_request(cycle, task, 1)})
         else:
-            shown.append({"CreateTrainingJob": direct_request(cycle, leaf, 1, 1)})
+            shown.append({"CreateTrainingJob": direct_request(cycle, task, 1, 1)})
     return shown
 
 
@@ -163,18 +163,18 @@ def retry_rules(retry: Retry) -> list[Request]:
     return [*again, {"action": "EXIT", "onStatusReason": "*"}]
 
 
-def tags(plan: Plan, leaf: Leaf) -> dict[str, str]:
-    return {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": leaf.name}
+def tags(plan: JobPlan, task: Task) -> dict[str, str]:
+    return {"pipeline": plan.pipeline, "cycle": plan.cycle, "job": task.name}
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: JobPlan) -> None:
     """Raises ConfigError with everything that would be refused, or taken and never run."""
     of_jobs = ((job, [*_job_problems(plan, job)] or _request_problems(plan, job)) for job in plan.jobs)
     problems = (f"{job.name}: {one}" for job, found in of_jobs for one in found)
     refuse(plan, problems, platform="SageMaker", next_command="trnjobs plan --target sagemaker")
 
 
-def _job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
+def _job_problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
     """Check machine, workspace, role, shape, command and environment."""
     machine = ml_machine(job.resources)
     if not machine:
@@ -193,12 +193,12 @@ def _job_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
             yield f"environment variable {name} of {len(value):,} characters; expected at most {MAX_VALUE}"
 
 
-def _request_problems(plan: Plan, job: JobSpec) -> Iterator[str]:
-    cycle, leaf = Cycle(plan, 0.0), Leaf(job, job.array_size - 1 if job.array_size else None)
-    yield from request_problems("sagemaker", "CreateTrainingJob", direct_request(cycle, leaf, 1, job.retry.attempts))
+def _request_problems(plan: JobPlan, job: JobSpec) -> Iterator[str]:
+    cycle, task = CycleRun(plan, 0.0), Task(job, job.array_size - 1 if job.array_size else None)
+    yield from request_problems("sagemaker", "CreateTrainingJob", direct_request(cycle, task, 1, job.retry.attempts))
     if not sagemaker_placement_of(plan, job).queue:
         return
-    queued = service_job_request(cycle, leaf, 1)
+    queued = service_job_request(cycle, task, 1)
     share, payload = queued["shareIdentifier"], queued["serviceRequestPayload"]
     yield from request_problems("batch", "SubmitServiceJob", queued)
     # Batch does not look into the payload, and botocore has no bounds.

@@ -7,7 +7,7 @@ import numpy as np
 
 from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.errors import DataError
-from pipeline.evaluate.metrics.scored_rows import Queries, ScoredRows, Sums, divided, ratio
+from pipeline.evaluate.metrics.scored_rows import QueryGroups, ScoredRows, Sums, divided, ratio
 
 _BLOCK = 8
 """Resamples at a time, one cache line of a row: 3 times faster than 64 with 75,000 rows."""
@@ -43,7 +43,7 @@ def best_threshold(rows: ScoredRows) -> float:
     return float(middle if middle > lower else scores[best])  # neighbouring floats have no middle
 
 
-def at_threshold(queries: Queries, label: Int64s, score: Float64s, threshold: float, metric: str) -> Sums:
+def at_threshold(queries: QueryGroups, label: Int64s, score: Float64s, threshold: float, metric: str) -> Sums:
     """Precision, recall or F1 (`metric`) of calling rows [N] a match whose score is `threshold` or more."""
     labelled = label >= 0
     called, match = labelled & (score >= threshold), label == 1
@@ -59,7 +59,7 @@ def at_threshold(queries: Queries, label: Int64s, score: Float64s, threshold: fl
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class ThresholdCurve:
     """`area` (roc_auc or average_precision) over all thresholds: rows by falling score, matches and others apart.
 
     `at_or_above` and `above`: how many of the other rows (sorted the same way) score as high as each match or higher,
@@ -75,7 +75,7 @@ class Curve:
     area: str
 
     @classmethod
-    def of(cls, queries: Queries, label: Int64s, score: Float64s, area: str) -> "Curve":
+    def of(cls, queries: QueryGroups, label: Int64s, score: Float64s, area: str) -> "ThresholdCurve":
         order = np.argsort(-score, kind="stable")
         match, other = order[label[order] == 1], order[label[order] == 0]
         return cls(
@@ -122,7 +122,7 @@ def _running(weights: Float64s) -> Float64s:
 # Metrics of the most probable label of each row. Of equal probabilities the least relevant label is taken.
 
 
-def accuracy(queries: Queries, label: Int64s, predicted: Int64s) -> Sums:
+def accuracy(queries: QueryGroups, label: Int64s, predicted: Int64s) -> Sums:
     """Share of labelled rows [N] whose predicted label is right. Micro F1 is the same: each row has one label."""
     labelled = label >= 0
     counts = queries.sums(labelled)
@@ -130,7 +130,9 @@ def accuracy(queries: Queries, label: Int64s, predicted: Int64s) -> Sums:
     return Sums(np.stack([hits, counts], axis=1), ratio, counts > 0)
 
 
-def label_f1(queries: Queries, label: Int64s, predicted: Int64s, num_classes: int, wanted: int | None = None) -> Sums:
+def label_f1(
+    queries: QueryGroups, label: Int64s, predicted: Int64s, num_classes: int, wanted: int | None = None
+) -> Sums:
     """F1 of one label, not defined where it neither occurs nor is predicted; or the mean over all that do."""
     labelled = label >= 0
     guess = np.where(labelled, predicted, -1)
@@ -156,7 +158,7 @@ SMALLEST = float(np.finfo(np.float64).eps)
 """A probability below this counts as this, as in scikit-learn: a sure and wrong row costs at most 36.04 nats."""
 
 
-def log_loss(queries: Queries, label: Int64s, probabilities: Float64s) -> Sums:
+def log_loss(queries: QueryGroups, label: Int64s, probabilities: Float64s) -> Sums:
     """Mean of -log(probability of the true label), nats; probabilities [N, K], label [N], -1 for none."""
     labelled = label >= 0
     chosen = np.where(labelled, probabilities[np.arange(len(label)), label], 1.0)
@@ -164,7 +166,7 @@ def log_loss(queries: Queries, label: Int64s, probabilities: Float64s) -> Sums:
     return Sums(np.stack([queries.sums(-np.log(np.clip(chosen, SMALLEST, 1.0))), counts], axis=1), ratio, counts > 0)
 
 
-def calibration_error(queries: Queries, label: Int64s, probabilities: Float64s, num_bins: int = NUM_BINS) -> Sums:
+def calibration_error(queries: QueryGroups, label: Int64s, probabilities: Float64s, num_bins: int = NUM_BINS) -> Sums:
     """Compute the expected calibration error of the most probable label.
 
     Confidence falls into equal bins (0, 1/n], (1/n, 2/n], ...: one at an edge belongs to the lower bin. Each bin adds

@@ -12,7 +12,7 @@ from pipeline.core.arrays import Bools, Int64s
 from pipeline.core.record import Record
 from pipeline.evaluate.config import PRECISION_AT, RECALL_AT, MetricName, MetricsConfig
 from pipeline.evaluate.metrics.labels import (
-    Curve,
+    ThresholdCurve,
     accuracy,
     at_threshold,
     calibration_error,
@@ -32,7 +32,7 @@ from pipeline.evaluate.metrics.scored_rows import (
     GAIN_TOLERANCE,
     Missing,
     PerQuery,
-    Queries,
+    QueryGroups,
     ScoredRows,
     Statistic,
     mean_over_queries,
@@ -68,8 +68,8 @@ class RowMetrics:
     threshold: float | None = None
 
     @cached_property
-    def queries(self) -> Queries:
-        return Queries.of(self.rows.query_id)
+    def queries(self) -> QueryGroups:
+        return QueryGroups.of(self.rows.query_id)
 
     @cached_property
     def ranking(self) -> Ranking:
@@ -131,7 +131,7 @@ class RowMetrics:
             wanted, nothing = rows.labels.index(name.label), f"no row is labelled or predicted {name.label}"
             return label_f1(queries, label, self.predicted, num_labels, wanted), nothing
         if word in ("roc_auc", "average_precision"):
-            return Curve.of(queries, label, probabilities[:, -1], word), nothing
+            return ThresholdCurve.of(queries, label, probabilities[:, -1], word), nothing
         if word in _NOTHING_OF_TWO:
             return at_threshold(queries, label, probabilities[:, -1], self.threshold or 0.0, word), nothing
         if word == "macro_f1":

@@ -149,14 +149,14 @@ def value_of(statistic: Statistic) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Queries:
+class QueryGroups:
     """Which of Q queries each of N rows belongs to: ids [Q] ascending, index [N]."""
 
     ids: Int64s
     index: Int64s
 
     @classmethod
-    def of(cls, query_id: Int64s) -> "Queries":
+    def of(cls, query_id: Int64s) -> "QueryGroups":
         ids, index = np.unique(query_id, return_inverse=True)
         return cls(ids, index)
 

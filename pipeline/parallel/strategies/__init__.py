@@ -17,7 +17,7 @@ KINDS = {"decayed": True, "plain": False}
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FlatVector:
     """One flat vector: whole parameters, in the module's order."""
 
     decayed: bool
@@ -35,7 +35,7 @@ class Chunk:
         return sum(self.segments)
 
 
-class Strategy(Protocol):
+class ParallelStrategy(Protocol):
     """The weights of one model, as this rank holds them.
 
     `snapshot` and `restore` speak of plain named weights, and of optimizer state in the order of a module's parameters:
@@ -50,7 +50,7 @@ class Strategy(Protocol):
     """Names and shapes of the tensors in a checkpoint, on the meta device."""
     masters: Sequence[Tensor]
     """fp32, on the device: what the optimizer changes, in place."""
-    parts: Sequence[Chunk]
+    parts: Sequence[FlatVector]
     """What each master holds of the parameters, or what it is a slice of."""
     size: int
     """Elements of the whole model's parameters."""

@@ -21,7 +21,7 @@ from pipeline.backends import Backend, HostGather, HostMean
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.model.relevance import RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.activations import recomputed
-from pipeline.parallel.strategies import Chunk, Precision, State, Strategy
+from pipeline.parallel.strategies import FlatVector, ParallelStrategy, Precision, State
 
 _WIDEST = 4  # out / in of a feed-forward layer; embedding tables are taller
 ALIGNED = 16  # elements; see _segments
@@ -35,7 +35,7 @@ CHUNK_MIB = 32.0
 class FlatLayout:
     """Where each named tensor lies: chunks of decayed parameters, then those of the others; the encoder's first."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[FlatVector, ...]
 
     @staticmethod
     def of(module: nn.Module, chunk_mib: float = CHUNK_MIB, *, has_one_rate: bool = False) -> "FlatLayout":
@@ -47,7 +47,7 @@ class FlatLayout:
         named = [(name, parameter.shape) for name, parameter in module.named_parameters()]
         limit = int(chunk_mib * 2**20 / 4)
         target = min(_LARGEST_SEGMENT, sum(shape.numel() for _, shape in named) // _FEWEST_SEGMENTS)
-        chunks: list[Chunk] = []
+        chunks: list[FlatVector] = []
         for decayed in (True, False):
             groups = {}
             for encoder in (True, False):
@@ -58,7 +58,7 @@ class FlatLayout:
             for encoder, segments in groups.items():
                 for run in _runs(segments, limit):
                     names, shapes = zip(*chain.from_iterable(run), strict=True)
-                    chunks.append(Chunk(decayed, encoder, names, shapes, tuple(map(_size, run))))
+                    chunks.append(FlatVector(decayed, encoder, names, shapes, tuple(map(_size, run))))
         return FlatLayout(tuple(chunks))
 
     @property
@@ -190,7 +190,7 @@ def structure(model: RelevanceModel, backend: Backend) -> RelevanceModel:
 # The strategy.
 
 
-class FlatStrategy(Strategy):
+class FlatStrategy(ParallelStrategy):
     """A Strategy: all weights of one model on this rank's device; gradients are taken of the masters."""
 
     def __init__(
@@ -214,7 +214,7 @@ class FlatStrategy(Strategy):
         self._precision: Precision = precision
         self._host_mean, self._host_gather = host_mean, host_gather
         self.layout = FlatLayout.of(model, chunk_mib, has_one_rate=has_one_rate)
-        self.parts: Sequence[Chunk] = self.layout.chunks
+        self.parts: Sequence[FlatVector] = self.layout.chunks
         self.size = self.layout.size
         self.weights, self.masters = self._placed(self.layout.pack(model.state_dict()))
         self.model = structure(model, backend)  # its parameters are the masters

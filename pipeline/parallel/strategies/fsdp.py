@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 from pipeline.backends import HostGather, HostMean, step_program
 from pipeline.model.relevance import GroupInputs, RelevanceInputs, RelevanceModel, RelevanceOutputs, inputs_of
 from pipeline.parallel.activations import recompute_units
-from pipeline.parallel.gang import collective_errors
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import find_units, parallelize
-from pipeline.parallel.strategies import KINDS, Chunk, Precision, State, Strategy
+from pipeline.parallel.process_group import collective_errors
+from pipeline.parallel.strategies import KINDS, FlatVector, ParallelStrategy, Precision, State
 from pipeline.parallel.strategies.flat import FlatLayout, split_saved
 from pipeline.parallel.tensors import full_cpu_tensor, fused_parts, load_shard, local_shard, shard_groups
 
 
-class FsdpStrategy(Strategy):
+class FsdpStrategy(ParallelStrategy):
     """A Strategy: the parameters of a module, each in slices over the ranks of a mesh."""
 
     def __init__(
@@ -45,7 +45,7 @@ class FsdpStrategy(Strategy):
         self.template = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
         flat = FlatLayout.of(model, _ONE_VECTOR_MIB)
         self.parts = [
-            Chunk(chunk.decayed, chunk.encoder, (name,), (shape,), (shape.numel(),))
+            FlatVector(chunk.decayed, chunk.encoder, (name,), (shape,), (shape.numel(),))
             for chunk in flat.chunks
             for name, shape in zip(chunk.names, chunk.shapes, strict=True)
         ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.backends import Backend, HostGather, RankGroup
 from pipeline.model.relevance import RelevanceModel
-from pipeline.parallel.gang import collective_errors
+from pipeline.parallel.process_group import collective_errors
 from pipeline.parallel.strategies import KINDS, Precision, State
 from pipeline.parallel.strategies.flat import ALIGNED, CHUNK_MIB, FlatLayout, FlatStrategy, split_saved
 
@@ -28,7 +28,7 @@ causes NaN at step 3".
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Elements `start` to `stop` of a chunk: what one collective moves, and each rank of a shard group has a slice of.
 
     Slices are equal and multiples of ALIGNED, so that the fused AdamW gives the bits that it gives over whole chunks
@@ -50,7 +50,7 @@ class Bucket:
         return F.pad(flat, (0, self.padding)).view(ranks.size, -1)[ranks.index].clone()
 
 
-def buckets_of(layout: FlatLayout, shards: int, largest_bytes: int) -> tuple[Bucket, ...]:
+def buckets_of(layout: FlatLayout, shards: int, largest_bytes: int) -> tuple[GradientBucket, ...]:
     """Cut each chunk, in order, into as few as can be, none larger in fp32 and with its padding."""
     unit = ALIGNED * shards
     limit = max(1, largest_bytes // 4 // unit) * unit
@@ -60,7 +60,7 @@ def buckets_of(layout: FlatLayout, shards: int, largest_bytes: int) -> tuple[Buc
         length = -(-size // (count * unit)) * unit
         for start in range(0, size, length):
             stop = min(start + length, size)
-            found.append(Bucket(index, start, stop, (start - stop) % unit))
+            found.append(GradientBucket(index, start, stop, (start - stop) % unit))
     return tuple(found)
 
 
@@ -192,7 +192,7 @@ class Zero1Strategy(FlatStrategy):
         dist.gather(part.contiguous(), found or None, dst=0, group=self._shards.process_group)
         return torch.cat(found) if found else part
 
-    def _buckets(self, name: str) -> list[Bucket]:
+    def _buckets(self, name: str) -> list[GradientBucket]:
         """Return those behind the tensors of a vector in a checkpoint; none where these are no slices."""
         decayed = KINDS.get(name.rpartition(".")[2])
         return [one for one, part in zip(self.buckets, self.parts, strict=True) if part.decayed == decayed]

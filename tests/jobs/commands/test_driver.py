@@ -9,7 +9,7 @@ from jobs import cli
 from jobs.commands import submit
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.schedule import ScheduleConfig
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle, open_cycle
@@ -39,13 +39,13 @@ class World:
             store.close(Closed(outcome="failed", at=1.0))
         return store
 
-    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         return tuple(JobRecord(name=one.name, id=one.name, state=self.state, created_at=1.0) for one in plan.jobs)
 
     def interrupted_at(self) -> None:
         return None
 
-    def _submit(self, cycle: OpenCycle, plan: Plan, target: str) -> int:
+    def _submit(self, cycle: OpenCycle, plan: JobPlan, target: str) -> int:
         self.submissions.append(f"{plan.cycle} on {target}")
         return 75
 

@@ -15,7 +15,7 @@ import torch
 
 from jobs import cli
 from jobs.commands import submit
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.setup import OpenCycle
 from tests.jobs.targets.local.waiting import until_no_keepers
 from tests.kit.ports import free_port
@@ -73,7 +73,7 @@ def test_a_run_is_named_after_its_script(
 ) -> None:
     seen = list[str]()
 
-    def submitted(cycle: OpenCycle, plan: Plan, target: str, *, again: bool) -> int:
+    def submitted(cycle: OpenCycle, plan: JobPlan, target: str, *, again: bool) -> int:
         seen.append(cycle.name)
         return 0
 

@@ -18,10 +18,10 @@ from jobs.commands.watch import Row, View, doing_text, event_text, head_text, li
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState, change_line
 from jobs.cycle.page.gather import PageData
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import CycleSettings
 from jobs.setup import OpenCycle
-from jobs.targets.base import no_log
+from jobs.targets.base import no_log_error
 from pipeline.core.errors import TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import open_storage
@@ -52,7 +52,7 @@ def test_a_job_that_runs_and_one_that_failed() -> None:
     assert failed[:3] == ("train", "FAILED", "1s") and "the loss is NaN, exit code 70" in failed[3]
     children = tuple(under_way(f"embed:{n}", "RUNNING", attempt(10, None, None)) for n in range(2))
     embed = JobRecord(name="embed", id="e", state=JobState.PENDING, created_at=0.0, children=children)
-    shown = live_rows(cycle(), [good("train"), embed], (), 20.0, lambda leaf: f"embed: of {leaf.name}")
+    shown = live_rows(cycle(), [good("train"), embed], (), 20.0, lambda task: f"embed: of {task.name}")
     assert shown[1] == ("embed", "PENDING 0/2", "10s", "of embed:0")
 
 
@@ -64,10 +64,10 @@ def test_the_head(now: float, words: str) -> None:
 
 
 def test_what_a_job_is_doing() -> None:
-    moments = (at(1, EventName.EMBED_STARTED, parts=8, done=2), *(at(n, EventName.PART_EMBEDDED) for n in (2, 3, 4)))
-    assert doing_text("embed", moments) == "part 5/8"
-    assert doing_text("embed", moments[1:]) == ""  # the start is further back than what was read
-    assert doing_text("train", ()) == doing_text("verify", moments) == ""
+    events = (at(1, EventName.EMBED_STARTED, parts=8, done=2), *(at(n, EventName.PART_EMBEDDED) for n in (2, 3, 4)))
+    assert doing_text("embed", events) == "part 5/8"
+    assert doing_text("embed", events[1:]) == ""  # the start is further back than what was read
+    assert doing_text("train", ()) == doing_text("verify", events) == ""
     odd = at(1, EventName.TRAIN_STEPS, step="x", losses=["nan"], samples_per_s=None)
     assert doing_text("train", (odd,)) == "step 0, loss -, 0 samples/s"
 
@@ -98,14 +98,14 @@ class Target:
     looks: list[Any]
     name: str = "batch"
 
-    def records(self, plan: Plan) -> tuple[JobRecord, ...]:
+    def records(self, plan: JobPlan) -> tuple[JobRecord, ...]:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, BaseException):
             raise look
         return tuple(look)
 
     def logs(self, record: JobRecord, *, attempt: int, node: int) -> Iterator[str]:
-        raise no_log(record, attempt, node)
+        raise no_log_error(record, attempt, node)
 
     def newest_line(self, record: JobRecord) -> str:
         return f"of {record.name} | \x1b[2Ka line"
@@ -206,7 +206,7 @@ WAITS = under_way("embed", "PENDING")
                 "                         eta 3m12s",
                 "embed    PENDING    -",
                 "29s ago: train started, step 60",
-                "stopping: saving state (Ctrl-C again: at once)",
+                "stopping: saving state (press Ctrl-C again to stop at once)",
             ],
         ),
         (
@@ -249,7 +249,7 @@ WAITS = under_way("embed", "PENDING")
                 "job      state      ran",
                 "prepare  SUCCEEDED  1s",
                 "train    FAILED     40s  exit code 65 (DataError)",
-                "embed    FAILED     -    not run: a failed",
+                "embed    NOT RUN    -    a failed",
             ],
         ),
     ],
@@ -263,7 +263,7 @@ def test_the_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = CycleStore(open_storage(str(tmp_path), stop=StopSignal()), "2026-11-20", lambda: 130.0)
-    monkeypatch.setattr("jobs.commands.watch.read_moments", lambda *_, **__: MOMENTS)
+    monkeypatch.setattr("jobs.commands.watch.read_cycle_events", lambda *_, **__: MOMENTS)
     out = io.StringIO()
     console = rich.console.Console(file=out, force_terminal=True, width=80, height=24)
     stop = StopSignal()

@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from jobs.plan.spec import Dependency, JobSpec, Plan, Resources, Retry, Ulimit
+from jobs.plan.spec import Dependency, JobPlan, JobSpec, Resources, Retry, Ulimit
 
 CPU = Resources(vcpus=2, memory_mib=4096)
 TRN1 = Resources(
@@ -35,10 +35,10 @@ def job(name: str, *after: str, **fields: object) -> JobSpec:
     )
 
 
-def plan(*jobs: JobSpec, **placement: JsonValue) -> Plan:
+def plan(*jobs: JobSpec, **placement: JsonValue) -> JobPlan:
     """Every job is placed the same."""
     where = {"queue": "relevance", "share_identifier": "production"} | placement
-    return Plan(
+    return JobPlan(
         pipeline="relevance",
         cycle="2026-11-20",
         workspace="s3://bucket/relevance",
@@ -47,7 +47,7 @@ def plan(*jobs: JobSpec, **placement: JsonValue) -> Plan:
     )
 
 
-def cycle() -> Plan:
+def cycle() -> JobPlan:
     """A gang, and an array after it."""
     train = job("train", num_nodes=2, resources=TRN1, environment={"TRNPIPE_TRAIN__MAX_STEPS": "100"})
     return plan(train, job("embed", "train", array_size=8), job("verify", "embed"))

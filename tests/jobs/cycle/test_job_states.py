@@ -15,17 +15,17 @@ from jobs.cycle.job_states import (
     Closed,
     JobRecord,
     JobState,
-    Leaf,
     Outcome,
+    Task,
     advance_waiting_jobs,
     cause_text,
     exit_code,
     exit_code_of_cycle,
     first_failure,
-    in_our_words,
-    leaves_of,
+    normalize_batch_records,
     outcome_of,
     reason_of,
+    tasks_of,
     unneeded_jobs,
 )
 from jobs.plan.spec import JobSpec, Retry
@@ -48,16 +48,16 @@ def array(name: str, size: int, *after: str) -> JobSpec:
 
 def settled(jobs: list[JobSpec], now: dict[str, JobState]) -> dict[str, JobState]:
     """Names and states of all leaves when nothing more moves."""
-    leaves = [leaf for one in jobs for leaf in leaves_of(one) if leaf.name in now]
-    records = {leaf.name: record(leaf.name, now[leaf.name]) for leaf in leaves}
-    while changed := advance_waiting_jobs(leaves, records, 2.0):
+    tasks = [task for one in jobs for task in tasks_of(one) if task.name in now]
+    records = {task.name: record(task.name, now[task.name]) for task in tasks}
+    while changed := advance_waiting_jobs(tasks, records, 2.0):
         records |= changed
     return {name: one.state for name, one in records.items()}
 
 
 def test_a_job_with_dependencies_is_pending_first() -> None:
-    leaves = [*leaves_of(job("a")), *leaves_of(job("b", "a"))]
-    changed = advance_waiting_jobs(leaves, {"a": record("a", SUBMITTED), "b": record("b", SUBMITTED)}, 2.0)
+    tasks = [*tasks_of(job("a")), *tasks_of(job("b", "a"))]
+    changed = advance_waiting_jobs(tasks, {"a": record("a", SUBMITTED), "b": record("b", SUBMITTED)}, 2.0)
     assert (changed["a"].state, changed["b"].state) == (RUNNABLE, PENDING)
 
 
@@ -97,10 +97,10 @@ def test_success_of_all_is_required_and_one_failure_is_enough(
 def test_failure_goes_down_the_chain_with_its_cause() -> None:
     """The cause is the job that failed, not one that ended because of it."""
     states = {"prepare": FAILED, "health": CANCELLED, "compile": PENDING, "train": PENDING}
-    leaves = [leaf for one in CYCLE for leaf in leaves_of(one)]
+    tasks = [task for one in CYCLE for task in tasks_of(one)]
     records = {name: record(name, state) for name, state in states.items()}
     records["health"] = record("health", CANCELLED, why=FOR_PREPARE)
-    changed = advance_waiting_jobs(leaves, records, 7.0)
+    changed = advance_waiting_jobs(tasks, records, 7.0)
     for name in ("compile", "train"):
         one = changed[name]
         assert (one.state, one.status_reason, one.stopped_at, one.attempts) == (
@@ -167,12 +167,12 @@ def test_after_an_attempt(earlier: int, end: AttemptEnd, state: JobState) -> Non
 
 
 def test_who_is_tried_again_stands_at_the_front() -> None:
-    leaves = [Leaf(job(name)) for name in "abcd"]
+    tasks = [Task(job(name)) for name in "abcd"]
     again = {name: AttemptRecord(stopped_at=at) for name, at in (("b", 5.0), ("d", 6.0))}
     records = {name: record(name, RUNNABLE, *([again[name]] if name in again else [])) for name in "abcd"}
-    assert [leaf.name for leaf in job_states.queue(leaves, records)] == ["d", "b", "a", "c"]
+    assert [task.name for task in job_states.queue(tasks, records)] == ["d", "b", "a", "c"]
     records["d"] = record("d", RUNNING)
-    assert [leaf.name for leaf in job_states.queue(leaves, records)] == ["b", "a", "c"]
+    assert [task.name for task in job_states.queue(tasks, records)] == ["b", "a", "c"]
 
 
 CYCLE = [job("prepare"), job("health"), job("compile", "prepare", "health"), job("train", "compile")]
@@ -206,9 +206,9 @@ FOR_PREPARE = "no longer needed: prepare failed"
 def test_what_feeds_only_jobs_that_cannot_run_is_of_no_use(
     jobs: list[JobSpec], states: dict[str, JobState], expected: dict[str, str]
 ) -> None:
-    leaves = [leaf for one in jobs for leaf in leaves_of(one)]
-    records = {leaf.name: record(leaf.name, states.get(leaf.name, PENDING)) for leaf in leaves}
-    assert unneeded_jobs(leaves, records) == expected
+    tasks = [task for one in jobs for task in tasks_of(one)]
+    records = {task.name: record(task.name, states.get(task.name, PENDING)) for task in tasks}
+    assert unneeded_jobs(tasks, records) == expected
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_what_aws_batch_calls_failed_has_our_states_and_reasons() -> None:
         bad("e", why="a user's words", stopped_at=20.0),
     ]
     by_hand = Cancel(reason="cancelled: by hand", at=10.0)
-    found = {one.name: one for one in in_our_words(shape, of_batch, dict.fromkeys("bde", by_hand))}
+    found = {one.name: one for one in normalize_batch_records(shape, of_batch, dict.fromkeys("bde", by_hand))}
     assert {name: (one.state, one.status_reason) for name, one in found.items() if name != "d"} == {
         "a": (FAILED, EXITED),
         "b": (CANCELLED, "cancelled: by hand"),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.cycle_page import STAGES, T0, make_cycle
-from jobs.cycle.costs import Moment
+from jobs.cycle.costs import CycleEvent
 from jobs.cycle.cycle_store import Claim, CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.cycle.page.charts import (
@@ -29,7 +29,7 @@ from jobs.cycle.page.charts import (
     thin,
     ticks,
 )
-from jobs.cycle.page.gather import Curve, CycleRow, PageData, Training, curves_of, smoothed
+from jobs.cycle.page.gather import ChartSeries, CycleRow, PageData, Training, curves_of, smoothed
 from jobs.cycle.page.publish import (
     INDEX,
     INDEX_PAGE,
@@ -43,7 +43,7 @@ from jobs.cycle.page.publish import (
     report_key,
     write_page,
 )
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
 from pipeline.evaluate.gate.compare import GateCheck
 from pipeline.io.storage import Storage, open_storage
@@ -148,7 +148,7 @@ def test_every_section_in_the_order_of_questions(storage: Storage) -> None:
     assert PageData.model_validate_json(storage.read_bytes(data_key("second"))) == data
 
 
-POINTS = tuple(Curve(name=name, now=((1, 2.0),)) for name in ("loss", "memory, bytes"))
+POINTS = tuple(ChartSeries(name=name, now=((1, 2.0),)) for name in ("loss", "memory, bytes"))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_hostile_texts_are_text(storage: Storage, evil: str) -> None:
         assert evil in seen.text or len(evil) > 100 or not evil.isprintable(), name
 
 
-def ends(storage: Storage) -> dict[str, tuple[CycleStore, Plan, tuple[JobRecord, ...], Closed]]:
+def ends(storage: Storage) -> dict[str, tuple[CycleStore, JobPlan, tuple[JobRecord, ...], Closed]]:
     """A cycle for every way to end: at each stage, cancelled under way, and before the first job."""
     store, plan, records, _ = make_cycle(storage, "whole")
     waiting = {"state": JobState.PENDING, "attempts": (), "children": (), "started_at": None, "stopped_at": None}
@@ -226,7 +226,7 @@ def ends(storage: Storage) -> dict[str, tuple[CycleStore, Plan, tuple[JobRecord,
         "succeeded": (records, {"outcome": "succeeded"}),
     }
     for place, stage in enumerate(STAGES):
-        last = records[place].tries()[-1].model_copy(update={"exit_code": 65})
+        last = records[place].all_attempts()[-1].model_copy(update={"exit_code": 65})
         bad = records[place].model_copy(update={"state": JobState.FAILED, "attempts": (last,), "children": ()})
         failed = {"outcome": "failed", "reason": f"{stage}: exit code 65"}
         made[f"failed-in-{stage}"] = ((*records[:place], bad, *pending[place + 1 :]), failed)
@@ -335,15 +335,15 @@ def test_two_who_end_cycles_at_once_lose_no_line(storage: Storage, monkeypatch: 
 
 
 def test_steps_that_were_done_again_are_drawn_once() -> None:
-    moments = [
-        Moment(1, str(EventName.TRAIN_STARTED), {"step": 0}),
-        Moment(2, str(EventName.TRAIN_STEPS), {"step": 10, "losses": [1.0, 0.8], "samples_per_s": 5}),
-        Moment(3, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [9.0, "nan"]}),
-        Moment(4, str(EventName.TRAIN_STARTED), {"step": 10}),
-        Moment(5, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [0.5]}),
-        Moment(6, str(EventName.TRAIN_STEPS), {"step": 30, "losses": ["inf"]}),
+    events = [
+        CycleEvent(1, str(EventName.TRAIN_STARTED), {"step": 0}),
+        CycleEvent(2, str(EventName.TRAIN_STEPS), {"step": 10, "losses": [1.0, 0.8], "samples_per_s": 5}),
+        CycleEvent(3, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [9.0, "nan"]}),
+        CycleEvent(4, str(EventName.TRAIN_STARTED), {"step": 10}),
+        CycleEvent(5, str(EventName.TRAIN_STEPS), {"step": 20, "losses": [0.5]}),
+        CycleEvent(6, str(EventName.TRAIN_STEPS), {"step": 30, "losses": ["inf"]}),
     ]
-    assert curves_of(moments) == {"loss": [(9, 1.0), (10, 0.8), (20, 0.5)], "samples a second": [(10, 5.0)]}
+    assert curves_of(events) == {"loss": [(9, 1.0), (10, 0.8), (20, 0.5)], "samples a second": [(10, 5.0)]}
 
 
 # Charts.

@@ -19,7 +19,7 @@ from bench.cycle_page import T0, make_cycle
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import Closed, JobRecord, JobState
 from jobs.cycle.page.publish import INDEX_PAGE, report_key, write_page
-from jobs.plan.spec import Plan
+from jobs.plan.spec import JobPlan
 from jobs.settings import JobsConfig
 from pipeline.evaluate.report import load_report, store_report
 from pipeline.io.storage import Storage, open_storage
@@ -33,7 +33,9 @@ VERDICTS = {
     "failed": "failed",
     "cancelled": "cancelled",
 }
-WIDTHS = (360, 1100, 1280)
+WHOLE = ("first", "promoted", "refused")
+"""Pages of cycles in which every stage may leave its section."""
+WIDTHS, MAX_HIGH = (360, 1100, 1280), 3500
 PAPER, DARK_PAPER = "rgb(255, 255, 255)", "rgb(18, 23, 28)"
 MEASURE = """
 onload = async () => {
@@ -85,13 +87,13 @@ def _refused(storage: Storage, cycle: str) -> None:
 
 
 def _ended(
-    name: str, store: CycleStore, plan: Plan, records: tuple[JobRecord, ...], closed: Closed
-) -> tuple[CycleStore, Plan, tuple[JobRecord, ...], JobsConfig, Closed]:
+    name: str, store: CycleStore, plan: JobPlan, records: tuple[JobRecord, ...], closed: Closed
+) -> tuple[CycleStore, JobPlan, tuple[JobRecord, ...], JobsConfig, Closed]:
     """A cycle that ended as it is called: the others have succeeded."""
     if name in ("failed", "cancelled"):
         error = "DataError: s3://bucket/judgements.csv has no column 'query'\n  next: --data.columns.query search_term"
         last = {"exit_code": 65, "error": error if name == "failed" else ""}
-        attempts = (records[0].tries()[-1].model_copy(update=last),)
+        attempts = (records[0].all_attempts()[-1].model_copy(update=last),)
         records = (records[0].model_copy(update={"state": JobState.FAILED, "attempts": attempts}),)
     outcome = name if name in ("refused", "failed", "cancelled") else "succeeded"
     return store, plan, records, JobsConfig(), closed.model_copy(update={"outcome": outcome, "reason": "a reason"})
@@ -126,6 +128,8 @@ def test_nothing_is_asked_for_said_or_too_wide_and_the_verdict_can_be_read(
     for one in found:
         assert one["needs"] <= int(one["width"]), f"{one['name']} is too wide: {one}"
         assert (one["asked"], one["paper"]) == (0, PAPER)
+        if one["width"] == "1280" and one["name"] in WHOLE:
+            assert one["high"] <= MAX_HIGH, f"{one['name']} is too long: {one['high']} px"
         if one["name"] in VERDICTS:
             assert one["verdict"] == VERDICTS[one["name"]]
     heads = {one["name"]: one["reads"] for one in found}

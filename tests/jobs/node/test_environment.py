@@ -10,7 +10,7 @@ import pytest
 from jobs.node import environment
 from jobs.node.environment import (
     MAX_FAILURE_BYTES,
-    Place,
+    NodeIdentity,
     Timing,
     batch_variables,
     sagemaker_variables,
@@ -32,15 +32,18 @@ MAIN = {
 
 
 def test_the_main_node_has_no_main_address_and_tokens_are_of_one_try() -> None:
-    main, child = Place.from_env(MAIN), Place.from_env(MAIN | {"TRNJOBS_NODE": "3", "TRNJOBS_MAIN": "10.0.0.7"})
+    main, child = (
+        NodeIdentity.from_env(MAIN),
+        NodeIdentity.from_env(MAIN | {"TRNJOBS_NODE": "3", "TRNJOBS_MAIN": "10.0.0.7"}),
+    )
     assert (main.node, main.main_address, main.job_id, main.port) == (0, "", "abc", MASTER_PORT + 1)
     assert (child.node, child.main_address, child.job_id) == (3, "10.0.0.7", "abc")
-    others = [Place.from_env(MAIN | {name: "3"}).token for name in ("TRNJOBS_JOB_ID", "TRNJOBS_ATTEMPT")]
+    others = [NodeIdentity.from_env(MAIN | {name: "3"}).token for name in ("TRNJOBS_JOB_ID", "TRNJOBS_ATTEMPT")]
     assert len({main.token, child.token, *others}) == 3
 
 
 def test_an_array_child_is_named_by_its_index() -> None:
-    place = Place.from_env({"TRNJOBS_JOB": "embed", "TRNJOBS_JOB_ID": "abc:7", "TRNJOBS_INDEX": "7"})
+    place = NodeIdentity.from_env({"TRNJOBS_JOB": "embed", "TRNJOBS_JOB_ID": "abc:7", "TRNJOBS_INDEX": "7"})
     assert (place.job, place.num_nodes) == ("embed-7", 1)
 
 
@@ -49,7 +52,7 @@ def test_an_array_child_is_named_by_its_index() -> None:
 )
 def test_what_does_not_fit_together_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
-        Place.from_env(MAIN | change)
+        NodeIdentity.from_env(MAIN | change)
 
 
 def test_times_come_from_the_environment() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.node.environment import Place, Timing
-from jobs.node.group import MAX_LINE_BYTES, Connection, Message, NodeGone, NodeGroup
+from jobs.node.environment import NodeIdentity, Timing
+from jobs.node.group import MAX_LINE_BYTES, Connection, NodeGone, NodeGroup, NodeMessage
 
 RETRY = 75
 
@@ -17,7 +17,7 @@ class Group(NodeGroup):
     """The main node, with a clock of its own; other nodes are `here` without a connection. It listens nowhere."""
 
     def __init__(self, num_nodes: int = 3, here: tuple[int, ...] | None = None) -> None:
-        place = Place("", "", "train", "job-1", 1, 0, num_nodes, "127.0.0.1", port=0)
+        place = NodeIdentity("", "", "train", "job-1", 1, 0, num_nodes, "127.0.0.1", port=0)
         self.now = 0.0
         super().__init__(place, Timing(lost_after_s=30.0), lambda line: None, lambda: self.now)
         self.close(0.0)
@@ -88,7 +88,7 @@ def pair() -> Iterator[tuple[Connection, socket.socket]]:
         near.close()
 
 
-def wait(connection: Connection) -> list[Message]:
+def wait(connection: Connection) -> list[NodeMessage]:
     while not (found := connection.receive(0.0)):
         continue
     return found
@@ -96,14 +96,14 @@ def wait(connection: Connection) -> list[Message]:
 
 def test_messages_arrive_whole_and_in_order_and_a_heartbeat_is_none(pair: tuple[Connection, socket.socket]) -> None:
     near, far = pair
-    hello = Message(kind="hello", token="t" * 64, node=3)
+    hello = NodeMessage(kind="hello", token="t" * 64, node=3)
     for one in (hello, None):
         near.send(one)
     far.sendall(far.recv(4096) + b'{"kind": "en')
     assert wait(near) == [hello]
     far.sendall(b'd", "code": 65}\n')
     far.close()
-    assert wait(near) == [Message(kind="end", code=65)]
+    assert wait(near) == [NodeMessage(kind="end", code=65)]
     with pytest.raises(NodeGone, match="closed"):
         wait(near)
 
@@ -130,4 +130,4 @@ def test_a_node_that_reads_nothing_is_given_up(pair: tuple[Connection, socket.so
     near, _ = pair
     with pytest.raises(NodeGone, match="reads nothing"):
         for _ in range(100_000):
-            near.send(Message(kind="stop", text="x" * 1000))
+            near.send(NodeMessage(kind="stop", text="x" * 1000))

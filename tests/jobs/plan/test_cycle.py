@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from jobs.plan.cycle import AFTER, CHECKPOINT_URI, MINE, plan_cycle, plan_script, script_of
 from jobs.plan.resources import Prices, job_usd, node_usd_per_hour, prices_of
-from jobs.plan.spec import JobSpec, Plan, Resources, Retry
+from jobs.plan.spec import JobPlan, JobSpec, Resources, Retry
 from jobs.settings import JobsConfig, Step
 from jobs.targets.base import placement_of, with_placements
 from jobs.targets.batch.requests import check_plan
@@ -37,17 +37,17 @@ TRAINIUM: dict[str, Any] = {
 }
 
 
-def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> Plan:
+def planned(cycle: str = "2026-11-20", mines: bool = False, **fields: Any) -> JobPlan:
     config = JobsConfig.model_validate(fields)
     made = plan_cycle(config, cycle=cycle, workspace="s3://bucket/relevance", settings="abc", mines=mines)
     return with_placements(made, config)
 
 
-def trainium(*, mines: bool = False, **fields: Any) -> Plan:
+def trainium(*, mines: bool = False, **fields: Any) -> JobPlan:
     return planned(mines=mines, **{**TRAINIUM, **fields})
 
 
-def before(jobs: Plan, name: str) -> set[str]:
+def before(jobs: JobPlan, name: str) -> set[str]:
     """Everything that must have succeeded before."""
     direct = {one.job for one in jobs.job(name).depends_on}
     return direct.union(*(before(jobs, one) for one in direct))
@@ -161,12 +161,12 @@ STORED = Path(__file__).parent / "stored_plan.json"
 
 
 def test_a_plan_of_the_revision_before_is_read_and_keeps_its_id() -> None:
-    found = Plan.model_validate_json(STORED.read_bytes())
+    found = JobPlan.model_validate_json(STORED.read_bytes())
     assert found.plan_id == "b9fff577585e38fabce2f906425f4b5c"
     assert found == trainium(
         mines=True, role="arn:all", environment={"A": "1"}, priority=7, evaluate={"role": "arn:one"}
     )
-    assert Plan.model_validate_json(found.model_dump_json()) == found
+    assert JobPlan.model_validate_json(found.model_dump_json()) == found
     assert (planned().plan_id, trainium().plan_id) == (
         "a4dd49e58013b504bd4a633311605bfc",
         "21fc4d73e920a02f25de339c93074948",
@@ -191,12 +191,12 @@ def step(name: str = "train-mine", *command: str, **more: Any) -> Step:
     return Step(name=name, command=command or ARGV, **more)
 
 
-def run(one: Step, **jobs: Any) -> Plan:
+def run(one: Step, **jobs: Any) -> JobPlan:
     settings = JobsConfig(steps=(one,), **jobs)
     return with_placements(plan_script(settings, one, cycle="run-x", workspace="s3://b/w"), settings)
 
 
-def cycle(*steps: Step, **more: Any) -> Plan:
+def cycle(*steps: Step, **more: Any) -> JobPlan:
     jobs = JobsConfig(steps=steps, **more)
     return with_placements(plan_cycle(jobs, cycle="c", workspace="s3://b/w"), jobs)
 

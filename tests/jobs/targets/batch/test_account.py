@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from jobs.targets.batch.account import change_lines, ensure_definition, preflight
 from jobs.targets.batch.client import BatchClient
 from jobs.targets.batch.requests import definition_request
@@ -17,7 +17,7 @@ GROUP = job("train", num_nodes=10, resources=TRN1)
 WIDE = job("train", num_nodes=2, resources={"vcpus": 96, "memory_mib": 1000, "instance_type": "p4d.24xlarge"})
 
 
-def ask(of: Plan, **changes: dict[str, Any]) -> tuple[str, ...]:
+def ask(of: JobPlan, **changes: dict[str, Any]) -> tuple[str, ...]:
     """`queue`, `environment`, `resources`: what is other than sound."""
     fake = FakeBatch(Clock())
     fake.queues[0] |= changes.get("queue", {})
@@ -38,7 +38,7 @@ def ask(of: Plan, **changes: dict[str, Any]) -> tuple[str, ...]:
         (plan(WIDE), {"instanceTypes": []}),
     ],
 )
-def test_a_sound_account_has_nothing_to_say(of: Plan, resources: dict[str, Any]) -> None:
+def test_a_sound_account_has_nothing_to_say(of: JobPlan, resources: dict[str, Any]) -> None:
     assert ask(of, resources=resources) == ()
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from jobs.cycle.job_states import JobRecord, JobState, Leaf, leaves_of, new_record
-from jobs.plan.spec import JobSpec, Plan
+from jobs.cycle.job_states import JobRecord, JobState, Task, new_record, tasks_of
+from jobs.plan.spec import JobPlan, JobSpec
 from jobs.targets.base import LatestRecords
 from jobs.targets.local.nodes import LocalFiles, NodeEnd, NodeView, Phase, Signal, StoppedBy
-from jobs.targets.local.target import Engine, Slots
+from jobs.targets.local.target import LocalEngine, Slots
 from pipeline.core.stop import StopSignal
 
 START_S, STOP_S, POLL_S, GRACE_S = 0.25, 0.5, 0.1, 2.0
@@ -41,12 +41,12 @@ class MemoryFiles(LocalFiles):
     def touch(self) -> None:
         self.touches.append("")
 
-    def state(self, round_: int) -> tuple[JobRecord, ...]:
-        return self.saved.get(round_, ())
+    def state(self, submission: int) -> tuple[JobRecord, ...]:
+        return self.saved.get(submission, ())
 
-    def save_state(self, round_: int, records: tuple[JobRecord, ...]) -> None:
+    def save_state(self, submission: int, records: tuple[JobRecord, ...]) -> None:
         self.before_save()
-        self.saved[round_] = records
+        self.saved[submission] = records
         self.before_save()
 
     def cancelled(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class _Node:
 class FakeNodes:
     """`fate` by name of leaf, attempt and node. Checks at every start what must hold at every moment."""
 
-    leaves: Mapping[str, Leaf]
+    tasks: Mapping[str, Task]
     machine: Slots
     fate: Callable[[str, int, int], Fate]
     now: float = 0.0
@@ -128,8 +128,8 @@ class FakeNodes:
 
     def key(self, folder: Path) -> tuple[str, int, int]:
         """Name of leaf, attempt, node. Ids are the names here."""
-        leaf, attempt, node = folder.parts[-3:]
-        return leaf.replace("_", ":"), int(attempt), int(node.removeprefix("node-"))
+        task, attempt, node = folder.parts[-3:]
+        return task.replace("_", ":"), int(attempt), int(node.removeprefix("node-"))
 
     def alive(self) -> set[tuple[str, int, int]]:
         return {key for key, node in self.nodes.items() if self.now < node.ends_at}
@@ -141,23 +141,23 @@ class FakeNodes:
             for key, node in self.nodes.items()
             if key[2] == 0 and self.now >= node.ends_at and node.end == NodeEnd(exit_code=0)
         }
-        arrays = {leaf.spec.name: leaf.spec for leaf in self.leaves.values() if leaf.index is not None}
-        whole = {name for name, spec in arrays.items() if all(leaf.name in ended for leaf in leaves_of(spec))}
+        arrays = {task.spec.name: task.spec for task in self.tasks.values() if task.index is not None}
+        whole = {name for name, spec in arrays.items() if all(task.name in ended for task in tasks_of(spec))}
         return ended | whole
 
     def _check_start(self, key: tuple[str, int, int]) -> None:
         name, attempt, node = key
         alive, succeeded = self.alive(), self.succeeded()
-        known = {*self.leaves, *(leaf.spec.name for leaf in self.leaves.values())}
+        known = {*self.tasks, *(task.spec.name for task in self.tasks.values())}
         assert not any(other[0] == name and other[1] != attempt for other in alive), f"{key} beside an earlier attempt"
-        assert {*self.leaves[name].waits_for()} & known <= succeeded, f"{key} before its time"
+        assert {*self.tasks[name].waits_for()} & known <= succeeded, f"{key} before its time"
         assert name not in succeeded, f"{key} has succeeded"
         assert attempt == 1 or (name, attempt - 1, 0) in self.nodes, f"{key} skips one"
         main = self.nodes.get((name, attempt, 0))
         assert node == 0 or (main and main.begins_at <= self.now < main.ends_at), f"{key} before the main node"
         used = Slots()
         for one in {other[0] for other in alive} | {name}:
-            used = used.plus(self.leaves[one].spec)
+            used = used.plus(self.tasks[one].spec)
         assert used.fits_in(self.machine), f"{key} does not fit: {used}"
 
 
@@ -165,21 +165,21 @@ class FakeNodes:
 class World:
     """What outlives an engine: the nodes and the files."""
 
-    plan: Plan
+    plan: JobPlan
     nodes: FakeNodes
     files: MemoryFiles
     said: list[str]
     ahead_s: float = 0.0
     """The wall clock, of the monotonic one."""
 
-    def engine(self, stop: StopSignal | None = None) -> Engine:
+    def engine(self, stop: StopSignal | None = None) -> LocalEngine:
         """A new one, which knows what the files say."""
         saved = {record.name: record for record in self.files.state(1)}
-        leaves = list(self.nodes.leaves.values())
-        records = {leaf.name: saved.get(leaf.name, new_record(leaf, leaf.spec.name, 0.0)) for leaf in leaves}
-        return Engine(
+        tasks = list(self.nodes.tasks.values())
+        records = {task.name: saved.get(task.name, new_record(task, task.spec.name, 0.0)) for task in tasks}
+        return LocalEngine(
             self.plan,
-            LatestRecords(leaves, records, dict.fromkeys(records, 1)),
+            LatestRecords(tasks, records, dict.fromkeys(records, 1)),
             self.files,
             self.nodes,  # type: ignore[arg-type]
             self.nodes.machine,
@@ -204,21 +204,21 @@ def world(
     fate: Callable[[str, int, int], Fate] = lambda name, attempt, node: Fate(),
     vcpus: int = 6,
 ) -> World:
-    leaves = {leaf.name: leaf for one in jobs for leaf in leaves_of(one)}
-    plan = Plan(pipeline="p", cycle="c", workspace="/workspace", jobs=tuple(jobs))
+    tasks = {task.name: task for one in jobs for task in tasks_of(one)}
+    plan = JobPlan(pipeline="p", cycle="c", workspace="/workspace", jobs=tuple(jobs))
     return World(
-        plan, FakeNodes(leaves, Slots(vcpus=vcpus, memory_mib=10**6, groups=1), fate), MemoryFiles(Path("/jobs")), []
+        plan, FakeNodes(tasks, Slots(vcpus=vcpus, memory_mib=10**6, groups=1), fate), MemoryFiles(Path("/jobs")), []
     )
 
 
-def of_no_use(leaves: Iterable[Leaf], ends: Mapping[str, JobState]) -> set[str]:
+def of_no_use(tasks: Iterable[Task], ends: Mapping[str, JobState]) -> set[str]:
     """Leaves whose jobs others wait for, all of which fail or are of no use themselves: they may be ended, or not."""
-    leaves = list(leaves)
-    failed = {leaf.spec.name for leaf in leaves if ends[leaf.name] is JobState.FAILED}
-    specs = {leaf.spec.name: leaf.spec for leaf in leaves}
+    tasks = list(tasks)
+    failed = {task.spec.name for task in tasks if ends[task.name] is JobState.FAILED}
+    specs = {task.spec.name: task.spec for task in tasks}
     useless = set[str]()
     for name in reversed(specs):
         after = {one.name for one in specs.values() if name in {of.job for of in one.depends_on}}
         if after and after <= failed | useless:
             useless.add(name)
-    return {leaf.name for leaf in leaves if leaf.spec.name in useless}
+    return {task.name for task in tasks if task.spec.name in useless}

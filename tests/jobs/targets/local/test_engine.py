@@ -15,12 +15,12 @@ from jobs.cycle.job_states import (
     TIMED_OUT,
     AttemptEnd,
     JobState,
-    Leaf,
+    Task,
 )
 from jobs.plan.spec import Dependency, JobSpec, Retry
 from jobs.targets.local import target
 from jobs.targets.local.nodes import NodeEnd
-from jobs.targets.local.target import Engine, Slots, attempt_end, check_fits, startable_jobs
+from jobs.targets.local.target import LocalEngine, Slots, attempt_end, check_fits, startable_jobs
 from pipeline.core.errors import ConfigError, Preempted, TransientError
 from pipeline.core.stop import StopSignal
 from pipeline.proc.children import MARGIN_S
@@ -93,9 +93,9 @@ MACHINE = Slots(vcpus=4, memory_mib=16_384, groups=1)  # jobs of the cases take 
 )
 def test_first_in_first_out(queue: str, active: str, expected: str) -> None:
     nodes = {"G": 2, "H": 1, "I": 1}
-    leaves = {name: Leaf(job(name, num_nodes=nodes.get(name, 0))) for name in "abcdeGHI"}
-    found = startable_jobs([leaves[name] for name in queue], [leaves[name] for name in active], MACHINE)
-    assert "".join(leaf.name for leaf in found) == expected
+    tasks = {name: Task(job(name, num_nodes=nodes.get(name, 0))) for name in "abcdeGHI"}
+    found = startable_jobs([tasks[name] for name in queue], [tasks[name] for name in active], MACHINE)
+    assert "".join(task.name for task in found) == expected
 
 
 def test_what_can_never_run_is_refused_by_name() -> None:
@@ -133,7 +133,7 @@ def test_the_engine_enforces_a_timeout_that_the_keeper_does_not(num_nodes: int) 
     assert made.nodes.now == pytest.approx(100 + PATIENCE_S, abs=2.0)
 
 
-def run_a_second(engine: Engine, made: World) -> None:
+def run_a_second(engine: LocalEngine, made: World) -> None:
     for _ in range(10):
         engine.tick()
         made.nodes.pause(0.1)
@@ -280,15 +280,15 @@ def expected_ends(made: World, outcome: Mapping[tuple[str, int], NodeEnd]) -> di
     """What must become of every leaf, whatever the order, by the words of the documentation."""
     good: set[str] = set()
     ends = {}
-    for name, leaf in made.nodes.leaves.items():
-        ready = all(_all_good(made, one, good) for one in leaf.waits_for())
-        ends[name] = SUCCEEDED if ready and _succeeds(leaf.spec, name, outcome) else FAILED
+    for name, task in made.nodes.tasks.items():
+        ready = all(_all_good(made, one, good) for one in task.waits_for())
+        ends[name] = SUCCEEDED if ready and _succeeds(task.spec, name, outcome) else FAILED
         good |= {name} if ends[name] is SUCCEEDED else set()
     return ends
 
 
 def _all_good(made: World, name: str, good: set[str]) -> bool:
-    return all(leaf.name in good for leaf in made.nodes.leaves.values() if name in (leaf.name, leaf.spec.name))
+    return all(task.name in good for task in made.nodes.tasks.values() if name in (task.name, task.spec.name))
 
 
 def _succeeds(spec: JobSpec, name: str, outcome: Mapping[tuple[str, int], NodeEnd]) -> bool:
@@ -337,7 +337,7 @@ def test_any_dag_with_any_outcomes_ends_as_it_must_though_the_engine_dies_at_any
             made.nodes.pause(data.draw(st.sampled_from([0.0, 1.0])))
     expected, ends = expected_ends(made, outcome), made.ends()
     ended = {name for name, state in ends.items() if state is JobState.CANCELLED}
-    assert ended <= of_no_use(made.nodes.leaves.values(), expected)
+    assert ended <= of_no_use(made.nodes.tasks.values(), expected)
     assert {name: state for name, state in ends.items() if name not in ended} == {
         name: state for name, state in expected.items() if name not in ended
     }

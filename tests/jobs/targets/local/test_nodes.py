@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.job_states import Leaf
+from jobs.cycle.job_states import Task
 from jobs.targets.local import node_keeper
 from jobs.targets.local.nodes import (
     NodeEnd,
@@ -220,11 +220,11 @@ GROUP = COMMON | {"TRNJOBS_NODES": "2"}
     ],
 )
 def test_a_place_in_words(fields: dict[str, int], index: int | None, node: int, expected: dict[str, str]) -> None:
-    leaf = Leaf(job("a", **fields), index)
-    leaf_id = "id" if index is None else f"id:{index}"
-    found = node_environment({}, plan(leaf.spec), leaf, leaf_id, 2, node, "10.0.0.7")
+    task = Task(job("a", **fields), index)
+    task_id = "id" if index is None else f"id:{index}"
+    found = node_environment({}, plan(task.spec), task, task_id, 2, node, "10.0.0.7")
     assert {name: value for name, value in found.items() if name.startswith("TRNJOBS_")} == expected
-    if leaf.spec.num_nodes:  # where torchrun lets the ranks of all nodes meet
+    if task.spec.num_nodes:  # where torchrun lets the ranks of all nodes meet
         port = f"--master-port={group_port('id', 2)}"
         assert torchrun_arguments(1, found, own=lambda: "10.0.0.7")[-2:] == ["--master-addr=10.0.0.7", port]
 
@@ -242,7 +242,7 @@ def test_a_job_sees_its_own_settings_and_nothing_of_what_is_around_the_engine() 
         "MASTER_PORT": "1",
     }
     spec = job("a", environment={"TRNPIPE_BACKEND": "cpu", "HOME": "/root"})
-    found = node_environment(around, plan(spec), Leaf(spec), "id", 1, 0, "10.0.0.7")
+    found = node_environment(around, plan(spec), Task(spec), "id", 1, 0, "10.0.0.7")
     assert {name: found.get(name) for name in around} == {
         **dict.fromkeys(around, None),
         "HOME": "/root",

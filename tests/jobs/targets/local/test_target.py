@@ -13,7 +13,7 @@ import pytest
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import EXITED, INTERRUPTED, JobRecord, JobState
-from jobs.plan.spec import JobSpec, Plan, Resources, Retry
+from jobs.plan.spec import JobPlan, JobSpec, Resources, Retry
 from jobs.targets.local.target import LocalTarget, Slots
 from pipeline.core.errors import ConfigError, Preempted
 from pipeline.core.stop import StopSignal
@@ -47,8 +47,8 @@ def sleeps(name: str, *after: str, **fields: object) -> JobSpec:
     return job(name, *after, command=(sys.executable, "-S", "-c", SLEEP), resources=SMALL, **fields)
 
 
-def plan_of(*jobs: JobSpec) -> Plan:
-    return Plan(pipeline="p", cycle="c1", workspace="unused", jobs=jobs)
+def plan_of(*jobs: JobSpec) -> JobPlan:
+    return JobPlan(pipeline="p", cycle="c1", workspace="unused", jobs=jobs)
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def target(place: Path, *, grace_s: float = 10.0, say: Callable[[str], None] = l
     return LocalTarget(store, place / "scratch", MACHINE, say, stop, grace_s=grace_s, poll_s=0.01)
 
 
-def submit(to: LocalTarget, plan: Plan, round_: int = 1) -> dict[str, JobRecord]:
-    to.submit(plan, round_, [one.name for one in plan.jobs])
+def submit(to: LocalTarget, plan: JobPlan, submission: int = 1) -> dict[str, JobRecord]:
+    to.submit(plan, submission, [one.name for one in plan.jobs])
     return {record.name: record for record in to.records(plan)}
 
 
@@ -226,7 +226,7 @@ def test_a_job_that_may_still_run_is_not_submitted_again(place: Path) -> None:
     engine.kill()
     engine.join()
     with pytest.raises(ConfigError, match=r"a is (STARTING|RUNNING) in round 1"):
-        submit(target(place), plan, round_=2)
+        submit(target(place), plan, submission=2)
     target(place).cancel(plan, "end of the test")
 
 
@@ -246,7 +246,7 @@ def test_killed_at_any_call_and_started_again_it_ends_the_same(place: Path, call
     ends = [killed_at(number, lambda: submit(target(place), plan), CHANGES) for number in calls]
     assert -signal.SIGKILL in ends
     found = submit(target(place), plan)
-    tries = {leaf.name: codes(leaf) for record in found.values() for leaf in record.leaves()}
+    tries = {task.name: codes(task) for record in found.values() for task in record.tasks()}
     assert tries == {"a": [0], "g": [75, 0], "e:0": [75, 0], "e:1": [75, 0], "z": [65]}
     begun = Counter(line for line in journal() if line.startswith("begin"))
     assert set(begun.values()) == {1}  # each attempt of each node once

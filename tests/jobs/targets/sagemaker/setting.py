@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.cycle.cycle_store import CycleStore
 from jobs.cycle.job_states import JobRecord, JobState
-from jobs.plan.spec import JobSpec, Plan
+from jobs.plan.spec import JobPlan, JobSpec
 from jobs.targets.batch.client import LogsClient
 from jobs.targets.sagemaker.routes import DirectRoute, QueueRoute
 from jobs.targets.sagemaker.target import SageMakerTarget
@@ -21,7 +21,7 @@ ROLE = "arn:aws:iam::123456789012:role/relevance-train"
 COMMAND = ("trnjobs-entry", "--", "trnpipe", "train")
 
 
-def ml_plan(*jobs: JobSpec, **placement: Any) -> Plan:
+def ml_plan(*jobs: JobSpec, **placement: Any) -> JobPlan:
     """Every job with a role, and a command as SageMaker takes it."""
     made = [one.model_copy(update={"command": COMMAND}) if one.command[0] == "trnpipe" else one for one in jobs]
     return plan(*made, job_role=ROLE, **placement)
@@ -31,7 +31,7 @@ QUEUE = {"queue": "ml"}
 """A placement that goes through a queue."""
 
 
-def small(**placement: Any) -> Plan:
+def small(**placement: Any) -> JobPlan:
     """A gang, and an array after it."""
     train = job("train", num_nodes=2, resources=TRN1)
     return ml_plan(train, job("embed", "train", array_size=2), job("verify", "embed"), **placement)
@@ -54,7 +54,7 @@ class Setting:
     """A workspace and an account. `said`: lines of the targets."""
 
     folder: Path
-    plan: Plan = field(default_factory=small)
+    plan: JobPlan = field(default_factory=small)
     lag: int = 0
     clock: Clock = field(default_factory=Clock)
     said: list[str] = field(default_factory=list)
@@ -78,12 +78,12 @@ class Setting:
         with self.store().submitting(self.plan, "sagemaker", "driver"):
             pass
 
-    def drive(self, meanwhile: Callable[[], object], faults: Faults | None = None, *, round_: int = 1) -> None:
+    def drive(self, meanwhile: Callable[[], object], faults: Faults | None = None, *, submission: int = 1) -> None:
         """One driver from its submission to the end of the cycle, in a process of its own."""
         faults = self.ml.faults = faults or Faults()
         names = [one.name for one in self.plan.jobs]
         try:
-            self.target(self.store(faults), Following(meanwhile)).submit(self.plan, round_, names)
+            self.target(self.store(faults), Following(meanwhile)).submit(self.plan, submission, names)
         finally:
             self.ml.faults = Faults()
 
@@ -97,24 +97,24 @@ class Setting:
 
     def tick(self) -> dict[str, JobRecord]:
         """One advance by a driver; records of leaves by name."""
-        if not self.store().rounds():
+        if not self.store().submissions():
             self.claim()
             self.begin()
-        return {leaf.name: leaf for one in self.target().advance(self.plan) for leaf in one.leaves()}
+        return {task.name: task for one in self.target().advance(self.plan) for task in one.tasks()}
 
-    def begin(self, round_: int = 1, jobs: tuple[str, ...] = ()) -> None:
+    def begin(self, submission: int = 1, jobs: tuple[str, ...] = ()) -> None:
         """Submissions alone, as of a driver that died right after them."""
         stop = StopSignal()
         stop.set("SIGTERM")
         target = self.target(stop=stop)
-        target.record_submissions(self.plan, round_, jobs or tuple(one.name for one in self.plan.jobs))
+        target.record_submissions(self.plan, submission, jobs or tuple(one.name for one in self.plan.jobs))
 
-    def name(self, leaf: str, attempt: int = 1, round_: int = 1) -> str:
+    def name(self, task: str, attempt: int = 1, submission: int = 1) -> str:
         """Of a training job."""
-        job_name, _, index = leaf.partition(":")
-        wanted = f"-{job_name}{'-' + index if index else ''}-r{round_}a{attempt}-"
+        job_name, _, index = task.partition(":")
+        wanted = f"-{job_name}{'-' + index if index else ''}-r{submission}a{attempt}-"
         (found,) = [name for name in self.ml.jobs if wanted in name]
         return found
 
     def states(self) -> dict[str, JobState]:
-        return {leaf.name: leaf.state for one in self.target().records(self.plan) for leaf in one.leaves()}
+        return {task.name: task.state for one in self.target().records(self.plan) for task in one.tasks()}

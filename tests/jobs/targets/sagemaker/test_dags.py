@@ -11,7 +11,7 @@ from botocore.exceptions import ReadTimeoutError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cycle.job_states import JobState, leaves_of
+from jobs.cycle.job_states import JobState, tasks_of
 from jobs.plan.spec import JobSpec
 from jobs.targets.local.nodes import NodeEnd
 from tests.jobs.cycle import cases
@@ -107,10 +107,10 @@ class Sky:
         """At every creation: what it waits for has succeeded, and no other try of it lives or has."""
         leaf_name, attempt = key_of(request)
         done = {key_of(one): one["TrainingJobStatus"] for one in self.at.ml.jobs.values()}
-        leaves = {leaf.name: leaf for spec in self.at.plan.jobs for leaf in leaves_of(spec)}
+        tasks = {task.name: task for spec in self.at.plan.jobs for task in tasks_of(spec)}
         good = {key[0] for key, status in done.items() if status == "Completed"}
-        for needed in leaves[leaf_name].waits_for():
-            assert {one.name for one in leaves.values() if needed in (one.name, one.spec.name)} <= good
+        for needed in tasks[leaf_name].waits_for():
+            assert {one.name for one in tasks.values() if needed in (one.name, one.spec.name)} <= good
         tries = {key[1]: status for key, status in done.items() if key[0] == leaf_name}
         assert set(tries) == set(range(1, attempt)), f"{leaf_name}: {tries}, then {attempt}"
         assert set(tries.values()) <= {"Failed", "Stopped"}
@@ -126,7 +126,7 @@ def of_the_local_engine(jobs: list[JobSpec], ends: End) -> dict[str, tuple[str, 
 
 
 def of_sagemaker(at: Setting) -> dict[str, tuple[str, list[int | None]]]:
-    records = [leaf for one in at.target().records(at.plan) for leaf in one.leaves()]
+    records = [task for one in at.target().records(at.plan) for task in one.tasks()]
     return {one.name: (one.state.value, [a.exit_code for a in one.attempts]) for one in records}
 
 
@@ -135,8 +135,8 @@ Found = Mapping[str, tuple[str, list[int | None]]]
 
 def assert_ends_as(found: Found, jobs: list[JobSpec], expected: Found) -> None:
     """But for jobs that were of no use any more: how far those came is a matter of time."""
-    leaves = [leaf for one in jobs for leaf in leaves_of(one)]
-    either = of_no_use(leaves, {name: JobState(state) for name, (state, _) in expected.items()})
+    tasks = [task for one in jobs for task in tasks_of(one)]
+    either = of_no_use(tasks, {name: JobState(state) for name, (state, _) in expected.items()})
     assert {name: end for name, end in found.items() if name not in either} == {
         name: end for name, end in expected.items() if name not in either
     }
@@ -173,11 +173,11 @@ class QueueSky(Sky):
 
     def check(self, request: Mapping[str, Any]) -> None:
         """At every submission: what it waits for has succeeded, and there is no other service job of it."""
-        leaves = {leaf.name: leaf for spec in self.at.plan.jobs for leaf in leaves_of(spec)}
+        tasks = {task.name: task for spec in self.at.plan.jobs for task in tasks_of(spec)}
         made = {job["tags"]["job"]: job["status"] for job in self.at.batch.jobs.values()}
         assert request["tags"]["job"] not in made
-        for needed in leaves[request["tags"]["job"]].waits_for():
-            of = [one.name for one in leaves.values() if needed in (one.name, one.spec.name)]
+        for needed in tasks[request["tags"]["job"]].waits_for():
+            of = [one.name for one in tasks.values() if needed in (one.name, one.spec.name)]
             assert {made[name] for name in of} == {"SUCCEEDED"}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cycle.job_states import HOST_TERMINATED, Leaf, is_tried_again
+from jobs.cycle.job_states import HOST_TERMINATED, Task, should_retry
 from jobs.plan.cycle import plan_script
 from jobs.plan.spec import Retry
 from jobs.settings import JobsConfig, Step
@@ -14,7 +14,7 @@ from jobs.targets.batch.requests import definition_request, submit_request
 from jobs.targets.sagemaker.requests import (
     MAX_NAME,
     RECEIVED,
-    Cycle,
+    CycleRun,
     check_plan,
     direct_request,
     request_problems,
@@ -37,9 +37,9 @@ def test_the_request_of_a_node_group() -> None:
     words = ("trnpipe", "launch", "--", "examples/ddp_script.py", "--steps", "40")
     train = GROUP.model_copy(update={"environment": {"A": "b"}, "command": ("trnjobs-entry", "--", *words)})
     of = ml_plan(train, sagemaker={"subnets": ["subnet-1"], "security_groups": ["sg-1"], "keep_alive_s": 600})
-    cycle = Cycle(of, 0.0)
-    name = cycle.training_job(Leaf(train), 1, 2)
-    request = training_job_request(cycle, Leaf(train), name=name, attempt=2)
+    cycle = CycleRun(of, 0.0)
+    name = cycle.training_job(Task(train), 1, 2)
+    request = training_job_request(cycle, Task(train), name=name, attempt=2)
     assert [*request_problems("sagemaker", "CreateTrainingJob", request)] == []
     assert name.startswith("relevance-2026-11-20-train-r1a2-")
     assert request == {
@@ -78,9 +78,9 @@ def test_the_request_of_a_node_group() -> None:
 
 
 def test_the_request_of_a_service_job() -> None:
-    cycle = Cycle(ml_plan(GROUP, sagemaker=QUEUE, priority=7), 0.0)
-    request = service_job_request(cycle, Leaf(GROUP), 1)
-    name = cycle.leaf_id(Leaf(GROUP), 1)
+    cycle = CycleRun(ml_plan(GROUP, sagemaker=QUEUE, priority=7), 0.0)
+    request = service_job_request(cycle, Task(GROUP), 1)
+    name = cycle.task_id(Task(GROUP), 1)
     payload, strategy = json.loads(request.pop("serviceRequestPayload")), request.pop("retryStrategy")
     assert name.startswith("relevance-2026-11-20-train-r1-")
     assert request == {
@@ -111,16 +111,16 @@ def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_st
     spot = {"spot": True, "keep_alive_s": 600}
     settings = JobsConfig.model_validate({"role": ROLE, "sagemaker": spot})
     of = with_placements(ml_plan(GROUP, job("evaluate", "train", num_nodes=2, resources=TRN1)), settings)
-    cycle, leaf = Cycle(of, 0.0), Leaf(of.job("train"))
-    first, second = (direct_request(cycle, leaf, 1, attempt) for attempt in (1, 2))
+    cycle, task = CycleRun(of, 0.0), Task(of.job("train"))
+    first, second = (direct_request(cycle, task, 1, attempt) for attempt in (1, 2))
     assert [*request_problems("sagemaker", "CreateTrainingJob", first)] == []
     assert first["EnableManagedSpotTraining"] is True
     assert first["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 3600 + SPOT_WAIT_S}
     assert "KeepAlivePeriodInSeconds" not in first["ResourceConfig"]
     starts = [one["Environment"]["TRNJOBS_STARTS"] for one in (first, second)]
-    assert starts == [cycle.leaf_id(leaf, 1)] * 2
+    assert starts == [cycle.task_id(task, 1)] * 2
     assert second["Environment"]["TRNJOBS_ATTEMPT"] == "2"
-    on_demand = direct_request(Cycle(ml_plan(GROUP), 0.0), Leaf(GROUP), 1, 1)
+    on_demand = direct_request(CycleRun(ml_plan(GROUP), 0.0), Task(GROUP), 1, 1)
     assert "TRNJOBS_STARTS" not in on_demand["Environment"] and "EnableManagedSpotTraining" not in on_demand
 
 
@@ -128,10 +128,10 @@ def test_spot_capacity_is_asked_for_with_a_limit_to_wait_and_a_place_to_count_st
 def test_names_are_short_and_differ_for_every_try_round_child_and_life(pipeline: str) -> None:
     long = plan(job("e" * 40, array_size=2)).model_copy(update={"pipeline": pipeline})
     names = [
-        Cycle(long, life).training_job(Leaf(long.jobs[0], index), round_, attempt)
-        for life in (1.0, 2.0)
+        CycleRun(long, claimed_at).training_job(Task(long.jobs[0], index), submission, attempt)
+        for claimed_at in (1.0, 2.0)
         for index in (0, 1)
-        for round_ in (1, 12)
+        for submission in (1, 12)
         for attempt in (1, 10)
     ]
     assert len(set(names)) == len(names)
@@ -192,7 +192,7 @@ def test_every_kind_of_failure_is_tried_again_alike_by_us_and_by_the_rules_of_th
     """Though its reason is cut."""
     retry = Retry.of(3)
     end, strategy = end_of("Failed", "Failed", reason), {"attempts": 3, "evaluateOnExit": retry_rules(retry)}
-    assert (end.exit_code, is_tried_again(retry, 1, end)) == (code, again)
+    assert (end.exit_code, should_retry(retry, 1, end)) == (code, again)
     assert end.status_reason != HOST_TERMINATED
     assert FakeServiceJobs.tries_again({"retryStrategy": strategy, "attempts": []}, RECEIVED + reason) == again
 

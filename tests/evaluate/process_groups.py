@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pipeline.core.layout import Layout
-from pipeline.parallel.gang import Gang
+from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
 
 T = TypeVar("T")
 WAIT_S = 120.0
 
 
-class ThreadGang(Gang):
+class ThreadGang(ProcessGroup):
     """One rank of several in this process."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
@@ -29,11 +29,11 @@ class ThreadGang(Gang):
         return values
 
 
-def alone() -> Gang:
-    return Gang(World(), timeout_s=1)
+def alone() -> ProcessGroup:
+    return ProcessGroup(World(), timeout_s=1)
 
 
-def on_ranks(world_size: int, work: Callable[[Gang], T]) -> list[T]:
+def on_ranks(world_size: int, work: Callable[[ProcessGroup], T]) -> list[T]:
     """What each rank returns; the first error of any is raised, if those of others are of the same class."""
     slots, barrier = [None] * world_size, threading.Barrier(world_size)
     with ThreadPoolExecutor(world_size) as pool:

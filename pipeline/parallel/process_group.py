@@ -20,7 +20,7 @@ from pipeline.core.layout import Layout
 from pipeline.parallel.world import World, check_world, is_lost_peer
 
 
-class Gang:
+class ProcessGroup:
     """The ranks of one run. Alone, every call returns at once."""
 
     def __init__(
@@ -172,21 +172,21 @@ def all_gather_objects(value: Any, doing: str) -> list[Any]:
 
 def join_ranks(
     name: str, world: World, *, timeout_s: float, layout: Layout | None = None
-) -> AbstractContextManager[Gang]:
+) -> AbstractContextManager[ProcessGroup]:
     """Join the ranks of a run on devices of backend `name`, and leave them at the end. Raises TransientError."""
-    return closing(Gang(world, timeout_s=timeout_s, device_backend=process_group(name), layout=layout))
+    return closing(ProcessGroup(world, timeout_s=timeout_s, device_backend=process_group(name), layout=layout))
 
 
 @contextmanager
 def open_ranks(
     name: str, world: World, *, timeout_s: float, layout: Layout | None = None
-) -> Iterator[tuple[Gang, Backend]]:
+) -> Iterator[tuple[ProcessGroup, Backend]]:
     """Join the other ranks, then open backend `name` (see open_backend); at the end leave them.
 
     Raises ConfigError when torchrun and the device's runtime count ranks differently, TransientError without a peer.
     """
-    with join_ranks(name, world, timeout_s=timeout_s, layout=layout) as gang:
-        yield gang, open_device(name, world)
+    with join_ranks(name, world, timeout_s=timeout_s, layout=layout) as process_group:
+        yield process_group, open_device(name, world)
 
 
 def open_device(name: str, world: World) -> Backend:
