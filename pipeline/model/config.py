@@ -257,6 +257,17 @@ class InputSpec(Record):
         return len(self.labels)
 
 
+def difference(data: Any, model: Any) -> str:
+    """Describe how a field of the data differs from that of a model, listing missing and new values of tuples."""
+    if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model} and "" not in {*data, *model}:
+        changes = (
+            ("missing", [value for value in model if value not in data]),
+            ("new", [value for value in data if value not in model]),
+        )
+        return "; ".join(f"{change}: {', '.join(map(str, values))}" for change, values in changes if values)
+    return f"{data!r} instead of {model!r}"
+
+
 def check_architecture(checkpoint: ModelConfig, settings: ModelConfig, *, source: str) -> None:
     """Raise ConfigError naming the first field in which the shapes of two models differ."""
     ignored = {"preset", "dropout", "init_from", "hidden_size", "num_layers", "num_heads", "intermediate_size"}

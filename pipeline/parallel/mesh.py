@@ -66,10 +66,10 @@ def check_plan(plan: Spread, backend: Backend) -> None:
         "process_group": plan.process_group != "",
     }
     for feature, description in _FEATURES.items():
-        if requested[feature] and feature not in backend.spreads:
+        if requested[feature] and feature not in backend.parallelism:
             raise ConfigError(
                 f"the plan requires {description}, which {backend.device_name()} does not support here",
-                expected=f"only features of this device: {', '.join(sorted(backend.spreads)) or 'shard state'}",
+                expected=f"only features of this device: {', '.join(sorted(backend.parallelism)) or 'shard state'}",
                 next_command="docs/parallel.md, What each device allows",
             )
 
@@ -80,7 +80,7 @@ _FEATURES = {
     "offload": "activation offloading to the host",
     "process_group": "a custom process group",
 }
-"""Descriptions of the features in Backend.spreads."""
+"""Descriptions of the features in Backend.parallelism."""
 
 
 def open_mesh(plan: Plan, backend: Backend, *, timeout_s: float) -> Mesh:
