@@ -36,7 +36,7 @@ from pipeline.train.config import CheckpointConfig
 def steps_to_delete(
     steps: Iterable[int], *, keep_last: int, keep_every_steps: int, best_step: int | None
 ) -> tuple[int, ...]:
-    """Return the steps whose checkpoints to delete: all but the newest, the best and multiples of keep_every_steps."""
+    """Return the steps to delete: all but the newest, the best, and multiples of `keep_every_steps`."""
     ordered = sorted(set(steps))
     kept = set(ordered[-keep_last:])
     if best_step is not None:
@@ -59,12 +59,12 @@ class Snapshot:
 
 @dataclass
 class CheckpointWriter:
-    """Writer of one snapshot at a time. A failed save is reported, keeps the last good checkpoint and stops no run."""
+    """Background writer of one snapshot at a time. A failed save is reported, and the run continues."""
 
     store: CheckpointStore
     config: CheckpointConfig
     staging: Path
-    """Folder for staging, which cycles may share because each save uses its own subfolder."""
+    """Folder for temporary files. Cycles may share it, because each save uses its own subfolder."""
     before_commit: Callable[[], None] = lambda: None
     """Called before the commit, to make earlier events durable."""
     in_use: Callable[[], Collection[str]] = frozenset

@@ -196,7 +196,7 @@ class CheckpointStore:
         return open_checkpoint(self.storage, prefix_of(self.cycle, step), self.cache_dir)
 
     def newest_valid(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest valid checkpoint, if any, and the problems of newer ones, which also are events."""
+        """Return the newest valid checkpoint, if any, and the problems of newer ones, emitting an event for each."""
         rejected: list[str] = []
         for step in reversed(self.steps()):
             try:

@@ -32,7 +32,7 @@ FLAGS_NAME = "compile_flags.json"  # since about SDK 2.20
 LOCK_SUFFIX = ".lock"
 # Without a running compiler, a lock is valid only shortly before one starts and after one ends.
 STALE_LOCK_S = 600.0
-# Compilers that lock entries on S3 may run on any machine. Longer than compiling one graph, shorter than a cycle waits.
+# On S3 compilers of other machines are invisible. Longer than compiling one graph, shorter than a cycle can wait.
 SHARED_LOCK_S = 3600.0
 LOCK_DIR = ".trnpipe-sync"
 

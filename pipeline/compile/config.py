@@ -9,7 +9,7 @@ from pipeline.core.record import Record
 from pipeline.io.paths import user_path
 
 ALL_THERE_S = 1800.0
-"""Maximum time between the arrivals of a job's first and last nodes, which load an image and pull a cache."""
+"""Time-out for the last node of a job after the first: nodes load an image and pull a cache before they arrive."""
 
 
 class CompilerFlags(Record):

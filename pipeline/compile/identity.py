@@ -54,11 +54,11 @@ def graph_plan(
 ) -> dict[str, PlanValue]:
     """Return everything that determines the graphs of training, by name. Runs with equal plans share their graphs."""
     plan = evaluation_plan(settings, spec, buckets, share.world_size, device)
-    spread = settings.train.parallel
-    if spread.recompute != "none":
-        plan["train.parallel.recompute"] = spread.recompute
-    if spread.shard == "state" and spread.shard_degree != 1:
-        plan["train.parallel.state_shards"] = spread.shard_degree or share.world_size
+    parallel = settings.train.parallel
+    if parallel.recompute != "none":
+        plan["train.parallel.recompute"] = parallel.recompute
+    if parallel.shard == "state" and parallel.shard_degree != 1:
+        plan["train.parallel.state_shards"] = parallel.shard_degree or share.world_size
     return plan | {"accumulation": share.accumulation, "world_size": share.world_size}
 
 

@@ -169,7 +169,7 @@ class Recorder(GraphWatch):
     texts: dict[str, str] = field(default_factory=dict)
     """HLO text by key, for the lint."""
     on_graph: Callable[[int, GraphPosition], object] = lambda number, position: None
-    """Called with the number, from 1, of every new graph before it is compiled (after, if `compiles_steps`)."""
+    """Called with the number (from 1) of each new graph before it is compiled, or after if `compiles_steps`."""
     extra_compiles: list[str] = field(default_factory=list)
     """Positions at which more than the recorded graph was compiled."""
     _key: str = field(default="", init=False)

@@ -258,7 +258,7 @@ class NeuronCompileResult:
 
 @dataclass
 class NeuronCompile:
-    """Runs `command` as the trial run and compiles its graphs into `cache_root` (an absolute path or s3://...).
+    """A run of neuron_parallel_compile with the trial run `command` into `cache_root`, an absolute path or s3://...
 
     `scratch`: local folder for logs and work files. `nodes`: the nodes whose trial runs form one process group, so that
     a run that is repeated on one node is repeated on all.
@@ -294,10 +294,10 @@ class NeuronCompile:
         parallel = max(1, math.ceil(self.memory_bytes / BYTES_PER_COMPILER))
         try:
             attempt = first = self._attempt(1, parallel)
-            again = not attempt.is_done
-            if again and attempt.is_final:
+            retry = not attempt.is_done
+            if retry and attempt.is_final:
                 raise attempt.error()
-            if again if self.nodes is None else self.nodes.any("again", again):
+            if retry if self.nodes is None else self.nodes.any("again", retry):
                 self._repair()
                 attempt = self._attempt(2, 1 if first.was_killed else parallel)
             if not attempt.is_done:
@@ -311,7 +311,7 @@ class NeuronCompile:
         return NeuronCompileResult(attempt.log.required, seconds)
 
     def _repair(self) -> None:
-        """Delete failures, locks and partial entries, unless a compiler runs on this host."""
+        """Delete failed entries and, unless a compiler runs on this host, locks and partial entries."""
         self._report(repair(self._cache, stale_s=0.0, compilers=self.compilers))
 
     def _report(self, actions: Sequence[str]) -> None:
@@ -326,7 +326,7 @@ class NeuronCompile:
         folder = self.scratch / f"attempt-{number}"
         shutil.rmtree(folder, ignore_errors=True)  # results of an earlier attempt of this job
         folder.mkdir(parents=True)
-        # The wrapper script records the program's exit code, which the tool hides, and has no options to parse.
+        # A wrapper script without options, which the tool would parse, records the exit code that the tool hides.
         exit_file, script, log_file = folder / "trial-exit-code", folder / "run.sh", folder / LOG_NAME
         quoted = (shlex.quote(str(Path.cwd())), shlex.join(self.command), shlex.quote(str(exit_file)))
         script.write_text('#!/bin/sh\ncd {} || exit 1\n{}\ncode=$?\necho "$code" > {}\nexit "$code"\n'.format(*quoted))
@@ -373,7 +373,7 @@ class NeuronCompile:
                 if line and line != last_line:
                     self.say(line)
                     last_line = line
-                if is_waiting:  # maybe for the lock of a killed compiler, which is never released
+                if is_waiting:  # perhaps for the lock of a killed compiler, which is never released
                     self._release_locks()
                 if time.monotonic() > self._deadline:
                     tree.end(TOOL_S)

@@ -157,7 +157,7 @@ class BertEncoder(TextEncoder):
         return hidden
 
 
-_BUCKETS, _FARTHEST = 32, 128  # of relative positions, fixed in the code of MPNet and not in its settings
+_BUCKETS, _FARTHEST = 32, 128  # buckets and largest distance of relative positions, fixed in MPNet's code
 
 
 class MPNetEncoder(TextEncoder):
@@ -173,10 +173,10 @@ class MPNetEncoder(TextEncoder):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder.num_layers))
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Return states as TextEncoder.states. Texts are contiguous, so distances in the row are those in the text."""
+        """Return states as TextEncoder does. Texts are contiguous, so distances in the row equal those in the text."""
         embedded = _embed_positions(self.position_embeddings, positions, tokens.shape[1])
         hidden: Tensor = self.dropout(self.embedding_norm(self.word_embeddings(tokens) + embedded))
-        # A product with one-hot rows and not a look-up, so that its gradient is a product and not a scatter.
+        # A product with one-hot rows instead of a look-up makes the gradient a product instead of a scatter.
         buckets = _distance_buckets(tokens.shape[1], tokens.device)[..., None]
         one_hot = buckets == torch.arange(_BUCKETS, dtype=torch.int32, device=tokens.device)
         weight = self.relative_bias.weight
@@ -282,7 +282,7 @@ class ModernBertEncoder(TextEncoder):
         self._is_global = [number % GLOBAL_EVERY == 0 for number in range(size.num_layers)]
 
     def states(self, tokens: Tensor, positions: Tensor | None, masked: Tensor) -> Tensor:
-        """Return states as TextEncoder.states. Texts are contiguous, so distances in the row are those in the text."""
+        """Return states as TextEncoder does. Texts are contiguous, so distances in the row equal those in the text."""
         numbers = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         positions = numbers[None] if positions is None else positions
         hidden = self.dropout(self.embedding_norm(self.word_embeddings(tokens)))

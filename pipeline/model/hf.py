@@ -1,10 +1,10 @@
 """Conversion from and to Hugging Face: families of encoders, config.json and names of weights.
 
 RoBERTa, XLM-R and CamemBERT differ from BERT in three ways. Positions begin at `pad_token_id + 1` (earlier rows are for
-padding), there is one token type, and tensor names have another prefix. Such a model is bit-identical to BERT without
-these first rows of positions, so the same encoder runs it, and checkpoints and exports use the names of BERT. MPNet and
-ModernBERT are separate encoders. Encoder tensors have the prefix of their architecture (`bert.`, `mpnet.`, `model.`).
-Interactions and head keep their names, and a factory's module has the prefix `encoder.module.`.
+padding), there is one token type, and tensor names have another prefix. Without these first rows of positions such a
+model is bit-identical to BERT, so the same encoder runs it, and checkpoints and exports use the names of BERT. MPNet
+and ModernBERT are separate encoders. Encoder tensors have the prefix of their architecture (`bert.`, `mpnet.`,
+`model.`). Interactions and head keep their names, and a factory's module has the prefix `encoder.module.`.
 
 Source: modeling_roberta.py and modeling_xlm_roberta.py of transformers (create_position_ids_from_input_ids).
 """
@@ -177,7 +177,7 @@ class EncoderJson(Foreign):
 
     @field_validator("model_type")
     @classmethod
-    def _has_a_family(cls, value: str) -> str:
+    def _has_family(cls, value: str) -> str:
         if value not in FAMILIES:
             raise ValueError(
                 f"architecture {value} is not supported, expected {', '.join(FAMILIES)} or a module of your own"
@@ -377,7 +377,7 @@ def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
-    """Return the Hugging Face names of the tensors that, concatenated, are the tensor `name`."""
+    """Return the Hugging Face names of the tensors whose concatenation is the tensor `name`."""
     if not name.startswith("encoder.") or name.startswith(FACTORY_PREFIX):
         return (name,)
     own = name.removeprefix("encoder.")
@@ -389,7 +389,7 @@ def _hf_names(name: str, names: _Names) -> tuple[str, ...]:
 
 
 def from_hf(weights: Mapping[str, Tensor], template: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Rename Hugging Face names to those of `template`, with all of its tensors in its shapes.
+    """Rename Hugging Face tensors to the names of `template`, requiring all of them in the same shapes.
 
     Raises CheckpointError naming the first tensor that is missing or has another shape.
     """
@@ -434,15 +434,15 @@ def encoder_from_hf(
     encoder = {name: tensor for name, tensor in template.items() if name.startswith("encoder.")}
     renamed = _rename(weights, rename, encoder, is_ignored, source)
     expected = _expected(encoder)
-    (words,) = _hf_names(_WORDS, names)
-    if words in renamed and (rows := renamed[words].shape[0]) != (tokens := expected[words].shape[0]):
+    (table,) = _hf_names(_WORDS, names)
+    if table in renamed and (rows := renamed[table].shape[0]) != (tokens := expected[table].shape[0]):
         if rows < tokens or not same_vocabulary:
             raise CheckpointError(
-                f"{source}: {words} has shape {list(renamed[words].shape)}, but the tokenizer has {tokens} tokens",
+                f"{source}: {table} has shape {list(renamed[table].shape)}, but the tokenizer has {tokens} tokens",
                 expected="the tokenizer that belongs to the weights",
                 next_command="trnpipe prepare --data.tokenizer.path with the tokenizer.json of the model",
             )
-        renamed[words] = renamed[words][:tokens]
+        renamed[table] = renamed[table][:tokens]
     positions = next(iter(_hf_names(_POSITIONS, names)), "") if _POSITIONS in encoder else ""
     if positions in renamed:
         renamed[positions] = renamed[positions][: expected[positions].shape[0]]

@@ -37,8 +37,8 @@ class RelevanceInputs(NamedTuple):
 class GroupInputs(NamedTuple):
     """Tensors of one training batch: Q queries, each packed with the S products of its group into a row of T tokens.
 
-    Text 1 of a row is the query, text 2 + s its product s, see TextEncoder.rows. Product q S + s belongs to query q. A
-    product without tokens has an embedding of zeros.
+    Text 1 of a row is the query, text 2 + s is product s of its group (see TextEncoder.rows). Product q S + s belongs
+    to query q. A product without tokens has an embedding of zeros.
     """
 
     tokens: Tensor  # int32 [Q, T]

@@ -46,7 +46,7 @@ Tensors = dict[str, Tensor]
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write model.safetensors, and optimizer.safetensors if given, to a folder or an s3:// URI, atomically.
 
-    All ranks must call it, rank 0 writes. A tied tensor is written once, under its first name. Raises, on every rank,
+    All ranks must call it. Rank 0 writes. A tied tensor is written once, under its first name. Raises, on every rank,
     ConfigError if the optimizer has parameters of another model, and TransientError if writing or a collective fails.
     """
     with raise_on_all_ranks("opening the folder"):
@@ -86,7 +86,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Load a folder that `save` wrote, from any mesh, into a model and its optimizer.
 
-    Raises CheckpointError, on every rank, if nothing is saved there or it is of another model or optimizer.
+    Raises CheckpointError, on every rank, if the folder is missing, damaged, or of another model or optimizer.
     """
     with raise_on_all_ranks("opening the folder"):
         storage, name = _location(folder)
@@ -170,7 +170,7 @@ def _location(folder: str | Path) -> tuple[Storage, str]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return a map from each further name of a tied tensor to its first name."""
+    """Return the first name of each tied tensor, by its other names."""
     names: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {name: first for name, value in state.items() if (first := names.setdefault(id(value), name)) != name}

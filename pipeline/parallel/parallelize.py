@@ -140,7 +140,7 @@ def apply_plan(model: nn.Module, units: list[nn.Module], styles: list[tuple[str,
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move a module in place, keeping tied tensors tied. Not every device lets fully_shard set `.data` to do this."""
+    """Move a module in place, keeping tied tensors tied. fully_shard would set `.data`, which some devices reject."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device.type not in ("meta", device.type):
             moved = tensor.detach().to(device)
@@ -171,7 +171,7 @@ _BROADCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, 
 
 @contextmanager
 def delayed_init() -> Iterator[None]:
-    """Build modules with parameters on the meta device; `transform` then initializes each rank's shards.
+    """Build modules with parameters on the meta device, so that `transform` can initialize each rank's shards later.
 
     Values are read from `transform(..., weights=FOLDER)`, else drawn by `reset_parameters` of each module that has
     parameters, with the seed of the plan or of rank 0. They differ from those without delay but are the same on any

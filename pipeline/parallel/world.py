@@ -126,7 +126,7 @@ def worker_of(jobs: int, world: World, env: Mapping[str, str], stage: str, job: 
 
 
 def job_index(jobs: int, env: Mapping[str, str], stage: str, job: int | None = None) -> int:
-    """Return `job` or the array index of the environment. Raises ConfigError if it is unknown or not below `jobs`."""
+    """Return this job's index: `job` or the array index. Raises ConfigError if it is unknown or not below `jobs`."""
     array_index = env.get(ARRAY_INDEX, "")
     if job is None and not array_index and jobs == 1:
         return 0
@@ -180,8 +180,8 @@ def own_address() -> str:
 def choose_interface(interfaces: Sequence[Interface], routed: str) -> Interface:
     """Return an interface that other machines can reach. `routed`: address of the default route, empty if none.
 
-    The system's order is not reliable: in an Amazon ECS task the link to the agent (169.254.172.0/22) precedes the
-    interface of the task. Raises ConfigError if no interface is reachable from other machines.
+    The first interface may be the wrong one: in an Amazon ECS task the link to the agent (169.254.172.0/22) precedes
+    the interface of the task. Raises ConfigError if no interface is reachable from other machines.
     """
     reachable = []
     for interface in interfaces:
@@ -201,8 +201,8 @@ def choose_interface(interfaces: Sequence[Interface], routed: str) -> Interface:
 def network_variables(interface: Interface, *, has_efa: bool, kernel: str) -> dict[str, str]:
     """Return the environment variables of collectives between machines. Do not set them on a single machine.
 
-    CCOM: bootstrap of Neuron's collectives. GLOO: PyTorch's collectives between processors. EFA variables follow the
-    AWS Neuron documentation. FI_EFA_FORK_SAFE is needed by kernels before 5.15 and slows down newer ones.
+    CCOM: bootstrap of Neuron's collectives. GLOO: PyTorch's collectives on the host. EFA variables follow the AWS
+    Neuron documentation. FI_EFA_FORK_SAFE is required by kernels before 5.15 and slows down newer ones.
     """
     variables = {"CCOM_SOCKET_IFNAME": interface.name, "GLOO_SOCKET_IFNAME": interface.name}
     if has_efa:

@@ -191,7 +191,7 @@ def test_any_order_of_syncs_ends_with_everything_everywhere(
 
 def test_a_storage_is_no_local_cache(tmp_path: Path, here: Path) -> None:
     sync(here, opened(str(tmp_path / "storage")))
-    with pytest.raises(ConfigError, match="is the storage"):
+    with pytest.raises(ConfigError, match="is itself a storage"):
         sync(tmp_path / "storage", opened(str(tmp_path / "another")))
 
 

@@ -13,7 +13,7 @@ Precision = Literal["fp32", "autocast", "bf16"]
 State = Mapping[str, Sequence[Tensor]]
 """Optimizer state on the device: tensors by name of the vector that holds them in a checkpoint."""
 KINDS = {"decayed": True, "plain": False}
-"""Last name component of the checkpoint vectors with one element per parameter element, and their weight decay."""
+"""Whether weight decay applies to a checkpoint vector with one element per parameter, by the end of its name."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class FlatVector:
     shapes: tuple[torch.Size, ...]
     """Shapes in the module. A matrix with more rows than columns may be stored transposed (see _is_transposed)."""
     segments: tuple[int, ...]
-    """Number of elements of each run of parameters that is summed separately, independent of the chunks."""
+    """Sizes of the runs of parameters over which sums are taken, which do not depend on the chunks."""
 
     @property
     def size(self) -> int:

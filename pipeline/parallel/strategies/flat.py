@@ -163,7 +163,7 @@ def flat_forward(
     precision: Precision,
 ) -> RelevanceOutputs:
     """Compute scores and embeddings of one batch with the structure of `model` and the weights `flats`."""
-    # XLA replays in-place updates for every view of a tensor, but not for views of a copy, which it elides.
+    # torch_xla replays in-place updates for every view of a tensor, but not for views of a copy, which XLA elides.
     if precision == "bf16":
         flats = [flat.to(torch.bfloat16, copy=backend.is_lazy) for flat in flats]
     elif backend.is_lazy:

@@ -91,7 +91,7 @@ class FsdpStrategy(ParallelStrategy):
         outputs: RelevanceOutputs
         if self._root is not None or self._precision != "bf16":
             outputs = self.model(inputs)
-        else:  # FSDP's mixed precision policy casts otherwise
+        else:  # without FSDP there is no mixed precision policy that casts
             weights = {name: parameter.to(torch.bfloat16) for name, parameter in self.model.named_parameters()}
             outputs = torch.func.functional_call(self.model, weights, (inputs,))
         return outputs
