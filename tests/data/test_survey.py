@@ -37,7 +37,7 @@ def test_known_orders(labels: str, expected: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("labels", "command"),
     [
-        ("hard|match|random negative", "--data.labels='hard,match,random negative', in order: the least relevant first"),
+        ("hard|match|random negative", "--data.labels='hard,match,random negative', in order: the least"),
         ("no, thanks|sure", """--data.labels='["no, thanks", "sure"]', in order: the least relevant first"""),
     ],
 )
