@@ -211,9 +211,7 @@ def decide_labels(config: DataConfig, fixed: Mapping[str, float], surveyed: Surv
     counts = ", ".join(f"{name} ({labels[name].rows:,} rows)" for name in by_rows)
     inferred = infer_gains(common_labels({name: count.rows for name, count in labels.items()}))
     names = list(inferred or by_rows)
-    hint = (
-        " (rows with any other label become bad rows)" if inferred else " with the names in order, least relevant first"
-    )
+    hint = " (rows with other labels are then bad rows)" if inferred else ", in order: the least relevant first"
     value = json.dumps(names) if any("," in name or name[:1] in "[{" for name in names) else ",".join(names)
     raise DataError(
         f"cannot infer the order of the {len(labels)} labels in column {column!r}: {counts}",

@@ -259,9 +259,12 @@ class InputSpec(Record):
 
 def difference(data: Any, model: Any) -> str:
     """Describe how a field of the data differs from that of a model, listing missing and new values of tuples."""
-    if isinstance(data, tuple) and {*data} != {*model}:
-        missing, new = ([str(one) for one in a if one not in b] for a, b in ((model, data), (data, model)))
-        return "; ".join(f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("new", new)) if names)
+    if isinstance(data, tuple) and isinstance(model, tuple) and {*data} != {*model}:
+        changes = (
+            ("missing", [value for value in model if value not in data]),
+            ("new", [value for value in data if value not in model]),
+        )
+        return "; ".join(f"{change}: {', '.join(map(str, values))}" for change, values in changes if values)
     return f"{data!r} instead of {model!r}"
 
 
