@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pipeline.context import Figure, StageContext, StageResult, store_result
 from pipeline.core.errors import GateRefused
 from pipeline.data.token_sets import read_token_sets
-from pipeline.evaluate.gate.judge import way_out
+from pipeline.evaluate.gate.judge import refusal_advice
 from pipeline.evaluate.models import Models, find_models
 from pipeline.evaluate.report import EvaluationReport, load_report, report_key, store_report, table_lines
 from pipeline.evaluate.run import run_evaluation
@@ -95,7 +95,7 @@ def _conclude(
             f"{models.candidate.uri} is not promoted: {'; '.join(reasons[:_REASONS_SHOWN])}{more}",
             expected="a candidate that reaches the floors, is not worse than allowed, and beaten by no baseline"
             " (gate.*)",
-            next_command=f"look at {_report_uri(ctx)}; {way_out(report.verdict)}",
+            next_command=f"look at {_report_uri(ctx)}; {refusal_advice(report.verdict)}",
         )
     pointer = None
     if settings.evaluate.promote and (models.against_production or forced):

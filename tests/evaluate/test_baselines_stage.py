@@ -141,7 +141,7 @@ def test_they_can_be_switched_off(case: Case, monkeypatch: pytest.MonkeyPatch) -
         forbid_work(patch)
         none = ("--no-evaluate.baselines.bm25", OFF)
         told = case.run(*none, code=80)
-        assert "nothing to compare with: no production model; no gate.floors; no baseline was scored" in told
+        assert "nothing to compare with: no production model, no gate.floors, no baseline was scored" in told
         assert "--gate.first-without-comparison" in told and case.pointer is None
         told = case.run(*none, "--gate.first-without-comparison")
     assert "promoted WITHOUT a comparison, generation 1" in told

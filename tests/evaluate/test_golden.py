@@ -59,7 +59,7 @@ def test_the_file(tmp_path: Path) -> None:
         (b"[[golden]]\nquery = 'a'\nmust = 'b'", "golden.0.must: "),
         (b"[[golden]]\nquery = 'a'\n[[golden]]\nquery = 'a'\ntop = 0", "golden.1.top: "),
         (b"[[golden]]\nquery = 'a'\nmusst = ['b']", "golden.0.musst: "),
-        (b"[[golden]]\nquery = 'a'\ntop = 101", "top = 101 for 'a'"),
+        (b"[[golden]]\nquery = 'a'\ntop = 101", "top = 101 of 'a'"),
         (None, "does not exist"),
     ],
 )

@@ -233,7 +233,7 @@ def test_ranks_that_see_another_production_start_anew(promoted: Case, monkeypatc
     monkeypatch.setattr(
         "pipeline.parallel.process_group.ProcessGroup.gather", lambda self, value: [value, ("other", "other")]
     )
-    assert "production changed while the ranks" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
+    assert "the production model changed while the ranks" in promoted.run(f"--evaluate.candidate={candidate}", code=75)
 
 
 def test_a_catalogue_that_has_changed_is_another_question(case: Case) -> None:
@@ -269,7 +269,7 @@ def test_golden_queries_are_judged_by_what_search_finds(promoted: Case) -> None:
     told = promoted.run(*flags, code=80)
     found = promoted.report().golden
     assert found is not None and found.unknown == ("nothing",)
-    assert "golden queries name 1 that are none of the" in told and "golden queries: " in told
+    assert "golden queries name 1 product(s) that are not among the" in told and "golden queries: " in told
     texts = dict.fromkeys(
         (row["title"], row["text"])
         for day in synthetic.partitions(SyntheticConfig(num_queries=60, num_days=2))
@@ -352,13 +352,13 @@ def test_a_broken_incumbent_is_named_with_the_way_out(promoted: Case) -> None:
     candidate = promoted.made("same")
     promoted.storage.write_bytes(f"{promoted.trained()}/model.safetensors", b"")
     told = promoted.run(f"--evaluate.candidate={candidate}", code=74)
-    assert "what is in production cannot be opened" in told and "registry rollback" in told
+    assert "cannot open the production model" in told and "registry rollback" in told
 
 
 def test_a_candidate_from_elsewhere_is_judged_and_not_promoted(case: Case, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "workspace" / case.trained(), tmp_path / "elsewhere" / "step-7")
     flag = f"--evaluate.candidate={tmp_path}/elsewhere/step-7"
-    assert "lies outside the workspace" in case.run(flag, code=78)
+    assert "is outside the workspace" in case.run(flag, code=78)
     assert "passed, and not promoted" in case.run(flag, "--no-evaluate.promote")
     assert case.pointer is None
     inside = f"--evaluate.candidate=file://{tmp_path}/workspace/{case.trained()}"
@@ -373,7 +373,7 @@ def test_new_and_old_partitions_are_slices_and_may_be_the_holdout(case: Case) ->
     report = case.report()
     assert report.holdout.new_partitions == (days[1],) and report.holdout.unchecked_partitions == (days[0],)
     assert {(part.column, part.value) for part in report.candidate.slices} >= {("age", "new"), ("age", "old")}
-    assert "were not looked at for holdout queries" in told
+    assert "could not be checked for test queries" in told
     case.run(*flags, "--evaluate.partitions=new")
     fewer = case.report().holdout
     assert fewer.partitions == (days[1],) and fewer.rows < report.holdout.rows
@@ -392,12 +392,12 @@ def test_what_was_replayed_is_looked_at_for_the_holdout(case: Case, monkeypatch:
     candidate = case.made("late", partitions={}, also_seen={"gone": "dt=2025-12-31", marks[0]: "dt=2026-01-01"})
     told = case.run(f"--evaluate.candidate={candidate}", "--no-evaluate.promote")
     assert case.report().holdout.unchecked_partitions == ("dt=2025-12-31",)
-    assert "1 partition(s) trained on were not looked at for holdout queries" in told and looked_at[0] > 0
+    assert "1 training partition(s) could not be checked for test queries" in told and looked_at[0] > 0
 
 
 def test_a_holdout_that_was_trained_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_work, "find_leak", lambda *args: Leak(30, 4, 2))
-    assert "6 of 30 holdout queries (20%) were trained on (4 by id, 2 by text)" in case.run(code=65)
+    assert "6 of 30 test queries (20%) were trained on (4 by id, 2 by text)" in case.run(code=65)
     assert not case.storage.stat("cycles/c1/evaluate/report.json")
     assert "better than they would be" in case.run("--evaluate.leak=warn")
     assert (case.report().holdout.leaked_by_id, case.report().holdout.leaked_by_text) == (4, 2)
