@@ -144,9 +144,5 @@ def _publish(ctx: StageContext, manifest: GraphManifest, started: datetime) -> S
 def _result(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
     figures: dict[str, Figure] = {"graphs": len(manifest.graphs), "compile_s": manifest.compile_s}
     return ctx.finish(
-        NAME,
-        started,
-        inputs={"plan": manifest.plan_id},
-        outputs={"manifest": manifest.place},
-        figures=figures,
+        NAME, started, inputs={"plan": manifest.plan_id}, outputs={"manifest": manifest.place}, figures=figures
     )

@@ -25,10 +25,7 @@ from pipeline.train.graph_trial import Trial
 
 
 def find_parent(ctx: StageContext) -> Checkpoint | None:
-    """Open and verify the checkpoint this cycle starts from. None for scratch, or if nothing was promoted.
-
-    The production model is pinned at the first attempt. Raises CheckpointError if the checkpoint is damaged.
-    """
+    """Open the checkpoint to start from. None for scratch, or if nothing was promoted. Raises CheckpointError."""
     settings, cache_dir = ctx.settings, ctx.scratch / "parent"
     if settings.train.start != "incumbent":
         location = start_place(settings.train.start, settings, ctx.workspace)
@@ -76,8 +73,7 @@ def mined_negatives(ctx: StageContext) -> str | None:
     return None if result is None else result.outputs.get("negatives")
 
 
-ASSUMED_CLASSES = 4
-"""Number of classes assumed without data.labels, as in ESCI and in the built-in catalogue."""
+ASSUMED_CLASSES = 4  # number of classes assumed without data.labels, as in ESCI and in the built-in catalogue
 
 
 @dataclass(frozen=True)
@@ -113,8 +109,7 @@ class Shapes:
 def shapes_of(settings: Settings, ctx: StageContext, warn: Callable[[str], object]) -> Shapes:
     """Return the shapes of the prepared data, or those expected from the settings if nothing is prepared yet.
 
-    `warn` is called with the assumptions. If they are wrong, the graph guard of training refuses. Raises DataError if
-    the prepared data cannot be read.
+    `warn` is called with the assumptions. If they are wrong, the graph guard of training refuses. Raises DataError.
     """
     prepared = find_prepared(ctx)
     if prepared is None:

@@ -71,7 +71,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     )
     method = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
-        f"mine: {len(task.query_id):,} queries with a positive, {len(task.products):,} products, {method} | "
+        f"mine: {len(task.query_id):,} queries with a positive, {len(task.products):,} products, by {method} | "
         f"{len(negatives.parts.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
     )
     if len(task.products) < task.products.num_distinct:

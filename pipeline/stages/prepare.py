@@ -52,9 +52,8 @@ def run(settings: Settings, ctx: StageContext) -> StageResult:
     with_bad = [prefix for prefix, info in zip(data.token_set_prefixes, data.infos, strict=True) if info.rows_bad]
     if with_bad:
         others = f" and {len(with_bad) - 1} other partition(s)" if len(with_bad) > 1 else ""
-        ctx.console.info(
-            f"prepare: quarantined rows are in {ctx.workspace.uri(f'{with_bad[-1]}/{QUARANTINE}')}{others}"
-        )
+        uri = ctx.workspace.uri(f"{with_bad[-1]}/{QUARANTINE}")
+        ctx.console.info(f"prepare: quarantined rows are in {uri}{others}")
     if data.passed_over:
         ctx.console.info(f"prepare: {len(data.passed_over)} other file(s) were not read: {names_of(data.passed_over)}")
     loss, warnings = settings.train.loss, list(data.input_warnings)

@@ -19,8 +19,7 @@ from pipeline.train.inputs import RunInputs, check_identity, gather_inputs
 from pipeline.train.loop import Outcome, train
 
 NAME = "train"
-_WITHOUT_SCORES = {"rows", "retrieval_ndcg"}
-"""Holdout figures that do not depend on the relevance head."""
+_WITHOUT_SCORES = {"rows", "retrieval_ndcg"}  # holdout figures that do not depend on the relevance head
 
 
 def run(settings: Settings, ctx: StageContext) -> StageResult:
