@@ -34,8 +34,7 @@ from pipeline.io.commit import read_manifest
 from pipeline.retrieval.bm25 import K1, WORDS, B, Bm25, nothing_found
 from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight
 
-VERSION = 1
-"""Version of the baselines. Increase it to score them again."""
+VERSION = 1  # Version of the baselines. Increase it to score them again.
 BM25, BOOSTING = "BM25", "boosting"
 
 
@@ -113,8 +112,7 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
 
     The weight maximises nDCG on the tuning queries, which are not judged.
     """
-    lexical = next((baseline.ranked for baseline in scored if baseline.ranked), None)
-    task, metrics = search.task, search.metrics
+    lexical, task, metrics = next((each.ranked for each in scored if each.ranked), None), search.task, search.metrics
     if lexical is None or vectors is None or isinstance(task, str):
         return ()
     judged, tuning = len(task.queries.ids), task.tuning
@@ -143,8 +141,7 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
 # It uses one thread. Two take 4 times as long if another process occupies the second core, and give the same trees.
 
 SEED = 1
-MAX_ROWS = 200_000
-"""Maximum number of rows of the train split to fit on, sampled evenly."""
+MAX_ROWS = 200_000  # maximum number of rows of the train split to fit on, sampled evenly
 KEPT = ("sample_id", "query_id", "label", "gain")
 PROBABILITIES = "probabilities"
 _ROUNDS, _ROUNDS_AT_ONCE = 100, 25  # a fit cannot be interrupted; one that continues gives the same trees

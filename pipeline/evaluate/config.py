@@ -8,8 +8,7 @@ from pydantic import AfterValidator, Field
 
 from pipeline.core.record import Record
 
-Needs = Literal["", "rank", "label"]
-"""Suffix of a metric name: none, `@k`, or `:label`."""
+Needs = Literal["", "rank", "label"]  # suffix of a metric name: none, `@k`, or `:label`
 
 RETRIEVAL = "retrieval_"
 
@@ -71,13 +70,10 @@ class MetricName:
         raise ValueError(f"no metric is called {text!r}, expected one of {', '.join(names)}")
 
 
-QUERY_TOKENS = (4, 8, 16)
-"""Upper bounds of the slices by query length, in tokens. The last slice has no bound."""
-MAX_LEAK_SHARE = 0.05
-"""Largest share of test queries that may also be training queries with evaluate.leak refuse."""
+QUERY_TOKENS = (4, 8, 16)  # Upper bounds of the slices by query length, in tokens. The last slice has no bound.
+MAX_LEAK_SHARE = 0.05  # largest share of test queries that may also be training queries with evaluate.leak refuse
 Cutoff = Annotated[int, Field(ge=1, le=100_000)]
-RECALL_AT, PRECISION_AT = (1, 10), (1,)
-"""Reported ranks. The gate may use others."""
+RECALL_AT, PRECISION_AT = (1, 10), (1,)  # Reported ranks. The gate may use others.
 
 
 class MetricsConfig(Record):
@@ -85,9 +81,7 @@ class MetricsConfig(Record):
 
     retired: ClassVar[Mapping[str, Any]] = {"recall_at": [1, 10], "precision_at": [1], "ece_bins": 15}
 
-    ndcg_at: tuple[Cutoff, ...] = Field(
-        (5, 10), description="Ranks k at which nDCG@k over the rows of a query is reported"
-    )
+    ndcg_at: tuple[Cutoff, ...] = Field((5, 10), description="Ranks k of the reported nDCG@k over the rows of a query")
     retrieval_at: tuple[Cutoff, ...] = Field(
         (1, 10, 100),
         min_length=1,
@@ -232,13 +226,10 @@ class RetrievalConfig(Record):
     )
     max_queries: int = Field(5000, ge=1, description="Maximum number of queries, sampled by a hash of their id")
     max_items: int = Field(
-        1_000_000,
-        ge=1,
-        description="Maximum number of products without a catalogue file: all relevant ones and an even sample",
+        1_000_000, ge=1, description="Maximum number of products without a catalogue: the relevant ones and a sample"
     )
     dimensions: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (),
-        description="Also evaluate vectors truncated to these dimensions; the gate judges embed.output.dimensions",
+        (), description="Also evaluate vectors truncated to these dimensions; the gate judges embed.output.dimensions"
     )
 
 
@@ -267,12 +258,10 @@ class EvaluateConfig(Record):
     }
 
     candidate: str = Field(
-        "",
-        description="Checkpoint to judge, checkpoints/<cycle>/step-<n> or a URI (empty: the one trained by this cycle)",
+        "", description="Checkpoint to judge, checkpoints/<cycle>/step-<n> or a URI (empty: the one of this cycle)"
     )
     incumbent: str = Field(
-        "production",
-        description="Model to compare with: production, none, or a checkpoint (which is never replaced)",
+        "production", description="Model to compare with: production, none, or a checkpoint (which is never replaced)"
     )
     split: Literal["test", "valid"] = Field("test", description="Split to evaluate on")
     partitions: Literal["all", "new"] = Field(

@@ -16,8 +16,7 @@ from pipeline.evaluate.report import GoldenOutcome, GoldenReport
 from pipeline.io.storage import place_of
 from pipeline.settings import Settings
 
-_SHOWN = 5
-"""Missed products that a verdict lists."""
+_SHOWN = 5  # missed products that a verdict lists
 
 
 class GoldenQuery(Record):

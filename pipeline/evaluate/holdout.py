@@ -104,8 +104,7 @@ class Leak:
     queries: int
     by_id: int
     by_text: int
-    unchecked: tuple[str, ...] = ()
-    """Training partitions that are no longer prepared."""
+    unchecked: tuple[str, ...] = ()  # training partitions that are no longer prepared
 
     @property
     def share(self) -> float:
@@ -175,11 +174,9 @@ def leak_warnings(leak: Leak | None) -> list[str]:
     return warnings
 
 
-PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"
-"""Slice columns that trnpipe adds."""
+PARTITION, QUERY_TOKENS, AGE = "partition", "query_tokens", "age"  # slice columns that trnpipe adds
 SPECIAL_TOKENS = 2
-LENGTHS = ("1-4", "5-8", "9-16", "17+")
-"""Names of the slices by query length. QUERY_EDGES are their bounds."""
+LENGTHS = ("1-4", "5-8", "9-16", "17+")  # Names of the slices by query length. QUERY_EDGES are their bounds.
 _BLOCK_ROWS = 65_536
 
 

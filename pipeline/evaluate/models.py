@@ -44,8 +44,7 @@ from pipeline.registry.records import CheckpointRef, Pointer, StoredVerdict, rea
 from pipeline.settings import Settings
 
 PRODUCTION, NONE = "production", "none"
-SAVE_EVERY_S = 30.0
-"""Interval between saves of scored rows, seconds."""
+SAVE_EVERY_S = 30.0  # interval between saves of scored rows, seconds
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,7 @@ class Models:
 
 
 def find_models(settings: Settings, ctx: StageContext, sets: Sequence[TokenSet]) -> Models:
-    """Open both models.
-
-    Raises ConfigError if a model does not fit the data, DataError if there is no candidate, and CheckpointError if a
-    checkpoint is damaged.
-    """
+    """Open both models. Raises ConfigError if one does not fit the data, DataError if there is no candidate."""
     config = settings.evaluate
     if config.candidate:
         storage, prefix = locate(

@@ -281,10 +281,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 # rows, so the page need not read all scores. The same scores give the same bytes.
 
 SCORE_BINS = 20
-MAX_CLASSES = 20
-"""With more labels there is no confusion matrix."""
-MAX_TEXT = 160
-"""Maximum characters of a query or a title."""
+MAX_CLASSES = 20  # with more labels there is no confusion matrix
+MAX_TEXT = 160  # maximum characters of a query or a title
 TextsOf = Callable[[Int64s], Mapping[int, tuple[str, str]]]
 """Function from row numbers [M] to query and product by row number."""
 
@@ -316,8 +314,7 @@ class Example(Record):
     """A row that the candidate gets wrong, or on which it differs from production."""
 
     kind: Literal["worst", "lost", "won"] = Field(
-        description="worst: lowest probability of the true label, lost: only production is right, won: only the"
-        " candidate is right"
+        description="worst: the true label is least probable; lost: only production is right; won: only the candidate"
     )
     query: str
     product: str
@@ -392,10 +389,9 @@ def store_digest(
     moved_by: str,
     moved: Sequence[MovedQuery],
 ) -> None:
-    """Store the score digest of the candidate and, if given, the production model.
+    """Store the score digest of the candidate and, if given, the production model (checkpoint digest and results each).
 
-    `models`: checkpoint digest and results of each. A production model with an untrained head is compared by search
-    alone. `limit`, `texts_of`: see `find_examples`.
+    A production model with an untrained head is compared by search alone. `limit`, `texts_of`: see `find_examples`.
     """
     (digest, candidate), *others = models
     compared = [(other_digest, side.rows) for other_digest, side in others if not side.rows.meaningless]
@@ -450,8 +446,8 @@ def query_changes(candidate: PerQuery | None, production: PerQuery | None) -> tu
     """Compare each common metric over the queries for which both are defined."""
     if candidate is None or production is None or not np.array_equal(candidate.query_id, production.query_id):
         return ()
-    names = [name for name in candidate.values if name in production.values]
-    changes = {name: candidate.values[name] - production.values[name] for name in names}
+    before = production.values
+    changes = {name: now - before[name] for name, now in candidate.values.items() if name in before}
     return tuple(
         QueryChanges(
             metric=name, better=int((change > 0).sum()), equal=int((change == 0).sum()), worse=int((change < 0).sum())
@@ -465,8 +461,7 @@ def find_examples(
 ) -> tuple[tuple[Example, ...], int | None, int | None]:
     """Choose example rows with the largest errors and changes. Also returns the numbers of rows lost and won.
 
-    There are at most `limit` of each kind (half as many won), without duplicate texts, and ties keep the order of rows.
-    Both numbers are None without a production model.
+    At most `limit` of each kind (half as many won), without duplicate texts. The numbers are None without production.
     """
     usable = (candidate.label >= 0) & ~candidate.unusable
     if production is not None:
@@ -495,20 +490,18 @@ def find_examples(
     for kind, rows, max_count in chosen:
         unique = {(texts[row], int(candidate.label[row])): row for row in reversed(rows.tolist())}
         for row in [row for row in rows.tolist() if row in unique.values()][:max_count]:
-            true_label = int(candidate.label[row])
+            own = int(candidate.label[row])
             query, product = (shortened(text, MAX_TEXT) for text in texts[row])
             examples.append(
                 Example(
                     kind=kind,
                     query=query,
                     product=product,
-                    label=candidate.labels[true_label],
+                    label=candidate.labels[own],
                     candidate=candidate.labels[int(candidate.probabilities[row].argmax())],
-                    candidate_probability=round(float(candidate.probabilities[row, true_label]), 6),
+                    candidate_probability=round(float(candidate.probabilities[row, own]), 6),
                     incumbent=production.labels[int(production.probabilities[row].argmax())] if production else None,
-                    incumbent_probability=round(float(production.probabilities[row, true_label]), 6)
-                    if production
-                    else None,
+                    incumbent_probability=round(float(production.probabilities[row, own]), 6) if production else None,
                 )
             )
     return tuple(examples), num_lost, num_won

@@ -45,14 +45,11 @@ from pipeline.retrieval.products import decoded, distinct_products, join_tokens,
 from pipeline.retrieval.search import Ranked, search_on_ranks
 from pipeline.settings import Settings
 
-WINDOW_ROWS = 16_384
-"""Items read and embedded at a time."""
-MAX_TUNING = 1000
-"""Maximum number of queries to choose the weight of hybrid search."""
+WINDOW_ROWS = 16_384  # items read and embedded at a time
+MAX_TUNING = 1000  # maximum number of queries to choose the weight of hybrid search
 _WINDOW = 512
 _BATCH_ROWS = 8192
-_SHOWN = 5
-"""Search results of a query in the digest."""
+_SHOWN = 5  # search results of a query in the digest
 NO_QUERY = -1
 
 
@@ -125,7 +122,7 @@ class JudgedCatalogue:
     def queries(self) -> CatalogueQueries:
         """Read the queries and judgements. An item with several rows is relevant to all their queries.
 
-        Raises DataError if a column is missing, a row has no id, or there is no query.
+        Raises DataError if a column, the id of a row, or all queries are missing.
         """
         config, texts, valid_texts = self.config, dict[int, str](), dict[int, str]()
         items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
@@ -145,11 +142,9 @@ class JudgedCatalogue:
             numbers.append(np.array(batch_numbers, dtype=np.int64))
         row_items = np.concatenate(items)
         if num_without_id or not texts:
-            reason = f"{num_without_id:,} of {len(row_items):,} rows have no {config.id!r}"
-            if not num_without_id:
-                reason = f"none of {len(row_items):,} rows has a query"
+            reason = f"{num_without_id:,} rows have no {config.id!r}" if num_without_id else "no row has a query"
             raise DataError(
-                f"the catalogue {config.catalogue} cannot be used: {reason}",
+                f"{reason} in the catalogue {config.catalogue} of {len(row_items):,} rows",
                 expected=f"a {config.id!r} in every row, and rows with a {config.query!r}"
                 + (f" among {dict(config.queries)}" if config.queries else ""),
                 next_command="check the file, --evaluate.retrieval.id, --evaluate.retrieval.query and"
@@ -163,10 +158,7 @@ class JudgedCatalogue:
         return CatalogueQueries(texts, valid_texts, np.concatenate(numbers), item_of, is_item)
 
     def windows(self, is_item: Bools, selects: Callable[[int], bool], limit: int) -> Iterator[tuple[int, list[str]]]:
-        """Yield windows of item texts, cut to `limit` characters, with the number of the first item.
-
-        `selects`: filter of window numbers.
-        """
+        """Yield the first item number and the texts, cut to `limit` characters, of windows whose number is selected."""
         texts_read: list[str] = []
         number = row = 0
         for batch in self.batches(("title", "text")):
@@ -380,8 +372,7 @@ KIND = "retrieval"
 class RetrievalResult:
     """Retrieval results of one model.
 
-    `per_query` and `ranked` are None if retrieval is impossible, and then `report` has the reason. `by_width`: nDCG
-    with vectors truncated to other widths.
+    `per_query` and `ranked` are None if it is impossible (see `report`). `by_width`: nDCG with truncated vectors.
     """
 
     per_query: PerQuery | None
@@ -452,10 +443,7 @@ class ModelSearch:
     warn: Callable[[str], None]
 
     def run(self, role: str, checkpoint: Checkpoint, embed: Embed) -> RetrievalResult | None:
-        """Search on all ranks. Returns None if retrieval is disabled.
-
-        Raises DataError if stored results cannot be read, Preempted.
-        """
+        """Search on all ranks. Returns None if disabled. Raises DataError if stored results are damaged, Preempted."""
         ctx, task = self.ctx, self.task if self.settings.evaluate.retrieval.enabled else None
         if task is None:
             return None
@@ -529,16 +517,11 @@ class ModelSearch:
     def judge_golden(
         self, candidate: RetrievalResult | None, production: RetrievalResult | None
     ) -> GoldenReport | None:
-        """Judge the golden queries, if any, by the results of both models.
-
-        Raises DataError if the source data no longer exists.
-        """
+        """Judge the golden queries, if any, by the results of both models. Raises DataError if the data is gone."""
         if not self.golden:
             return None
-        lists, other_lists = (
-            result.ranked.items[-len(self.golden) :] if result and result.ranked else None
-            for result in (candidate, production)
-        )
+        results, num = (candidate, production), len(self.golden)
+        lists, other_lists = (each.ranked.items[-num:] if each and each.ranked else None for each in results)
         task = self.task if candidate else "evaluate.retrieval.enabled is false"
         if isinstance(task, str) or lists is None:
             return GoldenReport(missing=task if isinstance(task, str) else "search with the candidate failed")
@@ -546,10 +529,8 @@ class ModelSearch:
         items = items_named(names, self._product_rows(), task.item_of)
         report = judge_golden(self.golden, items, lists, other_lists)
         if report.unknown:
-            self.warn(
-                f"golden queries name {len(report.unknown):,} product(s) that are not among the {task.num_items:,} that"
-                f" retrieval searches: {names_of(report.unknown)}"
-            )
+            seen = f"not among the {task.num_items:,} that are searched: {names_of(report.unknown)}"
+            self.warn(f"golden queries name {len(report.unknown):,} product(s) {seen}")
         return report
 
     def _product_rows(self) -> Iterator[tuple[str, str, str]]:
@@ -561,9 +542,8 @@ class ModelSearch:
             source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
-            columns = (_texts(batch, column) for column in (name, "title", "text"))
-            for item_id, title, text in zip(*columns, strict=True):
-                yield item_id, title, prefix + product_text(title, text, limit)
+            for row in zip(*(_texts(batch, column) for column in (name, "title", "text")), strict=True):
+                yield row[0], row[1], prefix + product_text(row[1], row[2], limit)
 
     @cached_property
     def inputs(self) -> dict[str, Json]:
@@ -597,9 +577,9 @@ class ModelSearch:
         return [self.settings.embed.output.dimensions, *config.dimensions]
 
     def _missing(self, reason: str) -> RetrievalResult:
-        families = ("recall", "ndcg", "success")
-        names = [f"{RETRIEVAL}{family}@{k}" for k in self.metrics.retrieval_at for family in families]
-        missing = dict.fromkeys([*names, f"{RETRIEVAL}mrr"], reason)
+        ranks, families = self.metrics.retrieval_at, ("recall", "ndcg", "success")
+        names = [*(f"{RETRIEVAL}{family}@{k}" for k in ranks for family in families), f"{RETRIEVAL}mrr"]
+        missing = dict.fromkeys(names, reason)
         return RetrievalResult(None, MetricReport(values={}, missing=missing, num_rows=0, num_queries=0), None)
 
     def _key(self, checkpoint: Checkpoint) -> str:

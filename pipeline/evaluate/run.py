@@ -33,8 +33,7 @@ from pipeline.telemetry.events import EventName
 
 _UNTRAINED = "the model was trained for retrieval alone (train.loss.graded_weight 0), its relevance head is untrained"
 VALID: Split = "valid"
-MAX_MOVED = 10
-"""Maximum number of gained queries in the digest, and of lost queries."""
+MAX_MOVED = 10  # maximum number of gained queries in the digest, and of lost queries
 
 
 def run_evaluation(
@@ -128,8 +127,8 @@ def _find_leak(
     prefixes = {digest: f"tokens/{settings.data.name}/{digest}" for digest in sorted(trained)}
     prepared = [digest for digest, prefix in prefixes.items() if read_manifest(workspace, prefix) is not None]
     unchecked = tuple(sorted(name for digest, name in trained.items() if digest not in prepared))
-    # Read the sets one by one, because they need not be compatible.
-    sets = [token_set for digest in prepared for token_set in read_token_sets(workspace, [prefixes[digest]])]
+    # The sets are read one by one, because they need not be compatible.
+    sets = [read_token_sets(workspace, [prefixes[digest]])[0] for digest in prepared]
     total = sum(sum(shard.rows) for token_set in sets for shard in token_set.info.splits.get("train", ()))
     rows = (open_rows(workspace, [token_set], "train", ctx.scratch / "tokens") for token_set in sets)
     leak = find_leak(holdout.queries(), rows, process_group, ctx.stop, unchecked, total)
@@ -220,8 +219,7 @@ class Evaluation:
         rows = judged_slices(scores.rows, self.new)
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
-        per_query = retrieval.per_query if retrieval else None
-        side = Side(rows, self.settings.evaluate.metrics, threshold, per_query)
+        side = Side(rows, self.settings.evaluate.metrics, threshold, retrieval.per_query if retrieval else None)
         return ScoredModel(checkpoint, scores.arrays["sample_id"], key, side, retrieval)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:

@@ -147,8 +147,7 @@ class Scorer:
     backend: Backend
     process_group: ProcessGroup
     stop: StopSignal
-    batch_size: int
-    """Rows per batch and rank, the same as in training to share its graphs."""
+    batch_size: int  # rows per batch and rank, the same as in training to share its graphs
     save_every_s: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
@@ -163,9 +162,8 @@ class Scorer:
     ) -> Arrays:
         """Score all rows. Returns scores and the arrays chosen by `kept`, sorted by sample_id.
 
-        `kept` selects the input arrays of a batch to return (default: KEPT and query_tokens). Ranks exchange results
-        after every few batches. With `parts`, rank 0 saves the results and only it returns them. Without, nothing is
-        saved and all ranks return them. Raises Preempted if any rank received a stop signal.
+        `kept` selects input arrays of a batch (default: KEPT and query_tokens). Ranks exchange results after a few
+        batches. With `parts`, rank 0 saves and returns them. Without, all ranks return them. Raises Preempted.
         """
 
         def for_scores(arrays: Arrays) -> Arrays:
@@ -388,8 +386,7 @@ def to_probabilities(logits: Float32s) -> Float64s:
 
 # Metrics on the validation split during training.
 
-_DEPTH = 10
-"""Rank of nDCG."""
+_DEPTH = 10  # rank of nDCG
 
 
 @dataclass(frozen=True)
@@ -432,8 +429,7 @@ def evaluate_holdout(
 ) -> HoldoutFigures:
     """Measure at most `limit` evenly spaced rows on all ranks. Raises DataError if the holdout is empty, Preempted.
 
-    `search_pad_id`: the padding token of products. If given, also measure retrieval, which takes 8 D bytes per row on
-    every rank.
+    `search_pad_id`: padding token of products, to also measure retrieval (memory: 8 D bytes per row on every rank).
     """
     order = some_rows(rows.sizes, limit)
     if not order.total:

@@ -55,7 +55,7 @@ def forbid_work(patch: pytest.MonkeyPatch) -> None:
 def test_a_first_model_worse_than_the_baselines_is_refused_with_a_sentence(case: Case) -> None:
     bad = case.made("bad", noisy(1.0))
     told = case.run(f"--evaluate.candidate={bad}", code=80)
-    assert "is not promoted: " in told and "and beaten by no baseline" in told
+    assert "is not promoted: " in told and "and is not beaten by a baseline" in told
     assert case.pointer is None and case.history == [("refused", bad)]
     reasons = case.report().verdict.reasons
     assert any(reason.startswith("BM25 is better on retrieval_ndcg@10: 0.") for reason in reasons), reasons

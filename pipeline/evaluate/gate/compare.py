@@ -25,10 +25,8 @@ from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows,
 
 SEED = 1
 _BLOCK_CELLS = 4_000_000  # weights in memory at a time: 32 MB
-_MIN_DEFINED = 0.95
-"""Share of the draws in which both metrics must be defined."""
-_ROUNDING = 1e-12
-"""A standard error below this is rounding error: every query changed by the same amount."""
+_MIN_DEFINED = 0.95  # share of the draws in which both metrics must be defined
+_ROUNDING = 1e-12  # a standard error below this is rounding error: every query changed by the same amount
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,8 +82,7 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
 
 # Comparisons by slice. The slices are selected by size before anything is measured.
 
-_SHOWN = 3
-"""Small slices that are listed by name."""
+_SHOWN = 3  # small slices that are listed by name
 
 
 def slice_checks(candidate: Side, production: Side, config: GateConfig, seed: int) -> tuple[list[GateCheck], float]:
@@ -126,10 +125,7 @@ def slice_checks(candidate: Side, production: Side, config: GateConfig, seed: in
 def _differences(
     comparisons: list[Comparison], config: GateConfig, seed: int, rows_purpose: str, retrieval_purpose: str = ""
 ) -> dict[str, PairedDifference]:
-    """Bootstrap comparisons, by name. Row metrics share one set of draws and retrieval metrics another.
-
-    The two have different queries. `rows_purpose` and `retrieval_purpose` name the random streams.
-    """
+    """Bootstrap comparisons, by name. Row and retrieval metrics have different queries, so also different draws."""
     differences: dict[str, PairedDifference] = {}
     for searched, purpose in ((False, rows_purpose), (True, retrieval_purpose)):
         pairs = {each.name: each.statistics for each in comparisons if each.metric.is_retrieval is searched}
@@ -306,8 +302,7 @@ def _search_checks(config: GateConfig, *, searched: bool) -> list[GateCheck]:
 def nothing_compared(baseline_results: Sequence[GateCheck], config: GateConfig, *, first: bool) -> GateCheck:
     """Return the check of a candidate that was compared with nothing.
 
-    A first model is refused unless the settings allow it. For a later one `gate.drops` is empty, so no comparison was
-    requested.
+    A first model is refused unless the settings allow it. A later one passes, because its `gate.drops` is empty.
     """
     if not first:
         reason = "promoted WITHOUT a comparison: gate.drops is empty"
@@ -365,8 +360,7 @@ def fraction_for(total: int, needed: int) -> float | None:
 def size_advice(split: Split, queries: int, needed: int, counts: Mapping[Split, int], remedy: str = MIN_QUERIES) -> str:
     """Advise on a `split` in which only `queries` contribute to a metric.
 
-    `counts`: queries by split. Queries of all splits are assumed to contribute equally often. `remedy`: the alternative
-    to more queries.
+    `counts`: queries by split, which are assumed to contribute equally often. `remedy`: alternative to more queries.
     """
     few = f"split {split} has {queries:,} queries that count, about {needed:,} are needed"
     total = sum(counts.values())
