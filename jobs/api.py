@@ -134,7 +134,7 @@ class Cycle:
         given = dict(settings or {}) | ({"workspace": str(workspace)} if workspace else {})
         given |= {"cycle": name} if name else {}
         self.settings: CycleSettings = resolve(
-            [Path(file) for file in files], os.environ, model=CycleSettings, given=given
+            [Path(file) for file in files], os.environ, model=CycleSettings, overrides=given
         ).settings
         opened = open_cycle(self.settings, say or (lambda _: None))
         self._cycle = opened.other(opened.name)  # today may end before the cycle

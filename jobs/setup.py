@@ -31,7 +31,7 @@ from pipeline.core.format import format_duration
 from pipeline.core.machines import NODES
 from pipeline.core.progress import Say
 from pipeline.core.stop import StopSignal
-from pipeline.io.paths import shown_path, user_path
+from pipeline.io.paths import display_path, user_path
 from pipeline.io.storage import open_storage
 from pipeline.parallel.world import JOB_ID
 from pipeline.proc.children import ENGINE_MARGIN_S, PLATFORM_S
@@ -148,7 +148,7 @@ class OpenCycle:
         failures, reason = self.failure_lines(records), closed.reason if closed else ""
         if data.outcome == "refused" and data.evaluation:  # the reasons stand in the verdict
             failures, reason = failures[-1:], ""
-        page = [f"  page: {shown_path(storage.uri(key))}"] if storage.stat(key) is not None else []
+        page = [f"  page: {display_path(storage.uri(key))}"] if storage.stat(key) is not None else []
         return [*lines, *([f"  {reason}"] if reason else []), *page, *failures]
 
     def ledger(self, plan: JobPlan, records: Sequence[JobRecord]) -> CycleLedger:
@@ -158,7 +158,7 @@ class OpenCycle:
 def program() -> str:
     """How to call `trnjobs` from here: by its name where the shell finds it, else by its path."""
     beside = Path(sys.executable).parent / "trnjobs"
-    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else shown_path(str(beside))
+    return "trnjobs" if shutil.which("trnjobs") or not beside.exists() else display_path(str(beside))
 
 
 def open_cycle(

@@ -32,7 +32,7 @@ from jobs.targets.sagemaker.requests import check_plan as check_training_jobs
 from pipeline.checkpoint.store import CheckpointStore, prefix_of
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError, Preempted, TransientError, TrnpipeError
 from pipeline.core.format import shortened
-from pipeline.core.interpreter import without_interpreter
+from pipeline.core.interpreter import strip_interpreter
 from pipeline.core.progress import Say
 from pipeline.registry.records import verdict_key
 
@@ -68,7 +68,7 @@ def run_run(arguments: argparse.Namespace, say: Say) -> int:
             next_command="trnjobs run --nodes 2 -- python train.py --lr 1e-3",
         )
     jobs, words = settings.jobs, list(arguments.command)
-    script, *more = without_interpreter(words) or words
+    script, *more = strip_interpreter(words) or words
     stem = more[0].rpartition(".")[2] if script == "-m" and more else Path(script).stem
     given = {name: getattr(arguments, name) for name in StageJob.model_fields if getattr(arguments, name, None)}
     try:

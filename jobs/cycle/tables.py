@@ -10,7 +10,7 @@ from jobs.cycle.job_states import JobRecord, JobState, exit_code, failed_task, r
 from jobs.plan.resources import Prices, job_usd
 from jobs.plan.spec import JobPlan, JobSpec
 from pipeline.core.errors import GateRefused
-from pipeline.core.format import aligned, format_duration, format_share, usd
+from pipeline.core.format import aligned, format_duration, format_percent, usd
 from pipeline.core.secrets import HIDDEN, is_secret, without_secret
 
 STATUS = ("job", "state", "tries", "ran", "exit", "why")
@@ -122,7 +122,7 @@ def summary(ledger: CycleLedger, standing: str = "under way") -> str:
     words = [
         ", ".join(word for word in (f"cycle {ledger.cycle}: {state}", DEADLINES[ledger.deadline]) if word),
         f"{ledger.succeeded} of {ledger.jobs} jobs in {len(ledger.entries)} tries",
-        f"goodput {format_share(ledger.total.goodput)}",
+        f"goodput {format_percent(ledger.total.goodput)}",
         money(ledger.total),
     ]
     return " | ".join(words)
@@ -162,7 +162,7 @@ def total_lines(ledgers: Sequence[CycleLedger]) -> list[str]:
 def total_row(one: Total) -> tuple[str, ...]:
     times = (format_duration(one.machine_ms[kind] / 1000) if one.machine_ms[kind] else "-" for kind in SPENT)
     waited, whole = format_duration(one.waiting_ms / 1000), format_duration(one.all_ms / 1000)
-    return (one.name, str(one.tries), waited, *times, whole, format_share(one.goodput), usd(one.usd))
+    return (one.name, str(one.tries), waited, *times, whole, format_percent(one.goodput), usd(one.usd))
 
 
 # Settings.

@@ -40,12 +40,12 @@ from pipeline.core.errors import (
     error_in_log,
     headline,
 )
-from pipeline.core.secrets import secrets_of, without_secrets
+from pipeline.core.secrets import secret_values, without_secrets
 from pipeline.core.stop import StopSignal
 from pipeline.io.storage import KeyNotFound, open_storage
 from pipeline.parallel.world import has_efa, network_variables, own_interface
-from pipeline.proc.children import EXPLAIN_S, adopt_orphans, kills_for_memory
-from pipeline.proc.signals import STACKS_VARIABLE, can_show_stacks
+from pipeline.proc.children import EXPLAIN_S, adopt_orphans, oom_kill_count
+from pipeline.proc.signals import STACKS_VARIABLE, has_stack_dumps
 from pipeline.proc.tool import guarded_temp_folder
 from pipeline.telemetry.events import code_version, read_events
 
@@ -84,7 +84,7 @@ def run(command: Sequence[str], env: Mapping[str, str], say: Say) -> int:
                 say(f"exit {code}: {attempt.reason}")
             # One line without secrets: the reason, or else the error in the log.
             error = error_in_log(attempt.process.log(), code) if attempt.process else ()
-            reason = str(without_secrets(attempt.reason or headline(error), secrets_of(attempt.env)))
+            reason = str(without_secrets(attempt.reason or headline(error), secret_values(attempt.env)))
             group.acknowledge(code, reason)
             attempt.write_post_mortem()
             write_failure(env, *(group.job_result or (code, reason)))
@@ -156,7 +156,7 @@ class Command:
         """Request stack traces from every Python process of the command that supports it."""
         for process in self._descendants():
             with suppress(psutil.Error, ProcessLookupError):
-                if can_show_stacks(process.pid, self._stacks):
+                if has_stack_dumps(process.pid, self._stacks):
                     process.send_signal(signal.SIGUSR1)
 
     def stacks(self) -> dict[int, str]:
@@ -248,7 +248,7 @@ class Attempt:
     _stacks_requested: bool = False
     _settings: bytes | None = None
     _failure: TrnpipeError | None = None
-    _kills_before: int | None = field(default_factory=kills_for_memory)
+    _kills_before: int | None = field(default_factory=oom_kill_count)
     _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
@@ -385,7 +385,7 @@ class Attempt:
             name = f"{identity.job}-{identity.attempt}-node{identity.node}"
             name += f"-round-{identity.submission}" if identity.submission > 1 else ""
             key = f"cycles/{identity.cycle}/jobs/post-mortem/{name}.json"
-            unread, kills, events = list[str](), kills_for_memory(), list[str]()
+            unread, kills, events = list[str](), oom_kill_count(), list[str]()
             try:
                 last = read_events(storage, f"cycles/{identity.cycle}/events.jsonl", last_bytes=EVENTS_BYTES)
                 events = [json.dumps(event) for event in last]
@@ -421,7 +421,7 @@ class Attempt:
                 events=tuple(events),
                 unread=tuple(unread),
             )
-            storage.write_bytes(key, as_bytes(bundle, secrets_of(self.env)))
+            storage.write_bytes(key, as_bytes(bundle, secret_values(self.env)))
             messages.append(f"post-mortem: {storage.uri(key)}")
         except Exception as error:  # must not hide the original exit code
             messages.append(f"no post-mortem: {type(error).__name__}: {''.join(str(error).splitlines()[:1])}")

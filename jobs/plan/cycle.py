@@ -14,7 +14,7 @@ from jobs.plan.resources import job_of
 from jobs.plan.spec import JobPlan, JobSpec
 from jobs.settings import JobsConfig, Step
 from pipeline.core.errors import ConfigError
-from pipeline.core.interpreter import without_interpreter
+from pipeline.core.interpreter import strip_interpreter
 
 ENTRY = ("trnjobs-entry", "--")
 AFTER: dict[str, tuple[str, ...]] = {
@@ -189,7 +189,7 @@ def script_of(job: JobSpec) -> str:
         return ""
     command = list(job.command[len(ENTRY) :])
     if command[:2] == ["trnpipe", "launch"]:
-        command = without_interpreter(command[command.index("--") + 1 :])
+        command = strip_interpreter(command[command.index("--") + 1 :])
         return "" if command[:1] == ["-m"] else command[0] if command else ""
     return command[0] if "/" in command[0] else ""
 
@@ -197,7 +197,7 @@ def script_of(job: JobSpec) -> str:
 def _script_command(step: Step) -> tuple[str, ...]:
     """Return the command of a step: Python under torchrun, other commands unchanged."""
     first = step.command[0]
-    script = without_interpreter(step.command)
+    script = strip_interpreter(step.command)
     if len(script) < len(step.command) or first == "-m" or first.endswith(".py"):
         if not script or (script[0].startswith("-") and script[0] != "-m"):
             seen = f"{step.name} runs {first} {f'with option {script[0]}' if script else 'without a script'}"

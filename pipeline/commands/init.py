@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pipeline.backends import auto_on_host
+from pipeline.backends import auto_uses_xla_cpu
 from pipeline.commands import ToolCall
 from pipeline.core.errors import EXIT_OK, ConfigError, DataError
 from pipeline.core.format import aligned, shortened
@@ -248,7 +248,7 @@ def _split(
 
 
 def _machine(settings: Settings) -> str:
-    if auto_on_host(settings.backend, os.environ):
+    if auto_uses_xla_cpu(settings.backend, os.environ):
         return "no accelerator here: the tiny model, in minutes; a larger one (configs/small.toml) takes hours on a CPU"
     return "backend auto takes this machine's accelerator; configs/small.toml has a model of MiniLM's size"
 

@@ -41,7 +41,7 @@ from pipeline.core.stop import StopSignal
 from pipeline.data.tokenizer import TextTokenizer
 from pipeline.io.commit import commit_dir, read_manifest
 from pipeline.io.requests import RetryPolicy
-from pipeline.io.storage import join_key, os_errors, place_of
+from pipeline.io.storage import join_key, open_parent, os_errors
 from pipeline.model.config import InputSpec
 from pipeline.model.factory import PREFIX as FACTORY_PREFIX
 from pipeline.model.factory import FactoryEncoder
@@ -82,7 +82,7 @@ def destination(
     An earlier export there is replaced. Raises ConfigError for a folder with other files, DiskFull, TransientError,
     Preempted.
     """
-    storage, name = place_of(text, retry=retry, stop=stop, follow_links=True)
+    storage, name = open_parent(text, retry=retry, stop=stop, follow_links=True)
 
     def check_free() -> None:
         found = {stat.key.removeprefix(f"{name}/") for stat in storage.list(name)}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pipeline.core.arrays import Int64s, UInt64s
 from pipeline.core.errors import DataError
 from pipeline.core.fingerprint import fingerprint
-from pipeline.core.format import format_share
+from pipeline.core.format import format_percent
 from pipeline.core.progress import progress
 from pipeline.core.shuffle import mix64
 from pipeline.core.stop import StopSignal
@@ -112,7 +112,7 @@ class Leak:
 
     def text(self) -> str:
         return (
-            f"{self.by_id + self.by_text:,} of {self.queries:,} test queries ({format_share(self.share)}) were trained"
+            f"{self.by_id + self.by_text:,} of {self.queries:,} test queries ({format_percent(self.share)}) were trained"
             f" on ({self.by_id:,} by id, {self.by_text:,} by text)"
         )
 
@@ -156,7 +156,7 @@ def refuse_leak(leak: Leak) -> None:
     if leak.share > MAX_LEAK_SHARE:
         raise DataError(
             leak.text(),
-            expected=f"at most {format_share(MAX_LEAK_SHARE)}, because their scores are too good",
+            expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because their scores are too good",
             next_command="add a split column that keeps each query in one split, then prepare and train again;"
             " or use --evaluate.leak warn",
         )

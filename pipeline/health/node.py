@@ -388,16 +388,16 @@ def judge_nccom(
         return bad(HealthVerdict.FIX, f"{NAME} is not installed", do="aws-neuronx-tools in the image")
     if _USAGE.search(run.output) and not rows:
         return bad(
-            HealthVerdict.FIX, run.told(), do="nccom-test --help: are these options of your version of the tools?"
+            HealthVerdict.FIX, run.summary(), do="nccom-test --help: are these options of your version of the tools?"
         )
     failure = last_line(found[0]) if (found := _FAILED.search(run.output)) else ""
     if run.failure or failure:
         cause = decisive(classify(run.output))
         if cause and cause.row.error is ConfigError and cause.row.evidence is not Evidence.PROOF:
             return bad(HealthVerdict.FIX, f"{cause.row.name}: {cause.line}", do=cause.row.action)
-        return bad(HealthVerdict.RETRY, failure or run.told())
+        return bad(HealthVerdict.RETRY, failure or run.summary())
     if len(rows) < test.num_sizes:  # sizes may be rounded to whole elements of every rank
-        return bad(HealthVerdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.told()})")
+        return bad(HealthVerdict.RETRY, f"results for {len(rows)} of {test.num_sizes} sizes ({run.summary()})")
     # The bandwidth of small sizes is printed as 0.00.
     if not busbw_gib_s > 0 or not all(0 <= row < math.inf for row in rows.values()):
         return bad(HealthVerdict.RETRY, "a bandwidth that is no positive number")
@@ -430,7 +430,9 @@ def check_kernel_log(
     if run.exit_code == 0:
         return CheckResult("kernel-log", HealthVerdict.PASS)
     verdict, do = HealthVerdict.WARN if on_neuron else HealthVerdict.PASS, "a container needs the capability SYSLOG"
-    return CheckResult("kernel-log", verdict, f"not readable ({run.told()})", "the kernel log", do, seconds=run.seconds)
+    return CheckResult(
+        "kernel-log", verdict, f"not readable ({run.summary()})", "the kernel log", do, seconds=run.seconds
+    )
 
 
 def judge_rank_count(machine: Machine, processes: int, *, num_nodes: int) -> CheckResult:

@@ -15,7 +15,7 @@ from pipeline.checkpoint.save import CheckpointWriter, Snapshot
 from pipeline.checkpoint.store import Best, Checkpoint, CheckpointStore, PublishedWeights, TrainState
 from pipeline.compile.manifest import GraphWatch
 from pipeline.context import StageContext
-from pipeline.core.batch_order import BatchPlan, Bucket, RankShare
+from pipeline.core.batch_order import BatchPlan, Bucket, RankSlice
 from pipeline.core.errors import DataError, TransientError
 from pipeline.core.fingerprint import fingerprint
 from pipeline.data.shards import TokenRows
@@ -120,7 +120,7 @@ class RunConfig:
     health: HealthConfig
 
 
-OpenWatch = Callable[[Sequence[Bucket], RankShare, Backend], GraphWatch]
+OpenWatch = Callable[[Sequence[Bucket], RankSlice, Backend], GraphWatch]
 """Opens what watches the graphs of a run, by its buckets."""
 
 
@@ -131,7 +131,7 @@ class Run:
     config: RunConfig
     ctx: StageContext
     inputs: RunInputs
-    share: RankShare
+    share: RankSlice
     process_group: ProcessGroup
     backend: Backend
     pools: TrainingPools

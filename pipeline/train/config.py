@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.core.batch_order import Bucket, RankShare, row_lengths
+from pipeline.core.batch_order import Bucket, RankSlice, row_lengths
 from pipeline.core.errors import ConfigError
 from pipeline.core.layout import Layout, layout_of
 from pipeline.core.record import Record
@@ -201,7 +201,7 @@ def run_layout(config: TrainConfig, world_size: int, rank: int = 0) -> Layout:
     return layout_of(rank, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
 
 
-def batch_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShare:
+def batch_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankSlice:
     """Choose the fewest equal micro-steps that fit `micro_batch_size` and cut no group of one query. Of data ranks.
 
     Raises ConfigError if the global batch cannot be shared evenly.
@@ -212,10 +212,10 @@ def batch_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShar
     if rest or not most:
         raise _uneven_error(config, layout.data_size)
     accumulation = next(parts for parts in range(-(-per_rank // most), per_rank + 1) if per_rank % parts == 0)
-    return RankShare(layout.data_rank, layout.data_size, accumulation)
+    return RankSlice(layout.data_rank, layout.data_size, accumulation)
 
 
-def needs_two_passes(config: TrainConfig, share: RankShare, *, gathers_in_graph: bool) -> bool:
+def needs_two_passes(config: TrainConfig, share: RankSlice, *, gathers_in_graph: bool) -> bool:
     """Return whether no one graph of a rank can hold the global batch that the contrastive loss is computed over."""
     if not config.loss.contrastive_weight:
         return False

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.compile.identity import graph_plan
-from pipeline.core.batch_order import Bucket, RankShare
+from pipeline.core.batch_order import Bucket, RankSlice
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings, resolve, settings_hash
@@ -57,7 +57,7 @@ def test_the_suggested_batch_size_works() -> None:
 
 def graphs(plan: TrainPlan) -> dict[str, object]:
     settings = Settings(train=TrainConfig(parallel=plan), model=ModelConfig(preset="tiny"))
-    return dict(graph_plan(settings, SPEC, [Bucket(8, 8)], RankShare(0, 4, 1), "xla:CPU"))
+    return dict(graph_plan(settings, SPEC, [Bucket(8, 8)], RankSlice(0, 4, 1), "xla:CPU"))
 
 
 @pytest.mark.parametrize(

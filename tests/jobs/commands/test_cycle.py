@@ -350,7 +350,7 @@ def test_killed_at_any_change_every_job_still_runs_once(
         (["submit", "--target=moon"], "invalid choice: 'moon'"),
         (["submit", "--cycle=2026-11-21", "--jobs.train.vcpus=5"], "1 jobs need more than this machine has"),
         (["submit", "today"], "unrecognized arguments: today"),
-        (["submti"], "no command 'submti'; did you mean submit?"),
+        (["submti"], "unknown command 'submti'; did you mean submit?"),
     ],
 )
 def test_rubbish_is_refused_with_what_was_expected(
