@@ -112,8 +112,8 @@ class Leak:
 
     def text(self) -> str:
         return (
-            f"{self.by_id + self.by_text:,} of {self.queries:,} test queries ({format_percent(self.share)}) were trained"
-            f" on ({self.by_id:,} by id, {self.by_text:,} by text)"
+            f"{self.by_id + self.by_text:,} of {self.queries:,} test queries ({format_percent(self.share)}) were"
+            f" trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
         )
 
 
