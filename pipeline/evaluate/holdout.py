@@ -39,7 +39,7 @@ class Span:
     bucket: int
     rows: Int64s
 
-    def share(self, rank: int, batch_size: int) -> tuple[Int64s, int]:
+    def rank_batch(self, rank: int, batch_size: int) -> tuple[Int64s, int]:
         """Return the full batch [batch_size] of a rank and the number of real rows at its start.
 
         The last row is repeated as padding, because all ranks must run every batch and the same sequence of graphs.
@@ -107,12 +107,12 @@ class Leak:
     unchecked: tuple[str, ...] = ()  # training partitions that are no longer prepared
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         return (self.by_id + self.by_text) / max(1, self.queries)
 
     def text(self) -> str:
         return (
-            f"{self.by_id + self.by_text:,} of {self.queries:,} test queries ({format_percent(self.share)}) were"
+            f"{self.by_id + self.by_text:,} of {self.queries:,} test queries ({format_percent(self.fraction)}) were"
             f" trained on ({self.by_id:,} by id, {self.by_text:,} by text)"
         )
 
@@ -153,7 +153,7 @@ def find_leak(
 
 def refuse_leak(leak: Leak) -> None:
     """Raise DataError if more than MAX_LEAK_SHARE of the queries are leaked."""
-    if leak.share > MAX_LEAK_SHARE:
+    if leak.fraction > MAX_LEAK_SHARE:
         raise DataError(
             leak.text(),
             expected=f"at most {format_percent(MAX_LEAK_SHARE)}, because their scores are too good",
@@ -166,7 +166,7 @@ def leak_warnings(leak: Leak | None) -> list[str]:
     """Return warnings about leaked or unchecked queries. `leak` is None if the check is off."""
     if leak is None:
         return ["test queries were not checked against the training data (evaluate.leak off)"]
-    warnings = [f"{leak.text()}: metrics are better than on new queries"] if leak.share else []
+    warnings = [f"{leak.text()}: metrics are better than on new queries"] if leak.fraction else []
     if leak.unchecked:
         warnings.append(
             f"{len(leak.unchecked)} training partition(s) could not be checked for test queries: no longer prepared"

@@ -11,7 +11,7 @@ from pipeline.core.arrays import Bools, Float64s, Int64s
 from pipeline.core.format import aligned, shortened
 from pipeline.core.record import Record
 from pipeline.evaluate.config import MetricName
-from pipeline.evaluate.gate.compare import GateCheck, Side, Verdict
+from pipeline.evaluate.gate.compare import GateCheck, GateInput, Verdict
 from pipeline.evaluate.metrics.labels import NUM_BINS, SMALLEST
 from pipeline.evaluate.metrics.measure import MetricReport, SliceReport
 from pipeline.evaluate.metrics.scored_rows import PerQuery, ScoredRows
@@ -383,7 +383,7 @@ def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
 def store_digest(
     workspace: Storage,
     cycle: str,
-    models: Sequence[tuple[str, Side]],
+    models: Sequence[tuple[str, GateInput]],
     limit: int,
     texts_of: TextsOf,
     moved_by: str,
@@ -394,7 +394,7 @@ def store_digest(
     A production model with an untrained head is compared by search alone. `limit`, `texts_of`: see `find_examples`.
     """
     (digest, candidate), *others = models
-    compared = [(other_digest, side.rows) for other_digest, side in others if not side.rows.meaningless]
+    compared = [(other_digest, result.rows) for other_digest, result in others if not result.rows.meaningless]
     examples, lost, won = find_examples(candidate.rows, compared[0][1] if compared else None, limit, texts_of)
     score_digest = ScoreDigest(
         cycle=cycle,

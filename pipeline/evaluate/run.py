@@ -13,7 +13,7 @@ from pipeline.core.arrays import Int64s
 from pipeline.core.errors import DataError, TransientError
 from pipeline.data.token_sets import Split, TokenSet, open_rows, read_token_sets, select_partitions
 from pipeline.evaluate.baselines import ScoredBaseline, fuse, score_baselines
-from pipeline.evaluate.gate.compare import Side
+from pipeline.evaluate.gate.compare import GateInput
 from pipeline.evaluate.gate.judge import judge, verdict_advice
 from pipeline.evaluate.golden import golden_check
 from pipeline.evaluate.holdout import Holdout, Leak, find_leak, judged_slices, leak_warnings, open_holdout, refuse_leak
@@ -55,12 +55,12 @@ def run_evaluation(
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """One model with its results: `side` for the gate, and the `sample_id` [N] of the rows, ascending."""
+    """One model with its results. `sample_id` [N] is of the rows in `gate_input`, ascending."""
 
     checkpoint: Checkpoint
     sample_id: Int64s
     scores_key: str
-    side: Side
+    gate_input: GateInput
     retrieval: RetrievalResult | None
 
 
@@ -203,7 +203,7 @@ class Evaluation:
         baselines = score_baselines(self.search, self.notes.timed)
         with self.notes.timed("judging"):
             report = self._report(candidate, production, baselines)
-            if not candidate.side.rows.meaningless:
+            if not candidate.gate_input.rows.meaningless:
                 self._store_digest(candidate, production)
             return report
 
@@ -219,8 +219,10 @@ class Evaluation:
         rows = judged_slices(scores.rows, self.new)
         if not checkpoint.state.trained_head:
             rows = replace(rows, meaningless=_UNTRAINED)
-        side = Side(rows, self.settings.evaluate.metrics, threshold, retrieval.per_query if retrieval else None)
-        return ScoredModel(checkpoint, scores.arrays["sample_id"], key, side, retrieval)
+        gate_input = GateInput(
+            rows, self.settings.evaluate.metrics, threshold, retrieval.per_query if retrieval else None
+        )
+        return ScoredModel(checkpoint, scores.arrays["sample_id"], key, gate_input, retrieval)
 
     def _threshold(self, role: str, checkpoint: Checkpoint, scores: ScoreSet | None) -> float | None:
         """Choose the threshold with the best F1 on the valid split. None unless there are two labels and a head."""
@@ -248,8 +250,8 @@ class Evaluation:
         golden = self.search.judge_golden(candidate.retrieval, production.retrieval if production else None)
         action = self.settings.gate.golden
         verdict = judge(
-            candidate.side,
-            production.side if production else None,
+            candidate.gate_input,
+            production.gate_input if production else None,
             self.settings.gate,
             searched=config.retrieval.enabled,
             baselines=[scored.baseline for scored in baselines],
@@ -309,7 +311,7 @@ class Evaluation:
             pairs = zip(*(decoded(side, tokenizer) for side in tokens), strict=True)
             return {row: (query, product) for row, (query, product) in zip(numbers.tolist(), pairs, strict=True)}
 
-        models = [(model.checkpoint.digest, model.side) for model in (candidate, production) if model]
+        models = [(model.checkpoint.digest, model.gate_input) for model in (candidate, production) if model]
         limit, metric, moved = self.settings.report.examples, self.search.ndcg, list[MovedQuery]()
         results = candidate.retrieval, production.retrieval if production else None
         if results[0] and results[1] and not isinstance(task := self.search.task, str):
@@ -318,7 +320,7 @@ class Evaluation:
 
     def _measure(self, model: ScoredModel, baselines: list[ScoredBaseline]) -> ModelReport:
         state, metrics, retrieval = model.checkpoint.state, self.settings.evaluate.metrics, model.retrieval
-        rows, threshold = model.side.rows, model.side.threshold
+        rows, threshold = model.gate_input.rows, model.gate_input.threshold
         report = ModelReport(
             checkpoint=model.checkpoint.uri,
             digest=model.checkpoint.digest,

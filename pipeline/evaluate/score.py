@@ -137,7 +137,7 @@ Score = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 KEPT = ("sample_id", "query_id", "label", "gain", "slice", "partition")
 """Arrays of the token shards that are stored with the scores, if they exist, in addition to `query_tokens` [N]."""
-_SHORT_S, _LONG_S, _MOST_BATCHES = 1.0, 4.0, 256
+_SHORT_S, _LONG_S, _MAX_BATCHES = 1.0, 4.0, 256
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Scorer:
 
         def batches() -> Iterator[Batch]:
             for span in order.spans(start, self.batch_size * layout.data_size):
-                numbers, num_real = span.share(layout.data_rank, self.batch_size)
+                numbers, num_real = span.rank_batch(layout.data_rank, self.batch_size)
                 arrays = rows.read(np.full(self.batch_size, span.bucket, dtype=np.int64), numbers, span.bucket)
                 in_flight.append((span, num_real, kept(arrays)))
                 yield to_tensors(arrays)
@@ -218,7 +218,7 @@ class Scorer:
                 # Few enough batches between exchanges to stop soon, and enough to keep synchronisation cheap.
                 seconds = max(seconds for _, seconds, _ in gathered)
                 if seconds < _SHORT_S:
-                    size = min(size * 2, _MOST_BATCHES)
+                    size = min(size * 2, _MAX_BATCHES)
                 elif seconds > _LONG_S:
                     size = max(1, size // 2)
         return by_sample_id([*saved, *unsaved]) if is_main or not parts else {}

@@ -17,9 +17,9 @@ from pipeline.evaluate.config import DROPS, GateConfig, MetricName, MetricsConfi
 from pipeline.evaluate.gate.compare import (
     Comparison,
     GateCheck,
+    GateInput,
     Outcome,
     PairedDifference,
-    Side,
     Verdict,
     judge_overall,
     judge_refusal,
@@ -59,8 +59,10 @@ def verdict(
     warnings, thresholds = settings.pop("warnings", ()), settings.pop("thresholds", (None, None))
     config = GateConfig.model_validate({"drops": {}, "slice_drops": {}, "resamples": 200, **settings})
     return judge(
-        Side(candidate, METRICS, thresholds[0], None if ours is None else searched(ours)),
-        Side(incumbent, METRICS, thresholds[1], None if theirs is None else searched(theirs)) if incumbent else None,
+        GateInput(candidate, METRICS, thresholds[0], None if ours is None else searched(ours)),
+        GateInput(incumbent, METRICS, thresholds[1], None if theirs is None else searched(theirs))
+        if incumbent
+        else None,
         config,
         searched=bool(search),
         baselines=baselines,
@@ -95,10 +97,10 @@ def changed(models: ScoredRows, where: Bools, probabilities: Any) -> ScoredRows:
 def test_a_candidate_is_promoted_if_it_is_shown_not_to_be_worse(change: Change, swapped: bool, promote: bool) -> None:
     models = population(change, num_queries=2000, num_slices=10)
     pair = [models.candidate, models.incumbent][:: -1 if swapped else 1]
-    found = judge(Side(pair[0], METRICS), Side(pair[1], METRICS), GateConfig(), searched=False)
+    found = judge(GateInput(pair[0], METRICS), GateInput(pair[1], METRICS), GateConfig(), searched=False)
     assert found.promote is promote and not found.without_comparison
     assert (outcomes(found)["delta ndcg@10"] == "pass") is (outcomes(found)["delta macro_f1"] == "pass") is promote
-    assert found == judge(Side(pair[0], METRICS), Side(pair[1], METRICS), GateConfig(), searched=False)
+    assert found == judge(GateInput(pair[0], METRICS), GateInput(pair[1], METRICS), GateConfig(), searched=False)
     lines, failed = found.lines(), [one for one in found.checks if one.outcome == "fail"]
     assert lines[0].startswith("promote: 22 checks passed, " if promote else f"refuse: {len(failed)} failed, ")
     assert lines[1 : len(failed) + 1] == [f"  fail    {one.reason}" for one in failed]

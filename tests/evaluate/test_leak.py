@@ -46,7 +46,7 @@ def test_by_id_and_by_text(tmp_path: Path, world_size: int) -> None:
         world_size, lambda process_group: find_leak(asked, sets, process_group, StopSignal(), ("dt=2026-01-01",))
     )
     assert set(found) == {Leak(4, 2, 1, ("dt=2026-01-01",))}
-    assert found[0].share == 0.75
+    assert found[0].fraction == 0.75
     assert "3 of 4 test queries (75%) were trained on (2 by id, 1 by text)" in found[0].text()
 
 
@@ -72,5 +72,5 @@ def test_a_stop_ends_it(tmp_path: Path) -> None:
 def test_what_the_verdict_repeats_of_a_leak(leak: Leak | None, said: list[str]) -> None:
     doubts = leak_warnings(leak)
     assert len(doubts) == len(said) and all(words in text for words, text in zip(said, doubts, strict=True))
-    with nullcontext() if leak is None or leak.share <= 0.05 else pytest.raises(DataError):
+    with nullcontext() if leak is None or leak.fraction <= 0.05 else pytest.raises(DataError):
         refuse_leak(leak or Leak(100, 0, 0))

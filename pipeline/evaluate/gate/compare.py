@@ -340,8 +340,8 @@ def _losses(
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
-    """Results of one model: scored rows, its threshold (two labels only), and retrieval metrics per query."""
+class GateInput:
+    """Results of one model for the gate: scored rows, threshold (two labels only), and retrieval metrics per query."""
 
     rows: ScoredRows
     config: MetricsConfig
@@ -355,12 +355,12 @@ class Side:
     def measure(self, name: MetricName) -> Measured | Missing:
         return measure_retrieval(self.retrieval, name) if name.is_retrieval else self.metrics.measure(name)
 
-    def select(self, mask: Bools) -> "Side":
+    def select(self, mask: Bools) -> "GateInput":
         """Select the rows where `mask` [N] is true. Drops retrieval, which is not per row."""
         return replace(self, rows=self.rows.select(mask), retrieval=None)
 
 
-def check_same_holdout(candidate: Side, reference: Side) -> None:
+def check_same_holdout(candidate: GateInput, reference: GateInput) -> None:
     """Raise DataError unless both were scored on the same rows in the same order, and on the same queries."""
     names = ("labels", "query_id", "label", "gain")
     pairs = [(name, getattr(candidate.rows, name), getattr(reference.rows, name)) for name in names]

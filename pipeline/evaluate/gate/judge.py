@@ -4,7 +4,7 @@ There are four rules. Their error rates are measured by bench/gate_rates.py.
 
 1. The measured values must reach the floors.
 2. Over all rows and in every compared metric, the candidate must be at most the allowed drop worse than production, at
-   the given confidence. A candidate that is worse in any metric is promoted with a probability of at most
+   the given confidence. A candidate that is worse by more in any metric is promoted with a probability of at most
    1 - confidence, regardless of the number of metrics. A test split that is too small to decide refuses.
 3. A slice refuses if it is significantly worse than allowed. The Bonferroni correction spreads 1 - confidence over all
    slice comparisons, so a candidate that is worse nowhere is refused with at most that probability, regardless of the
@@ -33,9 +33,9 @@ from pipeline.evaluate.gate.compare import (
     SEED,
     Comparison,
     GateCheck,
+    GateInput,
     Outcome,
     PairedDifference,
-    Side,
     Verdict,
     check_same_holdout,
     judge_overall,
@@ -49,7 +49,7 @@ from pipeline.evaluate.metrics.scored_rows import Missing, PerQuery, ScoredRows
 # Floors: values that the candidate must reach regardless of the production model.
 
 
-def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
+def floor_checks(candidate: GateInput, config: GateConfig) -> list[GateCheck]:
     """Check that each metric with a floor reaches it on enough queries."""
     checks = []
     for text, bound in config.floors.items():
@@ -85,7 +85,9 @@ def floor_checks(candidate: Side, config: GateConfig) -> list[GateCheck]:
 _SHOWN = 3  # small slices that are listed by name
 
 
-def slice_checks(candidate: Side, production: Side, config: GateConfig, seed: int) -> tuple[list[GateCheck], float]:
+def slice_checks(
+    candidate: GateInput, production: GateInput, config: GateConfig, seed: int
+) -> tuple[list[GateCheck], float]:
     """Compare every slice. Returns the checks and the Bonferroni-corrected confidence of each comparison."""
     if not config.slice_drops:
         return [], config.confidence
@@ -152,7 +154,7 @@ class Baseline:
 
 
 def baseline_checks(
-    candidate: Side, baselines: Sequence[Baseline], config: GateConfig, *, first: bool, seed: int
+    candidate: GateInput, baselines: Sequence[Baseline], config: GateConfig, *, first: bool, seed: int
 ) -> tuple[list[GateCheck], float]:
     """Compare with every baseline. Returns the checks and the Bonferroni-corrected confidence of each comparison.
 
@@ -170,7 +172,7 @@ def baseline_checks(
     pending: list[Comparison] = []
     for baseline in baselines:
         rows = candidate.rows if baseline.rows is None else baseline.rows
-        reference = Side(rows, candidate.config, baseline.threshold, baseline.retrieval)
+        reference = GateInput(rows, candidate.config, baseline.threshold, baseline.retrieval)
         check_same_holdout(candidate, reference)
         for text, allowed in config.baseline_drops.items():
             metric = MetricName.parse(text)
@@ -202,8 +204,8 @@ def baseline_checks(
 
 
 def judge(
-    candidate: Side,
-    production: Side | None,
+    candidate: GateInput,
+    production: GateInput | None,
     config: GateConfig,
     *,
     searched: bool = True,
@@ -265,7 +267,7 @@ def judge(
 
 
 def _overall_checks(
-    candidate: Side, production: Side, drops: Mapping[str, float], config: GateConfig, seed: int
+    candidate: GateInput, production: GateInput, drops: Mapping[str, float], config: GateConfig, seed: int
 ) -> list[GateCheck]:
     """Compare both models over all rows (rule 2)."""
     if not drops:
