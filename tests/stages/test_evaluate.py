@@ -269,7 +269,7 @@ def test_golden_queries_are_judged_by_what_search_finds(promoted: Case) -> None:
     told = promoted.run(*flags, code=80)
     found = promoted.report().golden
     assert found is not None and found.unknown == ("nothing",)
-    assert "golden queries name 1 product(s) that are not among the" in told and "golden queries: " in told
+    assert "golden queries name 1 product(s) not among the" in told and "golden queries: " in told
     texts = dict.fromkeys(
         (row["title"], row["text"])
         for day in synthetic.partitions(SyntheticConfig(num_queries=60, num_days=2))
