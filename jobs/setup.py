@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 
 from jobs.cycle.costs import CycleLedger, read_ledger
 from jobs.cycle.cycle_store import CycleStore, claims_by_age
-from jobs.cycle.job_states import Closed, JobRecord
+from jobs.cycle.job_states import Closed, JobRecord, without_error
 from jobs.cycle.page.gather import PageData, gather
 from jobs.cycle.page.publish import report_key
 from jobs.cycle.tables import failure_lines
@@ -145,7 +145,7 @@ class OpenCycle:
             data = gather(self.store, plan, ledger, records, closed)
         target, judged = claim.target if claim else "", data.figures.get("evaluate", {})
         lines = verdict_lines(data.ledger, data.evaluation, judged, data.vectors, target)
-        failures, reason = self.failure_lines(records), closed.reason if closed else ""
+        failures, reason = self.failure_lines(records), without_error(closed.reason, records) if closed else ""
         if data.outcome == "refused" and data.evaluation:  # the reasons stand in the verdict
             failures, reason = failures[-1:], ""
         page = [f"  page: {display_path(storage.uri(key))}"] if storage.stat(key) is not None else []
@@ -172,7 +172,7 @@ def open_cycle(
 def open_newest(settings: CycleSettings, say: Say) -> OpenCycle:
     """Open the cycle that the settings name; if they name none, the newest with jobs, for commands that only read."""
     asked = open_cycle(settings, say)
-    newest = [] if settings.cycle else newest_cycles(asked.store)
+    newest = [] if settings.cycle else newest_cycles(asked.store) or list(claims_by_age(asked.store, runs=True))
     return asked.other(newest[-1]) if newest else asked
 
 

@@ -160,7 +160,7 @@ class CommandParser(argparse.ArgumentParser):
         return own, flags
 
 
-COMPLETION = 'print a script that completes commands and flags in bash: eval "$(trnpipe completion bash)"'
+COMPLETION = 'print a script that completes commands and flags in bash, zsh or fish: eval "$(trnpipe completion bash)"'
 _BASH = """\
 _{name}() {{
     local word=${{COMP_WORDS[COMP_CWORD]}}
@@ -175,18 +175,25 @@ _{name}() {{
 complete -o filenames -F _{name} {name}
 """
 
+_FISH = """\
+complete -c {name} -n __fish_use_subcommand -f -a '{commands}'
+complete -c {name} -n 'not __fish_use_subcommand; and string match -q -- "--*" (commandline -ct)' -f -a '{flags}'
+"""
+
 
 def completion(name: str, commands: Iterable[str], arguments: Sequence[str], model: "type[S]") -> str:
     """Return the completion script of a console program for a shell. Raises ConfigError for an unknown shell."""
     from pipeline.settings import leaves
 
     shell = " ".join(arguments)
-    if shell not in ("bash", "zsh"):
+    if shell not in ("bash", "zsh", "fish"):
         raise ConfigError(
-            f"unknown shell {shell!r}", expected="bash or zsh", next_command=f'eval "$({name} completion bash)"'
+            f"unknown shell {shell!r}",
+            expected="bash, zsh or fish",
+            next_command=f'eval "$({name} completion bash)"; fish: {name} completion fish | source',
         )
     flags = ["--config", "--help", HELP_ALL, *(leaf.flag for leaf in leaves(model).values())]
-    script = _BASH.format(name=name, commands=" ".join(commands), flags=" ".join(flags))
+    script = (_FISH if shell == "fish" else _BASH).format(name=name, commands=" ".join(commands), flags=" ".join(flags))
     return ("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + script
 
 

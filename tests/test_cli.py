@@ -138,6 +138,9 @@ def test_bash_completes_commands_and_flags(program: str, capsys: pytest.CaptureF
         )
     assert main(["completion", "zsh"]) == 0
     assert "bashcompinit" in capsys.readouterr().out
+    assert main(["completion", "fish"]) == 0  # typed into fish 3.6 once; CI has none
+    commands, flags = capsys.readouterr().out.split("\n", 1)
+    assert commands.startswith(f"complete -c {program} ") and " config " in commands and " --train.max-steps " in flags
     assert main(["completion", "tcsh"]) == ConfigError.exit_code
 
 

@@ -35,7 +35,7 @@ from pipeline.evaluate.score import (
     save_scores,
 )
 from pipeline.io.commit import read_manifest
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import ModelConfig, difference
 from pipeline.model.hf import from_hf
 from pipeline.model.relevance import RelevanceModel
 from pipeline.parallel.process_group import ProcessGroup
@@ -176,8 +176,8 @@ def check_data(checkpoint: Checkpoint, sets: Sequence[TokenSet], role: str, hint
     for name in ("tokenizer", *model):
         if model[name] != data[name]:
             raise ConfigError(
-                f"{name} of the data is {data[name]!r}, but the {role} {checkpoint.uri} was trained with"
-                f" {model[name]!r}",
+                f"the data has a different {name} than the {role} {checkpoint.uri} was trained with:"
+                f" {difference(data[name], model[name])}",
                 expected="data that fits the model",
                 next_command=hint,
             )

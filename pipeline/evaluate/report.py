@@ -380,23 +380,22 @@ def load_digest(workspace: Storage, cycle: str) -> ScoreDigest | None:
     return read_record(workspace, digest_key(cycle), ScoreDigest, "a score digest", writer)
 
 
-def store_digest(
-    workspace: Storage,
+def score_digest(
     cycle: str,
     models: Sequence[tuple[str, GateInput]],
     limit: int,
     texts_of: TextsOf,
     moved_by: str,
     moved: Sequence[MovedQuery],
-) -> None:
-    """Store the score digest of the candidate and, if given, the production model (checkpoint digest and results each).
+) -> ScoreDigest:
+    """Build the score digest of the candidate and, if given, the production model (checkpoint digest and results each).
 
     A production model with an untrained head is compared by search alone. `limit`, `texts_of`: see `find_examples`.
     """
     (digest, candidate), *others = models
     compared = [(other_digest, result.rows) for other_digest, result in others if not result.rows.meaningless]
     examples, lost, won = find_examples(candidate.rows, compared[0][1] if compared else None, limit, texts_of)
-    score_digest = ScoreDigest(
+    return ScoreDigest(
         cycle=cycle,
         labels=candidate.rows.labels,
         top_gain=max(candidate.rows.label_gains),
@@ -409,7 +408,6 @@ def store_digest(
         won=won,
         examples=examples,
     )
-    workspace.write_bytes(digest_key(cycle), score_digest.model_dump_json(indent=1).encode() + b"\n")
 
 
 def model_digest(digest: str, rows: ScoredRows) -> ModelDigest:

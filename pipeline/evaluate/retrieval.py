@@ -128,7 +128,7 @@ class JudgedCatalogue:
         items, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         num_without_id = 0
         for batch in self.batches(("id", "query", "query_id")):
-            ids, queries, names = (_texts(batch, name) for name in ("id", "query", "query_id"))
+            ids, queries, names = (field_texts(batch, name) for name in ("id", "query", "query_id"))
             pairs = zip(queries, names, strict=True)
             batch_numbers = [hash63(name or query) if query else NO_QUERY for query, name in pairs]
             judged = filter_mask(batch.columns, config.queries)
@@ -162,7 +162,7 @@ class JudgedCatalogue:
         texts_read: list[str] = []
         number = row = 0
         for batch in self.batches(("title", "text")):
-            titles, texts = _texts(batch, "title"), _texts(batch, "text")
+            titles, texts = field_texts(batch, "title"), field_texts(batch, "text")
             rows = zip(titles, texts, is_item[row : row + len(titles)].tolist(), strict=True)
             row += len(titles)
             texts_read += [product_text(title, text, limit) for title, text, is_first in rows if is_first]
@@ -202,7 +202,7 @@ def open_catalogue(config: RetrievalConfig, path: str, stop: StopSignal) -> Judg
     return JudgedCatalogue(config, open_files(path, "auto", stop, "--evaluate.retrieval.catalogue"))
 
 
-def _texts(batch: RawBatch, field: str) -> list[str]:
+def field_texts(batch: RawBatch, field: str) -> list[str]:
     """Return a field of every row, stripped. Empty if the file lacks the column."""
     if field not in batch.columns.schema.names:
         return [""] * len(batch.columns)
@@ -542,7 +542,7 @@ class ModelSearch:
             source = open_source(self.settings.data, scratch=self.ctx.scratch, stop=self.ctx.stop)
             batches, name = read_products(source, self.ctx.stop), "product_id"
         for batch in batches:
-            for row in zip(*(_texts(batch, column) for column in (name, "title", "text")), strict=True):
+            for row in zip(*(field_texts(batch, column) for column in (name, "title", "text")), strict=True):
                 yield row[0], row[1], prefix + product_text(row[1], row[2], limit)
 
     @cached_property

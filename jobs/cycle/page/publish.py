@@ -48,6 +48,7 @@ _TRIES = 20
 _UNITS: dict[str, tuple[str, float, tuple[float, ...]]] = {
     "share of time waiting for data": ("time waiting for data, %", 100, (0, 1)),
     "memory, bytes": ("memory, GiB", 2**-30, (0,)),
+    "learning rate": ("learning rate, highest", 1, ()),
 }
 """How a figure of training is drawn: its title, a factor, and what its axis holds in any case."""
 _HIDDEN = dict.fromkeys(
