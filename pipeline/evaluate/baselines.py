@@ -31,8 +31,8 @@ from pipeline.evaluate.report import BaselineReport, HybridReport
 from pipeline.evaluate.retrieval import ModelSearch, RetrievalTask
 from pipeline.evaluate.score import by_sample_id, load_arrays, save_arrays, scored_rows
 from pipeline.io.commit import read_manifest
-from pipeline.retrieval.bm25 import K1, WORDS, B, Bm25, nothing_found
-from pipeline.retrieval.search import Ranked, best_weight, by_rank, by_weight
+from pipeline.retrieval.bm25 import K1, WORDS_VERSION, B, Bm25, unmatched_warning
+from pipeline.retrieval.search import Ranked, best_weight, fuse_by_rank, fuse_by_weight
 
 VERSION = 1  # Version of the baselines. Increase it to score them again.
 BM25, BOOSTING = "BM25", "boosting"
@@ -92,7 +92,7 @@ def lexical_search(task: RetrievalTask, k: int, stop: StopSignal) -> Ranked:
 def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaseline:
     if isinstance(task, str):
         return ScoredBaseline(BaselineReport(name="bm25", missing=task), Baseline(BM25, missing=task))
-    key = _key(search, "bm25", {**search.inputs, "k1": K1, "b": B, "words": WORDS})
+    key = _key(search, "bm25", {**search.inputs, "k1": K1, "b": B, "words": WORDS_VERSION})
     if read_manifest(search.ctx.workspace, key) is None:
         result = search.save(task, key, lexical_search(task, max(search.metrics.retrieval_at), search.ctx.stop))
     else:
@@ -100,7 +100,7 @@ def _score_bm25(search: ModelSearch, task: RetrievalTask | str) -> ScoredBaselin
     weak = ""
     if result.ranked is not None:
         first = result.ranked.items[: len(task.queries.ids), 0]
-        weak = nothing_found(int((first < 0).sum()), len(first), "item")
+        weak = unmatched_warning(int((first < 0).sum()), len(first), "item")
         if weak:
             search.warn(f"BM25 has no results: {weak}")
     report = BaselineReport(name="bm25", scores=key, retrieval=result.report, weak=weak)
@@ -117,7 +117,7 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
         return ()
     judged, tuning = len(task.queries.ids), task.tuning
     both = vectors.part(0, judged), lexical.part(0, judged)
-    ranked = HybridReport(name="rrf", retrieval=task.report(by_rank(*both), metrics)[1])
+    ranked = HybridReport(name="rrf", retrieval=task.report(fuse_by_rank(*both), metrics)[1])
     if tuning is None:
         reason = "no weight for hybrid search: there are no queries in the valid split to choose it"
         return ranked, HybridReport(name="weighted", missing=reason)
@@ -128,7 +128,7 @@ def fuse(search: ModelSearch, scored: list[ScoredBaseline], vectors: Ranked | No
 
     end = judged + len(tuning.ids)
     weight = best_weight(vectors.part(judged, end), lexical.part(judged, end), quality)
-    report = task.report(by_weight(*both, weight), metrics)[1]
+    report = task.report(fuse_by_weight(*both, weight), metrics)[1]
     return ranked, HybridReport(name="weighted", weight=weight, valid_queries=len(tuning.ids), retrieval=report)
 
 

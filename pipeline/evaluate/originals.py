@@ -16,7 +16,7 @@ from pipeline.data.tokenizer import TextTokenizer
 from pipeline.embed.catalogue import cut_tokens
 from pipeline.evaluate.report import MAX_TEXT, ScoreDigest
 from pipeline.evaluate.retrieval import field_texts
-from pipeline.retrieval.products import decoded
+from pipeline.retrieval.products import decode_tokens
 
 MAX_ROWS = 1_000_000  # maximum input rows to search, newest days first: about 10 s
 Text = tuple[str, str]  # side of a pair ("query" or "product") and its text
@@ -37,7 +37,7 @@ def with_originals(
     def round_trip(side: str, texts: list[str]) -> list[str]:
         limit = buckets[-1].query_tokens if side == "query" else buckets[-1].product_tokens
         tokens = cut_tokens(encoder.encode(texts), limit, encoder.sep_id)
-        return [shortened(text, MAX_TEXT) for text in decoded(tokens, tokenizer)]
+        return [shortened(text, MAX_TEXT) for text in decode_tokens(tokens, tokenizer)]
 
     def windows() -> Iterator[dict[Text, str]]:
         source, num_rows = open_source(config, scratch=ctx.scratch, stop=ctx.stop), 0

@@ -69,7 +69,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         if backend.is_lazy or backend.compiles_steps:
             trial = shapes.trial(settings, backend, process_group, recorder, ctx.stop, ctx.console)
             if not trace_file:
-                recorder.met = _progress(ctx, trial.num_graphs, started)
+                recorder.on_graph = _progress(ctx, trial.num_graphs, started)
             with use_display(no_display):  # hide the scoring progress of the trial
                 trial.score() if is_scoring else trial.run()
     manifest = GraphManifest(plan=dict(plan), graphs=tuple(recorder.graphs.values()))
@@ -80,7 +80,7 @@ def _trace(settings: Settings, ctx: StageContext, shapes: Shapes, started: datet
         size = f"{graph.num_instructions:>6,} operations  {graph.hlo_bytes / 1e6:6.2f} MB"
         size = size if graph.hlo_bytes else f"{graph.compiles:>6} programs"
         ctx.console.info(f"  {graph.phase:<16} {shape:<12} {size}  {graph.compile_s:6.1f} s  {graph.key[:12]}")
-    for position in recorder.outside:
+    for position in recorder.extra_compiles:
         ctx.console.warn(f"more than one graph was compiled at {position}")
     findings = (*lint(*recorder.texts.values()), *lint_counters(backend.host_operators()))
     for finding in findings:
@@ -144,5 +144,5 @@ def _publish(ctx: StageContext, manifest: GraphManifest, started: datetime) -> S
 def _result(ctx: StageContext, manifest: GraphManifest, started: datetime) -> StageResult:
     figures: dict[str, Figure] = {"graphs": len(manifest.graphs), "compile_s": manifest.compile_s}
     return ctx.finish(
-        NAME, started, inputs={"plan": manifest.plan_id}, outputs={"manifest": manifest.place}, figures=figures
+        NAME, started, inputs={"plan": manifest.plan_id}, outputs={"manifest": manifest.key}, figures=figures
     )

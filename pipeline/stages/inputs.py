@@ -17,7 +17,7 @@ from pipeline.data.token_sets import prefixes_of, read_token_sets, spec_of
 from pipeline.model.config import InputSpec
 from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.world import World
-from pipeline.registry.checkpoints import incumbent_prefix, start_place
+from pipeline.registry.checkpoints import locate_start, production_prefix
 from pipeline.settings import Settings
 from pipeline.telemetry.console import Console
 from pipeline.train.config import batch_share
@@ -28,12 +28,12 @@ def find_parent(ctx: StageContext) -> Checkpoint | None:
     """Open the checkpoint to start from. None for scratch, or if nothing was promoted. Raises CheckpointError."""
     settings, cache_dir = ctx.settings, ctx.scratch / "parent"
     if settings.train.start != "incumbent":
-        location = start_place(settings.train.start, settings, ctx.workspace)
+        location = locate_start(settings.train.start, settings, ctx.workspace)
         return None if location is None else open_checkpoint(*location, cache_dir)
     # Start from the production model at the time this cycle first mined negatives or trained. A later promotion, even
     # by this cycle, must not change the parent of a later attempt. The first writer wins, so all ranks agree.
     key = f"cycles/{ctx.cycle}/train/parent.json"
-    pin = json.dumps({"checkpoint": incumbent_prefix(ctx.workspace, settings.model_name)})
+    pin = json.dumps({"checkpoint": production_prefix(ctx.workspace, settings.model_name)})
     ctx.workspace.write_if_absent(key, pin.encode())
     pinned = json.loads(ctx.workspace.read_bytes(key))["checkpoint"]
     return None if pinned is None else open_checkpoint(ctx.workspace, str(pinned), cache_dir)
