@@ -29,7 +29,7 @@ _SIDES = {"query": "query", "product": "product", "text": "product"}
 def with_originals(
     digest: ScoreDigest, info: TokenSetInfo, tokenizer: bytes, config: DataConfig, ctx: StageContext
 ) -> ScoreDigest:
-    """Return the digest with original texts in place of decode_tokens ones, as far as the newest rows have them.
+    """Return the digest with original texts in place of decoded ones, as far as the newest rows have them.
 
     Raises DataError or ConfigError if the input cannot be read.
     """
@@ -71,9 +71,9 @@ def _change(tree: Any, change: Callable[[Text], object]) -> Any:
 def find_originals(
     shown: Collection[Text], windows: Iterable[dict[Text, str]], again: Callable[[str, list[str]], list[str]]
 ) -> dict[Text, str]:
-    """Return the originals of the texts `shown`, which were decode_tokens from tokens; those not found are left out. Pure.
+    """Return the originals of the texts `shown`, which were decoded from tokens; those not found are left out. Pure.
 
-    `windows`: texts of the input, each with its title. `again`: texts of a side, tokenised and decode_tokens again: slow, so
+    `windows`: texts of the input, each with its title. `again`: texts of a side, tokenised and decoded again: slow, so
     only for those that begin like one of `shown`.
     """
     begins, found, tried = {(side, _beginning(text)) for side, text in shown}, dict[Text, str](), set[Text]()
