@@ -69,7 +69,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
     by = "BM25" if mining.model is None else f"vectors of {mining.model.prefix}"
     ctx.console.info(
         f"mine: {len(task.query_id):,} queries with a positive against {len(task.products):,} products by {by} | "
-        f"{len(negatives.parts.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
+        f"{len(negatives.store.done())} of {len(negatives)} parts done | worker {worker} of {workers}"
     )
     if len(task.products) < task.products.num_distinct:
         ctx.console.warn(
@@ -103,7 +103,7 @@ def _run(settings: Settings, ctx: StageContext) -> StageResult:
             raise
         # Another worker was last, and deleted the parts that this one was reading.
     for parts in (vectors, negatives):
-        parts.parts.delete()
+        parts.store.delete()
     result = _result(ctx, mining, started, dict(made.info.figures), made)
     _tell_end(ctx, made, result)
     return store_result(ctx.workspace, result)
