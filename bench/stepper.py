@@ -15,7 +15,7 @@ from pipeline.data.loader import RowSource
 from pipeline.data.training_groups import GroupedRows
 from pipeline.model.config import InputSpec, ModelConfig
 from pipeline.model.weights import initial_model
-from pipeline.train.config import TrainConfig, batch_share, groups_of_batch, rows_of_batch
+from pipeline.train.config import TrainConfig, batch_row_lengths, batch_share, groups_per_batch
 from pipeline.train.step import TrainProgram, flat_strategy
 from pipeline.train.stream import BatchStream
 
@@ -88,7 +88,7 @@ def open_stepper(
 ) -> Iterator[Stepper]:
     """Endless steps over `source`; leaving the context ends the loader."""
     groups = grouped(source, config)
-    plan = BatchPlan(groups.sizes, groups_of_batch(config), config.seed)
+    plan = BatchPlan(groups.sizes, groups_per_batch(config), config.seed)
     share = batch_share(config, 1)
     stream = BatchStream(groups, plan, share, config, 0, ENDLESS)
     with backend.loader(stream) as batches:
@@ -119,7 +119,7 @@ def grouped(source: BucketedRows, config: TrainConfig) -> GroupedRows:
     return GroupedRows.of(
         source,
         slots=config.candidates_per_query,
-        lengths=rows_of_batch(config, source.buckets),
+        lengths=batch_row_lengths(config, source.buckets),
         positive_gain=config.loss.positive_gain,
         seed=config.seed,
     )

@@ -172,7 +172,7 @@ def test_a_batch_however_cut_has_the_gradient_of_the_eager_cpu(
         for _ in range(2):
             compiled = backend.compile_count()
             program.accumulate([{name: x.to(backend.device) for name, x in one.items()} for one in micros])
-            found = [tensor.reshape(-1) for tensor in backend.to_host(program.reduced())]
+            found = [tensor.reshape(-1) for tensor in backend.to_host(program.reduce())]
         assert backend.compile_count() == compiled, "a second step compiles nothing"
         return torch.cat(found)
 

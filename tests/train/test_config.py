@@ -12,7 +12,7 @@ from pipeline.core.batch_order import Bucket, RankShare
 from pipeline.core.errors import ConfigError
 from pipeline.model.config import ModelConfig
 from pipeline.settings import Settings, resolve, settings_hash
-from pipeline.train.config import TrainConfig, TrainPlan, batch_share, groups_of_batch, run_layout
+from pipeline.train.config import TrainConfig, TrainPlan, batch_share, groups_per_batch, run_layout
 from tests.train.rows import SPEC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -42,11 +42,11 @@ def test_a_share_is_even_fits_and_cuts_no_group(batch: int, micro: int, world_si
     size, left = divmod(batch, world_size * share.accumulation)
     assert left == 0 and size <= micro and size % slots == 0
     assert (share.rank, share.world_size) == (world_size - 1, world_size)
-    assert groups_of_batch(config(batch, micro, slots)) * slots == batch
+    assert groups_per_batch(config(batch, micro, slots)) * slots == batch
 
 
 def test_the_suggested_batch_size_works() -> None:
-    with pytest.raises(ConfigError, match="a global batch of 52 over 3 ranks") as caught:
+    with pytest.raises(ConfigError, match="a global batch of 52 cannot be divided over 3 ranks") as caught:
         batch_share(config(52, 64), 3)
     suggested = int(caught.value.next_command.split()[1].rstrip(","))
     assert batch_share(config(suggested, 64), 3).accumulation >= 1

@@ -17,7 +17,7 @@ from pipeline.data.loader import training_batches
 from pipeline.data.shards import TokenRows
 from pipeline.model.relevance import build_model
 from pipeline.train.config import OptimizerConfig, TrainConfig
-from pipeline.train.step import TrainProgram, drops_elements, flat_strategy
+from pipeline.train.step import TrainProgram, flat_strategy, uses_dropout
 from tests.train.rows import BUCKETS, MODEL, SPEC, TRAIN, grouped, make_program, make_rows, plan_of
 from tests.train.test_step import batches_of, control, step
 
@@ -113,7 +113,7 @@ def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
     config = TrainConfig.model_validate({**TRAIN.model_dump(), "parallel": {"recompute": recompute, "shard_degree": 1}})
     assert config.loss.contrastive_weight
     model = MODEL.model_copy(update={"dropout": dropout})
-    why = "layers are computed again" if recompute == "units" else "a step has two passes"
+    why = "recomputes layers" if recompute == "units" else "has two passes per step"
     with pytest.raises(ConfigError, match=why) if is_refused else nullcontext():
         make_program(backend(), config, model, accumulation)
 
@@ -121,9 +121,9 @@ def test_dropout_that_is_drawn_twice_is_refused_on_neuron(
 @pytest.mark.parametrize(("layer", "is_refused"), [(torch.nn.Dropout(0.1), True), (torch.nn.Dropout(0.0), False)])
 def test_dropout_of_a_module_of_a_factory_is_seen_on_neuron(layer: torch.nn.Module, is_refused: bool) -> None:
     encoder = build_model(MODEL, SPEC, 1).encoder
-    assert not drops_elements(encoder)
+    assert not uses_dropout(encoder)
     encoder.add_module("theirs", layer)
-    assert drops_elements(encoder) == is_refused
+    assert uses_dropout(encoder) == is_refused
 
 
 class Outputs(CpuBackend):
