@@ -192,7 +192,7 @@ class Trial:
         """Embed two dummy batches of every shape."""
         encoder = build_model(self.settings.model, self.spec, self.settings.train.seed).encoder
         program = EmbedProgram(encoder, self.backend, self.settings.embed, self.watch)
-        texts = (shape.blank() for shape in program.shapes for _ in range(2))
+        texts = (shape.dummy() for shape in program.shapes for _ in range(2))
         self._compute(texts, lambda batch: [program.vectors(batch)])
 
     def _compute(self, batches: Iterable[Batch], compute: Callable[[Batch], list[Tensor]]) -> None:

@@ -132,7 +132,7 @@ def _longest(info: TokenSetInfo) -> int:
 
 
 def _check_parent(parent: Checkpoint, spec: InputSpec, tokenizer_fingerprint: str, model: ModelConfig) -> None:
-    """Raises ConfigError if the tokenizer, classes, features or architecture differ from the parent's."""
+    """Check tokenizer, classes, features and architecture. Raises ConfigError if one differs from the parent's."""
     state = parent.state
     if state.tokenizer_fingerprint != tokenizer_fingerprint:
         raise ConfigError(

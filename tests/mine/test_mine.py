@@ -83,7 +83,7 @@ def all_at_once() -> tuple[Int64s, dict[str, int]]:
     return choose_negatives(Candidates(np.take_along_axis(scores, order, 1), order, np.array(best)), known, CONFIG)
 
 
-def parts_of(folder: Path) -> tuple[Pieces, Pieces]:
+def part_store(folder: Path) -> tuple[Pieces, Pieces]:
     """Vectors, 50 items in a part, and negatives, 6 queries in a part."""
     storage = open_storage(str(folder / "workspace"))
     vectors, negatives = open_pieces(storage, "cycles/c/mine/x", folder / "cache", (ITEMS, QUERIES), PER_PART)
@@ -95,7 +95,7 @@ def run(
 ) -> tuple[int, tuple[Pieces, Pieces]]:
     """(missing, pieces): items are committed as ten times their number."""
     stop = stop or StopSignal()
-    parts = parts_of(folder)
+    parts = part_store(folder)
     known = judged()
     missing = mine_share(
         parts[1],
@@ -128,7 +128,7 @@ def test_one_worker_finds_what_a_sort_of_everything_finds(tmp_path: Path) -> Non
 
 
 def test_vectors_another_worker_makes_meanwhile_are_used(tmp_path: Path) -> None:
-    other, _ = parts_of(tmp_path)
+    other, _ = part_store(tmp_path)
 
     def meanwhile(kind: str, start: int) -> None:
         if (kind, start) == ("items", 0):
