@@ -158,7 +158,7 @@ $(SCAN)/.installed: infra/scan.lock
 docs: $(STAMP)  ## write docs/settings.md, the reference of all settings
 	$(BIN)/trnjobs config --markdown > docs/settings.md
 
-bench: $(STAMP)  ## run the default benches (`python -m bench --help` lists all); rewrites docs/benchmarks.md and the table of the README (about half an hour, quiet machine)
+bench: $(STAMP)  ## run the default benches (`python -m bench --help` lists all); rewrites docs/results.md, bench/results/README.md and the table of the README (about half an hour, quiet machine)
 	$(BIN)/python -m bench $(ARGS)
 	$(BIN)/python -m bench.table --write
 
@@ -196,7 +196,7 @@ repository: terraform  ## AWS, the first time: only the storage of infra/, so th
 	@$(ASK)
 	$(APPLY)
 
-deploy: $(STAMP) terraform  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/operate.md)
+deploy: $(STAMP) terraform  ## AWS: show the plan of infra/ and whether a cycle fits it, ask, then make it (docs/deploy.md)
 	$(TF) plan -input=false -out=../build/infra.plan
 	$(TF) show -json ../build/infra.plan > build/infra.plan.json
 	$(BIN)/trnjobs fit build/infra.plan.json

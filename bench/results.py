@@ -83,6 +83,16 @@ class Result(_Record):
         """Whether what was measured meets one of the targets."""
         return target.holds(self.figure(target.figure).value)
 
+    @property
+    def hardware(self) -> str:
+        """The GPU if one was used, otherwise cores and CPU."""
+        return str(self.settings.get("gpu") or f"{self.machine.cores}-core {self.machine.cpu}")
+
+    @property
+    def revision(self) -> str:
+        """The commit that was measured; one of them if parts were measured at several."""
+        return str(self.settings.get("run_with") or self.versions["trnpipe"]).rpartition("+")[2].removesuffix("-dirty")
+
     def figure(self, name: str) -> Figure:
         """One figure by name. Raises ValueError for a name that was not measured."""
         for figure in self.figures:

@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 
 import trnpipe
 
-CONFIG_ERROR, NUMERIC_ERROR, PREEMPTED = 78, 70, 143  # exit codes, see docs/operate.md
+CONFIG_ERROR, NUMERIC_ERROR, PREEMPTED = 78, 70, 143  # exit codes, see docs/runbook.md
 
 
 def suggest(trial: optuna.Trial) -> dict[str, float | int | str]:

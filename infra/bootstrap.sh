@@ -58,5 +58,5 @@ Before the first deployment of "$name" in $region. Commands are yours to run; no
      aws ec2 copy-image --region $region --source-region $region --source-image-id IMAGE-ID --name $name-trainium
 
 7. infra/terraform.tfvars, from infra/example.tfvars. Then: make repository; make image and make push, for cpu and for
-   neuron; both digests into that file; make deploy. docs/operate.md goes through it, and on to the first checks.
+   neuron; both digests into that file; make deploy. docs/deploy.md goes through it, and docs/first-run.md has the first checks.
 END

@@ -182,7 +182,7 @@ variable "queue_wait_limit_s" {
 
 variable "sagemaker" {
   type        = bool
-  description = "Jobs may also run as training jobs of Amazon SageMaker (trnjobs submit --target sagemaker): rights, endpoint, log group, alarms. docs/operate.md, On SageMaker."
+  description = "Jobs may also run as training jobs of Amazon SageMaker (trnjobs submit --target sagemaker): rights, endpoint, log group, alarms. docs/sagemaker.md."
   default     = false
 }
 

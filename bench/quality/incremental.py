@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from bench.machine import gpu_name
 from bench.quality import ours
-from bench.quality.part import CPU, Budget, PartResult
+from bench.quality.part import CPU, Budget, PartResult, provenance
 from bench.quality.sides import Incomplete, Table, interval_figures, mean, mean_figure, sides_of, values
 from bench.quality.tasks import TASKS
 from bench.results import ROOT, Target, figure
@@ -215,5 +215,5 @@ def incremental_table(task: str, budget: Budget, parts: Sequence[PartResult], re
         method=METHOD.format(**budget._asdict(), reads=used, others=reads - used),
         figures=figures,
         targets=(Target(figure="behind", comparison="<=", value=0.01),),
-        settings={"seeds": len(sides[shipped]), "days": DAYS},
+        settings={"seeds": len(sides[shipped]), "days": DAYS, **provenance(runs)},
     )

@@ -119,6 +119,12 @@ def read_parts(folder: Path) -> list[PartResult]:
     return [read_part(path) for path in sorted(folder.glob("*.json"))]
 
 
+def provenance(parts: Sequence[PartResult]) -> dict[str, str | int | float]:
+    """Return the revisions of the code that ran these parts, and the GPU if one was used."""
+    codes, gpus = ({getattr(part, name) for part in parts} - {""} for name in ("code_version", "gpu"))
+    return {"run_with": ", ".join(sorted(codes)), **({"gpu": ", ".join(sorted(gpus))} if gpus else {})}
+
+
 def reads_of_test(parts: Sequence[PartResult], task: str) -> int:
     """How often the test split of a task was read, by any part."""
     return sum(part.reads for part in parts if part.task == task and part.split == "test")

@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.quality import ours
 from bench.quality.incremental import PART as INCREMENTAL
 from bench.quality.incremental import incremental_table
-from bench.quality.part import BM25, OURS, SPLIT_DIGITS, Budget, PartResult, read_parts, reads_of_test
+from bench.quality.part import BM25, OURS, SPLIT_DIGITS, Budget, PartResult, provenance, read_parts, reads_of_test
 from bench.quality.sides import (
     Incomplete,
     Sides,
@@ -90,8 +90,6 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
     method = (_START + (_SEARCH if searched else _PAIRS) + _END).format(
         **budget._asdict(), choice=choice, reads=used, others=reads - used
     )
-    codes = sorted({part.code_version for part in of_table if part.code_version})
-    gpus = sorted({part.gpu for part in of_table if part.gpu})
     build = _searched if searched else _paired
     figures, targets = build(task, test, best)
     figures += _of_sides(changed, (NDCG, ACCURACY) if searched else (F1,))
@@ -104,8 +102,7 @@ def _table(task: str, budget: Budget, parts: Sequence[PartResult], reads: int) -
         settings={
             "seeds_of_ours": len(test[OURS]),
             "seeds_of_best_peer": len(test.get(best, ())),
-            "run_with": ", ".join(codes),
-            **({"gpu": ", ".join(gpus)} if gpus else {}),
+            **provenance(of_table),
         },
     )
 

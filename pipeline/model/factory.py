@@ -24,7 +24,7 @@ from pipeline.model.encoder import TextEncoder
 PREFIX = "encoder.module."
 """How names of its tensors begin in a checkpoint; what follows are those of the module."""
 ARGUMENTS = ("vocab_size", "pad_id", "max_positions")
-_PAGE = "docs/encoders.md#an-encoder-of-your-own"
+_PAGE = "docs/encoders.md#your-own-encoder"
 _PROBED_TOKENS = 512
 """Attention over the longest texts of some models takes gigabytes."""
 _SHORT, _NARROW = 5, 8

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from bench.__main__ import BENCHES
+from bench.claims import METHODS, Claim
 from bench.machine import cpu_model, os_name, this_machine
 from bench.results import RESULTS, ROOT, Figure, Result, Target, figure, load_results
 from bench.table import (
@@ -14,10 +15,11 @@ from bench.table import (
     START,
     documents,
     page_of,
+    readme_table,
     replace_table,
     script_of,
     spread_text,
-    table_of,
+    summary_page,
     value_text,
 )
 
@@ -39,7 +41,7 @@ def result(
         "target": judged,
         "passed": None if judged is None else judged.holds(value),
         "settings": {"steps": 3},
-        "versions": {"torch": "2.9.1"},
+        "versions": {"trnpipe": "0.1.0+2.9.1", "torch": "2.9.1"},
         "machine": this_machine(),
     }
     return Result.model_validate(fields | (changes or {}))
@@ -59,17 +61,34 @@ def test_a_result_that_does_not_fit_is_refused(changes: dict[str, object]) -> No
         result(changes=changes)
 
 
-def test_the_table_has_the_figures_that_are_shown_and_below_it_every_miss() -> None:
+def test_the_readme_has_its_claims_and_below_them_every_miss() -> None:
     results = [result("fast"), result("met"), result("slow", value=1.0), result("free", target=None)]
-    assert table_of(results, {"fast": "rate"}).splitlines()[2:] == [
-        "| [title of fast](docs/benchmarks.md#fast) | 1.5 samples/s | at least 1.3 samples/s | pass |",
+    row = f"| {results[0].hardware} | 2.9.1 |"
+    claims = [Claim("how fast", "fast", "rate", "speed"), Claim("how free", "free", "rate", "speed")]
+    assert readme_table(results, claims).splitlines()[2:] == [
+        f"| [how fast](docs/results.md#speed) | at least 1.3 samples/s | 1.5 samples/s, met {row}",
+        f"| [how free](docs/results.md#speed) |  | 1.5 samples/s {row}",
         "",
-        "2 of 3 targets are met; missed: [slow](docs/benchmarks.md#slow) (1 samples/s, asked at least 1.3 samples/s). "
-        f"[All figures](docs/benchmarks.md). Measured on {this_machine().text}.",
+        "2 of 3 targets are met. Missed: [slow](bench/results/README.md#slow) (1 samples/s, target at least 1.3"
+        " samples/s). [All results](docs/results.md).",
     ]
-    assert table_of([result(target=None)]) == "No result yet: `make bench`."
     with pytest.raises(ValueError, match="has no figure 'speed'"):
-        table_of(results, {"fast": "speed"})
+        readme_table(results, [Claim("how fast", "fast", "speed", "speed")])
+
+
+def test_the_summary_has_a_row_per_claim_and_a_paragraph_per_method() -> None:
+    claims = [Claim("how slow", "slow", "rate", "speed"), Claim("how fast", "fast", "rate", "gate")]
+    page = summary_page([result("fast"), result("slow", value=1.0)], claims)
+    assert "| [how slow](#speed) | at least 1.3 samples/s | 1 samples/s, **missed** |" in page
+    assert f"## speed\n\n{METHODS['speed']}\n\n## gate\n\n{METHODS['gate']}\n" in page
+    assert "(../bench/results/README.md#slow)" in page
+
+
+def test_hardware_and_revision_of_a_result() -> None:
+    made = result(changes={"versions": {"trnpipe": "0.1.0+abc-dirty"}, "settings": {}})
+    assert (made.hardware, made.revision) == (f"{made.machine.cores}-core {made.machine.cpu}", "abc")
+    made = result(changes={"settings": {"gpu": "a GPU", "run_with": "0.1.0+first, 0.1.0+second"}})
+    assert (made.hardware, made.revision) == ("a GPU", "second")
 
 
 def test_the_page_has_every_figure_with_how_and_where_it_was_measured() -> None:
@@ -80,17 +99,18 @@ def test_the_page_has_every_figure_with_how_and_where_it_was_measured() -> None:
     section = page.split("## speed\n")[1].split("## free")[0]
     assert "Target: at least 1.3 samples/s. Measured: 1.4 samples/s, pass." in section
     assert "| how fast | 1.4 samples/s | 1.3 to 1.5 | 2 |\n| how slow | 20,000 s |  | 1 |\n" in section
-    assert "How: stop-watch\n\nSettings: steps 3.\n\n" in section
-    assert f"Measured on {this_machine().text}; torch 2.9.1; 2026-01-02. Again: " in section
+    assert "Method: stop-watch\n\nSettings: steps 3.\n\n" in section
+    assert f"Measured on {this_machine().text}; trnpipe 0.1.0+2.9.1, torch 2.9.1; 2026-01-02. Again: " in section
 
 
 def test_the_page_has_every_target_and_the_readme_names_those_that_are_missed() -> None:
     figures = (figure("rate", 1.5, "samples/s", "how fast"), figure("left", 0.0, "", "what is left"))
     further = (Target(figure="left", comparison=">", value=0.0), Target(figure="left", comparison="<", value=1.0))
     made = result(changes={"figures": figures, "further": further, "passed": False})
-    first, _, below = table_of([made], {"speed": "rate"}).splitlines()[2:]
-    assert first.endswith("| pass |")
-    assert below.startswith("2 of 3 targets are met; missed: [speed](docs/benchmarks.md#speed) (0, asked above 0). ")
+    below = readme_table([made], [Claim("how fast", "speed", "rate", "speed")]).splitlines()[-1]
+    assert below.startswith(
+        "2 of 3 targets are met. Missed: [speed](bench/results/README.md#speed) (0, target above 0)."
+    )
     assert page_of([made]).count("(#speed) |") == 3
 
 

@@ -27,7 +27,7 @@ def problems(path: Path) -> list[str]:
 
 def test_the_documents_are_found() -> None:
     names = {str(path.relative_to(ROOT)) for path in DOCUMENTS}
-    assert {"README.md", "docs/operate.md", "docs/design.md", "docs/data.md", "docs/neuron.md"} <= names
+    assert {"README.md", "docs/runbook.md", "docs/design.md", "docs/data.md", "docs/neuron.md"} <= names
     assert not any("node_modules" in name or ".venv" in name for name in names)
 
 

@@ -16,7 +16,7 @@ from tests.docs.commands import make_targets
 from tests.docs.markdown import ROOT, markdown_files, prose
 
 DOCUMENTS = [path for path in markdown_files() if path.name != "CHANGELOG.md"]  # which tells of what is gone
-OPERATE = ROOT / "docs" / "operate.md"
+DOCS = ROOT / "docs"
 OURS = ("bench", "configs", "docker", "docs", "infra", "jobs", "pipeline", "tests", "trnpipe")
 MADE_BY_USERS = {
     "configs/ours.toml",
@@ -101,13 +101,13 @@ def test_a_wrong_name_is_found(code: str, problem: str) -> None:
 
 def rows(path: Path, heading: str) -> list[list[str]]:
     """Cells of the table rows below a heading, up to the next."""
-    text = path.read_text(encoding="utf-8").split(f"\n{heading}\n")[1]
+    text = f"\n{path.read_text(encoding='utf-8')}".split(f"\n{heading}\n")[1]
     lines = re.split(r"\n#+ ", text)[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
 
 
-def test_every_exit_code_has_a_row_with_its_name_and_whether_it_is_tried_again() -> None:
-    table = {row[0]: row for row in rows(OPERATE, "## Exit codes")}
+def test_every_exit_code_has_a_row_with_its_name_and_whether_it_is_retried() -> None:
+    table = {row[0]: row for row in rows(DOCS / "runbook.md", "## Exit codes")}
     for rule in EXIT_TABLE:
         _, name, again, advice = table[str(rule.exit_code)]
         assert name.startswith(rule.name)
@@ -119,9 +119,9 @@ def test_every_exit_code_has_a_row_with_its_name_and_whether_it_is_tried_again()
 def test_what_a_check_costs_is_its_hours_at_the_list_prices() -> None:
     """Machines of a row: `16 vCPU + 1 trn1.2xlarge`."""
     prices = {**PRICES_USD_PER_HOUR, "vCPU": 0.048}
-    table = [row for row in rows(OPERATE, "## First checks on real hardware") if re.fullmatch(r"[\d.]+", row[3])]
+    table = [row for row in rows(DOCS / "first-run.md", "# First run on AWS") if re.fullmatch(r"[\d.]+", row[-1])]
     assert table
-    for check, machines, hours, dollars in table:
+    for _, check, machines, hours, dollars in table:
         priced = [float(number) * prices[kind] for number, kind in re.findall(r"(\d+) (\S+)", machines)]
         assert float(dollars) == pytest.approx(float(hours) * sum(priced), abs=0.005), check
 
@@ -129,11 +129,13 @@ def test_what_a_check_costs_is_its_hours_at_the_list_prices() -> None:
 def test_every_variable_of_terraform_is_explained() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "infra").glob("*.tf"))
     variables = set(re.findall(r'^variable "(\w+)"', text, re.M))
-    told = {name for row in rows(OPERATE, "## Your settings") for name in re.findall(r"`([a-z_]+)`", row[0])}
-    assert told == variables - {"emulator"}
+    explained = {
+        name for row in rows(DOCS / "deploy.md", "## Variables") for name in re.findall(r"`([a-z_]+)`", row[0])
+    }
+    assert explained == variables - {"emulator"}
 
 
 def test_the_readme_names_every_command() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in {*STAGES, *TOOLS, *jobs.cli.COMMANDS} - {"config"}:
-        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), f"README.md does not tell of {name}"
+        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), f"README.md does not name {name}"

@@ -35,7 +35,7 @@ def agree(_: str) -> str:
 
 @pytest.mark.stage
 def test_two_ranks_agree_gather_and_notice_a_lost_one(tmp_path: Path) -> None:
-    errors = run_ranks("tests.parallel.test_gang:agree", 2, tmp_path, "", code=75)
+    errors = run_ranks("tests.parallel.test_process_group:agree", 2, tmp_path, "", code=75)
     assert "a peer failed while gathering results" in errors[0]
 
 

@@ -7,11 +7,11 @@ locals {
     failed = {
       description = "A job of ${var.name} has failed for good."
       # Children of an array and nodes of a gang are left out by the pattern: the whole job fails too, in one message.
-      text = "\"Job <job> of cycle <cycle> failed: <reason>. Next: trnjobs status --cycle <cycle>; docs/operate.md has what to do.\""
+      text = "\"Job <job> of cycle <cycle> failed: <reason>. Next: trnjobs status --cycle <cycle>; docs/runbook.md has what to do.\""
     }
     blocked = {
       description = "A queue of ${var.name} stands still behind a job that cannot start."
-      text        = "\"Job <job> of cycle <cycle> blocks its queue: <reason>. Next: trnjobs status --cycle <cycle>; docs/operate.md has what to do.\""
+      text        = "\"Job <job> of cycle <cycle> blocks its queue: <reason>. Next: trnjobs status --cycle <cycle>; docs/runbook.md has what to do.\""
     }
   }
   namespace = "trnpipe/${var.name}"
@@ -79,7 +79,7 @@ resource "aws_cloudwatch_log_metric_filter" "deadline" {
 
 resource "aws_cloudwatch_metric_alarm" "deadline" {
   alarm_name          = "${var.name}-deadline-missed"
-  alarm_description   = "A cycle of ${var.name} did not end within jobs.sla_s. Next: trnjobs status; docs/operate.md has what to do."
+  alarm_description   = "A cycle of ${var.name} did not end within jobs.sla_s. Next: trnjobs status; docs/runbook.md has what to do."
   namespace           = local.namespace
   metric_name         = "deadline-missed"
   statistic           = "Sum"
@@ -95,7 +95,7 @@ resource "aws_cloudwatch_metric_alarm" "deadline" {
 
 resource "aws_cloudwatch_metric_alarm" "dead_letter" {
   alarm_name          = "${var.name}-not-started"
-  alarm_description   = "EventBridge Scheduler could not start the driver or the watch of ${var.name}. Next: read the message in ${var.dead_letter_name}; docs/operate.md has what to do."
+  alarm_description   = "EventBridge Scheduler could not start the driver or the watch of ${var.name}. Next: read the message in ${var.dead_letter_name}; docs/runbook.md has what to do."
   namespace           = "AWS/SQS"
   metric_name         = "ApproximateNumberOfMessagesVisible"
   dimensions          = { QueueName = var.dead_letter_name }
@@ -114,7 +114,7 @@ resource "aws_cloudwatch_metric_alarm" "silence" {
   count = var.schedule_enabled ? 1 : 0
 
   alarm_name          = "${var.name}-silent"
-  alarm_description   = "No job of ${var.name}, the watch included, has written a line for a day. Next: aws batch list-jobs; docs/operate.md has what to do."
+  alarm_description   = "No job of ${var.name}, the watch included, has written a line for a day. Next: aws batch list-jobs; docs/runbook.md has what to do."
   namespace           = "AWS/Logs"
   metric_name         = "IncomingLogEvents"
   dimensions          = { LogGroupName = var.log_group }

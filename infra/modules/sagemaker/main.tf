@@ -116,6 +116,6 @@ resource "aws_cloudwatch_event_target" "this" {
   # EventBridge does not escape values: a quotation mark or a backslash in one breaks the message, see `quotable` in pipeline/core/format.py.
   input_transformer {
     input_paths    = { job = each.value.job, reason = each.value.reason }
-    input_template = "\"${each.value.description} <job>: <reason>. Next: trnjobs reconcile, then trnjobs status; docs/operate.md has what to do.\""
+    input_template = "\"${each.value.description} <job>: <reason>. Next: trnjobs reconcile, then trnjobs status; docs/runbook.md has what to do.\""
   }
 }

@@ -1,0 +1,101 @@
+"""The claims of docs/results.md and README.md, each a figure of a committed result, and how they were measured."""
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Claim(NamedTuple):
+    """One row: `text` in words, a figure of a bench, and the name of its method in METHODS."""
+
+    text: str
+    bench: str
+    figure: str
+    method: str
+
+
+_WDC = "F1 of match minus that of boosting, WDC"
+_BEST_PEER = Claim(
+    "nDCG@10 minus that of sentence-transformers, PriceRunner, 97,536 pairs",
+    "quality_pricerunner_97536_cuda",
+    "ahead_of_best_peer",
+    "search",
+)
+_EMBED = Claim("Embedding speed against sentence-transformers, fp32, CPU", "embed", "ratio", "speed")
+_CHAOS = Claim("Jobs that succeed by retries alone, 52 injected faults", "chaos", "jobs_finished", "reliability")
+
+CLAIMS = (
+    _BEST_PEER,
+    Claim("The same after 32,000 pairs", "quality_pricerunner_32000_cuda", "ahead_of_best_peer", "search"),
+    Claim(
+        "nDCG@10 minus that of BM25, lower end of the 95 % interval",
+        "quality_pricerunner_97536_cuda",
+        "bm25_low",
+        "search",
+    ),
+    Claim("Accuracy of pairs, PriceRunner, 97,536 pairs", "quality_pricerunner_97536_cuda", "ours_accuracy", "search"),
+    Claim("The same after 32,000 pairs", "quality_pricerunner_32000_cuda", "ours_accuracy", "search"),
+    Claim(f"{_WDC} cameras", "quality_cameras_32000_cuda", "ahead_of_boosting", "pairs"),
+    Claim(f"{_WDC} computers", "quality_computers_32000_cuda", "ahead_of_boosting", "pairs"),
+    Claim(f"{_WDC} shoes", "quality_shoes_32000_cuda", "ahead_of_boosting", "pairs"),
+    Claim(f"{_WDC} watches", "quality_watches_32000_cuda", "ahead_of_boosting", "pairs"),
+    Claim(
+        "nDCG@10 lost by five daily cycles against one training",
+        "quality_incremental_pricerunner_32000_cuda",
+        "behind",
+        "daily-cycles",
+    ),
+    Claim(
+        "False promotions of a model that is worse by exactly the allowed drop",
+        "gate_rates",
+        "false_acceptance",
+        "gate",
+    ),
+    _CHAOS,
+    Claim("Difference of accuracy between XLA and CPU over 300 steps", "parity", "fp32_metric", "equality"),
+    Claim("Largest difference of a loss over all parallel plans", "plans", "difference", "equality"),
+    Claim("Training speed against sentence-transformers, fp32, CPU", "peer_speed", "fp32_cpu_ratio", "speed"),
+    Claim("Training speed against Hugging Face Trainer, XLA:CPU", "trainer_ratio", "ratio", "speed"),
+    _EMBED,
+    Claim("Share of the peak (MFU) in training BERT-large, bf16", "gpu", "mfu_128", "speed"),
+    Claim("Training speed against DDP with autocast, BERT-large", "gpu", "ddp_ratio_128", "speed"),
+    Claim("One exact search among 1 million products", "search", "answer", "speed"),
+    Claim("Memory of mining hard negatives among 1 million items", "mining", "memory", "speed"),
+    Claim("Process start to the first step after a resume, CPU", "resume", "cpu_total", "speed"),
+)
+README_CLAIMS = (_BEST_PEER, _EMBED, _CHAOS)
+
+METHODS = MappingProxyType(
+    {
+        "search": """\
+MiniLM-L6 (published weights, `configs/small.toml`) is fine-tuned on PriceRunner's pairs, and so is the same MiniLM by
+sentence-transformers with MultipleNegativesRankingLoss at its best rate (plain, cached, and with mined negatives; the
+best of the three counts). Both search the same catalogue for the same 1,328 test queries; the test split is read once a
+seed, and rates are chosen on the validation split. Three seeds each. Recall@100 is lower than the peer's
+([where a simpler tool is as good](quality.md#where-a-simpler-tool-is-as-good)). `python -m bench.quality`.""",
+        "pairs": """\
+The same model scores pairs of WDC's product sets after 32,000 training pairs. Boosting is scikit-learn's
+HistGradientBoostingClassifier on lexical features. Thresholds come from the validation split. A fine-tuned
+bi-encoder is 0.035 to 0.069 behind. `python -m bench.quality`.""",
+        "daily-cycles": """\
+PriceRunner is dealt into five days. Five cycles, each starting from the model before and replaying a tenth of the
+earlier days, are compared with one training on all days with the same number of steps. `python -m bench.quality
+incremental`.""",
+        "gate": """\
+1,000 simulated test splits of 500 queries are judged as in `trnpipe evaluate`, with a candidate whose true drop is
+exactly the one allowed. The figure is the worst of three kinds of drop; the bound is 5 % plus two standard errors.
+A candidate as good as production is refused in 48.5 % of splits of 500 queries, and in 9.1 % of splits of 1,500.
+`python -m bench.gate_rates`.""",
+        "reliability": """\
+50 cycles of 8 jobs run on one machine while random faults hit them: `kill -9` of processes, nodes and drivers, hung
+ranks, full disks, failing S3, damaged checkpoints. A job succeeds if retries alone finish it. The bench also checks
+that nothing ran twice, that no vector is missing, and that the right model was promoted. `python -m bench.chaos`.""",
+        "equality": """\
+`trnpipe parity` trains 300 steps from one checkpoint on XLA:CPU and on CPU and evaluates every 50 steps. For plans,
+every combination of data, sharded, tensor and hybrid parallelism on 2 and 4 gloo ranks is compared with one process.
+`python -m bench.parity`, `python -m bench.plans`.""",
+        "speed": """\
+Both sides take blocks of steps or titles in turn, on the same data, weights and loss; the figure is the median of the
+ratios. Warm-up and compilation are left out. The search and mining benches use made-up unit vectors; mining is compared
+with a sort of all scores. `python -m bench --help` names the scripts.""",
+    }
+)
