@@ -24,7 +24,7 @@ from pipeline.parallel.world import World
 from pipeline.settings import Settings
 from pipeline.stages.inputs import Shapes, shapes_of
 from pipeline.telemetry.console import Console
-from pipeline.train.config import TrainConfig, batch_row_lengths, batch_share, groups_per_batch, needs_two_passes
+from pipeline.train.config import TrainConfig, batch_lengths, groups_per_batch, needs_two_passes, rank_share
 
 
 def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
@@ -35,7 +35,7 @@ def run(settings: Settings, stop: StopSignal, say: Say, call: ToolCall) -> int:
     with open_context(settings, stop) as ctx:
         shapes = shapes_of(settings, ctx, say)
     world = World(world_size=settings.launch.processes)
-    share = batch_share(settings.train, world.world_size, world.rank)
+    share = rank_share(settings.train, world.world_size, world.rank)
     found = estimates(settings, shapes, share)
     for line in estimate_lines(found, contrastive_batch(settings.train, share)):
         say(line)
@@ -122,7 +122,7 @@ def estimates(settings: Settings, shapes: Shapes, share: RankShare) -> dict[int,
                 module.weight.numel() for head in heads for module in head.modules() if isinstance(module, nn.Linear)
             ),
         )
-        for length in batch_row_lengths(settings.train, shapes.buckets)
+        for length in batch_lengths(settings.train, shapes.buckets)
     }
 
 

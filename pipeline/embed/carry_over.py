@@ -64,9 +64,7 @@ def find_earlier(
     sets = [vectors for vectors in candidates if vectors is not None]
     sets.sort(key=lambda vectors: (vectors.info.generation, natural_key(vectors.info.cycle)), reverse=True)
     key = reuse_key(made_by, layout)
-    reusable = (
-        vectors for vectors in sets if mode == "auto" and reuse_key(vectors.info.made_by, vectors.layout) == key
-    )
+    reusable = (each for each in sets if mode == "auto" and reuse_key(each.info.made_by, each.layout) == key)
     newest = sets[0] if sets else None
     return Earlier(reference(newest), reference(next(reusable, None)), newest.info.generation if newest else 0)
 
@@ -97,10 +95,7 @@ def decode_row(code: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def open_row_index(vectors: VectorSet, scratch: Path, stop: StopSignal) -> Path:
-    """Return the path of the row index of complete vectors. Builds it below `scratch` if it does not exist.
-
-    The processes of a machine build it once. Building takes 40 bytes of memory per row.
-    """
+    """Return the row index of complete vectors, built once per machine below `scratch`. Takes 40 bytes per row."""
     path, doing = scratch / "embed" / "index" / f"{vectors.manifest.digest}.npy", "reading the earlier vectors' ids"
     with os_errors("writing", f"file://{path}"), atomic.exclusive(path.with_suffix(".lock"), stop):
         if path.exists():
@@ -131,10 +126,7 @@ class RowIndex:
         self._index = np.load(path, mmap_mode="r")
 
     def look_up(self, id_hash: UInt64s, text_hash: UInt64s | None = None) -> tuple[Int64s, Bools]:
-        """Return row codes [N] of the rows with this id and text (None: any text), or -1, and which ids exist [N].
-
-        Rows are compared only by these 64-bit hashes.
-        """
+        """Return row codes [N] of rows with these hashes of id and text (None: any), or -1, and which ids exist [N]."""
         ids, texts, codes = self._index
         positions = np.searchsorted(ids, id_hash)
         exists = positions < len(ids)

@@ -17,9 +17,7 @@ class CatalogueConfig(Record):
     path: str | None = Field(
         None, description="File or folder (file:// or s3://), or none to embed the distinct products of the data input"
     )
-    format: Literal["auto", "parquet", "csv", "jsonl"] = Field(
-        "auto", description="Input format (auto: by file suffix)"
-    )
+    format: Literal["auto", "parquet", "csv", "jsonl"] = Field("auto", description="Input format (auto: by suffix)")
     id: str = Field("product_id", min_length=1, description="Column of the unique id (text or integers)")
     title: str = Field("title", min_length=1, description="Column of the title")
     text: str = Field("text", min_length=1, description="Column of longer text, appended to the title (optional)")
@@ -35,19 +33,15 @@ class OutputConfig(Record):
     """How vectors are stored."""
 
     format: Literal["parquet", "npy"] = Field(
-        "parquet",
-        description="parquet: ids and vectors in one file. npy: vectors in a NumPy file, ids in a Parquet file",
+        "parquet", description="parquet: ids and vectors in one file. npy: vectors as .npy, ids in a Parquet file"
     )
     dtype: Literal["fp16", "fp32", "int8"] = Field(
         "fp16", description="Data type of stored vectors (int8 adds a column with one scale per vector)"
     )
     dimensions: int = Field(0, ge=0, description="Leading dimensions to keep, normalised again (0: all)")
-    rows_per_part: int = Field(
-        65_536, ge=1, le=10_000_000, description="Rows per output part, the unit of work and resume"
-    )
+    rows_per_part: int = Field(65_536, ge=1, le=10_000_000, description="Rows per output part, the unit of resume")
     carry_over: Literal["auto", "none"] = Field(
-        "auto",
-        description="auto: reuse the vectors of unchanged rows from the newest cycle with the same model and settings",
+        "auto", description="auto: reuse vectors of unchanged rows from the newest cycle with equal model and settings"
     )
 
 
@@ -88,9 +82,7 @@ class EmbedConfig(Record):
     checkpoint: str = Field(
         "", description="Checkpoint to embed with: checkpoints/<cycle>/step-<n> or a URI (empty: the production model)"
     )
-    workers: int = Field(
-        1, ge=1, le=10_000, description="Number of workers that embed the catalogue, such as the size of a job array"
-    )
+    workers: int = Field(1, ge=1, le=10_000, description="Number of workers, such as the size of an array job")
     worker: int | None = Field(
         None, ge=0, description="0-based index of this worker (default: TRNJOBS_INDEX, or 0 for a single worker)"
     )

@@ -195,10 +195,7 @@ def row_batches(tokens: Tokens, shapes: Sequence[RowShape], pad_id: int) -> Iter
 
 
 def flat_batches(tokens: Tokens, budget: int, pad_id: int) -> Iterator[HostBatch]:
-    """Yield batches of at most `budget` tokens, the longest texts first, `ids` [S] without padding between texts.
-
-    A text of more than `budget` tokens is a separate batch.
-    """
+    """Yield batches `ids` [S] without padding between texts, of at most `budget` tokens or one text, longest first."""
     lengths = tokens.lengths
     order = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(lengths[order])
@@ -250,10 +247,7 @@ class RowEncoder(nn.Module):
 
 
 class EmbedProgram:
-    """The engine of devices that need static shapes or run compiled programs best.
-
-    Takes over the encoder, which is moved to the device and cast.
-    """
+    """The engine of devices that need static shapes or run compiled programs best. Takes over the encoder."""
 
     ahead = _AHEAD
 
@@ -420,8 +414,7 @@ class Embedder:
     def stream(self, windows: Iterable[Tokens]) -> Iterator[Float32s]:
         """Yield fp32 [N, D] for each window, in the order of its texts.
 
-        Windows are read in the thread of the backend's loader, some batches ahead. Raises the errors of that thread,
-        and Preempted.
+        Windows are read in the thread of the backend's loader, some batches ahead. Raises Preempted.
         """
         figures, last = self.figures, time.monotonic()
         open_windows, loading = deque[_Window](), deque[tuple[_Window, HostBatch]]()  # appended by the loader's thread
@@ -512,10 +505,7 @@ def open_embedder(
     *,
     stop: StopSignal | None = None,
 ) -> Embedder:
-    """Load the encoder of a verified checkpoint onto a device.
-
-    Raises CheckpointError if its weights do not match its model, ConfigError if the device's compiler is missing.
-    """
+    """Load the encoder of a verified checkpoint onto a device. Raises CheckpointError if its weights do not match."""
     state = checkpoint.state
     with torch.device("meta"):
         model = RelevanceModel(state.model, state.inputs)

@@ -209,8 +209,7 @@ def id_range(ids: pa.Array | pa.ChunkedArray) -> tuple[str, str]:
 def find_duplicates(vectors: VectorSet, *, limit: int, stop: StopSignal) -> dict[int, Int64s]:
     """Return, by part, the rows with an id that occurs earlier in catalogue order.
 
-    Ids are read only for rows with equal hashes, to rule out collisions, and for about `limit` rows. Memory: 40 bytes
-    per row, and these ids.
+    Ids are read for about `limit` rows with equal hashes, to rule out collisions. Memory: 40 bytes per row.
     """
     hashes, codes = [np.zeros(0, dtype=np.uint64)], [np.zeros(0, dtype=np.int64)]
     for part in range(len(vectors.info.parts)):
@@ -242,8 +241,7 @@ def finish(
 ) -> VectorSet:
     """Publish the manifest over all parts, which must be complete.
 
-    An id in several parts is removed from the later ones, which are written again under another name. Raises DataError
-    if too many rows are bad or none is good.
+    An id in several parts is removed from the later ones. Raises DataError if too many rows are bad or none is good.
     """
     try:
         return _finish(workspace, plan, scratch, stop, max_bad_fraction=max_bad_fraction)

@@ -123,10 +123,7 @@ def _as_catalogue(batch: RawBatch, id_field: str, row_filter: dict[str, str]) ->
 
 
 def _gather(workspace: Storage, content: dict[str, JsonValue], batches: Iterator[RawBatch]) -> tuple[str, GatheredInfo]:
-    """Write the rows as a committed folder of Parquet files with COLUMNS, unless it exists. Return its prefix.
-
-    All processes write the same files, which are never replaced.
-    """
+    """Write the rows as a committed folder of Parquet files with COLUMNS, unless it exists. Return its prefix."""
     prefix = f"catalogues/{fingerprint(content)}"
     if (existing := read_manifest(workspace, prefix)) is not None:
         return prefix, GatheredInfo.model_validate(existing.fields)
@@ -286,7 +283,7 @@ def vector_identity(config: EmbedConfig, checkpoint: Checkpoint) -> dict[str, Js
 
 
 def cycle_plan(settings: Settings, ctx: StageContext) -> tuple[EmbedPlan, Checkpoint | None]:
-    """Return the plan of the cycle, which is made if it does not exist, and the checkpoint if it was opened for that.
+    """Return the plan of the cycle, made if missing, and the checkpoint if it was opened for that.
 
     Raises ConfigError if the cycle was started with other settings.
     """

@@ -386,8 +386,7 @@ def open_vectors(uri: str, cache: str | Path | None = None, *, stop: StopSignal 
 def write_matrix(vectors: VectorSet, folder: Path, stop: StopSignal) -> Manifest:
     """Write all vectors as one matrix, fp16 or fp32, and a file of ids, unless the folder already has them.
 
-    Memory: one row group. Raises ConfigError if the folder has other files, DataError if a part is damaged, DiskFull,
-    TransientError, Preempted.
+    Memory: one row group. Raises ConfigError if the folder has other files, DataError if a part is damaged.
     """
     info, parent = vectors.info, open_storage(str(folder.parent), stop=stop)
     dtype, shape = np.dtype("<f2" if info.layout.dtype == "fp16" else "<f4"), (info.rows, info.layout.dim)

@@ -169,10 +169,7 @@ class SampleText:
 def check_catalogue(
     vectors: VectorSet, plan: EmbedPlan, catalogue: Storage, stop: StopSignal, *, num_workers: int
 ) -> tuple[VerifyCheck, list[SampleText]]:
-    """Compare the parts with the catalogue, read by `num_workers` processes. Also return a sample of its texts.
-
-    Raises DataError if the catalogue has changed.
-    """
+    """Compare the parts with the catalogue. Also return a sample of its texts. Raises DataError if it has changed."""
     step = np.uint64(max(1, vectors.info.rows // SAMPLE_TEXTS))
     rules = TextRules(b"", plan.max_tokens, plan.layout.id_type, tuple(plan.catalogue.columns.filter.items()))
     bad = read = sum(plan.catalogue.unreadable.values())

@@ -33,14 +33,7 @@ from pipeline.parallel.process_group import ProcessGroup, open_ranks
 from pipeline.registry.records import in_use
 from pipeline.settings import LogConfig
 from pipeline.telemetry.events import EventName
-from pipeline.train.config import (
-    CheckpointConfig,
-    TrainConfig,
-    batch_row_lengths,
-    batch_share,
-    groups_per_batch,
-    run_layout,
-)
+from pipeline.train.config import CheckpointConfig, TrainConfig, batch_lengths, groups_per_batch, rank_share, run_layout
 from pipeline.train.inputs import RunInputs, check_identity
 from pipeline.train.optimizer import SKIPPED
 from pipeline.train.step import TrainProgram, open_program
@@ -160,10 +153,10 @@ def open_run(
 ) -> Iterator[Run]:
     """Build a new run, or resume this cycle's from its newest checkpoint. Destroys the process group on exit.
 
-    `tokenizer`: content of tokenizer.json, saved with the weights. Raises TrnpipeError.
+    `tokenizer`: content of tokenizer.json, saved with the weights.
     """
     train, world = config.train, ctx.world
-    share, layout = batch_share(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
+    share, layout = rank_share(train, world.world_size, world.rank), run_layout(train, world.world_size, world.rank)
     with (
         open_ranks(config.backend, world, timeout_s=train.collective_timeout_s, layout=layout) as (
             process_group,
@@ -189,7 +182,7 @@ def open_run(
             train,
             share,
             process_group,
-            figure_rows=config.log.every_steps,
+            metric_rows=config.log.every_steps,
             buckets=valid.buckets,
             watch=open_watch(valid.buckets, share, backend),
         )
@@ -259,17 +252,15 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     mined = None
     if inputs.negatives is not None:
         rows = open_rows(workspace, inputs.sets, "train", cache)
-        negatives = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
-        mined = MinedProducts(
-            rows, rows.pad_id, negatives.query_id, negatives.product, train.mined_per_query, train.seed
-        )
+        pairs = open_negatives(workspace, inputs.negatives, rows.sizes, ctx.scratch / "negatives")
+        mined = MinedProducts(rows, rows.pad_id, pairs.query_id, pairs.product, train.mined_per_query, train.seed)
     pools = TrainingPools.build(
         new,
         old,
         train.replay_share,
         train.seed,
         slots=train.candidates_per_query,
-        lengths=batch_row_lengths(train, buckets),
+        lengths=batch_lengths(train, buckets),
         positive_gain=train.loss.positive_gain,
         mined=mined,
         topic=train.queries_per_topic,
@@ -278,8 +269,8 @@ def _training_pools(train: TrainConfig, ctx: StageContext, inputs: RunInputs) ->
     groups, required = sum(pools.sizes), groups_per_batch(train)
     if groups < required:  # the message counts samples, as the settings do
         raise DataError(
-            f"{groups} groups of up to {pools.slots} products do not fill a batch of {train.global_batch_size} samples,"
-            f" which has {required} groups",
+            f"{groups} groups of up to {pools.slots} products, but a batch of {train.global_batch_size} samples has"
+            f" {required}",
             expected="at least one full batch",
             next_command=f"--train.global-batch-size {max(1, groups) * pools.slots}, or add data",
         )

@@ -23,12 +23,7 @@ class OptimizerConfig(Record):
 
     retired: ClassVar[Mapping[str, Any]] = {"layer_decay": 1.0, "final_fraction": 0.0}
     learning_rate: float = Field(5e-4, gt=0, le=1, description="Peak learning rate")
-    head_rate: float = Field(
-        1.0,
-        gt=0,
-        le=1000,
-        description="Learning-rate multiplier for the layers after the encoder",
-    )
+    head_rate: float = Field(1.0, gt=0, le=1000, description="Learning-rate multiplier of the layers after the encoder")
     schedule: Shape = Field("cosine", description="Learning-rate schedule after warm-up")
     warmup_fraction: float = Field(0.06, ge=0, lt=1, description="Fraction of the steps used for linear warm-up")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay")
@@ -48,10 +43,7 @@ class GuardConfig(Record):
 
     retired: ClassVar[Mapping[str, Any]] = {"min_ratio": 4.0, "warmup_steps": 50, "decay": 0.98}
     sigma: float = Field(
-        6.0,
-        gt=0,
-        description="Skip a step if its gradient norm is above mean + sigma standard deviations and above 4 times the"
-        " mean",
+        6.0, gt=0, description="Skip steps whose gradient norm exceeds mean + sigma standard deviations and 4 x mean"
     )
     patience: int = Field(20, ge=1, description="Consecutive skipped steps after which the run fails with NumericError")
 
@@ -89,10 +81,7 @@ class TrainConfig(Record):
     max_steps: int = Field(0, ge=0, description="Optimizer steps (0: derived from epochs)")
     global_batch_size: int = Field(64, ge=2, description="Samples per optimizer step, over all ranks")
     candidates_per_query: int = Field(
-        4,
-        ge=1,
-        le=64,
-        description="Product slots per query in a batch. The query is encoded once for all of them",
+        4, ge=1, le=64, description="Product slots per query in a batch. The query is encoded once for all of them"
     )
     mined_per_query: int = Field(
         0,
@@ -113,17 +102,13 @@ class TrainConfig(Record):
         " that the positives of one are not negatives of the other. For item-to-item data",
     )
     micro_batch_size: int = Field(
-        64,
-        ge=2,
-        description="Maximum samples per device and forward/backward pass. Gradient accumulation is derived from it",
+        64, ge=2, description="Maximum samples per device and forward/backward pass. Gradient accumulation follows"
     )
     precision: Literal["fp32", "autocast", "bf16"] = Field(
         "fp32", description="Precision of training (bf16: bf16 weights and activations, fp32 master weights)"
     )
     step_boundary: Literal["split", "fused"] = Field(
-        "fused",
-        description="fused: one graph per step (fastest). split: forward and backward in one graph, the update in"
-        " another (smaller graphs)",
+        "fused", description="fused: one graph per step (fastest). split: a separate graph for the update (smaller)"
     )
     seed: int = Field(1, ge=0, lt=2**63, description="Seed of the initial weights, the sample order and dropout")
     evaluate_every: int = Field(200, ge=0, description="Steps between evaluations on valid (0: only at the end)")
@@ -181,9 +166,7 @@ class CheckpointConfig(Record):
 
     every_steps: int = Field(200, ge=1, description="Steps between checkpoints")
     keep_last: int = Field(2, ge=1, description="Number of newest checkpoints to keep")
-    keep_every_steps: int = Field(
-        0, ge=0, description="Checkpoints at multiples of this step are kept permanently (0: none)"
-    )
+    keep_every_steps: int = Field(0, ge=0, description="Checkpoints at multiples of this are never deleted (0: none)")
 
 
 # How a global batch is divided over ranks and micro-steps.
@@ -197,7 +180,7 @@ def groups_per_batch(config: TrainConfig) -> int:
     return groups
 
 
-def batch_row_lengths(config: TrainConfig, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+def batch_lengths(config: TrainConfig, buckets: Sequence[Bucket]) -> tuple[int, ...]:
     """Return the possible lengths in tokens of the rows of a batch, ascending. One batch has one length."""
     return row_lengths(buckets, config.candidates_per_query + config.mined_per_query)
 
@@ -208,7 +191,7 @@ def run_layout(config: TrainConfig, world_size: int, rank: int = 0) -> Layout:
     return layout_of(rank, world_size, shard_degree=plan.shard_degree, tensor_degree=plan.tensor_degree)
 
 
-def batch_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShare:
+def rank_share(config: TrainConfig, world_size: int, rank: int = 0) -> RankShare:
     """Choose the fewest equal micro-steps per data rank that fit `micro_batch_size` and split no group.
 
     Raises ConfigError if the global batch cannot be divided evenly.

@@ -1,8 +1,7 @@
 """One training run from start to end: train, choose the best step, score its checkpoint as the candidate.
 
-Invariants of the loop: no value is read back from the device inside a step. A checkpoint is queued for saving only
-after the metrics of all its steps are on disk. Every batch is counted. All ranks agree on the stop signal at a step
-boundary.
+Invariants: no value is read back from the device inside a step. A checkpoint is queued for saving only after the
+metrics of all its steps are on disk. Every batch is counted. All ranks agree on the stop signal at a step boundary.
 """
 
 import math
@@ -105,9 +104,8 @@ def _announce(run: Run) -> None:
             f"{links.loose:,} of {links.queries:,} queries are not linked, because they are in clusters of more than"
             f" {MOST_LINKED} queries, which are too large to be equivalent"
         )
-    if late := [partition.name for partition in inputs.selection.late]:
-        names = ", ".join(late)
-        ctx.console.warn(f"partitions at or before the parent's watermark have changed and are only replayed: {names}")
+    if late := ", ".join(partition.name for partition in inputs.selection.late):
+        ctx.console.warn(f"partitions at or before the parent's watermark have changed and are only replayed: {late}")
     ctx.events.emit(
         EventName.TRAIN_STARTED,
         step=run.start.step,
@@ -142,8 +140,7 @@ class BestStep:
             raise NumericError(
                 f"the model's scores on the validation split are not finite at step {step}",
                 expected="a finite loss and finite embeddings",
-                next_command="lower train.optimizer.learning_rate, with another --cycle NAME if this one has"
-                " checkpoints",
+                next_command="lower train.optimizer.learning_rate and start another cycle (--cycle NAME)",
             )
         is_best = self.best is None or value > self.best.value
         if is_best:
@@ -367,7 +364,7 @@ class TrainLoop:
     def _report(self) -> bool:
         """Read, report and check the metrics since the last report. Return True if the deadline ends the run."""
         count = len(self._digests)
-        figures = self.program.read_figures(count)
+        figures = self.program.read_metrics(count)
         interval = self._pace.read(self._note_compiles())
         rank_digests = self.process_group.gather(self._digests)[:: self.process_group.layout.tensor_size]
         digests = [add_digests(list(step_digests)) for step_digests in zip(*rank_digests, strict=True)]
@@ -482,6 +479,6 @@ class TrainLoop:
             raise NumericError(
                 f"{in_a_row} consecutive steps were skipped because of a non-finite loss or a gradient spike",
                 expected=f"fewer than train.guard.patience = {self.config.guard.patience}",
-                next_command="lower train.optimizer.learning_rate, with another --cycle NAME if this one has"
-                " checkpoints, or inspect the data of these steps (the last checkpoint is good)",
+                next_command="inspect the data of these steps (the last checkpoint is good), or lower"
+                " train.optimizer.learning_rate and start another cycle (--cycle NAME)",
             )

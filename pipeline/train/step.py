@@ -24,14 +24,14 @@ from pipeline.parallel.process_group import ProcessGroup
 from pipeline.parallel.strategies import KINDS, ParallelStrategy
 from pipeline.parallel.strategies.flat import CHUNK_MIB, FlatStrategy
 from pipeline.parallel.strategies.zero1 import Zero1Strategy
-from pipeline.train.config import TrainConfig, batch_row_lengths, needs_two_passes
+from pipeline.train.config import TrainConfig, batch_lengths, needs_two_passes
 from pipeline.train.loss import Contrast, Embeddings, GlobalLoss, concat_targets
 from pipeline.train.optimizer import AdamW, SpikeGuard
 
 if TYPE_CHECKING:
     from pipeline.parallel.strategies.fsdp import FsdpStrategy
 
-FIGURES = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
+METRICS = ("loss", "grad_norm", "skipped_in_a_row", "skipped", "step")
 
 
 def open_program(
@@ -41,15 +41,13 @@ def open_program(
     share: RankShare,
     process_group: ProcessGroup,
     *,
-    figure_rows: int,
+    metric_rows: int,
     buckets: Sequence[Bucket],
     watch: GraphWatch,
 ) -> "TrainProgram":
     """Build the program of one rank of a run or of its trial, which have the same graphs. Takes over the model."""
     plan, layout = config.parallel, process_group.layout
-    model.encoder.longest_text = max(
-        tokens for bucket in buckets for tokens in (bucket.query_tokens, bucket.product_tokens)
-    )
+    model.encoder.longest_text = max(max(bucket.query_tokens, bucket.product_tokens) for bucket in buckets)
     strategy: ParallelStrategy
     is_sharded = layout.tensor_size > 1 or plan.offload or (plan.shard == "all" and layout.shard_size > 1)
     if is_sharded or backend.compiles_steps:
@@ -76,7 +74,7 @@ def open_program(
             host_mean=process_group.mean,
             host_gather=process_group.gather_rows,
         )
-    return TrainProgram(strategy, backend, config, share, figure_rows=figure_rows, buckets=buckets, watch=watch)
+    return TrainProgram(strategy, backend, config, share, metric_rows=metric_rows, buckets=buckets, watch=watch)
 
 
 def module_strategy(
@@ -137,7 +135,7 @@ class TrainProgram:
         config: TrainConfig,
         share: RankShare,
         *,
-        figure_rows: int,
+        metric_rows: int,
         buckets: Sequence[Bucket],
         watch: GraphWatch | None = None,
     ) -> None:
@@ -169,11 +167,10 @@ class TrainProgram:
         )
         self.guard = SpikeGuard(config.guard, backend.device)
         self._max_norm = torch.tensor(config.optimizer.max_grad_norm, dtype=torch.float32, device=backend.device)
-        self._figures = torch.zeros(figure_rows, len(FIGURES), dtype=torch.float32, device=backend.device)
+        self._metrics = torch.zeros(metric_rows, len(METRICS), dtype=torch.float32, device=backend.device)
         self._sums: list[Tensor] | None = None  # accumulated gradients and loss of this step
         self._micro_steps = 0
-        lengths = batch_row_lengths(config, buckets)
-        self._shapes = {bucket.name for bucket in buckets} | {str(length) for length in lengths}
+        self._shapes = {bucket.name for bucket in buckets} | {str(length) for length in batch_lengths(config, buckets)}
         self._watch: GraphWatch = watch or GraphWatch()
         self._position = GraphPosition("start")
         self._local_loss = step_program(backend, self._loss.local)
@@ -191,9 +188,7 @@ class TrainProgram:
         """Compute scores and embeddings of one batch on the device."""
         shape = _position_of(batch).bucket
         if shape not in self._shapes:
-            raise DataError(
-                f"a batch has the unknown shape {shape}", expected=f"one of {', '.join(sorted(self._shapes))}"
-            )
+            raise DataError(f"a batch has shape {shape}", expected=f"one of {', '.join(sorted(self._shapes))}")
         return self.strategy.forward(batch)
 
     @torch.no_grad()
@@ -273,14 +268,14 @@ class TrainProgram:
 
     def _reduce_and_step(self, control: Tensor) -> None:
         *grads, loss = self.reduce()
-        figures = self._step_optimizer(grads, loss, self.strategy.norm(grads), control)
+        metrics = self._step_optimizer(grads, loss, self.strategy.norm(grads), control)
         if self._publishes_on_host:
-            self._cut("update", [*self._state(), *figures])
+            self._cut("update", [*self._state(), *metrics])
         self.strategy.publish()
-        self._figures = self._append_metrics(figures, self._figures)
+        self._metrics = self._append_metrics(metrics, self._metrics)
 
     def _clip_and_step(self, grads: list[Tensor], loss: Tensor, grad_norm: Tensor, control: Tensor) -> list[Tensor]:
-        """Clip the gradients and step the optimizer if the guard allows it. Return the metrics named in FIGURES."""
+        """Clip the gradients and step the optimizer if the guard allows it. Return the metrics named in METRICS."""
         ok = self.guard.judge(loss[0], grad_norm)
         clip = torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0)
         self.optimizer.step(grads, control, clip, ok)
@@ -303,10 +298,10 @@ class TrainProgram:
         sums, self._sums, self._micro_steps = self._sums, None, 0
         return self.strategy.reduce(sums)
 
-    def read_figures(self, count: int) -> list[dict[str, float]]:
+    def read_metrics(self, count: int) -> list[dict[str, float]]:
         """Return the metrics of the last `count` steps, oldest first. The only host sync of a logging interval."""
-        (rows,) = self.backend.to_host([self._figures])
-        return [dict(zip(FIGURES, row, strict=True)) for row in rows[len(rows) - count :].tolist()]
+        (rows,) = self.backend.to_host([self._metrics])
+        return [dict(zip(METRICS, row, strict=True)) for row in rows[len(rows) - count :].tolist()]
 
     def _cut_micro_step(self) -> None:
         self._cut("first_micro_step" if self._micro_steps <= 1 else "micro_step", self._sums or [])
@@ -321,7 +316,7 @@ class TrainProgram:
     def _state(self) -> list[Tensor]:
         """Return all tensors that an update changes."""
         guard, *vectors = self._saved_state().values()
-        return [*guard, *self.strategy.masters, *chain.from_iterable(vectors), *self._copies, self._figures]
+        return [*guard, *self.strategy.masters, *chain.from_iterable(vectors), *self._copies, self._metrics]
 
     def _saved_state(self) -> dict[str, list[Tensor]]:
         """Return the optimizer's tensors by their name in a checkpoint."""
@@ -347,9 +342,9 @@ class TrainProgram:
         self.strategy.restore(weights, optimizer, state)
 
 
-def _append_row(figures: list[Tensor], rows: Tensor) -> Tensor:
-    """Drop the first row and append `figures`. A shift is static on every device, unlike an indexed write."""
-    return torch.cat([rows[1:], torch.stack(figures)[None]])
+def _append_row(metrics: list[Tensor], rows: Tensor) -> Tensor:
+    """Drop the first row and append `metrics`. A shift is static on every device, unlike an indexed write."""
+    return torch.cat([rows[1:], torch.stack(metrics)[None]])
 
 
 def uses_dropout(encoder: TextEncoder) -> bool:

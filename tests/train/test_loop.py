@@ -245,8 +245,8 @@ def test_a_step_that_is_not_finite_and_was_taken_ends_the_run(rows: TokenRows, f
     """As on a device whose comparisons with NaN are true. The bad step is not the last one of those that are read."""
     bench = Bench(rows, max_steps=4, cadence=Cadence(log=2, evaluate=0, save=2))
     loop = bench.loop()
-    read = loop.program.read_figures
-    loop.program.read_figures = lambda count: [  # type: ignore[method-assign]
+    read = loop.program.read_metrics
+    loop.program.read_metrics = lambda count: [  # type: ignore[method-assign]
         {**row, figure: value} if row["step"] == 1 else row for row in read(count)
     ]
     with pytest.raises(NumericError):
@@ -332,7 +332,7 @@ def test_patience_ends_in_a_numeric_error_and_nothing_is_saved(rows: TokenRows) 
     bench.program.strategy.masters[1].data[0] = float("nan")
     with pytest.raises(NumericError, match="4 consecutive steps") as caught:
         bench.run()
-    assert "another --cycle NAME" in caught.value.next_command  # another rate is another run
+    assert "another cycle (--cycle NAME)" in caught.value.next_command  # another rate is another run
     assert not bench.calls
     skipped = [fields for name, fields in bench.events if name == EventName.STEP_SKIPPED]
     assert [fields["total"] for fields in skipped] == [2, 4]

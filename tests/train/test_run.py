@@ -296,10 +296,8 @@ def test_data_that_fills_no_batch_is_counted_as_the_settings_count(cycle: Cycle)
     slots = CONFIG.candidates_per_query
     with pytest.raises(DataError) as caught:
         cycle.run()
-    found = re.fullmatch(
-        r"(\d+) groups of up to (\d+) products do not fill a batch of 4096 samples, which has (\d+) groups",
-        caught.value.seen,
-    )
+    pattern = r"(\d+) groups of up to (\d+) products, but a batch of 4096 samples has (\d+)"
+    found = re.fullmatch(pattern, caught.value.seen)
     assert found and (int(found[2]), int(found[3])) == (slots, 4096 // slots)
     assert caught.value.next_command.startswith(f"--train.global-batch-size {int(found[1]) * slots},")
 

@@ -79,7 +79,7 @@ def test_where_a_step_is_cut(
     config, watch = TRAIN.model_copy(update=changes), Phases()
     share = RankShare(0, ranks, accumulation)
     strategy = flat_strategy(build_model(MODEL, SPEC, 1), backend(), config)
-    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    program = TrainProgram(strategy, strategy.backend, config, share, metric_rows=1, buckets=BUCKETS, watch=watch)
     groups = grouped(rows)
     micros = [one.tensors for one in training_batches(groups, plan_of(groups), RankShare(0, 1, accumulation), 0, 1)]
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_where_a_step_is_cut(
         step(program, micros[:accumulation], control(1))
         assert watch.seen == expected
     strategy.weights = [master.detach().clone().requires_grad_() for master in strategy.masters]
-    program = TrainProgram(strategy, strategy.backend, config, share, figure_rows=1, buckets=BUCKETS, watch=watch)
+    program = TrainProgram(strategy, strategy.backend, config, share, metric_rows=1, buckets=BUCKETS, watch=watch)
     watch.seen.clear()
     step(program, micros[:accumulation], control(1))
     assert watch.seen == [*expected, *(["publish"] if ranks > 1 and backend is GathersOnHost else [])]
